@@ -207,6 +207,7 @@ class _Search:
         if first < len(self.paces_K):
             bound = min(bound, self._explore(first, len(self.paces_K) - 1))
         bound = min(bound, self.objective)
+        self._settle()
         answers = {
             count: Answer(chosen=chosen, objective=objective, bound=min(bound, objective))
             for count, (objective, chosen) in self.found.items()
@@ -231,6 +232,18 @@ class _Search:
             self._push(begin, reached - 1, value)
             self._push(middle + 1, end, low)
         return bound
+
+    def _settle(self) -> None:
+        """Of equally good answers take one that depends on the problem alone, and not on the passes that led to it."""
+        if not self.num_stages:
+            return
+        steady, objective = self._costs(self.num_stages, self.found[self.num_stages][1])
+        walk = self._walk(steady, (objective - self.pace * steady) * (1 + self.precision))
+        if self.num_stages in walk.values:
+            chosen = self.suffixes.chosen(walk, self.num_stages)
+            if (objective := self._costs(self.num_stages, chosen)[1]) <= self.objective * (1 + self.precision):
+                self.objective = objective
+                self.found[self.num_stages] = objective, chosen
 
     def _walk(self, pace: float, cap: float | None = None) -> Walk:
         return self.walks.walk(pace, cap, self.only)

@@ -18,7 +18,7 @@ from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import simpler
 from lightning_mist.tuner.alternatives import Alternatives
-from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
+from lightning_mist.tuner.clocked import clocked, step_seconds_of_plan
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import Stages, mixed_layout
 from lightning_mist.tuner.placed import in_every_layout
@@ -88,7 +88,8 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
     shown = {1, *sorted(best, key=lambda count: best[count].seconds)[:SHOWN]}
     best = {count: item for count, item in best.items() if count in shown}
     plain = fastest = min(best.values(), key=lambda item: item.seconds)
-    others = [item.plan for item in best.values() if item is not fastest]
+    # Which pipeline gains most under another schedule the closed form does not say.
+    others = [item.plan for item in found if item is not fastest]
     space = stages.space
     other, notes = _under_other_schedule(stages, fastest, others)
     if other is None:
@@ -110,14 +111,13 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
 
 
 def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
-    """The best answers by the closed form on the clock, the best of all first.
+    """The pipelines near the best by the closed form on the clock, the best of all first.
 
     Those are left out that take so long in any layout that they can be neither the fastest with as many stages nor as
     good as the fastest of all.
     """
     assert outcome.winner is not None
-    near = sorted(outcome.found.values(), key=lambda found: found.answer.objective)[:CLOCKED]
-    answers = (outcome.best[outcome.winner], *outcome.best.values(), *near)
+    answers = (outcome.best[outcome.winner], *outcome.found.values())
     made: dict[Plan, float] = {}
     for item in answers:
         plan = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)

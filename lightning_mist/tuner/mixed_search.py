@@ -10,13 +10,15 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.tuner.beside import COMPARED, compared
-from lightning_mist.tuner.bound import solve, solve_family
+from lightning_mist.tuner.bound import solve, solve_each, solve_family
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.mixed import Group, MixedStages
-from lightning_mist.tuner.offload_search import TimeIsUpError
+from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.near_optimal import COMPARED, compared
 from lightning_mist.tuner.past import Found
+from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.search import ASSUMED, FIRST_SECONDS, Outcome
+from lightning_mist.tuner.tally import NEAR
 
 
 def search_mixed(stages: MixedStages, deadline: float) -> Outcome:
@@ -41,6 +43,7 @@ def search_mixed(stages: MixedStages, deadline: float) -> Outcome:
     search.keep(checked.found)
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
+    search.solve_near(checked.found)
     for count in compared(stages.space, winner):
         others = [group._replace(counts=(count,)) for group in stages.groups if count in group.counts]
         search.look(others, partial(_less, search, count))
@@ -114,6 +117,29 @@ class _Search:
                 self.is_stopped = True
                 return
 
+    def solve_near(self, winner: Found) -> None:
+        """Solve every pipeline near the best by itself, and forget others, which depend on the order of the search."""
+        if self.is_late:
+            return
+        met, most = (self.best, self._found), winner.answer.objective * NEAR
+        self.best, self._found = {}, {}
+        try:
+            for group in self.stages.groups:
+                counts = [count for count in group.counts if self.lower[count, group.num_microbatches] < most]
+                if counts == [1]:
+                    self._attempt(group, most)
+                elif counts:
+                    family = self.stages.family(group, counts, below=most)
+                    below = dict.fromkeys(family.heads, most)
+                    for count, answer in solve_each(family, below, deadline=self.deadline).items():
+                        self.keep(Found(problem=family.problem(count), answer=answer))
+        except TimeIsUpError:
+            self.best, self._found = met
+            return
+        same = self._found.get((len(winner.answer.chosen), winner.problem.num_microbatches))
+        if same is None or same.answer.objective > winner.answer.objective * (1 + PRECISION):
+            self.keep(winner)
+
     def _attempt(self, group: Group, below: float) -> None:
         counts = [count for count in group.counts if self.lower[count, group.num_microbatches] < below]
         self.solved += len(counts)
@@ -146,12 +172,10 @@ class _Search:
 
     def outcome(self, bound: float, checked: Checked | None = None) -> Outcome:
         """What is known, with a bound of the search as a whole."""
-        winner = self.winner
-        shown = () if winner is None else (winner, *compared(self.stages.space, winner))
         return Outcome(
-            best={count: found for count, found in self.best.items() if count in shown},
+            best=self.best,
             found=self._found,
-            winner=winner,
+            winner=self.winner,
             bound=bound,
             certified=checked is not None and checked.certified,
             pipelines=len(self.bounds),

@@ -77,34 +77,6 @@ class Past:
         return cls(memory_limit=limits[0], host_limit=limits[1], bounds=dict(bounds), found=alone)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precedent:
-    """A pipeline that was found for an earlier question.
-
-    Attributes:
-        num_microbatches: Number of microbatches.
-        layers: Layers of every stage.
-        devices: Devices of every stage.
-        slowest: Steady seconds of the slowest stage.
-    """
-
-    num_microbatches: int
-    layers: tuple[int, ...]
-    devices: tuple[int, ...]
-    slowest: float
-
-    @classmethod
-    def of(cls, found: Found, num_microbatches: int) -> "Precedent":
-        """An answer, with as many microbatches as it would have now."""
-        picked = list(zip(found.problem.slots, found.answer.chosen, strict=True))
-        return cls(
-            num_microbatches=num_microbatches,
-            layers=tuple(int(slot.layers_K[index]) for slot, index in picked),
-            devices=tuple(int(slot.devices_K[index]) for slot, index in picked),
-            slowest=max(float(slot.steady_K[index]) for slot, index in picked),
-        )
-
-
 class Pasts:
     """What searches have left, by search space; that of those asked for longest ago is forgotten."""
 
@@ -118,23 +90,6 @@ class Pasts:
     def of(self, space: Space) -> tuple[Past, ...]:
         """What earlier searches of a space have left."""
         return tuple(self._of.get(_key(space), ()))
-
-    def precedents(self, space: Space) -> dict[int, Precedent]:
-        """By number of stages the best pipeline found under any limit, for this batch rather than for others.
-
-        For another batch the same rows per microbatch make the same stages.
-        """
-        key, numbers = _key(space), set(space.microbatch_counts())
-        best: dict[int, tuple[bool, float, Precedent]] = {}
-        for other, pasts in self._of.items():
-            if replace(other, batch_rows=key.batch_rows) != key:
-                continue
-            for found in (item for past in pasts for item in past.found):
-                number, rest = divmod(found.problem.num_microbatches * key.batch_rows, other.batch_rows)
-                count, rank = len(found.answer.chosen), (other != key, found.answer.objective / other.batch_rows)
-                if not rest and number in numbers and (count not in best or rank < best[count][:2]):
-                    best[count] = *rank, Precedent.of(found, number)
-        return {count: precedent for count, (*_, precedent) in best.items()}
 
     def add(self, space: Space, past: Past) -> None:
         """Keep what a search has left, unless that is nothing."""

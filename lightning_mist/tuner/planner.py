@@ -141,8 +141,7 @@ class Planner:
         intra = self.stages(space, *limits, more)
         if too_large(intra):
             return intra, Outcome.nothing(len(space.pipelines()))
-        pasts = self._pasts.of(space), self._pasts.precedents(space)
-        outcome = search_pipelines(intra, space, deadline, *pasts)
+        outcome = search_pipelines(intra, space, deadline, self._pasts.of(space))
         self._pasts.add(space, Past.of(intra.both_limits, outcome.bounds, tuple(outcome.found.values())))
         return intra, outcome
 

@@ -58,7 +58,7 @@ class TuneResult:
         plan: The plan, with its prediction.
         status: ``"optimal"`` if no plan of the search space under the schedule of the exact search (1F1B or GPipe) is
             faster by the closed form of the cost model than the best that was found, of the plans that were run on the
-            clock (a few that are best by the closed form, and the best of each number of stages) none is faster there
+            clock (all near the best by the closed form, :mod:`lightning_mist.tuner.near_optimal`) none is faster there
             than the chosen one, or by so little that they cannot be told apart, and is not as simple
             (:mod:`lightning_mist.tuner.simpler`); and no other schedule gains on them. ``"explored"`` if another
             schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
@@ -70,14 +70,11 @@ class TuneResult:
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan under the
             schedule of the exact search that it competed with.
         predicted: Predicted seconds and bytes of the plan.
-        alternatives: Plans of other numbers of stages, fastest first: those that were met on the way, a single stage,
-            and, unless three take at most a tenth longer by the closed form, half as many, one less, one more and twice
-            as many. Each is the best of its number that was met, which need not be the best that there is: numbers of
-            microbatches are looked at, the most promising first, until something is found that takes at most a quarter
-            longer by the closed form than the best of all; with offload only all or nothing of each kind of state.
-            Where a planner has found one for an earlier question only such as are like it are looked at. The fastest
-            half dozen are kept, and the best of a single stage. Of a search they are predicted when one of them is
-            first looked at.
+        alternatives: The best plans of other numbers of stages, fastest first: of those that take at most a twentieth
+            longer by the closed form than the best of all, and of a single stage, half as many, one less, one more and
+            twice as many, where they take at most a quarter longer (with offload, of these only all or nothing of each
+            kind of state is looked at). The fastest half dozen are kept, and the best of a single stage. Of a search
+            they are predicted when one of them is first looked at.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:

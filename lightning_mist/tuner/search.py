@@ -25,13 +25,13 @@ import numpy as np
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.attempts import attempt, search_families, solve_some
-from lightning_mist.tuner.beside import compared, look_beside
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import quick_bounds
-from lightning_mist.tuner.offload_search import TimeIsUpError
-from lightning_mist.tuner.past import Found, Past, Precedent, known_answers, raised
+from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.near_optimal import near_optimal
+from lightning_mist.tuner.past import Found, Past, known_answers, raised
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space
 from lightning_mist.tuner.tally import Group, Tally, family_of
@@ -49,7 +49,8 @@ class Outcome:
 
     Attributes:
         best: The best answer by number of stages.
-        found: The best answer by numbers of stages and of microbatches.
+        found: The best answer by numbers of stages and of microbatches, of pipelines near the best and of a few others
+            (:mod:`lightning_mist.tuner.near_optimal`).
         winner: The winning number of stages, if there is a plan.
         bound: No plan takes fewer seconds.
         certified: Whether HiGHS has proven of the winner's numbers of stages and of microbatches what the dynamic
@@ -82,13 +83,7 @@ class Outcome:
         return cls(best={}, found={}, winner=None, bound=np.inf, certified=False, pipelines=pipelines, solved=0)
 
 
-def search_pipelines(
-    intra: IntraStage,
-    space: Space,
-    deadline: float,
-    pasts: Sequence[Past] = (),
-    precedents: Mapping[int, Precedent] = MappingProxyType({}),
-) -> Outcome:
+def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Sequence[Past] = ()) -> Outcome:
     """The best pipeline, proven, and good ones with other numbers of stages, from what earlier searches have left.
 
     Args:
@@ -96,7 +91,6 @@ def search_pipelines(
         space: The search space.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
         pasts: Earlier searches of the same space.
-        precedents: By number of stages a pipeline that was found for an earlier question.
     """
     limits = intra.both_limits
     lower = raised(quick_bounds(intra, space), pasts, limits)
@@ -131,10 +125,10 @@ def search_pipelines(
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
     proven = dict(tally.bounds) if space.offload_ratios else tally.bounds
-    look_beside(tally, winner, groups, precedents)
+    near = near_optimal(tally, tally.best[winner], groups)
     for key, value in tally.proven.items():
         proven[key] = max(proven[key], value)
-    return replace(_outcome(tally, winner, bound, checked), bounds={} if checked.refutes else proven)
+    return replace(_outcome(tally, winner, bound, checked, near), bounds={} if checked.refutes else proven)
 
 
 def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
@@ -238,11 +232,20 @@ def _groups(pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
         yield tuple(sorted(stages)), num_microbatches
 
 
-def _outcome(tally: Tally, winner: int | None, bound: float, checked: Checked | None = None) -> Outcome:
-    shown = {winner, *compared(tally.space, winner)} if winner else set()
+def _outcome(
+    tally: Tally,
+    winner: int | None,
+    bound: float,
+    checked: Checked | None = None,
+    found: Mapping[tuple[int, int], Found] = MappingProxyType({}),
+) -> Outcome:
+    best: dict[int, Found] = {}
+    for (count, _), item in found.items():
+        if count not in best or item.answer.objective < best[count].answer.objective:
+            best[count] = item
     return Outcome(
-        best={count: found for count, found in tally.best.items() if count in shown},
-        found=tally.found,
+        best=best,
+        found=dict(found),
         winner=winner,
         bound=bound,
         certified=checked is not None and checked.certified,

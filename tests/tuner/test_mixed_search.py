@@ -6,10 +6,10 @@ import pytest
 
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.beside import COMPARED
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.mixed import mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
+from lightning_mist.tuner.near_optimal import COMPARED
 from tests.specs import cluster, profile, spec
 from tests.tuner.whole_space import Instance, by_trying_everything
 

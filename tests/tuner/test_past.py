@@ -91,32 +91,6 @@ def test_spaces_asked_for_longest_ago_are_forgotten(monkeypatch):
     assert len(asked._pasts) == 1
 
 
-def test_pipelines_of_other_batches_are_precedents_with_the_same_rows_per_microbatch():
-    asked = planner()
-    for limit in limits():
-        tuned(asked, limit, batch=32)
-    now, then = (asked.space(batch, SearchSpace(offload=())) for batch in (16, 32))
-    known, like = asked._pasts.precedents(then), asked._pasts.precedents(now)
-    assert known
-    assert like.keys() <= known.keys()
-    for count, precedent in like.items():
-        assert len(precedent.layers) == len(precedent.devices) == count
-        assert sum(precedent.layers) == NETWORK.num_layers
-        assert sum(precedent.devices) == 4
-        assert precedent.slowest > 0
-        assert precedent.num_microbatches in now.microbatch_counts()
-    both = {count for count in like if known[count].num_microbatches % 2 == 0}
-    assert any(like[count].num_microbatches * 2 == known[count].num_microbatches for count in both)
-    # The answers of the same batch come first.
-    tuned(asked, None)
-    found = {len(item.answer.chosen): item for item in asked._pasts.of(now)[0].found[::-1]}
-    for count, precedent in asked._pasts.precedents(now).items():
-        if count in found:
-            assert precedent.num_microbatches == found[count].problem.num_microbatches
-    other = asked.space(16, SearchSpace(offload=(), zero_stages=(0, 1)))
-    assert asked._pasts.precedents(other) == {}
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("first", [8, 32, 48])
 def test_what_is_remembered_of_another_batch_changes_no_answer(first):

@@ -3,7 +3,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import beside, checked, search
+from lightning_mist.tuner import checked, near_optimal, search
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.likely import quick_bounds
 from tests.tuner.searches import each_by_itself, stages_of
@@ -24,7 +24,7 @@ def test_families_find_what_each_pipeline_has_by_itself(nodes, memory):
     for count, found in outcome.best.items():
         near = min(value for key, value in wanted.items() if key[0] == count)
         assert found.answer.objective >= near * (1 - PRECISION)
-        if near < beside.COMPARED * least:
+        if near < near_optimal.COMPARED * least:
             assert found.answer.objective == pytest.approx(near, rel=2 * PRECISION)
     for key, found in outcome.found.items():
         assert key == (len(found.answer.chosen), found.problem.num_microbatches)

@@ -1,0 +1,89 @@
+"""What the clock and other schedules choose among depends on the question, and not on how the search came to it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.planner.apart import spec_of
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.model.presets import PRESETS
+from lightning_mist.tuner import SearchSpace, family_floors, near_optimal, search, tune
+from lightning_mist.tuner.family_floors import FamilyFloors
+from lightning_mist.tuner.narrowed import Narrowed
+from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.tally import NEAR
+from tests.tuner.instances import random_instance
+from tests.tuner.searches import each_by_itself, stages_of
+
+EVERY_SCHEDULE = ("1f1b", "interleaved-1f1b", "zb-h1")
+
+
+def without_bounds(monkeypatch):
+    """Switch off the lower bounds of families, and variable fixing by them."""
+
+    def everything(self, counts, num_microbatches, below):
+        size = self.space.world_size + 1, self.space.num_layers + 1
+        return Narrowed(
+            counts=tuple(counts),
+            slowest=below / num_microbatches,
+            heads_CNL=np.ones((len(counts), *size), dtype=bool),
+            tails_BNL=np.ones((max(counts) - 1, *size), dtype=bool),
+        )
+
+    monkeypatch.setattr(family_floors, "floor_bound", lambda *asked: 0.0)
+    monkeypatch.setattr(FamilyFloors, "narrowed", everything)
+
+
+def plan_of(seed):
+    """The plan of a random instance under any schedule; nothing if none fits."""
+    asked = random_instance(seed, unlike=0.0)
+    try:
+        found = tune(
+            asked.network,
+            asked.machine,
+            profile=asked.rates,
+            global_batch_size=asked.rows * asked.machine.world_size,
+            memory_limit=asked.memory_limit,
+            search=replace(asked.search, schedules=EVERY_SCHEDULE),
+        )
+    except InfeasibleError:
+        return None
+    return found.plan
+
+
+# Of these 19 and 74 came to other plans without bounds when what the search had met was tried.
+@pytest.mark.parametrize("seed", [*range(12), 19, 74])
+def test_bounds_do_not_change_the_plan(seed, monkeypatch):
+    plan = plan_of(seed)
+    without_bounds(monkeypatch)
+    assert plan_of(seed) == plan
+
+
+@pytest.mark.parametrize("offload", [(), OFFLOADED])
+def test_bounds_do_not_change_the_plan_of_a_preset(offload, monkeypatch):
+    asked = {"global_batch_size": 64, "search": SearchSpace(offload=offload)}
+    spec = spec_of(PRESETS["gpt3-2.7b"], "gpt3-2.7b", "1x4xL4", rows=16, sequence_length=2048)
+    found = tune(spec, parse_cluster("1x4xL4"), **asked)
+    without_bounds(monkeypatch)
+    assert tune(spec, parse_cluster("1x4xL4"), **asked).plan == found.plan
+    assert found.plan.schedule == "zb-h1"
+
+
+@pytest.mark.parametrize("memory", [10**12, 10**6, 600_000])
+def test_every_pipeline_near_the_best_is_solved(memory):
+    stages = stages_of(memory=memory)
+    wanted = each_by_itself(stages)
+    least = min(wanted.values())
+    found = search.search_pipelines(stages, stages.space, np.inf).found
+    for key, value in wanted.items():
+        if value < least * NEAR:
+            assert found[key].answer.objective == pytest.approx(value, rel=2 * PRECISION)
+    compared = near_optimal.compared(stages.space, min(wanted, key=wanted.get)[0])
+    for count in compared:
+        best = min(value for key, value in wanted.items() if key[0] == count)
+        if best < least * near_optimal.COMPARED:
+            values = [item.answer.objective for key, item in found.items() if key[0] == count]
+            assert min(values) == pytest.approx(best, rel=2 * PRECISION)
