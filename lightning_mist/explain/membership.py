@@ -50,6 +50,8 @@ def _of_plan(plan: Plan, space: Space) -> Iterator[str]:
         yield f"{groups} stage{'s' * (groups > 1)}"
     if search.num_microbatches is not None and plan.num_microbatches not in search.num_microbatches:
         yield f"{plan.num_microbatches} microbatches"
+    if search.equal_stages and len({len(stage.devices) for stage in plan.stages}) > 1:
+        yield "stages of unequal numbers of devices"
     cuts = space.cuts(groups) if groups == plan.num_stages else None
     starts = tuple(first for first, _ in plan.bounds)
     if cuts is not None and starts != cuts[:-1]:

@@ -211,6 +211,22 @@ class IntraStage:
             self._keys[place, num_microbatches] = found
         return found
 
+    def _ahead(self, place: Place, stage: Stage, num_microbatches: int) -> list[Stage]:
+        """Stages that will be asked about next, of which nothing is known."""
+        (key, _, _), _ = self._frontier_key(place, num_microbatches)
+        if key[2] is not None or self._mover.has_looked(self._tables[key], stage.phases):
+            return []
+        return stages_ahead(*place[:2], num_microbatches, self.space, stage.among_NL)
+
+    def _with_moved(self, items: Sequence[Unmoved]) -> list[list[SlotChoices]]:
+        """The frontiers of the stages of every table, with what they may move."""
+        asked = [item.asked for item in items if item.asked is not None]
+        if not asked:
+            return [item.alone() for item in items]
+        moved, evaluated = self._mover.of(asked)
+        self.evaluated += evaluated
+        return [item.frontiers(more) for item, more in zip(items, moved, strict=True)]
+
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be without offload, whether it fits or not."""
         table = self.everything(slot)
@@ -243,7 +259,7 @@ class IntraStage:
     def _key(self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...]) -> TableKey:
         slot = self.slot(stage_index, num_stages, num_microbatches, Shape(1), pipeline)
         # What a stage costs depends on the number of stages only through the situations.
-        settled = stage_index if self.space.cuts(num_stages) is not None else -1
+        settled = self.space.layer_range(stage_index, num_stages)
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
     def _make_tables(
@@ -265,7 +281,7 @@ class IntraStage:
             # What depends on the stages behind is counted when they are known.
             slots = [
                 replace(self.slot(stage_index, num_stages, num_microbatches, shape, pipeline), behind=0)
-                for shape in self.space.shapes(num_microbatches)
+                for shape in self.space.shapes_of(num_stages, num_microbatches)
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
                 if among_NL is None or among_NL[shape.devices].any()
             ]
@@ -290,9 +306,9 @@ class IntraStage:
         return keys
 
     def _windows_of(self, stage_index: int, num_stages: int) -> Windows:
-        cuts = self.space.cuts(num_stages)
-        if cuts is not None:
-            return fixed_window(cuts[stage_index], cuts[stage_index + 1])
+        settled = self.space.layer_range(stage_index, num_stages)
+        if settled is not None:
+            return fixed_window(*settled)
         role = role_of(stage_index, num_stages)
         if role not in self._windows:
             self._windows[role] = windows_of(role, self.space.num_layers, self._classes)

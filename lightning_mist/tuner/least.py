@@ -66,7 +66,7 @@ class LeastMemory:
 
     deadline: float = np.inf
     wanted: Wanted = "device"
-    known: dict[tuple[int, int, Role, StageSlot], _Known] = field(default_factory=dict)
+    known: dict[tuple[int, tuple[int, int] | None, Role, StageSlot], _Known] = field(default_factory=dict)
 
     @property
     def is_coarse(self) -> bool:
@@ -89,7 +89,7 @@ class LeastMemory:
             raise LateError
         role = role_of(slot.stage_index, slot.num_stages)
         # Where a stage of a role lies in the pipeline only tells how many microbatches it has in flight.
-        settled = slot.stage_index if intra.space.cuts(slot.num_stages) is not None else -1
+        settled = intra.space.layer_range(slot.stage_index, slot.num_stages)
         key = id(intra), settled, role, replace(slot, stage_index=0, num_stages=1, parts=())
         found = self.known.get(key)
         if found is None:

@@ -228,8 +228,10 @@ def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[
             for stages in product(*(reached[part] for part in order[1:])):
                 rest = tuple(part for part, count in zip(order[1:], stages, strict=True) for _ in range(count))
                 counts = tuple(count + len(rest) for count in reached[order[0]] if count + len(rest) in asked)
-                if counts:
-                    yield Group(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=counts)
+                # Equal stages have other layers with every number of stages.
+                for some in [(count,) for count in counts] if space.search.equal_stages else [counts]:
+                    if some:
+                        yield Group(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=some)
 
 
 def _stages_of_part(counts: Collection[int], size: int, most: int) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ from lightning_mist.cost import StageSlot
 from lightning_mist.tuner.space import Shape, Space, common_unit
 from lightning_mist.tuner.windows import Role
 
-TableKey = tuple[Role, int, int, Hashable]
-"""Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
-part of the cluster to another."""
+TableKey = tuple[Role, int, tuple[int, int] | None, Hashable]
+"""Role, number of microbatches, layer range where it is settled, and where the pipeline passes from one part of the
+cluster to another."""
 
 FrontierKey = tuple[TableKey, int, int]
 """What tells frontiers apart: the table, the stages behind as far as they count, a number for the situations."""

@@ -106,7 +106,7 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     )
     for item in (known := known_answers(pasts, limits)):
         tally.note(item)
-    groups = list(_groups(tuple(lower)))
+    groups = list(_groups(tuple(lower), are_equal=space.search.equal_stages))
     tally.floors.kinds = frozenset(space.search.offloaded if space.offload_ratios else ())
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     intra.try_ratios(space.offload_ratios, patience)
@@ -222,12 +222,13 @@ def _settle(tally: Tally, winner: int) -> bool:
     return True
 
 
-def _groups(pipelines: tuple[tuple[int, int], ...]) -> Iterator[Group]:
+def _groups(pipelines: tuple[tuple[int, int], ...], *, are_equal: bool) -> Iterator[Group]:
     """Pipelines whose stages cost the same, but for how many are behind them."""
-    counts: dict[tuple[bool, int], list[int]] = {}
+    counts: dict[tuple[int, int], list[int]] = {}
     for num_stages, num_microbatches in pipelines:
-        # One stage has nothing to send.
-        counts.setdefault((num_stages > 1, num_microbatches), []).append(num_stages)
+        # One stage has nothing to send, and equal stages have other layers with every number of stages.
+        kind = num_stages if are_equal else min(num_stages, 2)
+        counts.setdefault((kind, num_microbatches), []).append(num_stages)
     for (_, num_microbatches), stages in sorted(counts.items()):
         yield tuple(sorted(stages)), num_microbatches
 

@@ -38,6 +38,8 @@ class SearchSpace:
             batch allows. Stages of one plan may differ.
         layer_cuts: The first layers of all stages but the first, if they are settled; with them the number of stages
             is too, and stages are not dealt out in chunks.
+        equal_stages: Whether all stages have equally many layers and equally many devices, as people divide networks by
+            hand.
         devices_per_stage: The numbers of devices that a stage may have; ``None`` for every divisor of the number of
             devices. Stages of one plan may differ.
         zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
@@ -71,6 +73,7 @@ class SearchSpace:
     num_microbatches: tuple[int, ...] | None = None
     microbatch_sizes: tuple[int, ...] | None = None
     layer_cuts: tuple[int, ...] | None = None
+    equal_stages: bool = False
     devices_per_stage: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     data_parallel_degrees: tuple[int, ...] | None = None
@@ -128,6 +131,8 @@ class SearchSpace:
                 f"layer_cuts={cuts}: the first layers of the second and later stages, each at least 1 and more than "
                 "the one before; for example (12, 24) for three stages, or () for one"
             )
+        if self.equal_stages:
+            raise ValueError(f"equal_stages=True and layer_cuts={cuts}: cuts settle what stages have; leave one out")
         stages = len(cuts) + 1
         if stages > (self.max_stages or stages) or (self.num_stages is not None and stages not in self.num_stages):
             raise ValueError(

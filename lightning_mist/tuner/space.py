@@ -110,6 +110,13 @@ class Space:
         """Arrangements of a stage's devices for which a batch is cut into equal parts, ascending."""
         return _shapes(self, num_microbatches)
 
+    def shapes_of(self, num_stages: int, num_microbatches: int) -> tuple[Shape, ...]:
+        """Those of the stages of pipelines with so many stages."""
+        shapes = self.shapes(num_microbatches)
+        if num_stages > 1 and not self.search.equal_stages:
+            return shapes
+        return tuple(shape for shape in shapes if shape.devices * num_stages == self.world_size)
+
     def least_replicas(self, num_microbatches: int) -> int:
         """The least number of independent copies of a pipeline that stages with these microbatches can form."""
         return common_unit(shape.data for shape in self.shapes(num_microbatches))
@@ -122,7 +129,10 @@ class Space:
     def stage_counts(self) -> tuple[int, ...]:
         """Numbers of stages to look at, ascending."""
         asked = self.search.num_stages if self.search.layer_cuts is None else (len(self.search.layer_cuts) + 1,)
-        return tuple(count for count in range(1, self.max_stages + 1) if asked is None or count in asked)
+        counts = (count for count in range(1, self.max_stages + 1) if asked is None or count in asked)
+        if not self.search.equal_stages:
+            return tuple(counts)
+        return tuple(count for count in counts if self.num_layers % count == self.world_size % count == 0)
 
     def pipelines(self) -> tuple[tuple[int, int], ...]:
         """Every ``(number of stages, number of microbatches)`` for which devices can be dealt to stages."""
@@ -132,7 +142,8 @@ class Space:
             sums = {0}
             for num_stages in range(1, self.max_stages + 1):
                 sums = {total + count for total in sums for count in counts if total + count <= self.world_size}
-                if num_stages in stages and self.world_size in sums:
+                is_dealt = self.world_size in sums and bool(self.shapes_of(num_stages, num_microbatches))
+                if num_stages in stages and is_dealt:
                     result.append((num_stages, num_microbatches))
         return tuple(sorted(result))
 
@@ -165,7 +176,14 @@ class Space:
     def cuts(self, num_stages: int) -> tuple[int, ...] | None:
         """Where every stage begins and the last ends, if that is settled."""
         cuts = self.search.layer_cuts
+        if self.search.equal_stages:
+            return tuple(self.num_layers * stage // num_stages for stage in range(num_stages + 1))
         return None if cuts is None or num_stages != len(cuts) + 1 else (0, *cuts, self.num_layers)
+
+    def layer_range(self, stage_index: int, num_stages: int) -> tuple[int, int] | None:
+        """The first layer of a stage and the one behind its last, if that is settled."""
+        cuts = self.cuts(num_stages)
+        return None if cuts is None else (cuts[stage_index], cuts[stage_index + 1])
 
     def recomputed(self, layers_W: IntArray) -> tuple[IntArray, IntArray]:
         """Every number of layers that stages may recompute: of which stage, and how many.

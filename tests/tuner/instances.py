@@ -27,17 +27,20 @@ def size_of(instance):
     )
 
 
-def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE):
+def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=False):
     """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met.
 
     Args:
         seed: Instances of one seed are equal.
         offloading: Share of spaces that offload.
         unlike: Share of machines with two kinds of devices.
+        equal_stages: Whether all stages have equally many layers and devices.
     """
     rng = np.random.default_rng(seed)
     while True:
         found = _random_instance(rng, offloading, unlike)
+        if equal_stages:
+            found = replace(found, search=replace(found.search, layer_cuts=None, equal_stages=True))
         if size_of(found) <= MOST_CANDIDATES:
             return _limited(found, rng)
 

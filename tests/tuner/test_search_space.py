@@ -16,6 +16,7 @@ ALIKE = spec(6, measured=True)
         ({"data_parallel_degrees": (0,)}, r"data_parallel_degrees=\(0,\): give at least one number, each at least 1"),
         ({"layer_cuts": (4, 2)}, r"layer_cuts=\(4, 2\): .*more than the one before; for example \(12, 24\)"),
         ({"layer_cuts": (2, 4), "num_stages": (2,)}, r"make 3 stages, but .* num_stages=\(2,\) do not allow"),
+        ({"layer_cuts": (2,), "equal_stages": True}, r"equal_stages=True and layer_cuts=\(2,\): .* leave one out"),
         ({"layer_cuts": (2,), "max_stages": 1}, r"make 2 stages, but max_stages=1"),
         ({"checkpointed_shares": (1.5,)}, r"checkpointed_shares=\(1.5,\): give at least one fraction in \[0, 1\]"),
         ({"offload_ratios": (-0.5,)}, r"offload_ratios=\(-0.5,\): give at least one fraction"),

@@ -33,6 +33,20 @@ def test_no_plan_of_the_whole_space_is_faster(first_seed):
             explains(instance, verdict)
 
 
+@pytest.mark.parametrize("first_seed", range(0, SEEDS, 8))
+def test_no_plan_of_equal_stages_is_faster(first_seed):
+    for seed in range(first_seed, first_seed + 8):
+        instance = random_instance(seed, equal_stages=True)
+        verdict = verdict_of(instance)
+        assert verdict.difference <= PRECISION, seed
+        assert verdict.status == ("optimal" if np.isfinite(verdict.wanted.seconds) else "infeasible"), seed
+        if verdict.status == "infeasible":
+            explains(instance, verdict)
+        else:
+            plan = instance.tune().plan
+            assert len({(stage.num_layers, len(stage.devices)) for stage in plan.stages}) == 1
+
+
 def test_a_planner_that_was_asked_before_answers_the_same():
     for seed in range(SEEDS, SEEDS + 8):
         instance = random_instance(seed)
@@ -74,7 +88,13 @@ def explains(instance, verdict):
 
 @pytest.mark.parametrize(
     ("limits", "stages"),
-    [({"devices_per_stage": (1,)}, 3), ({"layer_cuts": (1,)}, 2), ({"layer_cuts": ()}, 1), ({"num_stages": (2,)}, 2)],
+    [
+        ({"devices_per_stage": (1,)}, 3),
+        ({"layer_cuts": (1,)}, 2),
+        ({"layer_cuts": ()}, 1),
+        ({"num_stages": (2,)}, 2),
+        ({"equal_stages": True, "num_stages": (1, 2)}, 1),
+    ],
 )
 def test_limits_hold_on_unlike_devices(limits, stages):
     instance = Instance(

@@ -195,9 +195,13 @@ def pipelines(instance):
             continue
         if search.layer_cuts is not None and stages != len(search.layer_cuts) + 1:
             continue
+        if search.equal_stages and (layers % stages or world % stages):
+            continue
         for parts in orders(instance, stages):
             rows = itertools.product(*(kinds_of(instance, count, part) for part in parts))
             each = [row for row in rows if uses_all(instance, parts, row)]
+            if search.equal_stages:
+                each = [row for row in each if len({kind.devices for kind in row}) == 1]
             if each:
                 yield count, parts, each
 
@@ -243,6 +247,8 @@ def candidates_of(instance, stages, index, kind):
             continue
         edges = (0, *(search.layer_cuts or ()), layers)
         if search.layer_cuts is not None and (start, end) != (edges[index], edges[index + 1]):
+            continue
+        if search.equal_stages and (end - start) * stages != layers:
             continue
         recomputed = range(end - start + 1) if search.checkpointing else (0,)
         if search.checkpointing and search.checkpointed_shares is not None:
@@ -373,6 +379,8 @@ def by_trying_everything(instance, *, reduced=True):
         for row, cuts in itertools.product(arrangements, itertools.combinations(range(1, layers), len(parts) - 1)):
             edges = (0, *cuts, layers)
             if instance.search.layer_cuts not in (None, cuts):
+                continue
+            if instance.search.equal_stages and len({end - start for start, end in itertools.pairwise(edges)}) > 1:
                 continue
             chosen = [known[index, kind][edges[index], edges[index + 1]] for index, kind in enumerate(row)]
             plans += int(np.prod([item.count for item in chosen]))
