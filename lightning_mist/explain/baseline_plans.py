@@ -30,60 +30,62 @@ nothing.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_mist.cost import Profiles, profiles_of
-from lightning_mist.cost.time import copy_rates
+from lightning_mist.cost import MixedCostModel, Profiles, profiles_of
+from lightning_mist.cost.channels import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.explain.published_space import Asked, has_published, published_plan
 from lightning_mist.explain.techniques import DEFERRED_UPDATE
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
-from lightning_mist.tuner.families import Limits, Uniform, UniformFamily
 from lightning_mist.tuner.infeasible import UndecidedError
+from lightning_mist.tuner.mixed import mixed_stages
 from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.published import ZERO_STAGES, Asked, has_published, published_plan
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.uniform import UniformSearch
+from lightning_mist.tuner.techniques import DEFERRED_UPDATE
+from lightning_mist.tuner.uniform_plans import Shortage, UniformPlans, fastest_uniform
 from lightning_mist.units import format_bytes
+
+_GRID = SearchSpace(equal_stages=True, zero_stages=(0, 1), offload=(), schedules=("1f1b", "interleaved-1f1b"))
+_ALONE = replace(_GRID, num_stages=(1,), tensor_parallel_degrees=(1,))
+"""Equal stages, and one whose ranks all compute on other rows."""
 
 _OPTIMIZER = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
 _WITH_PARAMETERS = tuple(replace(item, parameters=1.0) for item in _OPTIMIZER)
-_GRID = UniformFamily(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
 
-FAMILIES: tuple[tuple[str, UniformFamily], ...] = (
-    ("DDP", UniformFamily(zero_stages=(0,), recomputes="none", cuts_batches=False)),
-    ("DDP, tuned", UniformFamily(zero_stages=(0,))),
-    ("FSDP", UniformFamily(zero_stages=(2, 3))),
-    ("ZeRO-Offload", UniformFamily(zero_stages=(2, 3), offloads=_OPTIMIZER)),
+FAMILIES: tuple[tuple[str, UniformPlans], ...] = (
+    ("DDP", UniformPlans(search=replace(_ALONE, zero_stages=(0,), checkpointing=False, num_microbatches=(1,)))),
+    ("DDP, tuned", UniformPlans(search=replace(_ALONE, zero_stages=(0,)))),
+    ("FSDP", UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)))),
+    ("ZeRO-Offload", UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)), offloads=_OPTIMIZER)),
     (
         "ZeRO-Infinity",
-        UniformFamily(
-            zero_stages=(3,),
+        UniformPlans(
+            search=replace(_ALONE, zero_stages=(3,)),
             offloads=_WITH_PARAMETERS,
             offloads_if_all_recomputed=tuple(replace(item, activations=1.0) for item in _WITH_PARAMETERS),
         ),
     ),
-    ("Megatron-LM, nothing recomputed", replace(_GRID, recomputes="none")),
-    ("Megatron-LM, all recomputed", replace(_GRID, recomputes="all")),
-    ("Megatron-LM, tuned", _GRID),
+    ("Megatron-LM, nothing recomputed", UniformPlans(search=replace(_GRID, checkpointing=False))),
+    ("Megatron-LM, all recomputed", UniformPlans(search=replace(_GRID, checkpointed_shares=(1.0,)))),
+    ("Megatron-LM, tuned", UniformPlans(search=_GRID)),
 )
 """Baselines whose stages are all alike."""
 
-_LEAST_OF_ACESO = UniformFamily(zero_stages=(0,), has_stages=True, splits_layers=True, recomputes="all")
+_ALL_RECOMPUTED = replace(_GRID, checkpointed_shares=(1.0,))
+_LEAST_OF_ACESO = UniformPlans(search=replace(_ALL_RECOMPUTED, zero_stages=(0,)))
 """Plans of Aceso's that need little memory."""
 
-_LEAST_OF_MIST = UniformFamily(
-    zero_stages=(1, 2, 3),
-    has_stages=True,
-    splits_layers=True,
-    recomputes="all",
+_LEAST_OF_MIST = UniformPlans(
+    search=replace(_ALL_RECOMPUTED, zero_stages=ZERO_STAGES),
     offloads=(OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0),),
 )
 """Plans of the published space that need little memory."""
 
 _LEAST_WITHOUT_OFFLOAD = replace(_LEAST_OF_MIST, offloads=(OffloadRatios(),))
 """The same where nothing can be offloaded."""
-
 
 MIST = "Mist paper's space"
 
@@ -180,18 +182,17 @@ def baselines_with(
             solver_seconds=given.solver_seconds,
         ),
     )
-    limits = Limits.of(planner.cluster, memory_limit, host_memory_limit)
-    alike = UniformSearch(planner.model, planner.space(global_batch_size, asked.search), limits)
     result = []
     refused = _why_no_offload(planner)
     for name, family in FAMILIES:
         say(f"comparing with {name}")
-        if refused and all(item.any for item in family.offloads):
+        if refused and family.is_offloaded:
             result.append(Baseline(name=name, plan=None, reason=refused))
             continue
-        result.append(_baseline(name, alike.best(family)))
+        plan, shortage = _uniform(planner, asked, family)
+        result.append(Baseline(name=name, plan=plan, reason="" if plan else _why(shortage)))
     say("comparing with Aceso")
-    result.append(_aceso(planner, asked, alike))
+    result.append(_aceso(planner, asked))
     say("comparing with the Mist paper's space")
     if refused:
         asked, least = replace(asked, search=replace(asked.search, offload=())), _LEAST_WITHOUT_OFFLOAD
@@ -200,25 +201,27 @@ def baselines_with(
     if isinstance(planner.cluster, MixedCluster):
         result.append(Baseline(name=MIST, plan=None, reason="not for unlike devices: all its stages have the same"))
     else:
-        result.append(_published(planner, asked, alike, least))
+        result.append(_published(planner, asked, least))
     return tuple(result)
 
 
-def _published(planner: Planner, asked: Asked, alike: UniformSearch, least: UniformFamily) -> Baseline:
-    """The best plan of the published space."""
-    if not has_published(planner, asked):
-        return Baseline(name=MIST, plan=None, reason=UNDIVIDED)
-    published = published_plan(planner, asked)
-    if published.plan is None and not published.is_best:
-        return Baseline(name=MIST, plan=None, reason=UNDECIDED)
-    return replace(_searched(MIST, published.plan, alike, least), note="" if published.is_best else CUT_SHORT)
+def _uniform(planner: Planner, asked: Asked, family: UniformPlans) -> tuple[Plan | None, Shortage | None]:
+    """The best plan of stages that are all alike, or what is missing for one."""
+    batch, limits = asked.global_batch_size, (asked.memory_limit, asked.host_memory_limit)
+    every, allowed = planner.space(batch, asked.search), family.search.tensor_parallel_degrees
+    degrees = tuple(sorted({degree for degree, _ in every.tensor if allowed is None or degree in allowed}))
+    if not degrees or (family.search.checkpointed_shares is not None and not every.checkpointing):
+        return None, None
+    space = planner.space(batch, replace(family.search, tensor_parallel_degrees=degrees))
+    model = planner.model
+    if isinstance(model, MixedCostModel):
+        return fastest_uniform(mixed_stages(model, space, *limits), family)
+    return fastest_uniform(planner.stages(space, *limits), family)
 
 
-def _aceso(planner: Planner, asked: Asked, alike: UniformSearch) -> Baseline:
+def _aceso(planner: Planner, asked: Asked) -> Baseline:
     """The best plan that Aceso could choose."""
-    search = replace(
-        asked.search, zero_stages=(0,), sequence_parallel=False, offload=(), offload_ratios=(0.0,), schedules=("1f1b",)
-    )
+    search = replace(asked.search, zero_stages=(0,), sequence_parallel=False, offload=(), schedules=("1f1b",))
     try:
         found = planner.tune(
             global_batch_size=asked.global_batch_size,
@@ -229,8 +232,38 @@ def _aceso(planner: Planner, asked: Asked, alike: UniformSearch) -> Baseline:
     except UndecidedError:
         return Baseline(name="Aceso", plan=None, reason=UNDECIDED)
     except InfeasibleError:
-        return _searched("Aceso", None, alike, _LEAST_OF_ACESO)
+        return _unfit(planner, asked, "Aceso", _LEAST_OF_ACESO)
     return Baseline(name="Aceso", plan=found.plan, note=CUT_SHORT if found.status == "time limit" else "")
+
+
+def _published(planner: Planner, asked: Asked, least: UniformPlans) -> Baseline:
+    """The best plan of the published space."""
+    if not has_published(planner, asked):
+        return Baseline(name=MIST, plan=None, reason=UNDIVIDED)
+    published = published_plan(planner, asked)
+    if published.plan is not None:
+        return Baseline(name=MIST, plan=published.plan, note="" if published.is_best else CUT_SHORT)
+    if not published.is_best:
+        return Baseline(name=MIST, plan=None, reason=UNDECIDED)
+    return _unfit(planner, asked, MIST, least)
+
+
+def _unfit(planner: Planner, asked: Asked, name: str, least: UniformPlans) -> Baseline:
+    """A baseline that does not fit, whose stages may differ: with the least that stages need that are alike."""
+    _, shortage = _uniform(planner, asked, least)
+    if shortage is None:  # Stages that are alike do not divide the batch, but others did.
+        reason = "does not fit; with stages that are alike nothing divides the batch"
+    else:
+        reason = f"{_why(shortage)}, with stages that are alike"
+    return Baseline(name=name, plan=None, reason=reason)
+
+
+def _why(short: Shortage | None) -> str:
+    """Why there is no plan."""
+    if short is None:
+        return UNDIVIDED
+    needed, limit = format_bytes(short.needed_bytes), format_bytes(short.limit_bytes)
+    return f"does not fit: needs {needed} of {limit} per device{' in host memory' if short.is_host else ''}"
 
 
 def _why_no_offload(planner: Planner) -> str:
@@ -247,29 +280,6 @@ def _why_no_offload(planner: Planner) -> str:
 
 def _silent(text: str) -> None:
     """Nobody listens."""
-
-
-def _searched(name: str, plan: Plan | None, alike: UniformSearch, least: UniformFamily) -> Baseline:
-    """A baseline whose stages may differ; if nothing fits, with the least that stages need that are alike."""
-    if plan is not None:
-        return Baseline(name=name, plan=plan)
-    found = replace(alike.best(least), plan=None)
-    needed = _baseline(name, found)
-    if found.device is None:  # Stages that are alike do not divide the batch, but others did.
-        return replace(needed, reason="does not fit; with stages that are alike nothing divides the batch")
-    return replace(needed, reason=f"{needed.reason}, with stages that are alike")
-
-
-def _baseline(name: str, found: Uniform) -> Baseline:
-    """A baseline whose stages are all alike."""
-    if found.plan is not None:
-        return Baseline(name=name, plan=found.plan)
-    if found.device is None:
-        return Baseline(name=name, plan=None, reason=UNDIVIDED)
-    # Where a setting fits on its devices, host memory is what it lacks.
-    short = found.device if found.host is None else found.host
-    reason = f"does not fit: needs {format_bytes(short.needed_bytes)} of {format_bytes(short.limit_bytes)} per device"
-    return Baseline(name=name, plan=None, reason=reason if short is found.device else f"{reason} in host memory")
 
 
 def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:

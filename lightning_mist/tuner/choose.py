@@ -1,11 +1,10 @@
 """From the best pipelines of a search to the plan: on the clock, with other schedules, the simplest of equals.
 
-The best answers by the closed form, one for every pipeline, are run on the clock, and the fastest there is the best
-(:mod:`lightning_mist.tuner.clocked`). Other schedules are tried on the best of every number of stages
-(:mod:`lightning_mist.tuner.variants`), interleaved 1F1B also on stages that are all alike
-(:mod:`lightning_mist.tuner.uniform`). Where one of them gains, it does without savings that nothing is lost by
-(:mod:`lightning_mist.tuner.plainer`). Where none does, the simplest of the plans is taken that cannot be told apart
-from the fastest (:mod:`lightning_mist.tuner.simpler`).
+All pipelines near the best by the closed form (:mod:`lightning_mist.tuner.near_optimal`) are run on the clock, and the
+fastest there is the best. Other schedules are tried on them (:mod:`lightning_mist.tuner.variants`), interleaved 1F1B
+also on equal stages (:mod:`lightning_mist.tuner.equal_stages`). Where one of them gains, it does without savings that
+nothing is lost by (:mod:`lightning_mist.tuner.plainer`). Where none does, the simplest of the plans is taken that
+cannot be told apart from the fastest (:mod:`lightning_mist.tuner.simpler`).
 """
 
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import simpler
 from lightning_mist.tuner.alternatives import Alternatives
 from lightning_mist.tuner.clocked import clocked, step_seconds_of_plan
+from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import Stages, mixed_layout
 from lightning_mist.tuner.placed import in_every_layout
@@ -28,7 +28,6 @@ from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.tuner.search import Outcome
 from lightning_mist.tuner.simpler import why_simpler
 from lightning_mist.tuner.space import Space
-from lightning_mist.tuner.uniform import even_chunks
 from lightning_mist.tuner.variants import best_variant, refuse_without_variant
 
 LEAST_GAIN = 0.01
@@ -37,7 +36,7 @@ than this lies between runs of one and the same plan (the steps of DDP in the re
 ``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
 
 SHOWN = 6
-"""Numbers of stages that are shown, and tried under other schedules, the fastest; a single stage always is."""
+"""Numbers of stages that are shown, the fastest; a single stage always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

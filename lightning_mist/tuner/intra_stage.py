@@ -24,7 +24,6 @@ from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.memory import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
-from lightning_mist.tuner.families import KnownGrids
 from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.offload_ratios import RatioGrid
 from lightning_mist.tuner.offload_search import OffloadSearch
@@ -54,7 +53,6 @@ class IntraStage:
         host_limit: Bytes of host memory that it may use for what it offloads.
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
         tables: Where what does not depend on the limits is kept; by default for this object alone.
-        grids: The same of stages that are all alike.
         runs: What stages take at least, also of other batches; by default for this object alone.
         pieces: What tables are put together of, likewise.
 
@@ -73,7 +71,6 @@ class IntraStage:
         host_limit: float = np.inf,
         elsewhere: tuple[Space, ...] = (),
         tables: dict[TableKey, Table] | None = None,
-        grids: KnownGrids | None = None,
         runs: AllRuns | None = None,
         pieces: Pieces | None = None,
     ) -> None:
@@ -86,7 +83,6 @@ class IntraStage:
         self._is_first = pieces is not None and not pieces.of
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if tables is None else tables
-        self.grids = KnownGrids() if grids is None else grids
         self.runs = AllRuns() if runs is None else runs
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.

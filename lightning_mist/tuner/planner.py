@@ -1,9 +1,8 @@
 """A planner of one network on one machine, which may be asked again.
 
-The pipelines of a search (:mod:`lightning_mist.tuner.search`) are solved by the closed form of the step. The best
-answers that were found on the way, one for every pipeline, are then run on the clock, and the fastest there is the
-winner. Other schedules are tried on the pipelines that were found (:mod:`lightning_mist.tuner.variants`), interleaved
-1F1B also on stages that are all alike (:mod:`lightning_mist.tuner.uniform`).
+The pipelines of a search (:mod:`lightning_mist.tuner.search`) are solved by the closed form of the step. All that are
+near the best are then run on the clock, and the fastest there is the winner
+(:mod:`lightning_mist.tuner.choose`).
 """
 
 from collections.abc import Iterable
@@ -26,8 +25,6 @@ from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
 from lightning_mist.tuner.choose import choose, make_plan
 from lightning_mist.tuner.copies import search_copies
-from lightning_mist.tuner.families import KnownGrids
-from lightning_mist.tuner.grid_ends import KnownEnds
 from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
@@ -47,9 +44,6 @@ from lightning_mist.units import format_bytes
 KEPT = 4
 """Search spaces whose candidates are kept."""
 
-_Kept = tuple[dict[TableKey, Table], KnownGrids]
-"""What is known of a search space: candidates, and those of equal stages."""
-
 
 class Planner:
     """Finds plans for one network on one machine; keeps what it has computed from one question to the next.
@@ -64,9 +58,9 @@ class Planner:
     def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
-        self._tables: dict[Space, _Kept] = {}
-        self._pasts, self._pieces = Pasts(), Pieces()
-        self._runs, self._ends = AllRuns(), KnownEnds()
+        self._tables: dict[Space, dict[TableKey, Table]] = {}
+        self._pasts, self._pieces, self._knowledge = Pasts(), Pieces(), Knowledge()
+        self._runs = AllRuns()
 
     @property
     def alike(self) -> StageCostModel:
@@ -119,14 +113,12 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        tables, grids = self._tables_of(space)
         return IntraStage(
             model,
             space,
             limit + more,
             host_limit=host,
-            tables=tables,
-            grids=grids,
+            tables=self._tables_of(space),
             runs=self._runs,
             pieces=self._pieces,
         )
@@ -145,8 +137,8 @@ class Planner:
         self._pasts.add(space, Past.of(intra.both_limits, outcome.bounds, tuple(outcome.found.values())))
         return intra, outcome
 
-    def _tables_of(self, space: Space) -> _Kept:
-        """What is known of a search space, of any stages and equal ones; those asked for longest ago are forgotten.
+    def _tables_of(self, space: Space) -> dict[TableKey, Table]:
+        """Candidates of a search space; those of spaces asked for longest ago are forgotten.
 
         Stages of a number of microbatches cost the same whichever such numbers, numbers of stages and schedules
         beside that of the exact search are looked at, and for how long.
@@ -161,7 +153,7 @@ class Planner:
             solver_seconds=SearchSpace().solver_seconds,
         )
         key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        self._tables[key] = tables = self._tables.pop(key, ({}, KnownGrids(ends=self._ends)))
+        self._tables[key] = tables = self._tables.pop(key, {})
         while len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]
         return tables

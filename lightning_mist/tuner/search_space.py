@@ -52,8 +52,8 @@ class SearchSpace:
             always, never, or ``None`` for what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
         checkpointed_shares: Which parts of each stage's layers may be recomputed, fractions in [0, 1], to the nearest
-            layer: ``(0, 1)`` for none or all. ``None`` for any number of layers. With shares stages are not dealt out
-            in chunks.
+            layer: ``(0, 1)`` for none or all. ``None`` for any number of layers. With shares other than ``(1,)``
+            stages are not dealt out in chunks.
         offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
             ``"activations"``; ``None`` for all of them on devices with memory of their own whose copies from and to the
             host have known rates, and for none on others. In training on CPUs, whose memory is the host's, parameters

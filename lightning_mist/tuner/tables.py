@@ -300,7 +300,9 @@ def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
 
 def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: Windows) -> FloatArray:
     """Seconds that the other devices take at least for all other regions; axes ``W`` and slot."""
-    num_microbatches = slots[0].num_microbatches if slots else 1
+    if not slots:
+        return np.zeros((len(windows), 0))
+    num_microbatches = slots[0].num_microbatches
     least_R: FloatArray | float = np.inf
     for shape in space.shapes(num_microbatches):
         rows = space.rows(num_microbatches, shape.data)

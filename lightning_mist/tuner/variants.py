@@ -1,15 +1,15 @@
-"""Plans under other schedules, made from the pipelines that the search has found.
+"""Plans under other schedules, made from the pipelines near the best.
 
 The search itself is exact for 1F1B (and GPipe), whose step has a closed form. Interleaved 1F1B and ZB-H1 have none that
-a dynamic program could build up, so they are tried on the best pipeline of every number of stages that was found:
+a dynamic program could build up, so they are tried on every pipeline that is near the best by that form:
 
 * interleaved 1F1B deals the layers of every stage out to ``V`` chunks; the devices of a stage keep as many layers as
   they had, of other positions;
 * ZB-H1 keeps the stages as they are.
 
-Where layers or recomputation are settled there are no chunks, which would begin elsewhere. Each is predicted exactly,
-by its own lists of actions. If it does not fit, every stage recomputes one more layer, until it does. What comes out is
-never slower than what went in, and nothing is proven about other pipelines.
+Where layers or recomputation are settled (but for all layers) there are no chunks, which would begin elsewhere. Each is
+predicted exactly, by its own lists of actions. If it does not fit, every group of devices recomputes one more layer,
+until it does. What comes out is never slower than what went in, and nothing is proven about other pipelines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +36,7 @@ def best_variant(
     plans: Iterable[Plan],
     *,
     below: float = np.inf,
+    most: int | None = None,
 ) -> Plan | None:
     """The fastest plan that fits under a schedule other than that of the search, with its prediction.
 
@@ -46,11 +47,12 @@ def best_variant(
         host_limits: Bytes of host memory that each of them may use.
         plans: Pipelines under the schedule of the search.
         below: Plans that do not take fewer seconds are of no interest.
+        most: How many are run on the clock, the best by a bound of their seconds; by default all.
     """
     best: Plan | None = None
     candidates = [candidate for plan in plans for candidate in _variants(plan, space)]
     floors = zip(least_seconds(model, candidates), candidates, strict=True)
-    tried = sorted(((floor, item) for floor, item in floors if floor < below), key=lambda item: item[0])
+    tried = sorted(((floor, item) for floor, item in floors if floor < below), key=lambda item: item[0])[:most]
     may_fit = _may_fit(model, space, limits, [candidate for _, candidate in tried])
     # What does not even fit on its last stage is found out fastest, what is slower all the same next.
     wanted = (candidate for (_, candidate), may in zip(tried, may_fit, strict=True) if may)
@@ -58,11 +60,22 @@ def best_variant(
     # If the fastest fits as it is, nothing else has to: what recomputes more takes longer.
     for some in (quick[:1], quick[1:]):
         near = [candidate for seconds, candidate in some if seconds < below]
-        fitting = [found for found in _fitted(model, space, limits, host_limits, near) if found is not None]
+        fitting = [found for found in fitted(model, space, limits, host_limits, near) if found is not None]
         for floor, found in zip(least_seconds(model, fitting), fitting, strict=True):
             if floor < below and (seconds := seconds_with(model, found)) < below:
                 best, below = found, seconds
     return None if best is None else replace(best, predicted=predict_with(model, best))
+
+
+def has_chunks(space: Space) -> bool:
+    """Whether stages may be dealt out in chunks.
+
+    Chunks begin at layers where no stage did, and share out what is recomputed, so that neither may be settled, unless
+    all layers are recomputed.
+    """
+    search = space.search
+    is_settled = search.layer_cuts is not None or search.checkpointed_shares not in (None, (1.0,))
+    return "interleaved-1f1b" in search.schedules and not is_settled
 
 
 def refuse_without_variant(schedules: Sequence[ScheduleName]) -> NoReturn:
@@ -82,9 +95,7 @@ def refuse_without_variant(schedules: Sequence[ScheduleName]) -> NoReturn:
 def _variants(plan: Plan, space: Space) -> Iterator[Plan]:
     if "zb-h1" in space.search.schedules and all(stage.zero_stage < ZeroStage.GRADIENTS for stage in plan.stages):
         yield replace(plan, schedule="zb-h1", predicted=None)
-    # Chunks begin at layers where no stage did, and share out what is recomputed.
-    is_pinned = space.search.layer_cuts is not None or space.search.checkpointed_shares is not None
-    if "interleaved-1f1b" in space.search.schedules and not is_pinned:
+    if has_chunks(space):
         yield from _interleaved(plan, space.search.chunks)
 
 
@@ -123,37 +134,53 @@ def _may_fit(model: CostModel, space: Space, limits: Limits, plans: Sequence[Pla
 
 
 def _most_more(space: Space, plan: Plan) -> int:
-    """By how many layers per stage recomputation may be raised."""
+    """By how many layers the recomputation of each group of devices may be raised."""
     may_recompute = space.checkpointing and space.search.checkpointed_shares is None
-    return max(stage.num_layers - stage.checkpointing.layers for stage in plan.stages) if may_recompute else 0
+    return max(sum(layers) - sum(recomputed) for layers, recomputed in _groups(plan)) if may_recompute else 0
 
 
-def _fitted(
+def fitted(
     model: CostModel, space: Space, limits: Limits, host_limits: Limits, plans: Sequence[Plan]
 ) -> Iterator[Plan | None]:
-    """Each plan with as few more recomputed layers per stage as make it fit; nothing if none do."""
+    """Each plan with as few more recomputed layers on every group of devices as make it fit; nothing if none do.
+
+    Args:
+        model: The cost model.
+        space: The search space.
+        limits: Bytes that the devices of every stage of a plan may use.
+        host_limits: Bytes of host memory that each of them may use.
+        plans: The plans.
+    """
     asked = []
     for plan in plans:
-        more_M = np.arange(_most_more(space, plan) + 1)
-        layers_S = np.array([stage.num_layers for stage in plan.stages])
-        fixed_S = np.array([stage.checkpointing.layers for stage in plan.stages])
-        asked.append((plan, np.minimum(layers_S[:, None], fixed_S[:, None] + more_M)))
+        counts_MS = [_recomputed(plan, more) for more in range(_most_more(space, plan) + 1)]
+        asked.append((plan, np.array(counts_MS).T))
     for plan, found in zip(plans, plans_peaks(model.memory, asked), strict=True):
         fits_M = np.all(found.device_SM <= np.array(limits(plan))[:, None], axis=0)
         fits_M &= np.all(found.host_SM <= np.array(host_limits(plan))[:, None], axis=0)
         yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
 
 
+def _groups(plan: Plan) -> Iterator[tuple[list[int], list[int]]]:
+    """Layers of the chunks of every group of devices, and how many of each are recomputed."""
+    for group in range(plan.num_groups):
+        stages = [plan.stages[index] for index in plan.chunks(group)]
+        yield [stage.num_layers for stage in stages], [stage.checkpointing.layers for stage in stages]
+
+
+def _recomputed(plan: Plan, more: int) -> list[int]:
+    """Recomputed layers of every stage, with so many more of each group of devices."""
+    found = [0] * plan.num_stages
+    for group, (layers, recomputed) in enumerate(_groups(plan)):
+        parts = _parts(min(sum(layers), sum(recomputed) + more), len(layers))
+        for index, most, part in zip(plan.chunks(group), layers, parts, strict=True):
+            found[index] = min(most, part)
+    return found
+
+
 def _recomputing(plan: Plan, more: int) -> Plan:
     if not more:
         return plan
-    return replace(
-        plan,
-        stages=tuple(
-            replace(
-                stage,
-                checkpointing=Checkpointing(layers=min(stage.num_layers, stage.checkpointing.layers + more)),
-            )
-            for stage in plan.stages
-        ),
-    )
+    counts = zip(plan.stages, _recomputed(plan, more), strict=True)
+    stages = tuple(replace(stage, checkpointing=Checkpointing(layers=count)) for stage, count in counts)
+    return replace(plan, stages=stages)

@@ -1,5 +1,5 @@
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -8,11 +8,11 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner import uniform
-from lightning_mist.tuner.families import Limits, UniformFamily
+from lightning_mist.tuner import variants
+from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
-from lightning_mist.tuner.uniform import UniformSearch, even_chunks
+from lightning_mist.tuner.uniform_plans import UniformPlans, fastest_uniform
 from tests.specs import cluster, profile, spec, with_splits
 
 NETWORK = with_splits(
@@ -26,15 +26,48 @@ MACHINE = replace(
 )
 MODEL = StageCostModel(NETWORK, MACHINE, cluster(4, kind="cuda"))
 OFFLOADS = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
-GRID = UniformFamily(zero_stages=(0, 1), has_stages=True, splits_layers=True, has_chunks=True)
 DEVICES, ROWS = 4, 4
 
 
-def searching(network=NETWORK, memory=np.inf, host=np.inf, kind="cuda", devices=DEVICES):
-    hardware = cluster(devices, kind=kind)
-    space = apply(SearchSpace(), network, devices, ROWS * devices, devices_per_node=devices)
-    model = StageCostModel(network, MACHINE, hardware)
-    return UniformSearch(model, space, Limits(device_bytes=(memory,), host_bytes=(host,)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Plans with stages that are all alike, in words of what they have."""
+
+    zero_stages: tuple[int, ...]
+    has_stages: bool = False
+    recomputes: str = "best"
+    cuts_batches: bool = True
+    has_chunks: bool = False
+    offloads: tuple[OffloadRatios, ...] = (OffloadRatios(),)
+    offloads_if_all_recomputed: tuple[OffloadRatios, ...] = ()
+
+    @property
+    def plans(self):
+        """The same for the planner."""
+        search = SearchSpace(
+            equal_stages=True,
+            num_stages=None if self.has_stages else (1,),
+            tensor_parallel_degrees=None if self.has_stages else (1,),
+            num_microbatches=None if self.cuts_batches else (1,),
+            zero_stages=self.zero_stages,
+            checkpointing=self.recomputes != "none",
+            checkpointed_shares=(1.0,) if self.recomputes == "all" else None,
+            offload=(),
+            schedules=("1f1b", "interleaved-1f1b") if self.has_chunks else ("1f1b",),
+        )
+        more = self.offloads_if_all_recomputed
+        return UniformPlans(search=search, offloads=self.offloads, offloads_if_all_recomputed=more)
+
+
+GRID = Family(zero_stages=(0, 1), has_stages=True, has_chunks=True)
+
+
+def fastest(family, network=NETWORK, memory=np.inf, host=np.inf):
+    """The fastest plan of a family, and what is missing."""
+    plans = family.plans
+    space = apply(plans.search, network, DEVICES, ROWS * DEVICES, devices_per_node=DEVICES)
+    model = StageCostModel(network, MACHINE, cluster(DEVICES, kind="cuda"))
+    return fastest_uniform(IntraStage(model, space, memory, host_limit=host), plans)
 
 
 def alike(stages, microbatches, shape, checkpointed, zero, offload=None, chunks=1):
@@ -70,7 +103,7 @@ def everything(family):
 
 
 def _plans(family):
-    kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)] if family.splits_layers else [(1, False)]
+    kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)] if family.has_stages else [(1, False)]
     counts = divisors(DEVICES) if family.has_stages else (1,)
     for stages, (tensor, sequence), part in itertools.product(counts, kinds, divisors(ROWS)):
         if DEVICES % (stages * tensor) or (part > 1 and not family.cuts_batches):
@@ -99,11 +132,11 @@ def closed_form(plan):
 
 
 ONE_STAGE = [
-    UniformFamily(zero_stages=(0,), recomputes="none", cuts_batches=False),
-    UniformFamily(zero_stages=(0,), recomputes="all"),
-    UniformFamily(zero_stages=(2, 3)),
-    UniformFamily(zero_stages=(2, 3), offloads=OFFLOADS),
-    UniformFamily(
+    Family(zero_stages=(0,), recomputes="none", cuts_batches=False),
+    Family(zero_stages=(0,), recomputes="all"),
+    Family(zero_stages=(2, 3)),
+    Family(zero_stages=(2, 3), offloads=OFFLOADS),
+    Family(
         zero_stages=(3,),
         offloads=(OffloadRatios(optimizer=1.0, parameters=1.0),),
         offloads_if_all_recomputed=(OffloadRatios(optimizer=1.0, parameters=1.0, activations=1.0),),
@@ -116,17 +149,16 @@ def test_one_stage_is_the_best_of_all(family):
     every = sorted(everything(family), key=peak)
     # Without a limit, with one that half of the plans keep, and with one that none does.
     for limit in (np.inf, peak(every[len(every) // 2]), peak(every[0]) - 1):
-        found = searching(memory=limit).best(family)
+        plan, short = fastest(family, memory=limit)
         fitting = [plan for plan in every if peak(plan) <= limit]
-        assert found.device.needed_bytes == peak(every[0])
-        assert found.device.limit_bytes == limit
         if not fitting:
-            assert found.plan is None
+            assert plan is None
+            assert (short.needed_bytes, short.limit_bytes, short.is_host) == (peak(every[0]), limit, False)
             continue
-        assert found.plan.predicted.step_seconds == pytest.approx(
+        assert plan.predicted.step_seconds == pytest.approx(
             min(plan.predicted.step_seconds for plan in fitting), rel=1e-12
         )
-        assert found.plan in fitting
+        assert plan in fitting
 
 
 @pytest.mark.parametrize("recomputes", ["none", "all", "best"])
@@ -135,7 +167,7 @@ def test_a_grid_is_as_fast_as_the_best_by_the_closed_form_and_as_any_with_chunks
     every = sorted(everything(family), key=peak)
     used = set()
     for limit in (np.inf, *(peak(every[int(part * (len(every) - 1))]) for part in (0.75, 0.5, 0.25, 0.0))):
-        found = searching(memory=limit).best(family).plan
+        found, _ = fastest(family, memory=limit)
         fitting = [plan for plan in every if peak(plan) <= limit]
         assert found in fitting
         used.add(found.schedule)
@@ -147,47 +179,41 @@ def test_a_grid_is_as_fast_as_the_best_by_the_closed_form_and_as_any_with_chunks
 
 
 def test_chunks_shorten_a_bubble():
-    whole = searching().best(replace(GRID, has_chunks=False)).plan
-    chunked = searching().best(GRID).plan
+    (whole, _), (chunked, _) = fastest(replace(GRID, has_chunks=False)), fastest(GRID)
     assert (whole.schedule, chunked.schedule) == ("1f1b", "interleaved-1f1b")
     assert chunked.predicted.step_seconds < whole.predicted.step_seconds
 
 
 def test_host_memory_is_a_limit():
-    family = UniformFamily(zero_stages=(2, 3), offloads=OFFLOADS)
-    search = searching()
-    least = search.best(family).host.needed_bytes
-    assert least > 0
-    assert searching(host=least).best(family).plan.stages[0].offload == OFFLOADS[0]
-    refused = searching(host=least - 1).best(family)
-    assert refused.plan is None
-    assert (refused.host.needed_bytes, refused.host.missing) == (least, 1)
+    family = Family(zero_stages=(2, 3), offloads=OFFLOADS)
+    plan, short = fastest(family, host=0)
+    assert plan is None
+    assert short.is_host
+    assert (short.needed_bytes, short.missing) == (short.missing, short.needed_bytes)
+    plan, _ = fastest(family, host=short.needed_bytes)
+    assert plan.stages[0].offload == OFFLOADS[0]
+    _, less = fastest(family, host=short.needed_bytes - 1)
+    assert less.missing == 1
 
 
 def test_stages_have_equally_many_layers():
     # 6 layers cannot be dealt out to 4 equal stages.
-    network = spec(6, measured=True)
-    slow = replace(GRID, splits_layers=False, has_chunks=False)
     for limit in (np.inf, 1_400_000, 1_100_000):
-        found = searching(network, memory=limit).best(slow).plan
+        found, _ = fastest(replace(GRID, has_chunks=False), spec(6, measured=True), memory=limit)
         assert found is None or found.num_stages in (1, 2)
 
 
 def test_what_a_module_does_not_allow():
     network = spec(4, measured=True, exclusions=[("pipeline", "x"), ("checkpointing", "y"), ("microbatches", "z")])
-    nothing = searching(network).best(replace(GRID, recomputes="all"))
-    assert nothing.plan is None
-    assert (nothing.device, nothing.host) == (None, None)
-    plan = searching(network).best(GRID).plan
+    plan, _ = fastest(GRID, network)
     assert (plan.num_stages, plan.num_microbatches, plan.stages[0].checkpointing.layers) == (1, 1, 0)
 
 
-def test_what_is_not_faster_is_of_no_interest():
-    best = searching().best(GRID).plan
-    seconds = best.predicted.step_seconds
-    assert searching().best(GRID, below=seconds * 1.001).plan == best
-    assert searching().best(GRID, below=seconds).plan is None
-    assert searching().best(GRID, below=seconds / 100).device is None  # Nothing had to be looked at.
+def test_where_nothing_divides_the_batch_nothing_is_missing():
+    network = spec(4, measured=True, exclusions=[("pipeline", "x")])
+    plans = UniformPlans(search=replace(GRID.plans.search, num_stages=(2,)))
+    space = apply(plans.search, network, DEVICES, ROWS * DEVICES, devices_per_node=DEVICES)
+    assert fastest_uniform(IntraStage(MODEL, space, np.inf), plans) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +237,13 @@ def test_even_chunks_of_a_search(limits):
 
 def test_the_memory_of_chunks_that_take_too_long_is_not_added_up(monkeypatch):
     best = even_chunks(stages(SearchSpace(zero_stages=(0,))), below=np.inf)
-    asked, real = [], uniform.plans_peaks
-    monkeypatch.setattr(uniform, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
+    asked, real = [], variants.plans_peaks
+    monkeypatch.setattr(variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
     assert even_chunks(stages(SearchSpace(zero_stages=(0,))), below=best.predicted.step_seconds * (1 + 1e-9)) == best
-    assert len(asked) == 1
+    assert len([plan for plan, _ in asked if plan.schedule == "interleaved-1f1b"]) == 1
     asked.clear()
     assert even_chunks(stages(SearchSpace(zero_stages=(0,))), below=best.predicted.step_seconds) is None
-    assert asked == []
+    assert not [plan for plan, _ in asked if plan.schedule == "interleaved-1f1b"]
 
 
 def _allowed(plan, space):
