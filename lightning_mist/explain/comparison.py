@@ -7,10 +7,10 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.explain.baseline_plans import Baseline
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.settings import settings_of
-from lightning_mist.tuner.alternatives import Alternative
+from lightning_mist.tuner.baseline_plans import Baseline
 from lightning_mist.tuner.choose import LEAST_GAIN
 from lightning_mist.tuner.problem import PRECISION
-from lightning_mist.tuner.result import LEAST_SHARE, Status, TuneResult
+from lightning_mist.tuner.result import LEAST_SHARE, Alternative, Status, TuneResult
 from lightning_mist.tuner.simpler import ALIKE
 
 OURS = "this plan"

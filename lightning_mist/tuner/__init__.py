@@ -7,9 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_mist.tuner.alternatives import Alternative
+    from lightning_mist.tuner.baseline_plans import Baseline, baselines, baselines_with
+    from lightning_mist.tuner.comparison import ComparedPlan, compare_plans
+    from lightning_mist.tuner.explain import explain_plan
+    from lightning_mist.tuner.explain_render import render_explanation
+    from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
+    from lightning_mist.tuner.explanation import Explanation
     from lightning_mist.tuner.planner import Planner
-    from lightning_mist.tuner.result import TuneResult, TuneStats
+    from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
     from lightning_mist.tuner.search_space import SearchSpace
     from lightning_mist.tuner.space import degrees_to_try
     from lightning_mist.tuner.tuning import tune
@@ -25,9 +30,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "alternatives": ("Alternative",),
+    "baseline_plans": ("Baseline", "baselines", "baselines_with"),
+    "comparison": ("ComparedPlan", "compare_plans"),
+    "explain": ("explain_plan",),
+    "explain_render": ("render_explanation",),
+    "explain_text": ("explanation_data", "explanation_sections"),
+    "explanation": ("Explanation",),
     "planner": ("Planner",),
-    "result": ("TuneResult", "TuneStats"),
+    "result": ("Alternative", "TuneResult", "TuneStats"),
     "search_space": ("SearchSpace",),
     "space": ("degrees_to_try",),
     "tuning": ("tune",),

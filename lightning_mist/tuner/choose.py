@@ -8,15 +8,15 @@ cannot be told apart from the fastest (:mod:`lightning_mist.tuner.simpler`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_mist.cost import predictions
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner import simpler
-from lightning_mist.tuner.alternatives import Alternatives
 from lightning_mist.tuner.clocked import clocked, step_seconds_of_plan
 from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage
@@ -24,7 +24,7 @@ from lightning_mist.tuner.mixed import Stages, mixed_layout
 from lightning_mist.tuner.placed import in_every_layout
 from lightning_mist.tuner.plainer import fits_within, plainer
 from lightning_mist.tuner.problem import InterStageProblem
-from lightning_mist.tuner.result import LEAST_SHARE
+from lightning_mist.tuner.result import LEAST_SHARE, Alternative
 from lightning_mist.tuner.search import Outcome
 from lightning_mist.tuner.simpler import why_simpler
 from lightning_mist.tuner.space import Space
@@ -48,14 +48,14 @@ class Choice:
         is_explored: Whether another schedule than that of the exact search was chosen.
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan that it
             competed with.
-        alternatives: Others, fastest first, predicted when one of them is first looked at.
+        alternatives: Others, fastest first.
         notes: Why this one, for people.
     """
 
     plan: Plan
     is_explored: bool
     closed_form_seconds: float
-    alternatives: Alternatives
+    alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...]
 
 
@@ -100,11 +100,15 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
     elif plain.plan.num_stages == fastest.plan.num_stages and plain is not fastest:
         alternatives.append(("the fastest on the clock", fastest))
     alternatives.sort(key=lambda item: item[1].seconds)
+    predicted_each = predictions(stages.model, [item.plan for _, item in alternatives])
     return Choice(
         plan=clocked(stages.model, plain.plan) if other is None else other,
         is_explored=other is not None,
         closed_form_seconds=plain.closed_form_seconds,
-        alternatives=Alternatives(stages.model, [(name, item.plan) for name, item in alternatives]),
+        alternatives=tuple(
+            Alternative(name=name, plan=replace(item.plan, predicted=predicted))
+            for (name, item), predicted in zip(alternatives, predicted_each, strict=True)
+        ),
         notes=(*_clock_notes(found[0], fastest, plain), *notes),
     )
 

@@ -1,13 +1,11 @@
 """What a search found, and how to say why."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from lightning_mist.plan import Plan, Predicted
-from lightning_mist.tuner.alternatives import Alternative
 from lightning_mist.units import format_bytes, format_seconds
 
 Status = Literal["optimal", "explored", "time limit"]
@@ -29,6 +27,25 @@ CLOSED_FORM_AND_CLOCK = (
 
 LEAST_SHARE = 5e-4
 """A share of the seconds that shows in figures with one decimal of a percent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan of another kind than the chosen one.
+
+    Attributes:
+        name: What distinguishes it, for example ``"2 stages"``.
+        plan: The plan, with its prediction.
+    """
+
+    name: str
+    plan: Plan
+
+    @property
+    def predicted(self) -> Predicted:
+        """Its predicted seconds and bytes."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +90,7 @@ class TuneResult:
         alternatives: The best plans of other numbers of stages, fastest first: of those that take at most a twentieth
             longer by the closed form than the best of all, and of a single stage, half as many, one less, one more and
             twice as many, where they take at most a quarter longer (with offload, of these only all or nothing of each
-            kind of state is looked at). The fastest half dozen are kept, and the best of a single stage. Of a search
-            they are predicted when one of them is first looked at.
+            kind of state is looked at). The fastest half dozen are kept, and the best of a single stage.
         stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:
@@ -88,7 +104,7 @@ class TuneResult:
     gap: float
     closed_form_seconds: float
     predicted: Predicted
-    alternatives: Sequence[Alternative]
+    alternatives: tuple[Alternative, ...]
     stats: TuneStats
     notes: tuple[str, ...]
     certified: bool = False
