@@ -11,7 +11,7 @@ from lightning_mist.tuner.baseline_plans import Baseline
 from lightning_mist.tuner.choose import LEAST_GAIN
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.result import LEAST_SHARE, Alternative, Status, TuneResult
-from lightning_mist.tuner.simpler import ALIKE
+from lightning_mist.tuner.simplest import ALIKE
 
 OURS = "this plan"
 """What the plan itself is called."""

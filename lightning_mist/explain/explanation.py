@@ -197,6 +197,7 @@ def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
 
     Args:
         kind: The kind that it is compared with.
+        other: The other one.
     """
     found = []
     if other.stages != kind.stages:

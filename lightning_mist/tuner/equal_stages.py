@@ -13,8 +13,8 @@ import numpy as np
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.schedule_variants import best_variant, fitted, has_chunks
 from lightning_mist.tuner.space import Shape, Space
-from lightning_mist.tuner.variants import best_variant, fitted, has_chunks
 
 TRIED = 48
 """The most plans with chunks that are run on the clock, the best by a bound of their seconds."""

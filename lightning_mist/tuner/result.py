@@ -77,7 +77,7 @@ class TuneResult:
             faster by the closed form of the cost model than the best that was found, of the plans that were run on the
             clock (all near the best by the closed form, :mod:`lightning_mist.tuner.near_optimal`) none is faster there
             than the chosen one, or by so little that they cannot be told apart, and is not as simple
-            (:mod:`lightning_mist.tuner.simpler`); and no other schedule gains on them. ``"explored"`` if another
+            (:mod:`lightning_mist.tuner.simplest`); and no other schedule gains on them. ``"explored"`` if another
             schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
         bound: No plan under the schedule of the exact search takes fewer seconds by the closed form, as the dynamic
             program has proven for all numbers of stages and of microbatches.

@@ -21,7 +21,7 @@ from lightning_mist.cost.offload import host_bytes
 from lightning_mist.cost.phases import stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner.clocked import CLOCKED, clocked
+from lightning_mist.tuner.choose import CLOCKED, clocked
 from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage, layer_classes
 from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages, mixed_layout

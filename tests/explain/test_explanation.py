@@ -4,6 +4,7 @@ import pytest
 
 from lightning_mist.explain.explanation import Finding, Kind, Version, kind_of
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.tuner.explanation import Finding, Kind, Version, differences, kind_of
 
 
 def pipeline(**changes):
@@ -67,3 +68,35 @@ def test_what_a_plan_lacks_is_told():
 def test_numbers_of_a_finding_are_found_by_name():
     finding = Finding(stage=0, limit="memory", binds=True, values=(("free_bytes", 5.0),), text="")
     assert finding.value("free_bytes") == 5.0
+
+
+KIND = Kind(stages=2, tensor=(1,), zero=(0,), checkpointing=False, offload=("optimizer",), schedule="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ()),
+        ({"stages": 1}, ("1 stage in place of 2 stages",)),
+        ({"tensor": (2,)}, ("tensor parallelism over 2 devices",)),
+        ({"tensor": (1, 2, 4)}, ("tensor parallelism over 2 and 4 devices on some stages",)),
+        ({"zero": (0, 1, 3)}, ("no ZeRO, ZeRO-1 and ZeRO-3 in place of no ZeRO",)),
+        ({"checkpointing": True}, ("recomputes layers",)),
+        ({"offload": ()}, ("does not offload optimizer state",)),
+        ({"offload": ("parameters", "optimizer", "activations")}, ("offloads parameters and activations",)),
+        ({"schedule": "zb-h1"}, ("schedule zb-h1 in place of 1f1b",)),
+    ],
+)
+def test_what_another_kind_does_differently(changes, words):
+    assert differences(KIND, replace(KIND, **changes)) == words
+
+
+def test_one_stage_has_no_schedule_to_speak_of():
+    other = replace(KIND, stages=1)
+    assert differences(replace(KIND, schedule="zb-h1"), other) == ("1 stage in place of 2 stages",)
+    assert differences(other, replace(KIND, schedule="zb-h1")) == ("2 stages in place of 1 stage",)
+
+
+def test_the_way_back_is_told_too():
+    other = replace(KIND, tensor=(2,), checkpointing=True)
+    assert differences(other, KIND) == ("no tensor parallelism", "recomputes no layer")

@@ -1,12 +1,16 @@
 """What becomes of the best pipelines: on the clock, and the simplest where the clock cannot tell."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import Planner, SearchSpace, simpler
-from lightning_mist.tuner.clocked import step_seconds_of_plan
-from lightning_mist.tuner.simpler import simplicity, techniques
+from lightning_mist.cost import StageCostModel, predict
+from lightning_mist.tuner import Planner, SearchSpace, simplest
+from lightning_mist.tuner.choose import clocked, step_seconds_of_plan
+from lightning_mist.tuner.simplest import simplicity, techniques
 from tests.specs import cluster, profile, spec
+from tests.tuner.plans import pipeline
 
 NETWORK = spec(6, tied=True, measured=True, widths=(3000,))
 SPACE = SearchSpace(schedules=("1f1b",))
@@ -31,7 +35,7 @@ def test_where_the_clock_cannot_tell_the_simplest_is_chosen(monkeypatch):
     # Little memory: the fastest plan has to save some.
     tight = max(stage.peak_bytes for stage in tuned().predicted.stages) * 0.5 / 0.8
     fastest = tuned(memory=int(tight))
-    monkeypatch.setattr(simpler, "ALIKE", 10.0)
+    monkeypatch.setattr(simplest, "ALIKE", 10.0)
     found = tuned(memory=int(tight))
     assert simplicity(found.plan) < simplicity(fastest.plan)
     every = [found.plan, *(item.plan for item in found.alternatives)]
@@ -53,7 +57,7 @@ def test_other_schedules_have_to_gain_on_the_fastest(monkeypatch):
     explored = planner.tune(global_batch_size=8, memory_limit=10**9, search=SearchSpace(**asked))
     assert explored.plan.schedule == "interleaved-1f1b"
     assert explored.status == "explored"
-    monkeypatch.setattr(simpler, "ALIKE", 10.0)
+    monkeypatch.setattr(simplest, "ALIKE", 10.0)
     again = planner.tune(global_batch_size=8, memory_limit=10**9, search=SearchSpace(**asked))
     # What gains that much can be told apart.
     assert again.plan == explored.plan
@@ -64,3 +68,17 @@ def test_other_schedules_have_to_gain_on_the_fastest(monkeypatch):
 @pytest.mark.parametrize("memory", [10**9, 10**6])
 def test_asked_twice_it_chooses_the_same(memory):
     assert tuned(memory=memory).plan == tuned(memory=memory).plan
+
+
+def test_a_plan_on_the_clock_has_its_prediction():
+    network, machine = spec(4), cluster(2)
+    plan = pipeline({"layers": 2}, {"layers": 2})
+    found = clocked(StageCostModel(network, profile(), machine), plan)
+    assert dataclasses.replace(found, predicted=None) == plan
+    assert found.predicted == predict(network, profile(), machine, plan)
+    assert step_seconds_of_plan(found) == found.predicted.step_seconds
+
+
+def test_without_a_prediction_there_are_no_seconds():
+    with pytest.raises(AssertionError):
+        step_seconds_of_plan(pipeline({"layers": 4}))

@@ -8,7 +8,7 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
-from lightning_mist.tuner import variants
+from lightning_mist.tuner import schedule_variants
 from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
@@ -237,8 +237,10 @@ def test_even_chunks_of_a_search(limits):
 
 def test_the_memory_of_chunks_that_take_too_long_is_not_added_up(monkeypatch):
     best = even_chunks(stages(SearchSpace(zero_stages=(0,))), below=np.inf)
-    asked, real = [], variants.plans_peaks
-    monkeypatch.setattr(variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
+    asked, real = [], schedule_variants.plans_peaks
+    monkeypatch.setattr(
+        schedule_variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items)
+    )
     assert even_chunks(stages(SearchSpace(zero_stages=(0,))), below=best.predicted.step_seconds * (1 + 1e-9)) == best
     assert len([plan for plan, _ in asked if plan.schedule == "interleaved-1f1b"]) == 1
     asked.clear()

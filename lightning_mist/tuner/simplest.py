@@ -7,16 +7,28 @@ A plan is simpler than another
    number), tensor, sequence or context parallelism, recomputation, a schedule with chunks or split backwards;
 2. of as many techniques, if its stages have fewer different shapes;
 3. of as many shapes, if it has fewer stages.
+
+A plan under another schedule keeps what the pipeline saves that it was made from, which was the best under the
+search's own schedule and by the closed form. Where the other schedule needs less, savings are left over: kinds of state
+that some stage offloads or shares out. Of these it is relieved as far as it fits and takes as long on the clock.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import TypeAlias
 
-from lightning_mist.plan import Plan
+import numpy as np
+
+from lightning_mist.cost import CostModel, predict_with, seconds_with
+from lightning_mist.cost.chunks import plan_peaks
+from lightning_mist.plan import OffloadRatios, Plan, ZeroStage
 
 ALIKE = 1e-3
 """A share of the seconds of a step by which plans cannot be told apart: a tenth of what lies between runs of one and
 the same plan (the steps of DDP in the record ``throughput-against-ddp_amd-epyc-2-cores_202611.json``)."""
+
+Fits: TypeAlias = Callable[[Plan], bool]
+"""Whether a plan fits."""
 
 Simplicity: TypeAlias = tuple[int, int, int]
 """Numbers of techniques, of shapes of stages, and of stages: the lesser, the simpler."""
@@ -112,3 +124,54 @@ def why_simpler(plan: Plan, other: Plan) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def drop_savings(model: CostModel, plan: Plan, fits: Fits, zero_stages: Sequence[int]) -> Plan:
+    """The plan with as few kinds of state moved or shared out as fit and take as long on the clock, and its prediction.
+
+    Args:
+        model: The cost model.
+        plan: The plan, with its prediction.
+        fits: Whether a plan fits.
+        zero_stages: ZeRO stages that plans may use.
+    """
+    assert plan.predicted is not None
+    most, best = plan.predicted.step_seconds * (1 + ALIKE), plan
+    while True:
+        count = len(techniques(best))
+        less = (item for item in _with_less(best, zero_stages) if len(techniques(item)) < count)
+        found = next((item for item in less if fits(item) and seconds_with(model, item) <= most), None)
+        if found is None:
+            return best if best is plan else replace(best, predicted=predict_with(model, best))
+        best = found
+
+
+def fits_within(
+    model: CostModel, limits: Callable[[Plan], Sequence[float]], host_limits: Callable[[Plan], Sequence[float]]
+) -> Fits:
+    """Says of plans whether they fit.
+
+    Args:
+        model: The cost model.
+        limits: Bytes that the devices of every stage of a plan may use.
+        host_limits: Bytes of host memory that each of them may use.
+    """
+
+    def fits(plan: Plan) -> bool:
+        layers_SM = np.array([[stage.checkpointing.layers] for stage in plan.stages])
+        peaks = plan_peaks(model.memory, plan, layers_SM)
+        on_device = bool(np.all(peaks.device_SM[:, 0] <= np.array(limits(plan))))
+        return on_device and bool(np.all(peaks.host_SM[:, 0] <= np.array(host_limits(plan))))
+
+    return fits
+
+
+def _with_less(plan: Plan, zero_stages: Sequence[int]) -> Iterator[Plan]:
+    """Plans that move one kind of state less, then those that share out less."""
+    for field in fields(OffloadRatios):
+        stages = tuple(replace(item, offload=replace(item.offload, **{field.name: 0.0})) for item in plan.stages)
+        yield replace(plan, stages=stages, predicted=None)
+    for most in sorted(zero_stages):
+        stages = tuple(replace(item, zero_stage=ZeroStage(min(most, item.zero_stage))) for item in plan.stages)
+        if all(item.zero_stage in zero_stages for item in stages):
+            yield replace(plan, stages=stages, predicted=None)

@@ -7,9 +7,9 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.schedule import check, lower
-from lightning_mist.tuner import variants
+from lightning_mist.tuner import schedule_variants
+from lightning_mist.tuner.schedule_variants import _recomputing, _variants, best_variant
 from lightning_mist.tuner.space import SearchSpace, apply
-from lightning_mist.tuner.variants import _recomputing, _variants, best_variant
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 from tests.tuner.test_tuning import search
@@ -157,8 +157,10 @@ def test_host_memory_limits_other_schedules_too():
 def test_what_does_not_fit_on_its_last_stage_is_not_looked_at_as_a_whole(monkeypatch):
     plan, model = found(("1f1b",)).plan, StageCostModel(NETWORK, FAST, cluster(2))
     space = apply(SearchSpace(schedules=("zb-h1",)), NETWORK, 2, 4)
-    asked, real = [], variants.plans_peaks
-    monkeypatch.setattr(variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
+    asked, real = [], schedule_variants.plans_peaks
+    monkeypatch.setattr(
+        schedule_variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items)
+    )
     none = lambda item: (1.0,) * item.num_stages  # noqa: E731
     assert best_variant(model, space, none, plenty, [plan]) is None
     assert asked == []
@@ -169,8 +171,9 @@ def test_what_does_not_fit_on_its_last_stage_is_not_looked_at_as_a_whole(monkeyp
 def test_what_is_slower_in_any_case_is_not_run(monkeypatch):
     plan, model = found(("1f1b",)).plan, StageCostModel(NETWORK, FAST, cluster(2))
     space = apply(SearchSpace(schedules=("zb-h1",)), NETWORK, 2, 4)
-    asked, real = [], variants.seconds_with
-    monkeypatch.setattr(variants, "seconds_with", lambda model, item: asked.append(item) or real(model, item))
+    asked, real = [], schedule_variants.seconds_with
+    noted = lambda model, item: asked.append(item) or real(model, item)  # noqa: E731
+    monkeypatch.setattr(schedule_variants, "seconds_with", noted)
     (floor,) = least_seconds(model, [dataclasses.replace(plan, schedule="zb-h1")])
     assert best_variant(model, space, plenty, plenty, [plan], below=floor) is None
     assert asked == []
@@ -182,8 +185,10 @@ def test_where_the_fastest_fits_as_it_is_no_other_has_to(monkeypatch):
     plan, model = found(("1f1b",), num_microbatches=(4,)).plan, StageCostModel(NETWORK, FAST, cluster(2))
     space = apply(SearchSpace(schedules=("interleaved-1f1b",)), NETWORK, 2, 4)
     assert len(list(_variants(plan, space))) > 1
-    asked, real = [], variants.plans_peaks
-    monkeypatch.setattr(variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items))
+    asked, real = [], schedule_variants.plans_peaks
+    monkeypatch.setattr(
+        schedule_variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items)
+    )
     chosen = best_variant(model, space, plenty, plenty, [plan])
     assert [item for item, _ in asked] == [dataclasses.replace(chosen, predicted=None)]
     assert chosen.predicted.step_seconds == min(
