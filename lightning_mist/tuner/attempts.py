@@ -7,30 +7,23 @@ from lightning_mist.tuner.problem import PRECISION, Family
 from lightning_mist.tuner.tally import Group, Tally, family_of, single_stage
 
 
-def search_families(tally: Tally, groups: list[Group], assumed: float, only: int | None = None) -> None:
-    """Solve families until none can have a better answer, of one number of stages if only that is asked for.
+def search_families(tally: Tally, groups: list[Group], assumed: float) -> None:
+    """Solve families until none can have a better answer.
 
     Args:
         tally: What has been found.
         groups: The pipelines to look at.
         assumed: Seconds that answers are to be better than, as well as than the best found.
-        only: Number of stages.
     """
 
     def below() -> float:
-        known = tally.least if only is None else tally.least_of(only)
-        return min(known, assumed)
+        return min(tally.least, assumed)
 
     def enough() -> float:
         # What was proven of a pipeline before is so but for rounding.
         return below() * (1 - PRECISION)
 
-    def counts_of(group: Group) -> tuple[int, ...]:
-        return tuple(count for count in group[0] if only in (None, count))
-
-    lowest = {
-        group: bound for group in groups if (bound := tally.floor(counts_of(group), group[1], below())) < enough()
-    }
+    lowest = {group: bound for group in groups if (bound := tally.floor(*group, below())) < enough()}
     # Of equal bounds, as earlier searches leave them, that comes first which has the best answer.
     for group in sorted(lowest, key=lambda item: (lowest[item], tally.least_in(*item), item)):
         if lowest[group] >= enough():
@@ -38,7 +31,7 @@ def search_families(tally: Tally, groups: list[Group], assumed: float, only: int
         if tally.is_late:
             tally.is_stopped = True
             return
-        counts = [count for count in counts_of(group) if tally.lower[count, group[1]] < enough()]
+        counts = [count for count in group[0] if tally.lower[count, group[1]] < enough()]
         try:
             attempt(tally, counts, group[1], below())
         except TimeIsUpError:

@@ -1,13 +1,12 @@
 """What a search has found so far, and the problems that it makes of pipelines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.past import Found
@@ -89,11 +88,6 @@ class Tally:
             self.proven[key] = max(self.proven.get(key, 0.0), bound)
         return max(lowest, bound)
 
-    def known_floor(self, counts: tuple[int, ...], num_microbatches: int) -> float:
-        """The same as far as it is known already."""
-        keys = [(count, num_microbatches) for count in counts]
-        return min(max(self.lower[key], self.proven.get(key, 0.0)) for key in keys)
-
     def note(self, found: Found) -> None:
         """Remember an answer."""
         count, objective = len(found.answer.chosen), found.answer.objective
@@ -120,20 +114,8 @@ def family_of(tally: Tally, counts: Sequence[int], num_microbatches: int, below:
     if below == np.inf:
         frontier = partial(tally.intra.frontier, num_microbatches=num_microbatches)
         return Family.of(*sizes, num_microbatches, counts, frontier)
-    found = tally.floors.narrowed(counts, num_microbatches, below)
-    return _of_stages(tally, found.counts, num_microbatches, found.slowest, found.of)
-
-
-def _of_stages(
-    tally: Tally,
-    counts: Sequence[int],
-    num_microbatches: int,
-    slowest: float,
-    among: Callable[[int, int], BoolArray],
-) -> Family:
-    """The choices of all stages up to a pace, each with the devices and layers that it may have."""
-    places = [*places_behind(counts), *((0, count) for count in counts)]
-    asked = [(*place, (), among(*place)) for place in places]
-    found = dict(zip(places, tally.intra.frontiers(asked, num_microbatches, slowest), strict=True))
-    sizes = tally.space.num_layers, (tally.space.world_size,)
-    return Family.of(*sizes, num_microbatches, counts, lambda *place: found[place])
+    among = tally.floors.narrowed(counts, num_microbatches, below)
+    places = [*places_behind(among.counts), *((0, count) for count in among.counts)]
+    asked = [(*place, (), among.of(*place)) for place in places]
+    found = dict(zip(places, tally.intra.frontiers(asked, num_microbatches, among.slowest), strict=True))
+    return Family.of(*sizes, num_microbatches, among.counts, lambda *place: found[place])

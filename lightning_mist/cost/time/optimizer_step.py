@@ -83,11 +83,6 @@ def update_seconds(
     )
 
 
-def addition_seconds(spec: ModelSpec, profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
-    """Seconds of adding gradients to those that exist, as a part of backwards as runs have corrected them."""
-    return computation_factor(spec, profile, "backward") * _addition(profile, gradients)
-
-
 def _addition(profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
     result: FloatArray = ADDITION * gradients / profile.memory_bytes_per_second
     return result
