@@ -193,12 +193,7 @@ class Explanation:
 
 
 def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
-    """What another kind of plan does differently.
-
-    Args:
-        kind: The kind that it is compared with.
-        other: The other one.
-    """
+    """What another kind of plan does differently, in words."""
     found = []
     if other.stages != kind.stages:
         found.append(f"{_stages(other.stages)} in place of {_stages(kind.stages)}")

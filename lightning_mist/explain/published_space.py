@@ -85,7 +85,8 @@ def published_plan(planner: Planner, asked: Asked) -> Published:
     is_best = _solve(planner, plain, found, deadline)
     if asked.search.offload and is_best:
         is_best = _solve(planner, asked, found, deadline)
-    plans = [make_plan(space, problem, answer.chosen) for space, problem, answer in _best(found)]
+    best = sorted(found, key=lambda item: item[2].objective)[:CLOCKED]
+    plans = [make_plan(space, problem, answer.chosen) for space, problem, answer in best]
     run = [clocked(planner.model, plan) for plan in plans]
     return Published(plan=min(run, key=step_seconds_of_plan, default=None), is_best=is_best)
 
@@ -109,10 +110,6 @@ def _solve(planner: Planner, asked: Asked, found: list[_Solved], deadline: float
             least = min(least, answer.objective)
             found.append((space, problem, answer))
     return True
-
-
-def _best(found: list[_Solved]) -> list[_Solved]:
-    return sorted(found, key=lambda item: item[2].objective)[:CLOCKED]
 
 
 def _pipelines(planner: Planner, asked: Asked) -> Iterator[tuple[float, Space, tuple[int, int]]]:

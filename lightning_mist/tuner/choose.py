@@ -209,8 +209,8 @@ def make_plan(
 
     Args:
         space: The search space.
-        problem: The choices.
-        chosen: Those that were chosen.
+        problem: The choices of every stage.
+        chosen: The index of each stage's choice.
         cluster: The devices; by default equal ones, on nodes as the search space says.
     """
     picked = list(zip(problem.slots, chosen, strict=True))
@@ -245,29 +245,16 @@ def make_plan(
 
 
 def stages_in_words(count: int) -> str:
-    """How a number of stages is called.
-
-    Args:
-        count: The number.
-    """
+    """How a number of stages is called."""
     return "1 stage (data parallel)" if count == 1 else f"{count} stages"
 
 
 def clocked(model: CostModel, plan: Plan) -> Plan:
-    """A plan with its prediction.
-
-    Args:
-        model: The cost model.
-        plan: The plan.
-    """
+    """A plan with its prediction."""
     return replace(plan, predicted=predict_with(model, plan))
 
 
 def step_seconds_of_plan(plan: Plan) -> float:
-    """Predicted seconds of one step of a plan that has been run on the clock.
-
-    Args:
-        plan: A plan with its prediction.
-    """
+    """Predicted seconds of one step of a plan that has been run on the clock."""
     assert plan.predicted is not None
     return plan.predicted.step_seconds

@@ -49,14 +49,7 @@ class Layouts:
 
 
 def in_every_layout(model: CostModel, plans: Sequence[Plan]) -> list[Layouts]:
-    """Some plans in all their layouts.
-
-    On unlike devices, or with context parallelism, they stay as they are.
-
-    Args:
-        model: The cost model.
-        plans: The plans.
-    """
+    """Some plans in all their layouts; on unlike devices, or with context parallelism, they stay as they are."""
     every = [(plan, *_others(model, plan)) for plan in plans]
     floors = iter(least_seconds(model, [item for found in every for item in found]))
     return [Layouts(plans=found, floors=tuple(next(floors) for _ in found)) for found in every]

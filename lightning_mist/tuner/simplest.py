@@ -33,7 +33,7 @@ Fits: TypeAlias = Callable[[Plan], bool]
 Simplicity: TypeAlias = tuple[int, int, int]
 """Numbers of techniques, of shapes of stages, and of stages: the lesser, the simpler."""
 
-_MOVED = {
+_OFFLOADED = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -43,17 +43,15 @@ _SHARED = ("optimizer state", "gradients", "parameters")
 
 
 def techniques(plan: Plan) -> tuple[str, ...]:
-    """What a plan does beyond computing every layer once on every rank, in words.
-
-    Args:
-        plan: The plan.
-    """
+    """What a plan does beyond computing every layer once on every rank, in words."""
     meshes = [stage.mesh for stage in plan.stages]
     # Alone a rank has nobody to share anything with.
     sharing = [stage for stage in plan.stages if stage.data_parallel_degree * stage.mesh.context_parallel_degree > 1]
     level = max((int(stage.zero_stage) for stage in sharing), default=0)
-    moved = [words for name, words in _MOVED.items() if any(getattr(stage.offload, name) for stage in plan.stages)]
-    found = [f"{words} in host memory" for words in moved]
+    offloaded = [
+        words for name, words in _OFFLOADED.items() if any(getattr(stage.offload, name) for stage in plan.stages)
+    ]
+    found = [f"{words} in host memory" for words in offloaded]
     found += [f"sharded {words}" for words in _SHARED[:level]]
     used = {
         "tensor parallelism": any(mesh.tensor_parallel_degree > 1 for mesh in meshes),
@@ -86,11 +84,7 @@ def shapes(plan: Plan) -> int:
 
 
 def simplicity(plan: Plan) -> Simplicity:
-    """How simple a plan is, see :data:`Simplicity`.
-
-    Args:
-        plan: The plan.
-    """
+    """How simple a plan is, see :data:`Simplicity`."""
     return len(techniques(plan)), shapes(plan), plan.num_stages
 
 
@@ -107,12 +101,7 @@ def simplest(plans: Iterable[tuple[Plan, float]]) -> Plan:
 
 
 def why_simpler(plan: Plan, other: Plan) -> str:
-    """What makes a plan simpler than another, in words: the first thing that counts.
-
-    Args:
-        plan: The simpler plan.
-        other: The other one.
-    """
+    """What makes a plan simpler than another, in words: the first thing that counts."""
     own, others = techniques(plan), techniques(other)
     if len(own) < len(others):
         without = " and ".join(name for name in others if name not in own)
@@ -127,11 +116,11 @@ def _count(number: int, word: str) -> str:
 
 
 def drop_savings(model: CostModel, plan: Plan, fits: Fits, zero_stages: Sequence[int]) -> Plan:
-    """The plan with as few kinds of state moved or shared out as fit and take as long on the clock, and its prediction.
+    """The plan with as few kinds of state offloaded or shared out as fit and take as long on the clock.
 
     Args:
         model: The cost model.
-        plan: The plan, with its prediction.
+        plan: The plan, with its prediction, as the result has its own.
         fits: Whether a plan fits.
         zero_stages: ZeRO stages that plans may use.
     """
@@ -167,7 +156,7 @@ def fits_within(
 
 
 def _with_less(plan: Plan, zero_stages: Sequence[int]) -> Iterator[Plan]:
-    """Plans that move one kind of state less, then those that share out less."""
+    """Plans that offload one kind of state less, then those that share out less."""
     for field in fields(OffloadRatios):
         stages = tuple(replace(item, offload=replace(item.offload, **{field.name: 0.0})) for item in plan.stages)
         yield replace(plan, stages=stages, predicted=None)
