@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from lightning_mist.cost import MixedCostModel, Profiles, profiles_of
 from lightning_mist.cost.channels import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
-from lightning_mist.explain.published_space import Asked, has_published, published_plan
+from lightning_mist.explain.published_space import ZERO_STAGES, Asked, has_published, published_plan
 from lightning_mist.explain.techniques import DEFERRED_UPDATE
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model.spec import LayerSpec, ModelSpec
@@ -41,10 +41,8 @@ from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.mixed import mixed_stages
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.published import ZERO_STAGES, Asked, has_published, published_plan
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.techniques import DEFERRED_UPDATE
 from lightning_mist.tuner.uniform_plans import Shortage, UniformPlans, fastest_uniform
 from lightning_mist.units import format_bytes
 

@@ -29,20 +29,6 @@ from lightning_mist.explain.queries import Asker
 from lightning_mist.explain.techniques import TECHNIQUES, Technique
 from lightning_mist.explain.what_if import Machine, better_machines
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.asker import Asker
-from lightning_mist.tuner.changed_plan import microbatch_counts, with_microbatches
-from lightning_mist.tuner.comparison import closed_form_of
-from lightning_mist.tuner.explanation import (
-    Explanation,
-    Finding,
-    OtherPlan,
-    TechniqueValue,
-    Version,
-    WhatIf,
-    differences,
-    kind_of,
-)
-from lightning_mist.tuner.findings import batch_finding, findings_of
 from lightning_mist.tuner.near_optimal import COMPARED
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import TuneResult

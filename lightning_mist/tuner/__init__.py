@@ -7,12 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_mist.tuner.baseline_plans import Baseline, baselines, baselines_with
-    from lightning_mist.tuner.comparison import ComparedPlan, compare_plans
-    from lightning_mist.tuner.explain import explain_plan
-    from lightning_mist.tuner.explain_render import render_explanation
-    from lightning_mist.tuner.explain_text import explanation_data, explanation_sections
-    from lightning_mist.tuner.explanation import Explanation
     from lightning_mist.tuner.planner import Planner
     from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
     from lightning_mist.tuner.search_space import SearchSpace
@@ -30,12 +24,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "baseline_plans": ("Baseline", "baselines", "baselines_with"),
-    "comparison": ("ComparedPlan", "compare_plans"),
-    "explain": ("explain_plan",),
-    "explain_render": ("render_explanation",),
-    "explain_text": ("explanation_data", "explanation_sections"),
-    "explanation": ("Explanation",),
     "planner": ("Planner",),
     "result": ("Alternative", "TuneResult", "TuneStats"),
     "search_space": ("SearchSpace",),

@@ -207,22 +207,6 @@ class IntraStage:
             self._keys[place, num_microbatches] = found
         return found
 
-    def _ahead(self, place: Place, stage: Stage, num_microbatches: int) -> list[Stage]:
-        """Stages that will be asked about next, of which nothing is known."""
-        (key, _, _), _ = self._frontier_key(place, num_microbatches)
-        if key[2] is not None or self._mover.has_looked(self._tables[key], stage.phases):
-            return []
-        return stages_ahead(*place[:2], num_microbatches, self.space, stage.among_NL)
-
-    def _with_moved(self, items: Sequence[Unmoved]) -> list[list[SlotChoices]]:
-        """The frontiers of the stages of every table, with what they may move."""
-        asked = [item.asked for item in items if item.asked is not None]
-        if not asked:
-            return [item.alone() for item in items]
-        moved, evaluated = self._mover.of(asked)
-        self.evaluated += evaluated
-        return [item.frontiers(more) for item, more in zip(items, moved, strict=True)]
-
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be without offload, whether it fits or not."""
         table = self.everything(slot)

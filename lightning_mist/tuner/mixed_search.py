@@ -13,8 +13,8 @@ import numpy as np
 from lightning_mist.tuner.bound import solve, solve_each, solve_family
 from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.mixed import Group, MixedStages
-from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.near_optimal import COMPARED, compared
+from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.past import Found
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.search import ASSUMED, FIRST_SECONDS, Outcome

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from lightning_mist.tuner.bound import solve, solve_each
-from lightning_mist.tuner.moved import TimeIsUpError
+from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.past import Found
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space

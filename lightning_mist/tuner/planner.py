@@ -59,7 +59,7 @@ class Planner:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
         self._tables: dict[Space, dict[TableKey, Table]] = {}
-        self._pasts, self._pieces, self._knowledge = Pasts(), Pieces(), Knowledge()
+        self._pasts, self._pieces = Pasts(), Pieces()
         self._runs = AllRuns()
 
     @property

@@ -29,8 +29,8 @@ from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import quick_bounds
-from lightning_mist.tuner.moved import TimeIsUpError
 from lightning_mist.tuner.near_optimal import near_optimal
+from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.past import Found, Past, known_answers, raised
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.space import Space

@@ -2,9 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.explain.explanation import Finding, Kind, Version, kind_of
+from lightning_mist.explain.explanation import Finding, Kind, Version, differences, kind_of
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.tuner.explanation import Finding, Kind, Version, differences, kind_of
 
 
 def pipeline(**changes):

@@ -10,13 +10,8 @@ from lightning_mist.explain.queries import Asker
 from lightning_mist.explain.techniques import TECHNIQUES
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.asker import Asker
-from lightning_mist.tuner.comparison import closed_form_of
-from lightning_mist.tuner.explain import _remember, explain_plan
-from lightning_mist.tuner.explanation import kind_of
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.result import Alternative
-from lightning_mist.tuner.techniques import TECHNIQUES
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 
