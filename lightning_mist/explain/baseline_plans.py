@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_mist.cost import MixedCostModel, Profiles, profiles_of
-from lightning_mist.cost.channels import copy_rates
+from lightning_mist.cost.time import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.explain.published_space import ZERO_STAGES, Asked, has_published, published_plan
 from lightning_mist.explain.techniques import DEFERRED_UPDATE

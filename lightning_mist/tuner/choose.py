@@ -35,7 +35,7 @@ than this lies between runs of one and the same plan (the steps of DDP in the re
 
 CLOCKED = 12
 """Plans of one search that are run on the clock, the best by the closed form. On it pipelines take between 13 % less
-and 8 % more (:mod:`lightning_mist.cost.pipeline`), so the best by the form need not be the fastest there; of seventeen
+and 8 % more (:mod:`lightning_mist.cost.step_time`), so the best by the form need not be the fastest there; of seventeen
 searches for networks of 1.3 to 22 billion parameters, with up to 36 pipelines each, the fastest was always among the
 best four by the form. Three times as many leave room, and cost milliseconds each. Searches that are compared with each
 other run as many, so that none is favoured."""

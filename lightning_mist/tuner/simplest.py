@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost import CostModel, predict_with, seconds_with
-from lightning_mist.cost.chunks import plan_peaks
+from lightning_mist.cost.interleaved_memory import plan_peaks
 from lightning_mist.plan import OffloadRatios, Plan, ZeroStage
 
 ALIKE = 1e-3

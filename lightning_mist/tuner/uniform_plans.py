@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageSlot, seconds_with, step_seconds_of
-from lightning_mist.cost.candidates import OffloadCandidates
-from lightning_mist.cost.compile import FloatArray
-from lightning_mist.cost.offload import host_bytes
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.inputs import FloatArray, OffloadCandidates
+from lightning_mist.cost.memory import host_bytes, stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.layout import rank_layout
 from lightning_mist.tuner.choose import CLOCKED, clocked

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict, predict_with
-from lightning_mist.cost.chunks import plan_memory
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.tuner.simplest import (
     ALIKE,
     drop_savings,

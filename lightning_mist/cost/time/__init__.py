@@ -14,7 +14,7 @@ from lightning_mist.cost.time.correction_factors import computation_factor, corr
 from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
 from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
 from lightning_mist.cost.time.operator_seconds import compute_dtype
-from lightning_mist.cost.time.optimizer_step import addition_seconds, update_seconds
+from lightning_mist.cost.time.optimizer_step import update_seconds
 from lightning_mist.cost.time.overlap import CopyRates, copy_rates, interference_of
 from lightning_mist.cost.time.region_sums import RegionSums, weight_shares
 from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds, region_seconds, split_seconds
@@ -44,7 +44,6 @@ __all__ = [
     "StageSeconds",
     "UnitSeconds",
     "Unsharding",
-    "addition_seconds",
     "collective_seconds",
     "computation_factor",
     "compute_dtype",

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageCandidates, StageSlot
-from lightning_mist.cost.compile import BoolArray, FloatArray
-from lightning_mist.cost.held import HeldBytes, Holdings
+from lightning_mist.cost.inputs import BoolArray, FloatArray, StageCandidates, StageSlot
+from lightning_mist.cost.memory import HeldBytes, Holdings
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
