@@ -38,11 +38,7 @@ def compare_with_others(
     Where one of these is faster on the clock and one of the plans searched, it takes the place of the plan.
 
     Args:
-        planner: Has found the plan, and knows what stages cost.
-        result: What it found.
-        memory_limit: Bytes of each device that may be used.
-        host_memory_limit: Bytes of host memory of each node that offloading may take.
-        search: What the plan was searched for in; see :func:`~lightning_mist.explain.baseline_plans.baselines`.
+        search: What the plan was searched for in; see :func:`~lightning_mist.tuner.baseline_plans.baselines`.
 
     Returns:
         What was found, with the plan that is best of all, and that plan beside the others.
@@ -75,13 +71,9 @@ def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None
 
 
 def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tuple[str, ...]:
-    """What to know of a comparison.
-
-    Args:
-        items: The plan, and what it is compared with.
-        spec: The network.
-    """
-    from lightning_mist.explain import baseline_notes, faster_notes
+    """What to know of a comparison."""
+    from lightning_mist.tuner.baseline_plans import baseline_notes
+    from lightning_mist.tuner.comparison import faster_notes
 
     ours = items[0].plan
     return (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))
@@ -90,14 +82,7 @@ def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tupl
 def render_comparison(
     items: "Sequence[ComparedPlan]", notes: Sequence[str] = (), *, width: int = 120, color: bool = False
 ) -> str:
-    """A comparison as a table, with notes under it.
-
-    Args:
-        items: The plan, and what it is compared with.
-        notes: What to know of them.
-        width: Columns of text at most.
-        color: Whether to add ANSI escapes.
-    """
+    """A comparison as a table, with notes under it."""
     table = Table(title=TITLE, title_justify="left")
     table.add_column("plan", min_width=16)
     has_tokens = any(item.tokens_per_second is not None for item in items)

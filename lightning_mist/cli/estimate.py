@@ -129,16 +129,7 @@ def estimate(
 
 
 class _Estimators:
-    """Traces the network once for each length.
-
-    Args:
-        named: Model, precision and optimizer as on the command line.
-        machine: The machine.
-        limit: Bytes of each device that may be used.
-        degrees: Tensor-parallel degrees that are needed.
-        allocator: How the caching allocator is set up.
-        closed_form: Whether nothing is to be traced.
-    """
+    """Traces the network once for each length."""
 
     def __init__(
         self,

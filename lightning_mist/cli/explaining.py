@@ -14,10 +14,7 @@ def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, 
     """Why a plan was chosen.
 
     Args:
-        planner: What found it.
-        result: What it found.
         seconds: The most seconds to search for other plans; with 0 only what needs no search is said.
-        asked: What was asked of the planner.
     """
     from lightning_mist.explain import explain_plan
 
@@ -28,13 +25,8 @@ def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, 
 
 
 def show_explanation(explanation: "Explanation", *, full: bool) -> None:
-    """Print why a plan was chosen.
-
-    Args:
-        explanation: Why.
-        full: Whether to say all of it.
-    """
-    from lightning_mist.explain import render_explanation
+    """Print why a plan was chosen."""
+    from lightning_mist.tuner import render_explanation
 
     print(render_explanation(explanation, full=full, width=terminal_width(), color=sys.stdout.isatty()))
     if not full:

@@ -26,9 +26,6 @@ class Fitting:
     """A plan whose estimate fits, if one was found; else one whose estimate says that it does not.
 
     Attributes:
-        result: The plan and why.
-        asked: What was asked of the planner for it.
-        estimate: What it needs of every device.
         notes: What to know of that, for people.
     """
 
@@ -42,11 +39,6 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
     """A plan that fits by its estimate, if one is found in a few tries.
 
     Else it is the last that was made, or the first one where with less memory there is none; their estimates say so.
-
-    Args:
-        planner: What found the plan.
-        result: What it found.
-        asked: What was asked of it.
     """
     from lightning_mist.tuner.budget import tensor_share
     from lightning_mist.tuner.infeasible import UndecidedError
@@ -84,8 +76,6 @@ def estimate_of(planner: "Planner", found: "Plan", limit: int | None) -> "Memory
     """What a plan needs of every device.
 
     Args:
-        planner: Knows the network and the machine.
-        found: The plan.
         limit: Bytes of each device that may be used; by default all that it has.
     """
     from lightning_mist.estimate import Estimator, estimate_plan
@@ -96,11 +86,7 @@ def estimate_of(planner: "Planner", found: "Plan", limit: int | None) -> "Memory
 
 
 def memory_words(estimate: "MemoryEstimate") -> str:
-    """What a plan needs of devices, and what would leave more room, in sentences.
-
-    Args:
-        estimate: What it needs.
-    """
+    """What a plan needs of devices, and what would leave more room, in sentences."""
     text = estimate.headline()
     if estimate.verdict == "fits":
         return text

@@ -41,8 +41,6 @@ def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareP
 
     Args:
         text: As for :func:`open_cluster`.
-        cluster: What it returned.
-        precision: Lightning's name of the precision.
     """
     if is_measured(text):
         from lightning_mist.hardware import read_machine
@@ -76,7 +74,6 @@ def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
     """What another precision would do for a machine that computes in single precision, if its data sheet says so.
 
     Args:
-        cluster: The machine.
         precision: Lightning's name of the precision that was asked for, or taken by default.
     """
     from lightning_mist.errors import ProfileError

@@ -21,8 +21,6 @@ class Measured:
     """This machine as it was measured.
 
     Attributes:
-        cluster: Its devices.
-        profile: What was measured of them.
         kept: The file that later runs find it in.
         seconds: How long it took, the start of processes not counted.
     """
@@ -37,7 +35,6 @@ def local_cluster(kind: str, processes: int | None, said: str) -> "Cluster":
     """This machine, with so many processes, one for each device.
 
     Args:
-        kind: ``"cpu"``, ``"cuda"``, or ``"auto"`` for CUDA where there is a device.
         processes: How many; by default one for each CUDA device, on a CPU one.
         said: What the user wrote, for errors.
 
@@ -60,11 +57,6 @@ def local_cluster(kind: str, processes: int | None, said: str) -> "Cluster":
 
 def measure_local(cluster: "Cluster", precision: str, *, is_fresh: bool = False) -> Measured:
     """What a fit on this machine would measure, by as many processes as it has devices.
-
-    Args:
-        cluster: This machine.
-        precision: Lightning's name of the precision.
-        is_fresh: Whether to measure even if a profile is kept.
 
     Raises:
         ProfileError: If measuring fails.
@@ -109,14 +101,7 @@ def _measure_one(rank: int, cluster: "Cluster", precision: str, directory: str, 
 
 
 def measure_here(cluster: "Cluster", device: "torch.device", precision: str, *, is_fresh: bool) -> Measured:
-    """Measure as one of the processes of a running process group; the same on every rank, but for the seconds.
-
-    Args:
-        cluster: What all processes are.
-        device: Device of this one.
-        precision: Lightning's name of the precision.
-        is_fresh: Whether to measure even if a profile is kept.
-    """
+    """Measure as one of the processes of a running process group; the same on every rank, but for the seconds."""
     import torch.distributed as dist
 
     from lightning_mist.hardware.profile import profile_path
@@ -133,10 +118,6 @@ def measure_here(cluster: "Cluster", device: "torch.device", precision: str, *, 
 
 def measure_launched(kind: str, precision: str) -> Measured | None:
     """Measure as one of the processes that torchrun started; None on all but the first.
-
-    Args:
-        kind: ``"cpu"``, ``"cuda"``, or ``"auto"`` for CUDA where there is a device.
-        precision: Lightning's name of the precision.
 
     Raises:
         ValueError: If there is no such device for this process.

@@ -21,13 +21,7 @@ class NetworkRequest:
 
     Attributes:
         model: A preset, the path of a Hugging Face config.json, or package.module:function.
-        rows: Rows of each device's batch.
-        seq_len: Tokens per row, for presets and configurations.
-        precision: Lightning's name of the precision.
         optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
-        degrees: Tensor-parallel degrees that layers may be shared by.
-        device_kind: Kind of the device that computes, ``"cpu"`` or ``"cuda"``.
-        capability: CUDA's compute capability of the device, where it is known.
         trace: Whether a preset is traced too, instead of described by its sizes.
     """
 
@@ -44,9 +38,6 @@ class NetworkRequest:
 
 def describe_network(request: NetworkRequest) -> "ModelSpec":
     """What the network costs: of presets by their sizes, where traces of their family are at hand; else traced.
-
-    Args:
-        request: The network.
 
     Raises:
         ValueError: If it names nothing, or something needed is missing.
@@ -102,9 +93,6 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
     """What the network costs, split over the tensor-parallel degrees too where that can be.
 
     Found out in a process of its own: it runs the user's code, on tensors without values.
-
-    Args:
-        request: The network.
     """
     from lightning_mist.model.child_process import run_apart
 

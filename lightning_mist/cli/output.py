@@ -23,22 +23,13 @@ def terminal_width() -> int:
 
 
 def show_plan(found: Plan, devices: Sequence[str] = ()) -> None:
-    """Print a plan as a table.
-
-    Args:
-        found: The plan.
-        devices: What the devices of every stage are, if that is to be shown.
-    """
+    """Print a plan as a table."""
     print(render(found, width=terminal_width(), color=sys.stdout.isatty(), devices=devices))
 
 
 def show_sections(sections: "Sequence[Section]") -> None:
-    """Print titles with sentences, those without any left out.
-
-    Args:
-        sections: The titles and their sentences.
-    """
-    from lightning_mist.explain import render_sections
+    """Print titles with sentences, those without any left out."""
+    from lightning_mist.tuner.explain_render import render_sections
 
     print(render_sections(sections, width=terminal_width(), color=sys.stdout.isatty()))
 

@@ -133,17 +133,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A plan and all that is known of it.
-
-    Attributes:
-        planner: What found it.
-        asked: What was asked of the planner.
-        result: What it found.
-        plan: The plan, with what it is made for.
-        memory: What it needs of devices, in one sentence.
-        restricted: What was not searched although it was allowed, for people.
-        compared: The plan beside others, if that was asked for.
-    """
+    """A plan and all that is known of it."""
 
     planner: "Planner"
     asked: dict[str, Any]

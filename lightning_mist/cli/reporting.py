@@ -64,17 +64,7 @@ def write_html(
     """Write the page of a plan.
 
     Args:
-        path: The file.
-        found: The plan, with its prediction.
-        planner: What found it.
-        result: What it found.
-        why: Why it was chosen.
-        compared: The plan beside others, if that was asked for.
-        spec: The network.
-        verdict: Whether it fits.
-        notes: What to know of the plan.
         given: What stood on the command line, by name.
-        asked: What was asked of the planner.
         seconds: The most seconds to search for plans under less memory.
     """
     from lightning_mist.report.frontier import memory_frontier
@@ -100,12 +90,7 @@ def write_html(
 
 
 def inputs_of(given: Mapping[str, Any], found: Plan) -> tuple[tuple[str, str], ...]:
-    """What a plan was made from, for people: what was said, the command, and the versions.
-
-    Args:
-        given: What stood on the command line, by name.
-        found: The plan, whose fingerprint says what it is for.
-    """
+    """What a plan was made from, for people: what was said, the command, and the versions."""
     said = [
         (name.replace("_", " "), str(value))
         for name, value in given.items()

@@ -21,11 +21,7 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 
 
 def capability_of(device: str) -> tuple[int, int] | None:
-    """The compute capability of a device; None where it is not known, as for CPUs.
-
-    Args:
-        device: A name that the catalog knows, or any other.
-    """
+    """The compute capability of a device; None where it is not known, as for CPUs."""
     try:
         return CAPABILITIES.get(find_device(device).name)
     except ProfileError:

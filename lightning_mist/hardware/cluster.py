@@ -10,7 +10,6 @@ class Device:
     """One accelerator, or one CPU process.
 
     Attributes:
-        name: Catalog name, for example ``"L4"`` or ``"cpu"``.
         memory_bytes: Memory of the device (for a CPU process, its share of the host's).
         kind: ``"cuda"`` or ``"cpu"``.
     """
@@ -71,9 +70,6 @@ class Cluster:
     """``num_nodes`` equal nodes with ``devices_per_node`` equal devices.
 
     Attributes:
-        num_nodes: Number of nodes.
-        devices_per_node: Devices in each node.
-        device: What each device is.
         intra_node: What one device can send to the others of its node, if described; the catalog's otherwise.
         inter_node: What one node can send to the others, all its devices together, if described; the catalog's
             otherwise.

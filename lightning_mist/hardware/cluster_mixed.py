@@ -82,10 +82,6 @@ def cluster_of(parts: Sequence[Cluster], link: Link | None = None) -> AnyCluster
     Neighbouring parts that differ only in how many nodes they have are one part, unless nodes of different parts have a
     link of their own; and one part is a :class:`Cluster`.
 
-    Args:
-        parts: The parts, at least one.
-        link: What one node can send to nodes of other parts, if described.
-
     Raises:
         PlanError: If there is no part, or their devices are of different kinds.
     """
@@ -102,7 +98,6 @@ def single(cluster: AnyCluster, what: str) -> Cluster:
     """The cluster, if its devices are all of one kind.
 
     Args:
-        cluster: The cluster.
         what: What needs one kind of device, for the message.
 
     Raises:

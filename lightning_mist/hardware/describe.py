@@ -61,9 +61,6 @@ def parse_cluster(value: str) -> AnyCluster:
         value: For example ``"4x8xL4"``, ``"8xA100-40"``, ``"2xcpu:8GiB"``, ``"8xA100-40+2x8xV100-32"``, or the name of
             a file that ends in ``.yaml`` or ``.yml``.
 
-    Returns:
-        The cluster.
-
     Raises:
         PlanError: If the text or file describes none.
         ProfileError: If the device is not in the catalog and its memory is not given.
@@ -91,12 +88,6 @@ def _text_part(text: str, where: str) -> Cluster:
 
 def read_cluster(path: Path) -> AnyCluster:
     """The cluster that a YAML file describes.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The cluster.
 
     Raises:
         PlanError: If the file cannot be read, or has a wrong, missing or unknown key.

@@ -18,12 +18,8 @@ def detect(world_size: int, num_nodes: int, device_type: str) -> Cluster:
 
     Args:
         world_size: Number of processes, one per device.
-        num_nodes: Number of nodes.
         device_type: ``"cuda"`` or ``"cpu"``. A CPU process gets an equal share of the host's memory (of the container's
             where that is limited).
-
-    Returns:
-        The cluster, with the memory of its host: the container's where that is limited.
 
     Raises:
         ProfileError: If processes do not fill nodes equally, or the kind of device is another or is not there.
@@ -50,11 +46,7 @@ def host_memory_bytes(information: Path = MEMORY_INFORMATION, limits: tuple[Path
     """Bytes of memory that this host, or the container, has.
 
     Args:
-        information: The kernel's figures.
         limits: Files with the container's limit; those missing or without a number set none.
-
-    Returns:
-        The smallest of them.
 
     Raises:
         ProfileError: If the kernel's figures cannot be read.

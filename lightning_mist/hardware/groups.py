@@ -17,7 +17,6 @@ class RankGroup:
 
     Attributes:
         ranks: Global ranks, ascending.
-        num_nodes: Number of nodes they span.
         handle: The group's ``torch.distributed`` handle; on ranks outside the group, whatever ``new_group`` returned.
     """
 

@@ -9,12 +9,6 @@ def host_memory(cluster: Cluster) -> int | None:
     """Bytes of memory that the host of each node has.
 
     Where the cluster does not say it, this is the catalog's memory for each device times the devices of a node.
-
-    Args:
-        cluster: Equal devices on equal nodes.
-
-    Returns:
-        The bytes; ``None`` if neither the cluster nor the catalog says it.
     """
     if cluster.host_memory_bytes is not None:
         return cluster.host_memory_bytes

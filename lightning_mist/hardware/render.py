@@ -11,14 +11,7 @@ from lightning_mist.units import format_bytes, format_rate, format_seconds
 
 
 def render_profile(cluster: Cluster, profile: HardwareProfile, *, width: int = 120, color: bool = False) -> str:
-    """A profile as tables: matrix products by size, memory and launches, collectives by group.
-
-    Args:
-        cluster: The machine.
-        profile: What was measured of it.
-        width: Columns of text at most.
-        color: Whether to add ANSI escapes.
-    """
+    """A profile as tables: matrix products by size, memory and launches, collectives by group."""
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
     devices = f"{cluster.num_nodes}x{cluster.devices_per_node}x{cluster.device.name}"

@@ -54,7 +54,6 @@ class ValueNames:
         Args:
             kind: ``"glue"`` outside of blocks, ``"inner"`` inside a block.
             region: Position of the block entered last, -1 before the first.
-            function: Name of the torch function.
         """
         base = (kind, region, function, call_site())
         count = self._counts.get(base, 0)
@@ -140,17 +139,7 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 def select(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], is_known_mask: Callable[[Any], bool]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An indexing call with known boolean masks replaced by the positions they select, whose number is then known too.
-
-    Args:
-        name: ``"__getitem__"``, ``"__setitem__"`` or ``"masked_select"``.
-        func: The torch function.
-        args: Its arguments.
-        is_known_mask: Tells masks that have values.
-
-    Returns:
-        The function to call instead and its arguments.
-    """
+    """An indexing call with known boolean masks replaced by the positions they select, whose number is known too."""
     if name == "masked_select":
         tensor, mask = args
         sizes = zip_longest(reversed(tensor.shape), reversed(mask.shape), fillvalue=1)

@@ -21,13 +21,9 @@ class Fingerprint:
     """What a plan was made for. ``None`` means that nobody said.
 
     Attributes:
-        world_size: Number of devices.
         batch_rows: Rows of one rank's batch.
-        num_layers: Number of repeated blocks.
         layer_kinds: The kinds of blocks in order, kinds lettered by their parameters' names and shapes: ``"12A 12B"``.
-        num_parameters: Number of elements of all parameters.
         parameters_hash: Digest of all parameters' names, shapes and element types, in order.
-        precision: Lightning's name of the precision.
         versions: Names and versions of software; information only.
     """
 
@@ -48,11 +44,7 @@ class Fingerprint:
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[str, str]]) -> "Fingerprint":
-        """The fingerprint that a plan holds; what a later version wrote beyond it is left aside.
-
-        Raises:
-            PlanError: If a number is not one.
-        """
+        """The fingerprint that a plan holds; what a later version wrote beyond it is left aside."""
         values: dict[str, int | str] = {}
         versions: list[tuple[str, str]] = []
         for name, text in pairs:
@@ -79,15 +71,7 @@ def fingerprint_of(
     precision: str,
     versions: Iterable[tuple[str, str]] = (),
 ) -> Fingerprint:
-    """The fingerprint of a module on a number of devices.
-
-    Args:
-        module_map: Blocks and parameters of the module.
-        world_size: Number of devices.
-        batch_rows: Rows of one rank's batch, if it has any.
-        precision: Lightning's name of the precision.
-        versions: Names and versions of software.
-    """
+    """The fingerprint of a module on a number of devices."""
     described = [(use.name, list(use.shape), use.dtype) for use in module_map.parameters]
     return Fingerprint(
         world_size=world_size,
@@ -160,11 +144,7 @@ def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layer
     """Refuse a plan that does not fit the devices, the batch or the module.
 
     Args:
-        plan: The plan.
-        world_size: Number of processes that run.
         batch_rows: Rows of one rank's batch; ``None`` if a batch has no rows to cut.
-        num_layers: Number of repeated blocks that were found.
-        module_map: Where the module can be cut and what it excludes.
 
     Raises:
         PlanError: Naming what does not fit, with both numbers.
@@ -244,11 +224,6 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
 
 def check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
     """Refuse a tensor-parallel degree, or sequence parallelism, that was not shown to compute the same.
-
-    Args:
-        index: Index of the stage.
-        stage: The stage.
-        module_map: Says how the module may be split.
 
     Raises:
         PlanError: With the reason why the module cannot be split so, and what it allows.

@@ -32,7 +32,6 @@ def plan_of(
     """A plan whose stages are all alike.
 
     Args:
-        num_layers: Number of repeated blocks.
         world_size: Number of devices; all are used.
         global_batch_size: Rows that one batch brings over all devices.
         data_parallel_degree: Replicas of every stage; by default what the other degrees leave of the devices.
@@ -44,10 +43,7 @@ def plan_of(
         num_microbatches: Parts of a batch; by default as many as ``microbatch_size`` makes, or one for each device that
             works on the same rows, since each of them brings a batch.
         microbatch_size: Rows of each part on one data-parallel rank; by default what ``num_microbatches`` leaves.
-        zero_stage: 0 to 3.
         checkpointed_layers: How many of the first layers of every stage are recomputed in backward, or ``"all"``.
-        schedule: Name of the schedule.
-        offload: What lives in host memory.
         devices_per_node: Devices of each node, which tensor-parallel devices do not leave.
 
     Raises:

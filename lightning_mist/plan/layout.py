@@ -26,7 +26,6 @@ def rank_layout(degrees: Sequence[tuple[int, int]], devices_per_node: int | None
     instead; rank 0 stays one of the last stage.
 
     Args:
-        degrees: Data- and tensor-parallel degree of every stage.
         devices_per_node: Ranks of each node; by default there is one node.
 
     Raises:
@@ -42,13 +41,6 @@ def rank_layouts(
 
     In the others a replica of the pipeline is contiguous, so that what passes between its stages stays near, or stages
     are dealt to nodes by falling numbers of ranks, where one would lie in more nodes than it has to.
-
-    Args:
-        degrees: As for :func:`rank_layout`.
-        devices_per_node: Likewise.
-
-    Raises:
-        PlanError: If the tensor-parallel ranks of some stage cannot be within one node.
     """
     found = [rank_layout(degrees, devices_per_node)]
     if devices_per_node is not None and sum(data * tensor for data, tensor in degrees) > devices_per_node:

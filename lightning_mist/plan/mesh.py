@@ -22,11 +22,9 @@ class HeldParameter:
     """Where one parameter lives.
 
     Attributes:
-        name: Canonical qualified name.
         stages: Sorted stages that hold a copy; of chunks that share their devices the first names them all.
         owners: For each of these stages, the data-parallel index that updates it from ZeRO-1 on (and that speaks for
             the stage when copies are summed over stages or gathered); 0 where the stage does not shard.
-        requires_grad: Whether it is trained.
     """
 
     name: str
@@ -44,15 +42,9 @@ class Mesh:
     """What one rank needs to know of a plan.
 
     Attributes:
-        plan: The plan.
-        rank: The global rank.
         stage: Index of its stage, of its first one where it runs several chunks.
-        replica: Index of its pipeline replica.
-        data_index: Its data-parallel index within the stage.
-        tensor_index: Its tensor-parallel index within the stage.
         peers: Global ranks of the stage with its tensor-parallel index, by data-parallel index.
         tensor_peers: Global ranks of the stage with its data-parallel index, by tensor-parallel index.
-        parameters: Every parameter of the module, in the module's order.
     """
 
     plan: Plan
@@ -102,7 +94,6 @@ class Overlap:
     Attributes:
         ranks: The global ranks with that index, by tensor-parallel index.
         first: First of the rows, counted from the start of this rank's slice.
-        end: One past the last.
     """
 
     ranks: tuple[int, ...]
@@ -115,7 +106,6 @@ class Side:
     """How the tensor-parallel ranks on one side of a boundary hold a tensor.
 
     Attributes:
-        degree: Number of these ranks.
         is_shared: Whether each holds a part along the sequence; otherwise, and where the length of the sequence is not
             a multiple of the degree, each holds the whole.
     """
@@ -292,10 +282,7 @@ def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows:
     """With whom of a neighbouring stage ``rank`` exchanges which rows of a microbatch.
 
     Args:
-        plan: The plan.
-        rank: The global rank.
         neighbour: Index of the stage before or after the rank's own.
-        microbatch: Index of the microbatch.
         batch_rows: Rows of the owner's batch; None for a batch that cannot be cut.
 
     Returns:
@@ -358,11 +345,7 @@ def _nbytes(use: ParameterUse) -> int:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of a type, by torch's name of it: the first number in the name counts its bits.
-
-    Raises:
-        PlanError: If the name has none.
-    """
+    """Bytes of one element of a type, by torch's name of it: the first number in the name counts its bits."""
     if dtype == "bool":
         return 1
     bits = re.search(r"\d+", dtype)

@@ -51,8 +51,6 @@ class LiveTensor:
 
     Attributes:
         key: Identity of the value, equal on every rank and in every step.
-        shape: Shape seen in the trace.
-        dtype: Name of the element type, for example ``"float32"``.
         requires_grad: Whether a gradient flows back through it.
         batch_dim: The dimension that grows with the batch, or ``None`` if none does.
         sequence_dim: The dimension along which sequence-parallel stages hold parts of it, or ``None`` if they hold it
@@ -75,9 +73,6 @@ class ParameterUse:
         name: Its canonical (first) qualified name.
         slots: Every ``(module name, attribute name)`` that holds it, with the sorted regions that use it through this
             slot. A slot that no region uses belongs to the parameter's first other region, or to region -1.
-        shape: Its shape.
-        dtype: Name of its element type.
-        requires_grad: Whether it is trained.
     """
 
     name: str
@@ -109,7 +104,6 @@ class BlockOutput:
         leaves: One entry per leaf of the output: ``("input", i)`` for the i-th argument leaf passed through,
             ``("tensor", shape, stride, dtype, depends)`` with ``depends`` telling whether it depends on parameters, or
             ``("value", x)`` for a Python value.
-        structure: The pytree structure of the output.
     """
 
     signature: tuple[Hashable, ...]
@@ -122,15 +116,10 @@ class ModuleMap:
     """Blocks, cuts, parameters and exclusions of one step of one module.
 
     Attributes:
-        step: Name of the traced step, for example ``"training_step"``.
         blocks: Qualified names of the repeated blocks in execution order; empty if none were found.
-        outputs: The recorded output of each block.
         cuts: For each layer position ``k`` in ``1 .. len(blocks)-1``, at index ``k - 1``: the tensors alive on entry to
             block ``k``, in order of definition.
-        parameters: Use of every parameter.
         leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
-        exclusions: Features ruled out for this module.
-        batch_rows: Rows of the traced batch.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
         splits: How the module may be split over tensor-parallel ranks, one entry per degree that was checked.
         unsplit: Degrees that were tried in vain, and why.
@@ -149,11 +138,7 @@ class ModuleMap:
     unsplit: tuple[tuple[int, str], ...] = ()
 
     def split(self, degree: int) -> TensorSplit:
-        """How the module is split over ``degree`` tensor-parallel ranks.
-
-        Raises:
-            PlanError: If it cannot be.
-        """
+        """How the module is split over ``degree`` tensor-parallel ranks."""
         if degree == 1:
             return TensorSplit(degree=1, parameters=())
         for found in self.splits:

@@ -8,13 +8,6 @@ def moved_of_unit(sizes: Sequence[float], ratio: float) -> tuple[int, ...]:
 
     From the largest to the smallest, the earlier first among equals, a parameter is moved if the bytes moved then still
     are at most ``ratio`` of the unit's. So a unit of one parameter is moved at ratio 1 only.
-
-    Args:
-        sizes: Bytes of the unit's parameters.
-        ratio: Share of them that may be moved.
-
-    Returns:
-        Their positions, from the largest on.
     """
     if ratio == 0.0:
         return ()

@@ -30,11 +30,7 @@ class StagePlan:
     Attributes:
         layers: Half-open range of layer positions in execution order. What runs before the first layer goes with the
             first stage, what runs after the last layer with the last stage.
-        mesh: Devices and parallel degrees.
         microbatch_size: Rows (samples) that each data-parallel rank of this stage sees per microbatch.
-        zero_stage: What the data-parallel ranks shard.
-        checkpointing: Which layers are recomputed in backward.
-        offload: What lives in host memory.
     """
 
     layers: tuple[int, int]
@@ -108,8 +104,6 @@ class Predicted:
     """What the cost model says of a whole plan.
 
     Attributes:
-        step_seconds: Seconds of one optimizer step.
-        stages: Each stage.
         transfers: How transfers move on the machine that the prediction is for.
         update_after: Whom the optimizer's step waits for there.
         work: What the step does, from which rates follow. None in plans that were predicted before this was known.
@@ -140,12 +134,8 @@ class Plan:
         num_microbatches: Number of microbatches that one batch is cut into (``G``).
         stages: Pipeline stages in order. Under ``"interleaved-1f1b"`` several stages share the same devices: stages
             ``i``, ``i + P``, ``i + 2 P``.. of ``P`` groups of devices are the *chunks* of group ``i``.
-        schedule: Name of the pipeline schedule.
         predicted: The cost model's figures, if it made the plan.
         fingerprint: What the plan was made for, as ``(name, value)``; compared before the plan runs.
-
-    Raises:
-        PlanError: If the stages contradict each other.
     """
 
     global_batch_size: int
@@ -281,11 +271,7 @@ class Plan:
         return tuple(stage.layers for stage in self.stages)
 
     def stage_of(self, rank: int) -> int:
-        """Index of the stage that a global rank belongs to: the first, where chunks share devices. Also its group.
-
-        Raises:
-            PlanError: If no stage names the rank.
-        """
+        """Index of the stage that a global rank belongs to: the first, where chunks share devices. Also its group."""
         for index, stage in enumerate(self.stages):
             if rank in stage.devices:
                 return index

@@ -28,11 +28,7 @@ def _range(layers: tuple[int, int]) -> str:
 
 
 def ranges(devices: Sequence[int]) -> str:
-    """Numbers in their order, runs of neighbours shortened: ``0-3, 8``.
-
-    Args:
-        devices: The numbers, for example ranks.
-    """
+    """Numbers in their order, runs of neighbours shortened: ``0-3, 8``."""
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][1] + 1:
@@ -64,14 +60,7 @@ _COLUMNS = (
 
 
 def render(plan: Plan, *, width: int = 120, color: bool = False, devices: Sequence[str] = ()) -> str:
-    """A plan as a table: one line per stage, with the predictions if there are any, and where their seconds go.
-
-    Args:
-        plan: The plan.
-        width: Columns of text at most.
-        color: Whether to add ANSI escapes.
-        devices: What the devices of every stage are, if that is to be shown.
-    """
+    """A plan as a table: one line per stage, with the predictions if there are any, and where their seconds go."""
     table = Table(title=_title(plan), title_justify="left", title_style="bold")
     headings, rows = stage_cells(plan, devices)
     for heading in headings:
@@ -92,12 +81,7 @@ def render(plan: Plan, *, width: int = 120, color: bool = False, devices: Sequen
 
 
 def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
-    """What a table of a plan shows: headings, and the cells of every stage.
-
-    Args:
-        plan: The plan; with predictions there are columns for them.
-        devices: What the devices of every stage are, if that is to be shown.
-    """
+    """What a table of a plan shows: headings, and the cells of every stage."""
     has_chunks = plan.num_groups < plan.num_stages
     columns = [
         column
@@ -150,12 +134,7 @@ def _title(plan: Plan) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things in words.
-
-    Args:
-        number: How many.
-        noun: What one of them is called.
-    """
+    """A number of things in words."""
     plural = noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
     return f"{number} {plural}"
 
@@ -215,12 +194,7 @@ def _stage_changes(index: int, plan: Plan, other: Plan) -> list[str]:
 
 
 def split_notes(plan: Plan, module_map: ModuleMap) -> tuple[str, ...]:
-    """What to know of how the plan's tensor-parallel stages split the module: what stays whole, what is slow.
-
-    Args:
-        plan: The plan.
-        module_map: Says how the module is split over each of the plan's degrees.
-    """
+    """What to know of how the plan's tensor-parallel stages split the module: what stays whole, what is slow."""
     degrees = sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages} - {1})
     return tuple(
         f"tensor_parallel_degree {degree}: {note}" for degree in degrees for note in module_map.split(degree).notes

@@ -24,9 +24,6 @@ def seconds_table(plan: Plan) -> tuple[str, Table] | None:
     """Where the predicted seconds of a step go, one row for each group of devices; None if the plan does not say.
 
     Each row adds up to the step. Terms that are nothing on every stage have no column.
-
-    Returns:
-        A title, and the table.
     """
     predicted = plan.predicted
     if predicted is None or not any(stage.spent for stage in predicted.stages) or predicted.step_seconds <= 0:

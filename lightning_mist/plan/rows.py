@@ -45,9 +45,6 @@ def row_slice(plan: Plan, rank: int, microbatch: int, *, owners: tuple[int, ...]
     """The rows on which ``rank`` computes in ``microbatch``.
 
     Args:
-        plan: The plan.
-        rank: The global rank.
-        microbatch: Index of the microbatch.
         owners: The ranks of its replica where these are known, which takes long to find out for many devices.
 
     Raises:

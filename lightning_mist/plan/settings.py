@@ -11,9 +11,6 @@ _OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
 def settings_of(plan: Plan) -> str:
     """Stages, devices, microbatches and what every stage does to fit, in words; what is not used is not mentioned.
 
-    Args:
-        plan: The plan.
-
     Returns:
         For example ``"4 stages, each data parallel 2 x tensor parallel 4; 64 microbatches of 2 rows; ZeRO-1; recompute
         12, 9, 6, 3 of 12 layers"``.

@@ -13,14 +13,10 @@ def assign_owners(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -
 
     Args:
         sizes: Elements or bytes of each parameter.
-        ranks: Number of data-parallel ranks, at least 1.
         loads: What each rank owns already; nothing if empty.
 
     Returns:
         The rank index of each parameter, in the order of ``sizes``.
-
-    Raises:
-        ValueError: If ``ranks`` is below 1.
     """
     if ranks < 1:
         raise ValueError(f"ranks = {ranks}: parameters need at least one rank to own them")
@@ -52,7 +48,6 @@ def deal_buckets(
     """Deal parameters into buckets, in their order.
 
     Args:
-        sizes: Bytes of each parameter.
         keys: Parameters with different keys (owner, element type, device) never share a bucket.
         capacity: Bytes at which a bucket is closed; a larger parameter has a bucket of its own.
         first_capacity: The same for the first bucket that is closed.

@@ -19,8 +19,6 @@ class ParameterSplit:
     """How one parameter is shared out.
 
     Attributes:
-        name: Its canonical (first) qualified name.
-        dim: The dimension that is shared out.
         factors: The factors of that dimension for one unsplit parameter; exactly one is shared out.
     """
 
@@ -50,7 +48,6 @@ class SequenceSplit:
     """Where hidden states enter a block and which of their dimensions is the sequence.
 
     Attributes:
-        position: Layer position of the block.
         leaf: Index of the tensor among the leaves of the block's ``(args, kwargs)``.
         dim: The dimension that sequence parallelism shares out.
     """
@@ -65,7 +62,6 @@ class TensorSplit:
     """How a module is split over ``degree`` tensor-parallel ranks, checked against the unsplit module.
 
     Attributes:
-        degree: Number of ranks.
         parameters: The parameters that are shared out, in the module's order; all others are held whole by every rank.
         sequence: For every block how sequence parallelism enters it; empty if it cannot be had.
         notes: What stays whole and why, in words for the user.

@@ -33,7 +33,6 @@ class StepRates:
     """What a step of so many seconds achieves.
 
     Attributes:
-        step_seconds: Seconds of the step.
         rows_per_second: Rows (samples) over all devices.
         tokens_per_second: Tokens over all devices; None where rows are no sequences of tokens.
         flops_per_second: Model FLOPs of each device; None where they are not known.
@@ -51,10 +50,6 @@ class StepRates:
 
 def step_rates(plan: "Plan", step_seconds: float) -> StepRates | None:
     """What a plan achieves if its step takes so long, predicted or measured.
-
-    Args:
-        plan: The plan; what its prediction says of the work is used where there is one.
-        step_seconds: Seconds of one step.
 
     Returns:
         The rates; None of a step that takes no time.

@@ -55,10 +55,7 @@ class GroupClock:
     """What one group of devices does of a step.
 
     Attributes:
-        stages: Its stages.
-        devices: Its ranks.
         work_seconds: Seconds by kind of work, as ``(kind, seconds)``.
-        busy_seconds: Their sum.
         waiting_seconds: The rest of the step.
         longest_wait: The longest time in one piece in which it waits.
         most_in_flight: The most microbatches at once whose forward has begun and whose backward has not ended.
@@ -75,14 +72,7 @@ class GroupClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocked:
-    """A plan's schedule on a clock.
-
-    Attributes:
-        step_seconds: How long the step takes.
-        groups: What each group of devices does.
-        timeline: Who does what when.
-        path: What the step hangs on.
-    """
+    """A plan's schedule on a clock."""
 
     step_seconds: float
     groups: tuple[GroupClock, ...]
@@ -141,13 +131,7 @@ def _seen(seconds: float, step: float) -> float:
 
 
 def render_clock(found: Clocked, *, width: int = 120, color: bool = False) -> str:
-    """A schedule on a clock as text.
-
-    Args:
-        found: What it showed.
-        width: Columns of text at most.
-        color: Whether to add ANSI escapes.
-    """
+    """A schedule on a clock as text."""
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
     idle = f", devices wait for {found.timeline.idle_share:.1%} of it" if len(found.groups) > 1 else ""
@@ -165,10 +149,6 @@ def grid_lines(timeline: Timeline, width: int) -> list[str]:
     """Lanes of letters: each says what its group of devices does most of that part of the step.
 
     Of many microbatches the first and the last are shown, as in pictures.
-
-    Args:
-        timeline: The step.
-        width: Columns of text at most.
     """
     head = max(len(lane.label) for lane in timeline.lanes) + 2
     windows = windows_of(timeline)

@@ -10,12 +10,7 @@ _GIB = 2.0**30
 
 
 def draw_frontier(frontier: Frontier, path: str) -> None:
-    """Draw a frontier to a file.
-
-    Args:
-        frontier: The best plans under several limits.
-        path: The file, whose name says the kind.
-    """
+    """Draw a frontier to a file."""
     with styled("frontier"):
         save(frontier_figure(frontier), path)
 

@@ -45,12 +45,7 @@ _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
 def draw_memory(picture: MemoryPicture, path: str) -> None:
-    """Draw the bytes over a step to a file.
-
-    Args:
-        picture: The bytes.
-        path: The file, whose name says the kind: one of :data:`~lightning_mist.report.figures.FORMATS`.
-    """
+    """Draw the bytes over a step to a file."""
     with styled("memory"):
         save(memory_figure(picture), path)
 

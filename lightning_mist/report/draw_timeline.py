@@ -44,12 +44,7 @@ _DIGIT = 0.068
 
 
 def draw_timeline(timeline: Timeline, path: str) -> None:
-    """Draw a step to a file.
-
-    Args:
-        timeline: The step.
-        path: The file, whose name says the kind: one of :data:`~lightning_mist.report.figures.FORMATS`.
-    """
+    """Draw a step to a file."""
     with styled("timeline"):
         save(timeline_figure(timeline), path)
 

@@ -71,7 +71,6 @@ def inline_svg(figure: Any, name: str, description: str) -> str:
     """A picture as part of a page: as wide as there is room, in the page's font and its colours.
 
     Args:
-        figure: The picture.
         name: Its name, which begins all its identifiers, so that they do not meet those of others in the page.
         description: What it shows, for readers that cannot see it.
     """
@@ -101,17 +100,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def panels(figure: Any, rows: int, windows: Sequence[Window], *, height_ratios: Sequence[float] | None = None) -> Any:
-    """Axes for several rows of one step, side by side for each part that is shown of it.
-
-    Args:
-        figure: The picture.
-        rows: How many lie above each other.
-        windows: Parts of the step, in order.
-        height_ratios: How high rows are.
-
-    Returns:
-        An array of axes, by row and part.
-    """
+    """Axes for several rows of one step, side by side for each part that is shown of it."""
     spans = [end - start for start, end in windows]
     axes = figure.subplots(
         rows,

@@ -22,7 +22,6 @@ class FrontierPoint:
 
     Attributes:
         share: Part of the chosen plan's limit.
-        memory_limit: Bytes of each device that it may use.
         plan: The plan with its prediction; None if none fits.
         proven: Whether the search for it was over before its time was up.
     """
@@ -72,12 +71,7 @@ def memory_frontier(
     """Plan again under parts of a memory limit.
 
     Args:
-        planner: What found the plan.
-        chosen: What it found, with its prediction.
-        global_batch_size: What was asked for.
         memory_limit: Bytes of each device that the plan may use; by default the memory of the device that has most.
-        host_memory_limit: Bytes of host memory of each node that offloading may take.
-        search: Limits of the search.
         shares: Parts of the limit, below 1.
         seconds: The most seconds in all; a search is over then with the best that it has found.
     """

@@ -19,8 +19,6 @@ class MemoryPicture:
     """Bytes of a plan's devices over one step.
 
     Attributes:
-        timeline: The step.
-        curves: Bytes of each group of devices.
         limits: Bytes that tensors of each device may take, for each stage; empty if that is not known.
     """
 
@@ -48,11 +46,6 @@ class MemoryPicture:
 
 def memory_picture(plan: Plan, limits: Sequence[float] = (), simulation: Simulation | None = None) -> MemoryPicture:
     """Bytes over a plan's step by its prediction.
-
-    Args:
-        plan: A plan with a prediction.
-        limits: Bytes that tensors of each device may take, for each stage; empty if that is not known.
-        simulation: The plan's schedule on a clock; by default it is run.
 
     Raises:
         PlanError: If nothing was predicted, or not what memory is made of.

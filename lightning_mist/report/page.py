@@ -56,9 +56,7 @@ class Bar:
     """One stacked bar.
 
     Attributes:
-        label: What stands before it.
         parts: ``(color, share of the whole width, what it says when pointed at)``.
-        text: What stands behind it.
         mark: Where a limit is, as a share of the whole width.
     """
 
@@ -69,12 +67,7 @@ class Bar:
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """A whole page that needs nothing else.
-
-    Args:
-        title: What stands in the window's title.
-        sections: What stands in it, as HTML.
-    """
+    """A whole page that needs nothing else."""
     body = "\n".join(section for section in sections if section)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -122,8 +115,6 @@ def table(
     """A table of text.
 
     Args:
-        headings: What stands over the columns.
-        rows: The cells.
         text: Headings of columns of words, which are set to the left.
         ours: The row to be seen first.
     """

@@ -28,17 +28,11 @@ class Report:
 
     Attributes:
         title: What was planned for what, for example ``"gpt3-22b on 4x8xL4"``.
-        plan: The plan, with its prediction.
         result: The search that found it, if one did.
         memory_limits: Bytes that tensors may take on each device of each stage, if known.
         device_names: What the devices of each stage are; empty if they are all alike.
-        explanation: Why this plan.
         comparison: The plan beside others; the plan itself comes first.
-        comparison_notes: What to know of these.
-        frontier: The best plans under less memory.
-        verdict: Whether it fits, in a sentence.
         inputs: What it was made from, as ``(name, value)``: model, cluster, batch, command, versions.
-        notes: What to know of the plan and where its numbers come from.
     """
 
     title: str
@@ -56,12 +50,7 @@ class Report:
 
 
 def write_report(report: Report, path: str) -> None:
-    """Write a page to a file.
-
-    Args:
-        report: What it is made of.
-        path: The file.
-    """
+    """Write a page to a file."""
     Path(path).write_text(render_report(report), encoding="utf-8")
 
 
@@ -80,11 +69,7 @@ def check_report(path: str) -> None:
 
 
 def render_report(report: Report) -> str:
-    """A page that needs nothing else: text, tables and pictures, on light and dark screens and on paper.
-
-    Raises:
-        PlanError: If the plan has no prediction.
-    """
+    """A page that needs nothing else: text, tables and pictures, on light and dark screens and on paper."""
     if report.plan.predicted is None:
         raise PlanError("the plan has no predicted seconds: a report needs a plan that `lightning-mist plan` made")
     return page.page(f"{report.title}: the plan", _sections(report, report.plan.predicted))

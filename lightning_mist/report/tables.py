@@ -71,12 +71,7 @@ def seconds_section(plan: Plan) -> str:
 
 
 def memory_section(plan: Plan, limits: Sequence[float] = ()) -> str:
-    """What the peak of every stage is made of.
-
-    Args:
-        plan: A plan with a prediction.
-        limits: Bytes that tensors may take on each device of each stage, if known.
-    """
+    """What the peak of every stage is made of."""
     predicted = plan.predicted
     assert predicted is not None
     stages = [predicted.stages[group] for group in range(plan.num_groups)]

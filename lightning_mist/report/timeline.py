@@ -43,11 +43,7 @@ class Bar:
     """Something that takes time.
 
     Attributes:
-        kind: What it is.
-        start: When it begins, in seconds since the step's start.
-        end: When it ends.
         chunk: Which of the stages of its devices it is of, counted from 0.
-        microbatch: The microbatch that it is about, if it is about one.
     """
 
     kind: BarKind
@@ -62,8 +58,6 @@ class Lane:
     """A group of devices.
 
     Attributes:
-        label: Its stages.
-        devices: Its ranks, in words.
         work: What its devices do, in order; they wait where there is nothing.
         sends: What is on its way from them to other groups.
     """
@@ -81,14 +75,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step of a plan.
-
-    Attributes:
-        lanes: One for each group of devices.
-        step_seconds: How long the step takes.
-        num_microbatches: Parts of the batch.
-        schedule: Name of the schedule.
-    """
+    """One step of a plan."""
 
     lanes: tuple[Lane, ...]
     step_seconds: float
@@ -105,10 +92,6 @@ class Timeline:
 
 def timeline_of(plan: Plan, simulation: Simulation | None = None) -> Timeline:
     """A plan's step by its prediction.
-
-    Args:
-        plan: A plan with a prediction.
-        simulation: Its schedule on a clock; by default it is run.
 
     Raises:
         PlanError: If nothing was predicted, or no time.
@@ -211,7 +194,6 @@ def windows_of(timeline: Timeline, points: Iterable[float] = ()) -> tuple[Window
     """What to show of a step: all of it, or of many microbatches the first, the last, and those around some points.
 
     Args:
-        timeline: The step.
         points: Seconds that must be shown.
     """
     groups, step = len(timeline.lanes), timeline.step_seconds
@@ -240,7 +222,6 @@ def left_out(windows: Sequence[Window], each: float) -> str:
     """What is not shown of a step, in words; nothing if it is shown whole.
 
     Args:
-        windows: What is shown.
         each: Seconds in which one microbatch follows another.
     """
     hidden = [end[0] - start[1] for start, end in pairwise(windows)]

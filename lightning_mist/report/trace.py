@@ -11,7 +11,6 @@ def trace_text(plan: Plan, simulation: Simulation) -> str:
 
     Args:
         plan: A plan with a prediction; of earlier ones, which do not say what memory is made of, without bytes.
-        simulation: Its schedule on a clock.
     """
     names = {
         group: f"stage {' and '.join(map(str, plan.chunks(group)))} (ranks {rank_text(stage.devices)})"

@@ -6,11 +6,7 @@ from lightning_mist.plan import Plan, ZeroStage
 
 
 def words_for(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """The words that a plan needs, each with what it means.
-
-    Args:
-        plan: The plan.
-    """
+    """The words that a plan needs, each with what it means."""
     return tuple(_words(plan))
 
 

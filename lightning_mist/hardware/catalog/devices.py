@@ -38,12 +38,9 @@ class CatalogDevice:
     """One kind of device.
 
     Attributes:
-        name: Canonical name.
-        cuda_names: Names under which CUDA knows it.
         memory_bytes: Memory that a program sees; None where it depends on the host.
         peak_flops: Peak FLOP/s by element type; ``float32`` without tensor cores, ``tfloat32`` with them.
         memory_bytes_per_second: Peak memory bandwidth.
-        efficiencies: Parts of these peaks that operators reach.
         intra_node: What one device sends inside a node, one direction.
         intra_efficiency: Part of it that collectives reach.
         inter_node: What one node sends, as rented or built most often.
@@ -53,7 +50,6 @@ class CatalogDevice:
         host_node_efficiency: What all devices of a node together reach, as a multiple of one device's line rate.
         host_memory_bytes: Memory of the host for each of a node's devices, as rented or built most often: smaller nodes
             are rented as parts of such hosts. None where the device's memory is the host's.
-        sources: Names in :data:`SOURCES`.
     """
 
     name: str
@@ -360,9 +356,6 @@ def find_device(name: str) -> CatalogDevice:
 
     Args:
         name: For example ``"L4"``, ``"A100-40GB"`` or ``"rtx 4090"``, or CUDA's name of the device.
-
-    Returns:
-        The device.
 
     Raises:
         ProfileError: If there is none; the message names the nearest.

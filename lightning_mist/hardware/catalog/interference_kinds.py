@@ -93,10 +93,6 @@ def interference_of_kind(*, staged: bool, shared: bool, causes: Causes = CAUSES)
     Args:
         staged: Whether copies are staged.
         shared: Whether communication inside a node goes over the lanes that copies use.
-        causes: The causes; those fitted to all known machines unless others are given.
-
-    Returns:
-        Its coefficients, with a source that says that they were not measured.
     """
     values = dict(zip(COEFFICIENTS, causes.base, strict=True))
     if staged:
@@ -120,9 +116,6 @@ def catalog_interference(cluster: Cluster) -> Interference | None:
     Devices that were measured have their own coefficients, unless the links of the cluster's nodes are described.
     Of others it is assumed that copies are direct, as ours are, from pinned memory, and a link inside the nodes that is
     not faster than PCIe shares their lanes.
-
-    Args:
-        cluster: The machine.
 
     Returns:
         Its coefficients; None for a CPU, whose cores compute, copy and communicate in turns.

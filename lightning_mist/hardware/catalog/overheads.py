@@ -34,9 +34,7 @@ class Overhead:
     """Bytes that are measured rather than derived.
 
     Attributes:
-        expected: The middle of what was measured.
         high: What is seldom exceeded.
-        source: Where they come from.
     """
 
     expected: int
@@ -57,8 +55,6 @@ class Architecture:
     """What devices of one generation hold besides tensors.
 
     Attributes:
-        name: NVIDIA's name of the generation.
-        devices: Catalog names.
         context: CUDA's context and the kernels loaded into it; None where nobody has published a figure.
         workspace_bytes: What cuBLAS keeps for each stream that multiplies matrices, out of the caching allocator.
     """
@@ -147,15 +143,7 @@ def has_nvlink(cluster: Cluster) -> bool:
 
 
 def communicator_overhead(cluster: Cluster, num_ranks: int) -> Overhead:
-    """What one NCCL communicator takes on each of its devices, once it has been used.
-
-    Args:
-        cluster: The machine.
-        num_ranks: Ranks of the group.
-
-    Raises:
-        ValueError: If there are fewer than 2 ranks.
-    """
+    """What one NCCL communicator takes on each of its devices, once it has been used."""
     if num_ranks < 2:
         raise ValueError(f"a communicator of {num_ranks} ranks: it connects at least 2")
     if cluster.device.kind != "cuda":

@@ -126,15 +126,9 @@ MEASURED: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
 def catalog_profile(cluster: Cluster) -> HardwareProfile:
     """What a cluster of known devices should do.
 
-    Args:
-        cluster: The machine; its device must be in the catalog.
-
     Returns:
         The profile, with collectives of every shape of group in
         :func:`~lightning_mist.hardware.groups.group_shapes`.
-
-    Raises:
-        ProfileError: If the device is not in the catalog.
     """
     device = find_device(cluster.device.name)
     launch = OPERATOR_SECONDS if device.kind == "cuda" else DISPATCH_SECONDS

@@ -48,7 +48,6 @@ class Efficiencies:
         attention: Fused attention in 16 bits without a mask, forward and backward, of the peak in 16 bits.
         causal: The same with a causal mask, all scores counted.
         multiprocessors: How many of them compute at a time (datasheet); 0 where nothing is computed in tiles.
-        sources: Names in :data:`RATE_SOURCES` or in the catalog's.
         burst: What large matrix products would reach of their peaks without the limit of power, which ``matmul`` is
             about: smaller products, which leave multiprocessors idle, are held by it less, as these draw no power. The
             same as ``matmul`` where nothing is known of that.

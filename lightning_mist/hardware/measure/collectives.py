@@ -50,12 +50,6 @@ def measure_collectives(
 ) -> tuple[CollectiveCost, ...]:
     """Measure every operation in every shape of group, groups of one shape at the same time.
 
-    Args:
-        session: Device and ranks.
-        groups: The groups, the same list on every rank.
-        budget_seconds: Roughly how long all of it may take.
-        progress: Called with text and the fraction done.
-
     Returns:
         Fitted costs in the order of shapes and :data:`OPERATIONS`.
 
@@ -107,16 +101,7 @@ def collective_call(name: str, group: RankGroup, payload_bytes: int, device: tor
     ``send_recv`` goes there and back, so that it takes twice the time of one way whatever the ranks' clocks.
 
     Args:
-        name: One of :data:`OPERATIONS`.
-        group: A group that this rank is in.
         payload_bytes: Bytes of the whole tensor, a multiple of four times the group size.
-        device: Device of this rank.
-
-    Returns:
-        The function, over buffers of its own.
-
-    Raises:
-        ValueError: If the name is not one of the operations.
     """
     count, size = payload_bytes // 4, len(group.ranks)
     handle = group.handle
@@ -165,11 +150,7 @@ def fit_collective(
     """Fit ``latency + payload / bandwidth`` to measured times; see the module's text.
 
     Args:
-        operation: Name of the operation.
-        group_size: Number of ranks.
-        num_nodes: Number of nodes they span.
         payloads: Bytes, ascending, at least two different sizes.
-        seconds: Positive times, one for each payload.
 
     Returns:
         The fit; its spread is the root mean square of the relative residuals.

@@ -32,7 +32,6 @@ class DeviceBench:
         """Allocate what the units work on.
 
         Args:
-            session: This rank's CUDA device, and all ranks.
             inside: This rank's group inside its node.
             across: The group that spans the nodes.
         """
@@ -102,11 +101,6 @@ def measure_on_device(
     """Measure how much the channels of this machine slow each other down, on all ranks at once.
 
     Args:
-        session: Device and ranks.
-        groups: The measured groups, the same list on every rank.
-        copies: Bytes per second of copies from and to the host.
-        collectives: What collectives cost alone.
-        budget_seconds: Roughly how long it may take.
         report: Called before it begins, on a device.
 
     Returns:
@@ -130,12 +124,7 @@ def measure_on_device(
 
 
 def network_groups(groups: Sequence[RankGroup], rank: int) -> tuple[RankGroup | None, RankGroup | None]:
-    """The groups to measure with: the largest of this rank's inside its node, and the largest of all that span nodes.
-
-    Args:
-        groups: All groups, the same list on every rank.
-        rank: This rank.
-    """
+    """The largest group of this rank inside its node, and the largest of all that span nodes."""
     mine = [group for group in groups if rank in group.ranks]
     inside = max((group for group in mine if group.num_nodes == 1), key=lambda group: len(group.ranks), default=None)
     across = max((group for group in mine if group.num_nodes > 1), key=lambda group: len(group.ranks), default=None)

@@ -38,7 +38,6 @@ class Bench(Protocol):
         """Run loads that start together until all of them are done.
 
         Args:
-            counts: Units on each channel.
             across_nodes: Whether the network's units are of the group that spans the nodes.
 
         Returns:
@@ -58,26 +57,15 @@ def measure_interference(
     """Measure the coefficients of a machine.
 
     Args:
-        bench: Where loads run.
         networks: Kinds of groups that it has: False for one inside the nodes, True for one that spans them.
         prior: What machines of its kind do; kept where nothing can be measured.
-        source: Where this is measured.
         budget_seconds: Roughly how long it may take; even loads of all pairs are measured in any case.
-
-    Returns:
-        The coefficients.
     """
     return fit_interference(concurrent_times(bench, networks, budget_seconds), prior, source)
 
 
 def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: float) -> ConcurrentTimes:
-    """Times of loads together, and of each of them alone.
-
-    Args:
-        bench: Where loads run.
-        networks: Kinds of groups that it has.
-        budget_seconds: Roughly how long it may take.
-    """
+    """Times of loads together, and of each of them alone."""
     known: dict[tuple[Counts, bool], float] = {}
     spent = 0.0
 
@@ -110,13 +98,7 @@ def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: flo
 
 
 def kind_of(to_device: float, to_host: float, collectives: Sequence[CollectiveCost]) -> Interference:
-    """What machines with such rates do.
-
-    Args:
-        to_device: Bytes per second of copies from the host.
-        to_host: Bytes per second of copies to the host.
-        collectives: Measured collectives.
-    """
+    """What machines with such rates do."""
     copies = (to_device + to_host) / 2
     inside = [
         cost.bytes_per_second * (cost.group_size - 1) / cost.group_size

@@ -74,9 +74,7 @@ def fit_interference(times: ConcurrentTimes, prior: Interference, source: str) -
     """The machine's coefficients.
 
     Args:
-        times: What was measured.
         prior: What machines of its kind do.
-        source: Where the measurements come from.
 
     Returns:
         The coefficients; their spread is the mean relative error of the measured times, 0 if there are none.

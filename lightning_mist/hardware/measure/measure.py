@@ -57,13 +57,10 @@ def measure_profile(
     Every rank calls this with the same arguments (but its own device).
 
     Args:
-        cluster: What the machine is.
-        device: Device of this rank.
         dtypes: Element types of matrix products to measure.
         groups: Groups to measure collectives in, the same list on every rank, one of them of all ranks; none with a
             single device. See :func:`~lightning_mist.hardware.groups.measuring_groups`.
         progress: Called as it goes on, on every rank.
-        budget_seconds: Roughly how long it may take.
 
     Returns:
         The profile, the same on every rank.
@@ -146,16 +143,7 @@ def _compute_rates(
 
 
 def matmul_rate(session: Session, dtype: torch.dtype, budget_seconds: float) -> ComputeRate:
-    """Rates of square matrix products of doubling edge, until the budget or the memory of a device ends.
-
-    Args:
-        session: Device and ranks.
-        dtype: Element type.
-        budget_seconds: Roughly how long it may take.
-
-    Returns:
-        At least one size.
-    """
+    """Rates of square matrix products of doubling edge, until the budget or the memory of a device ends."""
     flops: list[float] = []
     rates: list[float] = []
     spread, edge, spent, expected = 0.0, SMALLEST_MATMUL, 0.0, 0.0

@@ -34,12 +34,7 @@ SCORES_BACKWARD, FILTERS_BACKWARD = 2.5, 2.0
 
 
 def memory_rates(session: Session, budget_seconds: float) -> tuple[MemoryRate, ...]:
-    """Bytes per second of operators that memory limits, at several sizes.
-
-    Args:
-        session: Device and ranks.
-        budget_seconds: Roughly how long it may take.
-    """
+    """Bytes per second of operators that memory limits, at several sizes."""
     sizes = DEVICE_SIZES if session.device.type == "cuda" else CPU_SIZES
     rates: dict[str, tuple[list[float], list[float]]] = {}
     moved: dict[str, list[float]] = {}
@@ -110,13 +105,7 @@ def _memory_operators(
 
 
 def kernel_rates(session: Session, dtypes: Sequence[torch.dtype], budget_seconds: float) -> tuple[KernelRate, ...]:
-    """FLOP/s of fused attention and of convolutions.
-
-    Args:
-        session: Device and ranks.
-        dtypes: Element types.
-        budget_seconds: Roughly how long it may take.
-    """
+    """FLOP/s of fused attention and of convolutions."""
     return tuple(
         _kernel_rate(session, kind, dtype, run, inputs, flops, ratio, budget_seconds / (3 * len(dtypes)))
         for dtype in dtypes

@@ -42,8 +42,6 @@ class Timing:
     Attributes:
         seconds: Median of the samples that are no outliers.
         spread: Their median absolute deviation over their median.
-        samples: Number of samples kept.
-        outliers: Number of samples rejected.
     """
 
     seconds: float
@@ -54,12 +52,6 @@ class Timing:
 
 def summarize(samples: Sequence[float]) -> Timing:
     """Median and spread of samples, outliers by the modified z-score rejected.
-
-    Args:
-        samples: Seconds, at least one.
-
-    Returns:
-        The summary.
 
     Raises:
         ValueError: If there are no samples.
@@ -84,7 +76,6 @@ class Session:
     """Where a measurement runs.
 
     Attributes:
-        device: Device of this rank.
         world: Group of all ranks, or None for a single process.
     """
 
@@ -110,12 +101,7 @@ def _seconds(function: Callable[[], object], calls: int, device: torch.device) -
 
 
 def heating_calls(heat_seconds: float, seconds: float) -> int:
-    """How often a function that takes some seconds is called to keep a device busy for so long, within reason.
-
-    Args:
-        heat_seconds: How long.
-        seconds: What one call takes.
-    """
+    """How often a function that takes some seconds is called to keep a device busy for so long, within reason."""
     return min(MOST_CALLS, math.ceil(heat_seconds / seconds))
 
 
@@ -131,7 +117,6 @@ def measure(
 
     Args:
         function: What to time; None on a rank that only waits for the others (it must still call this).
-        session: Device and ranks.
         budget_seconds: Roughly how long all samples may take; at least :data:`MIN_SAMPLES` are taken.
         aligned: True for collectives: the ranks start each sample together, and a sample lasts until the last one has
             ended. False for computations: they start together once, and the slowest rank is that of the largest median.

@@ -27,7 +27,6 @@ class CorrectionStore:
     """Where the corrections of one machine in one precision are, and what they depend on.
 
     Attributes:
-        path: The file.
         key: What they depend on, as text by name.
     """
 
@@ -40,9 +39,6 @@ def correction_store(directory: Path, cluster: Cluster, precision: str, profile:
 
     Args:
         directory: The cache directory of profiles.
-        cluster: The machine.
-        precision: Lightning's name of the precision.
-        profile: The profile as measured.
     """
     name = profile_path(directory, cluster).name.replace("profile-", f"corrections-{_plain(precision)}-", 1)
     key = {
@@ -59,11 +55,7 @@ def _plain(text: str) -> str:
 
 
 def save_corrections(store: CorrectionStore, corrections: Sequence[Correction]) -> None:
-    """Keep corrections; readers see the old file or the new one, never half of one.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Keep corrections; readers see the old file or the new one, never half of one."""
     content = {
         "schema": SCHEMA,
         "key": dict(store.key),

@@ -68,7 +68,6 @@ class Observation:
 
     Attributes:
         expected: Uncorrected seconds by kind of term.
-        seconds: What was measured.
         spread: Relative standard deviation of the measurement, from its own samples.
     """
 
@@ -90,7 +89,6 @@ def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> Ha
     """A profile with what runs have taught of it.
 
     Args:
-        profile: As measured.
         corrections: The corrections; those with more samples are spoken of in the profile's source.
 
     Raises:
@@ -116,7 +114,6 @@ def learn(corrections: Sequence[Correction], observations: Sequence[Observation]
     """Corrections after one more run; see above.
 
     Args:
-        corrections: What earlier runs have taught.
         observations: What this run observed, uncorrected terms beside measurements.
 
     Returns:

@@ -51,16 +51,12 @@ class Interference:
     """Coefficients of a machine, each from 0 (free of each other) to 1 (taking turns).
 
     Attributes:
-        compute_to_device: Computation and copies from the host.
-        compute_to_host: Computation and copies to the host.
-        to_device_to_host: Copies in both directions.
         compute_network: Computation and communication inside a node.
         network_to_device: Communication inside a node and copies from the host.
         network_to_host: Communication inside a node and copies to the host.
         compute_across: Computation and communication between nodes.
         across_to_device: Communication between nodes and copies from the host.
         across_to_host: Communication between nodes and copies to the host.
-        source: Where the figures come from.
         spread: Mean relative error of the times that they were fitted to; 0 where nothing was measured.
     """
 
@@ -87,9 +83,7 @@ class Interference:
         """The coefficient of two different channels.
 
         Args:
-            first: One channel.
             second: The other; the order does not matter.
-            across_nodes: Whether communication is between nodes.
 
         Raises:
             ValueError: If they are the same.

@@ -13,9 +13,6 @@ from lightning_mist.hardware.profile.store import read_profile
 def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
     """The devices and the profile of a file that :func:`~lightning_mist.hardware.profile.store.write_profile` wrote.
 
-    Args:
-        path: The file.
-
     Returns:
         The machine, with as many devices as measured together, and what was measured.
 

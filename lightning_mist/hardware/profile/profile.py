@@ -13,7 +13,6 @@ class ComputeRate:
     """Matrix multiplication speed of one device at several problem sizes.
 
     Attributes:
-        dtype: Name of the element type, for example ``"float32"``.
         flops: Floating-point operations per call, ascending.
         flops_per_second: Median rate at each size, all devices of the node busy.
         spread: Median absolute deviation over median, the worst of all sizes.
@@ -50,7 +49,6 @@ class KernelRate:
 
     Attributes:
         kind: ``attention`` or ``causal_attention`` (fused), or ``convolution``.
-        dtype: Name of the element type.
         forward_flops_per_second: Floating-point operations as they are counted (scores that a causal mask hides count)
             per second, in forward.
         backward_flops_per_second: The same in backward, where attention's five products count.
@@ -70,8 +68,6 @@ class CollectiveCost:
 
     Attributes:
         operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce`` or ``send_recv``.
-        group_size: Number of ranks.
-        num_nodes: Number of nodes the group spans.
         latency_seconds: Time of an empty message.
         bytes_per_second: Payload rate.
         spread: Relative spread of the fit's residuals.
@@ -135,7 +131,6 @@ class Correction:
     See :mod:`lightning_mist.hardware.profile.corrections`.
 
     Attributes:
-        term: The kind of terms.
         factor: Terms of this kind are multiplied by it.
         spread: Standard deviation within which the factor is believed.
         samples: Number of runs that it comes from.
@@ -152,16 +147,13 @@ class HardwareProfile:
     """Everything measured of, or catalogued for, one kind of device in one kind of cluster.
 
     Attributes:
-        device: Name of the device.
         source: Where the numbers come from: ``"measured"`` with host and date, or catalog sources.
-        compute: Rates of matrix products by element type.
         memory_bytes_per_second: Bytes read plus written per second by large element-wise operators.
         rates: Rates of what is limited by memory, by kind of operator; a kind that is not there moves bytes as
             element-wise operators do, these at ``memory_bytes_per_second`` if they are not there either.
         kernels: Rates of fused attention and of convolutions, by kind and element type; what is not there computes like
             matrix products with as many operations.
         operator_seconds: Overhead of launching one operator from Python.
-        collectives: Fitted collectives.
         host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device, or what a
             CPU copies from the files that offloaded state is in.
         device_to_host_bytes_per_second: The same of the other direction.

@@ -60,19 +60,7 @@ def profile_path(directory: Path, cluster: Cluster) -> Path:
 
 
 def save_profile(profile: HardwareProfile, directory: Path, cluster: Cluster) -> Path:
-    """Keep a profile of the machine at hand.
-
-    Args:
-        profile: What was measured.
-        directory: The cache directory; created if it is missing.
-        cluster: The machine.
-
-    Returns:
-        The file.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Keep a profile of the machine at hand."""
     path = profile_path(directory, cluster)
     write_profile(profile, path, key=profile_key(cluster), cluster=cluster)
     return path
@@ -84,8 +72,6 @@ def load_profile(
     """Find a kept profile of the machine at hand.
 
     Args:
-        directory: The cache directory.
-        cluster: The machine.
         dtypes: Element types that it must have rates of.
 
     Returns:
@@ -113,14 +99,9 @@ def write_profile(
     """Write a profile to a file; readers see the old file or the new one, never half of one.
 
     Args:
-        profile: The profile.
-        path: The file; its directory is created if it is missing.
         key: What the profile depends on, if it is for the cache.
         cluster: The devices that were measured, for
             :func:`~lightning_mist.hardware.profile.machine_file.read_machine`.
-
-    Raises:
-        OSError: If it cannot be written.
     """
     content = {"schema": SCHEMA, "key": key or {}, "profile": dataclasses.asdict(profile)}
     if cluster is not None:
@@ -129,11 +110,7 @@ def write_profile(
 
 
 def write_atomically(content: dict[str, Any], path: Path) -> None:
-    """Write JSON to a file; readers see the old file or the new one, never half of one.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write JSON to a file; readers see the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
@@ -148,12 +125,6 @@ def write_atomically(content: dict[str, Any], path: Path) -> None:
 
 def read_profile(path: Path) -> HardwareProfile:
     """Read a profile from a file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The profile.
 
     Raises:
         ProfileError: If it cannot be read or is not a profile of this schema.
