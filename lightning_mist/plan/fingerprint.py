@@ -12,9 +12,6 @@ from lightning_mist.plan.rows import row_slice
 
 _VERSION = "version."
 
-_BLOCKING = ("world_size", "batch_rows", "num_layers")
-"""A plan cannot run where one of these differs. Where others differ it runs, but its predictions may be wrong."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
@@ -114,30 +111,19 @@ def _letter(index: int) -> str:
 
 def differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
     """Everything in which two fingerprints differ, as lines of text; what one of them leaves open is no difference."""
-    return _differences(planned, present, _NAMES) + _version_differences(planned, present)
-
-
-def blocking_differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
-    """The differences with which a plan cannot run: devices, rows of a batch, number of layers."""
-    return _differences(planned, present, _BLOCKING)
-
-
-def _differences(planned: Fingerprint, present: Fingerprint, names: tuple[str, ...]) -> tuple[str, ...]:
-    values = [(name, getattr(planned, name), getattr(present, name)) for name in names]
-    return tuple(
+    values = [(name, getattr(planned, name), getattr(present, name)) for name in _NAMES]
+    found = [
         f"{name}: the plan was made for {before}, here it is {now}"
         for name, before, now in values
         if before is not None and now is not None and before != now
-    )
-
-
-def _version_differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
-    before, now = dict(planned.versions), dict(present.versions)
-    return tuple(
-        f"{name}: the plan was made with version {before[name]}, here it is {now[name]}"
-        for name in before
-        if name in now and before[name] != now[name]
-    )
+    ]
+    versions = dict(present.versions)
+    found += [
+        f"{name}: the plan was made with version {before}, here it is {versions[name]}"
+        for name, before in planned.versions
+        if name in versions and versions[name] != before
+    ]
+    return tuple(found)
 
 
 def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layers: int, module_map: ModuleMap) -> None:

@@ -2,17 +2,11 @@
 
 from typing import Any
 
-from lightning_mist.report.figures import INK, PAPER, SHADE, save, styled, time_unit
+from lightning_mist.report.figures import INK, PAPER, SHADE, time_unit
 from lightning_mist.report.frontier import Frontier, FrontierPoint
 from lightning_mist.units import format_seconds
 
 _GIB = 2.0**30
-
-
-def draw_frontier(frontier: Frontier, path: str) -> None:
-    """Draw a frontier to a file."""
-    with styled("frontier"):
-        save(frontier_figure(frontier), path)
 
 
 def frontier_figure(frontier: Frontier) -> Any:

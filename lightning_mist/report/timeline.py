@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
+from lightning_mist.plan.render import ranges
 from lightning_mist.schedule import ActionKind, Simulation, Span, simulate_plan
 from lightning_mist.schedule.action import SENDS
 from lightning_mist.units import format_seconds
@@ -116,7 +117,7 @@ def _lane(plan: Plan, group: int, spans: Sequence[Span], terms: Sequence[dict[st
     chunks = plan.chunks(group)
     return Lane(
         label=f"stage{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}",
-        devices=rank_text(plan.stages[group].devices),
+        devices=ranges(plan.stages[group].devices),
         work=tuple(bar for span in spans if span.action.kind in _COMPUTE for bar in _bars(plan, span, terms)),
         sends=tuple(
             Bar("send", span.start, span.end, span.action.stage // plan.num_groups, span.action.microbatch)
@@ -164,17 +165,6 @@ def _parts(kind: ActionKind, terms: dict[str, float], seconds: float) -> tuple[_
     if total > seconds > 0:
         before, behind = ([(name, value * seconds / total) for name, value in part] for part in (before, behind))
     return before, behind
-
-
-def rank_text(ranks: Iterable[int]) -> str:
-    """Ranks as people write them: ``0-3, 8``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 LEAST_IDLE = 1e-6

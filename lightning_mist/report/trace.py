@@ -2,7 +2,7 @@
 
 from lightning_mist.estimate import memory_curves
 from lightning_mist.plan import Plan
-from lightning_mist.report.timeline import rank_text
+from lightning_mist.plan.render import ranges
 from lightning_mist.schedule import Level, Simulation, to_chrome_trace
 
 
@@ -13,7 +13,7 @@ def trace_text(plan: Plan, simulation: Simulation) -> str:
         plan: A plan with a prediction; of earlier ones, which do not say what memory is made of, without bytes.
     """
     names = {
-        group: f"stage {' and '.join(map(str, plan.chunks(group)))} (ranks {rank_text(stage.devices)})"
+        group: f"stage {' and '.join(map(str, plan.chunks(group)))} (ranks {ranges(stage.devices)})"
         for group, stage in enumerate(plan.stages[: plan.num_groups])
     }
     assert plan.predicted is not None

@@ -1,6 +1,7 @@
 import pytest
 
-from lightning_mist.report.draw_frontier import draw_frontier, frontier_figure
+from lightning_mist.report.draw_frontier import frontier_figure
+from lightning_mist.report.figures import save
 from lightning_mist.report.frontier import Frontier, FrontierPoint
 from tests.explain.test_comparison import plan
 
@@ -52,5 +53,5 @@ def test_seconds_have_a_unit_in_which_they_are_read(seconds, unit, height):
 
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
 def test_the_files_name_says_the_kind(tmp_path, name, begins):
-    draw_frontier(frontier(None, 2.0), str(tmp_path / name))
+    save(frontier_figure(frontier(None, 2.0)), str(tmp_path / name))
     assert (tmp_path / name).read_bytes().startswith(begins)

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
-from lightning_mist.report.draw_frontier import draw_frontier, frontier_figure
+from lightning_mist.report.draw_frontier import frontier_figure
+from lightning_mist.report.figures import save
 from lightning_mist.report.frontier import frontier_lines, memory_frontier
 from lightning_mist.tuner import Planner, SearchSpace
 from tests.report.networks import MACHINE
@@ -26,7 +27,7 @@ def test_less_memory_is_never_faster(tmp_path):
     lines = frontier_lines(frontier)
     assert len(lines) == len(frontier.points) - 1
     assert lines[0].endswith("no plan fits")
-    draw_frontier(frontier, str(tmp_path / "a.png"))
+    save(frontier_figure(frontier), str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     texts = [text.get_text() for text in frontier_figure(frontier).axes[0].texts]
     assert sum("this plan" in text for text in texts) == 1

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.report.timeline import Timeline, left_out, rank_text, timeline_of, windows_of
+from lightning_mist.report.timeline import Timeline, left_out, timeline_of, windows_of
 from lightning_mist.schedule import simulate_plan
 from tests.report.networks import predicted
 
@@ -109,8 +109,3 @@ def test_a_plan_that_takes_no_time_has_nothing_to_draw():
     nothing = dataclasses.replace(plan.predicted, step_seconds=0.0, stages=stages)
     with pytest.raises(PlanError, match=r"predicted\.step_seconds = 0: nothing takes time"):
         timeline_of(dataclasses.replace(plan, predicted=nothing))
-
-
-def test_ranks_in_words():
-    assert rank_text([0, 1, 2, 3, 8]) == "0-3, 8"
-    assert rank_text([5]) == "5"
