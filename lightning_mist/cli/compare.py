@@ -38,7 +38,7 @@ def compare_with_others(
     Where one of these is faster on the clock and one of the plans searched, it takes the place of the plan.
 
     Args:
-        search: What the plan was searched for in; see :func:`~lightning_mist.tuner.baseline_plans.baselines`.
+        search: What the plan was searched for in; see :func:`~lightning_mist.explain.baseline_plans.baselines`.
 
     Returns:
         What was found, with the plan that is best of all, and that plan beside the others.
@@ -72,8 +72,8 @@ def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None
 
 def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tuple[str, ...]:
     """What to know of a comparison."""
-    from lightning_mist.tuner.baseline_plans import baseline_notes
-    from lightning_mist.tuner.comparison import faster_notes
+    from lightning_mist.explain.baseline_plans import baseline_notes
+    from lightning_mist.explain.comparison import faster_notes
 
     ours = items[0].plan
     return (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))
