@@ -35,7 +35,7 @@ from lightning_mist.hardware.measure.interference_fit import (
     relative_errors,
     vector_of,
 )
-from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference
 
 COUNTS = (6, 12, 18, 25, 50, 100)
 """Sizes of quick calibrations."""

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cli.search import SearchOptions
+from lightning_mist.cli.search_options import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.hardware.capability import capability_of
 from lightning_mist.model import derive_splits, device_operators, map_module, trace_model

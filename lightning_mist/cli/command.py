@@ -13,11 +13,11 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import docstring_parser
 from jsonargparse import ArgumentParser
 
-from lightning_mist.cli.estimate import estimate
-from lightning_mist.cli.plan import plan
-from lightning_mist.cli.profile import profile
-from lightning_mist.cli.show import show
-from lightning_mist.cli.simulate import simulate
+from lightning_mist.cli.estimate_command import estimate
+from lightning_mist.cli.plan_command import plan
+from lightning_mist.cli.profile_command import profile
+from lightning_mist.cli.show_command import show
+from lightning_mist.cli.simulate_command import simulate
 from lightning_mist.errors import MistError
 
 

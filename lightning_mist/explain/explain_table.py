@@ -11,7 +11,7 @@ from lightning_mist.estimate import WORDS
 from lightning_mist.explain.explain_text import Section, explanation_sections
 from lightning_mist.explain.explanation import Explanation
 from lightning_mist.plan import Plan
-from lightning_mist.plan.render import fitted
+from lightning_mist.plan.plan_tables import fitted
 from lightning_mist.units import format_bytes
 
 LEAST_SHARE = 0.005

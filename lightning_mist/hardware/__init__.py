@@ -9,7 +9,7 @@ from lightning_mist.hardware.catalog import catalog_profile
 from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
 from lightning_mist.hardware.cluster_mixed import AnyCluster, MixedCluster, cluster_of, single
 from lightning_mist.hardware.describe import parse_cluster
-from lightning_mist.hardware.detect import detect
+from lightning_mist.hardware.detection import detect
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
 from lightning_mist.hardware.host_memory import host_memory
 from lightning_mist.hardware.profile import (

@@ -17,9 +17,9 @@ from typing import Any, TypeVar, cast
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
-from lightning_mist.plan.parallelism import StageMesh, ZeroStage
 from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan, Transfers, UpdateAfter
-from lightning_mist.plan.work import StepWork
+from lightning_mist.plan.stage_settings import StageMesh, ZeroStage
+from lightning_mist.plan.throughput import StepWork
 
 SCHEMA = 1
 """The version of the plan file that this version writes, and the newest that it reads."""

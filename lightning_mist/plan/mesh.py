@@ -11,10 +11,10 @@ from math import prod
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap, ParameterUse
-from lightning_mist.plan.parallelism import ZeroStage
 from lightning_mist.plan.plan import Plan
 from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
 from lightning_mist.plan.sharding import assign_owners
+from lightning_mist.plan.stage_settings import ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

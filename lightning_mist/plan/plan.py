@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.memory import Checkpointing, OffloadRatios
-from lightning_mist.plan.parallelism import StageMesh, ZeroStage
-from lightning_mist.plan.work import StepWork
+from lightning_mist.plan.stage_settings import StageMesh, ZeroStage
+from lightning_mist.plan.throughput import StepWork
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]
 """Names of the pipeline schedules that can be generated."""

@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from lightning_mist.plan.plan import Plan
-from lightning_mist.plan.work import StepRates, step_rates
+from lightning_mist.plan.throughput import StepRates, step_rates
 from lightning_mist.units import format_rate, format_seconds
 
 _HEADINGS = {

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_mist.plan import Plan
-from lightning_mist.plan.render import fitted
+from lightning_mist.plan.plan_tables import fitted
 from lightning_mist.report.timeline import (
     LEAST_IDLE,
     BarKind,

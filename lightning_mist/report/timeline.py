@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
-from lightning_mist.plan.render import ranges
+from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.schedule import ActionKind, Simulation, Span, simulate_plan
 from lightning_mist.schedule.action import SENDS
 from lightning_mist.units import format_seconds

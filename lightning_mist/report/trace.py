@@ -2,7 +2,7 @@
 
 from lightning_mist.estimate import memory_curves
 from lightning_mist.plan import Plan
-from lightning_mist.plan.render import ranges
+from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.schedule import Level, Simulation, to_chrome_trace
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
 from lightning_mist.plan.module_map import OFFLOADS
-from lightning_mist.plan.render import ranges
+from lightning_mist.plan.plan_tables import ranges
 
 _IN_FILES = ("parameters", "optimizer")
 """Kinds of state that ``offload_directory`` takes."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.render import ranges
+from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.stage_units import moved_parameters, shard_units, unit_order
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, MixedCostModel, least_seconds, seconds_with
 from lightning_mist.plan import Plan
-from lightning_mist.plan.layout import rank_layouts
+from lightning_mist.plan.rank_order import rank_layouts
 
 MOST_GAIN = 0.15
 """Share of its step that a plan is taken to gain by another layout at most. Of plans for 13 and 22 billion parameters

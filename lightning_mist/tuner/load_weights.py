@@ -1,7 +1,7 @@
 """How long loads on several channels take at least, in whatever order they are done.
 
 While the channels ``S`` of a device are active, channel ``i`` advances at ``v_i(S)`` of what it does alone
-(:mod:`lightning_mist.hardware.profile.interference`). Weights with
+(:mod:`lightning_mist.hardware.profile.interference_model`). Weights with
 
     sum_{i in S} w_i v_i(S) <= 1    for every S
 

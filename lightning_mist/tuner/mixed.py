@@ -25,7 +25,7 @@ from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.hardware import Cluster, MixedCluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
-from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.budget import at_most, host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices
@@ -289,7 +289,7 @@ def space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
 def mixed_layout(
     cluster: MixedCluster, degrees: Sequence[tuple[int, int]], parts: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Global ranks of every stage; see :func:`~lightning_mist.plan.layout.rank_layout`, for the devices of each part.
+    """Global ranks of every stage; see :func:`~lightning_mist.plan.rank_order.rank_layout`, by part.
 
     Args:
         cluster: The parts.

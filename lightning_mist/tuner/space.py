@@ -18,7 +18,7 @@ from lightning_mist.cost.inputs import IntArray
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
-from lightning_mist.plan.layout import longest_chain
+from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
 
 __all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]

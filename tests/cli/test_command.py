@@ -1,7 +1,7 @@
 import pytest
 
 from tests.cli.networks import refused
-from tests.cli.test_plan import plan_arguments
+from tests.cli.test_plan_command import plan_arguments
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from lightning_mist.estimate.allocator.simulation import MemoryEvent, free, mall
 from lightning_mist.estimate.device_need import DeviceOverheads, replayed_need, summed_need
 from lightning_mist.estimate.uncertainty import SPREADS
 from lightning_mist.hardware import Cluster, Device
-from lightning_mist.hardware.catalog.overheads import NOTHING, Overhead
+from lightning_mist.hardware.catalog.memory_overheads import NOTHING, Overhead
 
 MIB = 2**20
 

@@ -4,7 +4,7 @@ from lightning_mist.estimate.allocator.simulation import malloc, simulate_alloca
 from lightning_mist.estimate.communicators import Communicator
 from lightning_mist.estimate.device_need import allocator_capacity, device_overheads, workspaces
 from lightning_mist.hardware import Cluster, Device
-from lightning_mist.hardware.catalog.overheads import NOTHING, communicator_overhead, context_overhead
+from lightning_mist.hardware.catalog.memory_overheads import NOTHING, communicator_overhead, context_overhead
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.cost import predict_with, step_seconds
 from lightning_mist.explain.published_space import MICROBATCH_ROWS, Asked, published_plan
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import Shape

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_mist.plan import Plan, PredictedStage, StageMesh, StagePlan, render
 from lightning_mist.plan.render_seconds import per_second, rate_lines, seconds_table
-from tests.plan.test_render import PLAN
-from tests.plan.test_work import WORK
+from tests.plan.test_plan_tables import PLAN
+from tests.plan.test_throughput import WORK
 
 SPENT = {
     "compute_seconds": 0.8,

@@ -1,7 +1,7 @@
 """Plans by hand, for questions about plans."""
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.rank_order import rank_layout
 
 
 def pipeline(*stages, microbatches=4, rows=4, per_node=None, **changes):

@@ -9,7 +9,7 @@ import pytest
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.cost.time.overlap import copy_rates
 from lightning_mist.hardware import Interference
-from lightning_mist.hardware.profile.interference import COEFFICIENTS
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.floors import Situation, stage_floors
 from lightning_mist.tuner.known_runs import KnownRuns

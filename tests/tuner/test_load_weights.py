@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.hardware import Interference
-from lightning_mist.hardware.profile.interference import CHANNELS, COEFFICIENTS, seconds_together, speed_table
+from lightning_mist.hardware.profile.interference_model import CHANNELS, COEFFICIENTS, seconds_together, speed_table
 from lightning_mist.tuner.load_weights import COMPUTE, TO_HOST, load_weights
 from tests.tiers import examples
 

@@ -1,15 +1,15 @@
 """Devices that need not be at hand: what vendors and measurements say of them."""
 
+from lightning_mist.hardware.catalog.catalog_profiles import catalog_profile
 from lightning_mist.hardware.catalog.devices import CatalogDevice, canonical_name, find_device
 from lightning_mist.hardware.catalog.interference_kinds import copies_are_staged, interference_of_kind, lanes_are_shared
-from lightning_mist.hardware.catalog.overheads import (
+from lightning_mist.hardware.catalog.memory_overheads import (
     NOTHING,
     Overhead,
     communicator_overhead,
     context_overhead,
     workspace_bytes,
 )
-from lightning_mist.hardware.catalog.profiles import catalog_profile
 
 __all__ = [
     "NOTHING",

@@ -1,7 +1,7 @@
 """Devices that need not be at hand: what vendors and measurements say of them.
 
-Every figure has its source beside it or in :data:`SOURCES`. :mod:`lightning_mist.hardware.catalog.profiles` makes a
-profile of them.
+Every figure has its source beside it or in :data:`SOURCES`.
+:mod:`lightning_mist.hardware.catalog.catalog_profiles` makes a profile of them.
 """
 
 import difflib

@@ -18,7 +18,7 @@ machines' published tables by ``benchmarks.hardware.interference``, which also p
 from dataclasses import dataclass
 
 from lightning_mist.hardware.catalog.devices import canonical_name
-from lightning_mist.hardware.catalog.overheads import has_nvlink
+from lightning_mist.hardware.catalog.memory_overheads import has_nvlink
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.profile import COEFFICIENTS, Interference
 

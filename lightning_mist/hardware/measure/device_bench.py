@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_mist.devices import ops_of
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.measure.interference import Counts, kind_of, measure_interference
+from lightning_mist.hardware.measure.concurrent_loads import Counts, kind_of, measure_interference
 from lightning_mist.hardware.measure.timing import Session, synchronize
 from lightning_mist.hardware.profile import CHANNELS, CollectiveCost, Interference
 

@@ -7,16 +7,7 @@ from lightning_mist.hardware.profile.correction_store import (
     save_corrections,
 )
 from lightning_mist.hardware.profile.corrections import Observation, Term, corrected, factor_of, learn
-from lightning_mist.hardware.profile.interference import (
-    CHANNELS,
-    COEFFICIENTS,
-    Channel,
-    Interference,
-    seconds_together,
-    speed_table,
-)
-from lightning_mist.hardware.profile.machine_file import read_machine
-from lightning_mist.hardware.profile.profile import (
+from lightning_mist.hardware.profile.hardware_profile import (
     OPERATIONS,
     CollectiveCost,
     ComputeRate,
@@ -26,7 +17,22 @@ from lightning_mist.hardware.profile.profile import (
     MemoryRate,
     StepOverheads,
 )
-from lightning_mist.hardware.profile.store import load_profile, profile_path, read_profile, save_profile, write_profile
+from lightning_mist.hardware.profile.interference_model import (
+    CHANNELS,
+    COEFFICIENTS,
+    Channel,
+    Interference,
+    seconds_together,
+    speed_table,
+)
+from lightning_mist.hardware.profile.machine_file import read_machine
+from lightning_mist.hardware.profile.profile_files import (
+    load_profile,
+    profile_path,
+    read_profile,
+    save_profile,
+    write_profile,
+)
 
 __all__ = [
     "CHANNELS",

@@ -15,8 +15,8 @@ from typing import Any
 
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.profile.corrections import BOUNDS, PRIOR_SPREAD, TERMS
-from lightning_mist.hardware.profile.profile import Correction, HardwareProfile
-from lightning_mist.hardware.profile.store import profile_key, profile_path, write_atomically
+from lightning_mist.hardware.profile.hardware_profile import Correction, HardwareProfile
+from lightning_mist.hardware.profile.profile_files import profile_key, profile_path, write_atomically
 
 SCHEMA = 1
 """Version of the file format; other versions are not read."""

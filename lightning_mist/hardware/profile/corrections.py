@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-from lightning_mist.hardware.profile.profile import Correction, HardwareProfile
+from lightning_mist.hardware.profile.hardware_profile import Correction, HardwareProfile
 
 Term = Literal["forward", "backward", "communication", "update", "overhead"]
 """Kinds of terms: computation by direction, where layers were measured; all that ranks exchange; the optimizer's

@@ -6,12 +6,12 @@ from typing import Any
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster, Device
-from lightning_mist.hardware.profile.profile import HardwareProfile
-from lightning_mist.hardware.profile.store import read_profile
+from lightning_mist.hardware.profile.hardware_profile import HardwareProfile
+from lightning_mist.hardware.profile.profile_files import read_profile
 
 
 def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
-    """The devices and the profile of a file that :func:`~lightning_mist.hardware.profile.store.write_profile` wrote.
+    """The devices and the profile of a file that :func:`~lightning_mist.hardware.write_profile` wrote.
 
     Returns:
         The machine, with as many devices as measured together, and what was measured.

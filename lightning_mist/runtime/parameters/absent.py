@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.render import ranges
+from lightning_mist.plan.plan_tables import ranges
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch
 
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
-from lightning_mist.hardware.detect import host_memory_bytes
+from lightning_mist.hardware.detection import host_memory_bytes
 from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.cutting import CutRules

@@ -17,7 +17,7 @@ from lightning_mist.hardware.catalog.interference_kinds import (
     interference_of_kind,
     lanes_are_shared,
 )
-from lightning_mist.hardware.profile.interference import COEFFICIENTS
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS
 
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"
 UNIT = st.floats(0.0, 1.0)

@@ -6,7 +6,7 @@ import torch
 from lightning_mist.hardware.groups import RankGroup
 from lightning_mist.hardware.measure.device_bench import DeviceBench, measure_on_device, network_groups
 from lightning_mist.hardware.measure.timing import Session
-from lightning_mist.hardware.profile.interference import COEFFICIENTS
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS
 
 HANDLE: Any = object()
 

@@ -14,7 +14,7 @@ from lightning_mist.hardware.measure.interference_fit import (
     relative_errors,
     vector_of,
 )
-from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference
 from tests.tiers import examples
 
 PRIOR = interference_of_kind(staged=False, shared=True)

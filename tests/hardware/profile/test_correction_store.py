@@ -4,7 +4,7 @@ import json
 import pytest
 
 from lightning_mist.hardware import Correction, correction_store, load_corrections, save_corrections
-from tests.hardware.profile.test_store import CLUSTER, PROFILE
+from tests.hardware.profile.test_profile_files import CLUSTER, PROFILE
 
 CORRECTIONS = (
     Correction(term="forward", factor=1.1, spread=0.02, samples=3),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.hardware import Observation, corrected, factor_of, learn
 from lightning_mist.hardware.profile.corrections import BETWEEN_RUNS, BOUNDS, DRIFT, PRIOR_SPREAD, SURPRISE, TERMS
-from lightning_mist.hardware.profile.profile import Correction, StepOverheads
+from lightning_mist.hardware.profile.hardware_profile import Correction, StepOverheads
 from tests.specs import profile
 
 TRUTH = {"forward": 1.25, "backward": 1.1, "communication": 0.7, "update": 1.6, "overhead": 0.8}

@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.cli.cluster_input import devices_of
 from lightning_mist.cli.compare import comparison_notes
-from lightning_mist.cli.machine import devices_of
 from lightning_mist.cli.output import told
 from lightning_mist.plan import Plan
 
@@ -26,7 +26,7 @@ def check_html(path: str | None) -> None:
         ValueError: If its folder is not there, or matplotlib is not installed.
     """
     if path is not None:
-        from lightning_mist.report.report import check_report
+        from lightning_mist.report.html_report import check_report
 
         check_report(path)
 
@@ -68,7 +68,7 @@ def write_html(
         seconds: The most seconds to search for plans under less memory.
     """
     from lightning_mist.report.frontier import memory_frontier
-    from lightning_mist.report.report import Report, write_report
+    from lightning_mist.report.html_report import Report, write_report
 
     with told("searching plans under less memory, for the report"):
         frontier = memory_frontier(planner, found, seconds=seconds, **asked)

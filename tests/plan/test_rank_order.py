@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, StageMesh, StagePlan, replica_ranks
-from lightning_mist.plan.layout import longest_chain, rank_layout, rank_layouts
+from lightning_mist.plan.rank_order import longest_chain, rank_layout, rank_layouts
 
 
 def plan_of(degrees, layout):

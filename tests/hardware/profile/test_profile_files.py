@@ -25,8 +25,8 @@ from lightning_mist.hardware import (
     save_profile,
     write_profile,
 )
-from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.profile.store import profile_path
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference
+from lightning_mist.hardware.profile.profile_files import profile_path
 
 CLUSTER = Cluster(num_nodes=1, devices_per_node=2, device=Device(name="cpu", memory_bytes=2**30, kind="cpu"))
 PROFILE = dataclasses.replace(catalog_profile(CLUSTER), source="measured on a test, 2020-01-01")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_mist.hardware.profile.interference import Interference
+from lightning_mist.hardware.profile.interference_model import Interference
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send_recv")
 """Collectives that are measured; sending and receiving only in pairs."""

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Predicted, StepWork, step_rates
-from tests.plan.test_render import PLAN
+from tests.plan.test_plan_tables import PLAN
 
 WORK = StepWork(
     model_flops=8e12,

@@ -1,5 +1,5 @@
 from lightning_mist.explain.comparison import ComparedPlan
-from lightning_mist.report.tables import comparison_table, group_name, memory_section, seconds_section
+from lightning_mist.report.html_tables import comparison_table, group_name, memory_section, seconds_section
 from tests.report.networks import predicted
 from tests.report.test_page import parsed
 

@@ -8,12 +8,12 @@ from lightning_mist.errors import PlanError
 from lightning_mist.estimate import check_matplotlib
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
 from lightning_mist.plan import Plan, Predicted, step_rates
-from lightning_mist.plan.render import stage_cells
+from lightning_mist.plan.plan_tables import stage_cells
 from lightning_mist.plan.render_seconds import per_second
 from lightning_mist.report import page
 from lightning_mist.report.figures import inline_svg, styled
 from lightning_mist.report.frontier import Frontier
-from lightning_mist.report.tables import comparison_table, memory_section, seconds_section
+from lightning_mist.report.html_tables import comparison_table, memory_section, seconds_section
 from lightning_mist.report.timeline import timeline_of
 from lightning_mist.report.words import words_for
 from lightning_mist.runtime.support import unsupported

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.measure.collectives import collective_call, fit_collective, measure_collectives
+from lightning_mist.hardware.measure.collective_fit import collective_call, fit_collective, measure_collectives
 from lightning_mist.hardware.measure.timing import Session
 
 PAYLOADS = [2**12, 2**16, 2**20, 2**24]

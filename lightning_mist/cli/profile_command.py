@@ -47,7 +47,7 @@ def profile(
         document = {**asdict(found), "kept": str(found.kept)}
         sys.stdout.write(json_format.dumps(document, indent=1) + "\n")
         return
-    from lightning_mist.hardware.render import render_profile
+    from lightning_mist.hardware.profile_tables import render_profile
 
     print(render_profile(found.cluster, found.profile, width=terminal_width(), color=sys.stdout.isatty()))
     print(f"measured in {format_seconds(found.seconds)}; kept for later runs in {found.kept}")

@@ -8,7 +8,7 @@ from lightning_mist.explain import baselines, explain_plan
 from lightning_mist.explain.comparison import compare_plans
 from lightning_mist.plan import OffloadRatios, StageMesh
 from lightning_mist.report.frontier import memory_frontier
-from lightning_mist.report.report import Report, check_report, headline, render_report, write_report
+from lightning_mist.report.html_report import Report, check_report, headline, render_report, write_report
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.units import format_bytes, format_seconds
 from tests.report.networks import MACHINE, predicted

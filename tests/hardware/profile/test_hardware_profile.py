@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from lightning_mist.hardware.profile.profile import HardwareProfile
+from lightning_mist.hardware.profile.hardware_profile import HardwareProfile
 from tests.specs import profile
 
 

@@ -1,9 +1,9 @@
 import pytest
 
-from lightning_mist.cli.plan import SearchOptions
-from lightning_mist.cli.reporting import check_out, command_of, inputs_of
+from lightning_mist.cli.html_output import check_out, command_of, inputs_of
+from lightning_mist.cli.plan_command import SearchOptions
 from tests.cli.networks import refused, run
-from tests.cli.test_plan import plan_arguments
+from tests.cli.test_plan_command import plan_arguments
 from tests.report.networks import predicted
 from tests.report.test_page import parsed
 

@@ -11,8 +11,9 @@ import torch.multiprocessing as mp
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, Device, measure_profile, measuring_groups, read_profile, write_profile
-from lightning_mist.hardware.measure import measure, timing
-from lightning_mist.hardware.measure.collectives import OPERATIONS
+from lightning_mist.hardware.measure import machine_bench as measure
+from lightning_mist.hardware.measure import timing
+from lightning_mist.hardware.measure.collective_fit import OPERATIONS
 
 CPU = torch.device("cpu")
 WORLD = 3

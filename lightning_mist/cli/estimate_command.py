@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cli.machine import oldest_capability, open_cluster
+from lightning_mist.cli.cluster_input import oldest_capability, open_cluster
 from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
 from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.errors import PlanError, TraceError

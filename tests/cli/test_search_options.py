@@ -1,6 +1,6 @@
 from dataclasses import fields
 
-from lightning_mist.cli.search import SearchOptions
+from lightning_mist.cli.search_options import SearchOptions
 from lightning_mist.tuner import SearchSpace
 
 

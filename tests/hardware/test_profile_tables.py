@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.hardware import ComputeRate, Interference, StepOverheads, catalog_profile, parse_cluster
-from lightning_mist.hardware.profile.interference import COEFFICIENTS
-from lightning_mist.hardware.profile.profile import Correction, KernelRate, MemoryRate
-from lightning_mist.hardware.render import render_profile
+from lightning_mist.hardware.profile.hardware_profile import Correction, KernelRate, MemoryRate
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS
+from lightning_mist.hardware.profile_tables import render_profile
 
 CLUSTER = parse_cluster("2x4xL4")
 PROFILE = catalog_profile(CLUSTER)

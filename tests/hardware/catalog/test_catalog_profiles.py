@@ -13,8 +13,8 @@ from lightning_mist.hardware import (
     catalog_profile,
     parse_cluster,
 )
+from lightning_mist.hardware.catalog.catalog_profiles import MATMUL_EDGES
 from lightning_mist.hardware.catalog.devices import DEVICES
-from lightning_mist.hardware.catalog.profiles import MATMUL_EDGES
 from lightning_mist.hardware.groups import group_shapes
 
 GIB = 2**30

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.plan.settings import settings_of
+from lightning_mist.plan.plan_text import settings_of
 
 
 def stage(first, count, devices, rows=1, *, tensor=1, sequence=False, zero=0, recompute=0, **offload):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.measure.collectives import measure_collectives
+from lightning_mist.hardware.measure.collective_fit import measure_collectives
 from lightning_mist.hardware.measure.device_bench import measure_on_device
 from lightning_mist.hardware.measure.operators import kernel_rates, memory_rates
 from lightning_mist.hardware.measure.timing import MIN_SAMPLES, Session, measure

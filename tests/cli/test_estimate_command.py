@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_mist.cli import estimate as estimate_command
+from lightning_mist.cli import estimate_command
 from lightning_mist.errors import TraceError
 from lightning_mist.estimate import estimate_from_json
 from lightning_mist.hardware import parse_cluster

@@ -5,7 +5,7 @@ import torch
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import detect
-from lightning_mist.hardware.detect import host_memory_bytes
+from lightning_mist.hardware.detection import host_memory_bytes
 
 
 def test_cpu_processes_share_the_host_s_memory() -> None:

@@ -151,7 +151,7 @@ _PAIRS = {
     "across_to_device": "communication between nodes and copies from the host",
     "across_to_host": "communication between nodes and copies to the host",
 }
-"""In words, the coefficients of :class:`~lightning_mist.hardware.profile.interference.Interference`."""
+"""In words, the coefficients of :class:`~lightning_mist.hardware.profile.interference_model.Interference`."""
 
 
 def _together(profile: HardwareProfile) -> Table:

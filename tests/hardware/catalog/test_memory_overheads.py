@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.hardware import Cluster, Device, Link
 from lightning_mist.hardware.catalog.devices import DEVICES
-from lightning_mist.hardware.catalog.overheads import (
+from lightning_mist.hardware.catalog.memory_overheads import (
     ARCHITECTURES,
     MIB,
     NOTHING,

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.plan import save
 from tests.cli.networks import refused, run
-from tests.cli.test_show import PLAN
+from tests.cli.test_show_command import PLAN
 from tests.report.networks import predicted
 
 

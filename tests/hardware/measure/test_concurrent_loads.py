@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.hardware.catalog.interference_kinds import interference_of_kind
-from lightning_mist.hardware.measure.interference import (
+from lightning_mist.hardware.measure.concurrent_loads import (
     LOAD_SECONDS,
     MAX_UNITS,
     Counts,
@@ -11,8 +11,8 @@ from lightning_mist.hardware.measure.interference import (
     measure_interference,
 )
 from lightning_mist.hardware.measure.interference_fit import of_vector, vector_of
-from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference, seconds_together, speed_table
-from lightning_mist.hardware.profile.profile import CollectiveCost
+from lightning_mist.hardware.profile.hardware_profile import CollectiveCost
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference, seconds_together, speed_table
 
 PRIOR = interference_of_kind(staged=False, shared=False)
 

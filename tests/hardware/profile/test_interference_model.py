@@ -4,7 +4,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from lightning_mist.hardware.profile.interference import (
+from lightning_mist.hardware.profile.interference_model import (
     CHANNELS,
     COEFFICIENTS,
     Interference,

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.cluster import Cluster
-from lightning_mist.hardware.profile.interference import COEFFICIENTS, Interference
-from lightning_mist.hardware.profile.profile import (
+from lightning_mist.hardware.profile.hardware_profile import (
     CollectiveCost,
     ComputeRate,
     Correction,
@@ -28,6 +27,7 @@ from lightning_mist.hardware.profile.profile import (
     MemoryRate,
     StepOverheads,
 )
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference
 
 if TYPE_CHECKING:
     import torch

@@ -4,10 +4,7 @@ import importlib.metadata
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
-from lightning_mist.cli.explaining import explanation_of, show_explanation
-from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
-from lightning_mist.cli.machine import (
+from lightning_mist.cli.cluster_input import (
     devices_of,
     is_local,
     oldest_capability,
@@ -15,12 +12,15 @@ from lightning_mist.cli.machine import (
     open_profile,
     precision_notes,
 )
+from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
+from lightning_mist.cli.explaining import explanation_of, show_explanation
+from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
+from lightning_mist.cli.html_output import check_html, check_out, write_html
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import print_json, say, show_plan, show_sections, show_text, told
-from lightning_mist.cli.reporting import check_html, check_out, write_html
-from lightning_mist.cli.search import SearchOptions
+from lightning_mist.cli.search_options import SearchOptions
 from lightning_mist.plan import fingerprint_of, save, split_notes
-from lightning_mist.plan.render import counted
+from lightning_mist.plan.plan_tables import counted
 from lightning_mist.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_mist.cli.machine import devices_of, oldest_capability, open_cluster, open_profile, precision_notes
+from lightning_mist.cli.cluster_input import devices_of, oldest_capability, open_cluster, open_profile, precision_notes
 from lightning_mist.hardware import catalog_profile, detect, parse_cluster, save_profile, write_profile
 from lightning_mist.plan import plan_of
 from lightning_mist.strategy.planning.machine import default_directory
