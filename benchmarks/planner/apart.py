@@ -14,7 +14,7 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING
 
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.hardware.capability import capability_of
+from lightning_mist.hardware.catalog.devices import capability_of
 from lightning_mist.tuner import Planner, SearchSpace, degrees_to_try
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.planner.apart import PRECISION, Question, ask_apart, spec_of
 from benchmarks.record import RECORDS, ROOT, Record, Sample, make_record, read_record, write_record
-from lightning_mist.cli.search_options import SearchOptions
+from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 

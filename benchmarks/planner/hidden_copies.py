@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from benchmarks.planner.apart import PRECISION, spec_of
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cli.search_options import SearchOptions
+from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.inputs.candidates import OffloadCandidates, slots_of
 from lightning_mist.cost.time.offload_loads import BEFORE, Loads, loads_of

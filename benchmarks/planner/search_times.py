@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planner.apart import PRECISION, Question, Session, ask_apart, spec_of
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cli.search_options import SearchOptions
+from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.tuner import SearchSpace

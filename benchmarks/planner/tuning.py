@@ -12,9 +12,9 @@ from time import perf_counter
 import torch
 
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cli.search_options import SearchOptions
+from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.hardware.capability import capability_of
+from lightning_mist.hardware.catalog.devices import capability_of
 from lightning_mist.model import derive_splits, device_operators, map_module, trace_model
 from lightning_mist.model.sources.text_sources import open_model
 from lightning_mist.runtime.batches import slice_rows

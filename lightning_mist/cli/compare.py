@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.plan import Plan, to_json
-from lightning_mist.plan.render_seconds import per_second
+from lightning_mist.plan.plan_tables import per_second
 from lightning_mist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

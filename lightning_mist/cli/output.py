@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from textwrap import fill
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_mist.plan import Plan, render, step_rates, to_json
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
-    from lightning_mist.explain import Section
+    from lightning_mist.explain import Explanation, Section
+    from lightning_mist.tuner import Planner, TuneResult
 
 
 def terminal_width() -> int:
@@ -58,3 +59,26 @@ def told(text: str) -> Iterator[None]:
     start = perf_counter()
     yield
     say(f"that took {format_seconds(perf_counter() - start)}")
+
+
+def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, **asked: Any) -> "Explanation":
+    """Why a plan was chosen.
+
+    Args:
+        seconds: The most seconds to search for other plans; with 0 only what needs no search is said.
+    """
+    from lightning_mist.explain import explain_plan
+
+    if not seconds:
+        return explain_plan(planner, result, seconds=0.0, **asked)
+    with told("searching plans without each technique, of other kinds and for better machines"):
+        return explain_plan(planner, result, seconds=seconds, **asked)
+
+
+def show_explanation(explanation: "Explanation", *, full: bool) -> None:
+    """Print why a plan was chosen."""
+    from lightning_mist.tuner import render_explanation
+
+    print(render_explanation(explanation, full=full, width=terminal_width(), color=sys.stdout.isatty()))
+    if not full:
+        print("\nmore about this, other plans and better machines: --explain")

@@ -1,7 +1,7 @@
 """``lightning-mist plan``: a plan made without the machine it is for."""
 
 import importlib.metadata
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import (
@@ -13,13 +13,20 @@ from lightning_mist.cli.cluster_input import (
     precision_notes,
 )
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
-from lightning_mist.cli.explaining import explanation_of, show_explanation
 from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
 from lightning_mist.cli.html_output import check_html, check_out, write_html
 from lightning_mist.cli.network import NetworkRequest, describe_network
-from lightning_mist.cli.output import print_json, say, show_plan, show_sections, show_text, told
-from lightning_mist.cli.search_options import SearchOptions
-from lightning_mist.plan import fingerprint_of, save, split_notes
+from lightning_mist.cli.output import (
+    explanation_of,
+    print_json,
+    say,
+    show_explanation,
+    show_plan,
+    show_sections,
+    show_text,
+    told,
+)
+from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
 from lightning_mist.plan.plan_tables import counted
 from lightning_mist.units import parse_bytes
 
@@ -29,6 +36,62 @@ if TYPE_CHECKING:
     from lightning_mist.model import ModelSpec
     from lightning_mist.plan import Plan
     from lightning_mist.tuner import Planner, SearchSpace, TuneResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """Which plans are looked at. Several values are separated by commas.
+
+    Attributes:
+        max_stages: The most pipeline stages.
+        num_stages: The numbers of pipeline stages, such as 2,4; null for all up to max_stages.
+        num_microbatches: The numbers of microbatches, such as 64; null for all that the batch allows.
+        microbatch_sizes: The numbers of rows of a microbatch on one device, such as 1,2; null for all.
+        layer_cuts: The first layers of all stages but the first, such as 12,24, if they are settled.
+        devices_per_stage: The numbers of devices of a stage, such as 8; null for every divisor of all devices.
+        zero_stages: Which ZeRO stages may be used.
+        data_parallel_degrees: How many devices of a stage may compute on different rows, such as 4; null for all.
+        tensor_parallel_degrees: How many devices of a node may share every layer, 1 among them; null for all that the
+            module allows.
+        sequence_parallel: Whether devices that share layers share the sequence between them too; null for what is
+            faster.
+        checkpointing: Whether layers may be recomputed in backward.
+        checkpointed_shares: Which parts of each stage's layers may be recomputed, such as 0,1; null for any number.
+        offload: What may be in host memory, such as optimizer, of parameters, gradients, optimizer and activations;
+            null for all of them on devices with memory of their own, [] for nothing.
+        offload_ratios: Which parts of each of these may be there.
+        schedules: Pipeline schedules to choose from, of 1f1b, gpipe, interleaved-1f1b and zb-h1.
+        chunks: The numbers of stages on one group of devices that are tried under interleaved-1f1b.
+        solver_seconds: The most seconds that the search may take; the plan then says how far from the best it may be.
+    """
+
+    max_stages: int | None = None
+    num_stages: tuple[int, ...] | None = None
+    num_microbatches: tuple[int, ...] | None = None
+    microbatch_sizes: tuple[int, ...] | None = None
+    layer_cuts: tuple[int, ...] | None = None
+    devices_per_stage: tuple[int, ...] | None = None
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    data_parallel_degrees: tuple[int, ...] | None = None
+    tensor_parallel_degrees: tuple[int, ...] | None = None
+    sequence_parallel: bool | None = None
+    checkpointing: bool = True
+    checkpointed_shares: tuple[float, ...] | None = None
+    offload: tuple[str, ...] | None = None
+    offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
+    chunks: tuple[int, ...] = (2, 3, 4)
+    solver_seconds: float = 60.0
+
+    def space(self) -> "SearchSpace":
+        """The same for the search."""
+        from lightning_mist.tuner import SearchSpace
+
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        return SearchSpace(**values)
 
 
 def plan(

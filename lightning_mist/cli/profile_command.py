@@ -11,7 +11,7 @@ from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
-    from lightning_mist.cli.measuring import Measured
+    from lightning_mist.cli.cluster_input import Measured
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 
@@ -59,7 +59,7 @@ def _measure(devices: int | None, precision: str, accelerator: Accelerator) -> "
     """What was measured; None on all processes of a launcher but the first."""
     from torch.distributed import is_torchelastic_launched
 
-    from lightning_mist.cli.measuring import local_cluster, measure_launched, measure_local
+    from lightning_mist.cli.cluster_input import local_cluster, measure_launched, measure_local
     from lightning_mist.model.sources import precision_context
 
     precision_context(precision)  # refuses one that is not known before anything is measured

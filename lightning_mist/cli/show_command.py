@@ -2,10 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_mist.cli.output import print_json, say, show_plan
 from lightning_mist.plan import Plan, describe_changes, load
+from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from lightning_mist.schedule import Simulation
 
 _TRACE = ".json"
 
@@ -73,8 +78,6 @@ def _draw_timeline(plan: Plan, path: str) -> str:
 
     simulation = simulate_plan(plan)
     if path.endswith(_TRACE):
-        from lightning_mist.report.trace import trace_text
-
         Path(path).write_text(trace_text(plan, simulation), encoding="utf-8")
     else:
         from lightning_mist.report.draw_timeline import draw_timeline
@@ -89,10 +92,38 @@ def _draw_timeline(plan: Plan, path: str) -> str:
 
 def _draw_memory(plan: Plan, path: str, limit: float | None) -> str:
     """Draw the bytes over the step; what to say of them."""
-    from lightning_mist.report.draw_memory import draw_memory
-    from lightning_mist.report.memory import memory_picture
+    from lightning_mist.report.draw_memory import draw_memory, memory_picture
 
     picture = memory_picture(plan, () if limit is None else (limit,) * plan.num_stages)
     draw_memory(picture, path)
     label = picture.timeline.lanes[picture.worst.group].label
     return f"{label} needs most, {format_bytes(picture.worst.peak_bytes)} per device; memory written to {path}"
+
+
+def trace_text(plan: Plan, simulation: "Simulation") -> str:
+    """A trace of a plan's step, as JSON text.
+
+    Args:
+        plan: A plan with a prediction; of earlier ones, which do not say what memory is made of, without bytes.
+    """
+    from lightning_mist.estimate import memory_curves
+    from lightning_mist.schedule import Level, to_chrome_trace
+
+    names = {
+        group: f"stage {' and '.join(map(str, plan.chunks(group)))} (ranks {ranges(stage.devices)})"
+        for group, stage in enumerate(plan.stages[: plan.num_groups])
+    }
+    assert plan.predicted is not None
+    is_known = all(stage.needs for stage in plan.predicted.stages)
+    curves = memory_curves(plan, simulation) if is_known else ()
+    levels = [
+        Level(
+            curve.group,
+            "bytes",
+            float(time),
+            tuple((name.removesuffix("_bytes"), float(values_E[index])) for name, values_E in curve.terms),
+        )
+        for curve in curves
+        for index, time in enumerate(curve.times_E)
+    ]
+    return to_chrome_trace((span for spans in simulation.spans for span in spans), names=names, levels=levels)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_mist.plan import ModuleMap, Plan, replica_ranks
-from lightning_mist.plan.mesh import make_mesh, process_groups
-from lightning_mist.plan.messages import message_pairs
+from lightning_mist.plan.mesh import make_mesh, message_pairs, process_groups
 
 Purpose = Literal[
     "Lightning",

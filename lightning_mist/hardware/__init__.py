@@ -6,12 +6,20 @@ What measures it needs torch, and is imported when it is first used.
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.hardware.catalog import catalog_profile
-from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
-from lightning_mist.hardware.cluster_mixed import AnyCluster, MixedCluster, cluster_of, single
+from lightning_mist.hardware.catalog.devices import host_memory
+from lightning_mist.hardware.cluster import (
+    AnyCluster,
+    Cluster,
+    Device,
+    HostLink,
+    Link,
+    MixedCluster,
+    cluster_of,
+    single,
+)
 from lightning_mist.hardware.describe import parse_cluster
 from lightning_mist.hardware.detection import detect
 from lightning_mist.hardware.groups import RankGroup, measuring_groups
-from lightning_mist.hardware.host_memory import host_memory
 from lightning_mist.hardware.profile import (
     CHANNELS,
     Channel,

@@ -35,8 +35,7 @@ import yaml
 
 from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware.catalog import CatalogDevice, find_device
-from lightning_mist.hardware.cluster import Cluster, Device, HostLink, Link
-from lightning_mist.hardware.cluster_mixed import AnyCluster, cluster_of
+from lightning_mist.hardware.cluster import AnyCluster, Cluster, Device, HostLink, Link, cluster_of
 from lightning_mist.units import parse_bytes, parse_rate, parse_seconds
 
 KEYS = ("nodes", "devices_per_node", "device", "memory", "intra_node", "inter_node", "host", "host_memory")

@@ -3,14 +3,22 @@
 from lightning_mist.plan.codec import from_json, load, save, to_json
 from lightning_mist.plan.fingerprint import Fingerprint, check_plan, check_split, differences, fingerprint_of
 from lightning_mist.plan.grid import plan_of
-from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.module_map import BlockOutput, Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
-from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan, Transfers, UpdateAfter
+from lightning_mist.plan.plan import (
+    Plan,
+    Predicted,
+    PredictedStage,
+    ScheduleName,
+    StagePlan,
+    StepWork,
+    Transfers,
+    UpdateAfter,
+)
 from lightning_mist.plan.plan_tables import describe_changes, render, split_notes
 from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
-from lightning_mist.plan.stage_settings import StageMesh, ZeroStage
+from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, StageMesh, ZeroStage
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit, TensorSplit
-from lightning_mist.plan.throughput import StepRates, StepWork, step_rates
+from lightning_mist.plan.throughput import StepRates, step_rates
 
 __all__ = [
     "BlockOutput",

@@ -16,10 +16,17 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.memory import Checkpointing, OffloadRatios
-from lightning_mist.plan.plan import Plan, Predicted, PredictedStage, ScheduleName, StagePlan, Transfers, UpdateAfter
-from lightning_mist.plan.stage_settings import StageMesh, ZeroStage
-from lightning_mist.plan.throughput import StepWork
+from lightning_mist.plan.plan import (
+    Plan,
+    Predicted,
+    PredictedStage,
+    ScheduleName,
+    StagePlan,
+    StepWork,
+    Transfers,
+    UpdateAfter,
+)
+from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, StageMesh, ZeroStage
 
 SCHEMA = 1
 """The version of the plan file that this version writes, and the newest that it reads."""

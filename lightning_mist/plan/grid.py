@@ -4,10 +4,9 @@ from dataclasses import replace
 from typing import Literal
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.memory import Checkpointing, OffloadRatios
 from lightning_mist.plan.plan import Plan, ScheduleName, StagePlan
 from lightning_mist.plan.rank_order import rank_layout
-from lightning_mist.plan.stage_settings import StageMesh, ZeroStage
+from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, StageMesh, ZeroStage
 
 
 def plan_of(

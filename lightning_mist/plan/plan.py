@@ -5,9 +5,7 @@ from math import gcd
 from typing import Literal, get_args
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.memory import Checkpointing, OffloadRatios
-from lightning_mist.plan.stage_settings import StageMesh, ZeroStage
-from lightning_mist.plan.throughput import StepWork
+from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, StageMesh, ZeroStage
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]
 """Names of the pipeline schedules that can be generated."""
@@ -67,6 +65,27 @@ class StagePlan:
     def data_parallel_degree(self) -> int:
         """Number of data-parallel replicas of the stage."""
         return self.mesh.data_parallel_degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """The work of one optimizer step of a network, the same under every plan, and what its devices could do at most.
+
+    Attributes:
+        model_flops: Floating-point operations of forward and backward over all rows (a multiply-add is two), without
+            recomputation.
+        peak_flops_per_second: What one device can do at most in the element type of the precision; 0 if not known.
+        peak_source: Where that figure comes from, in words.
+        roofline_seconds: The step if every operator, the optimizer's included, took the longer of its FLOPs at the peak
+            and its bytes at the peak bandwidth, if the devices shared all of it evenly, and nothing waited.
+        sequence_length: Tokens of each row, if rows are sequences of tokens.
+    """
+
+    model_flops: float
+    peak_flops_per_second: float
+    peak_source: str
+    roofline_seconds: float
+    sequence_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,31 +1,8 @@
-"""What one optimizer step does, whatever it takes, and the rates that follow from what it takes."""
+"""What a step of so many seconds achieves: rows, tokens and floating-point operations per second."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lightning_mist.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """The work of one optimizer step of a network, the same under every plan, and what its devices could do at most.
-
-    Attributes:
-        model_flops: Floating-point operations of forward and backward over all rows (a multiply-add is two), without
-            recomputation.
-        peak_flops_per_second: What one device can do at most in the element type of the precision; 0 if not known.
-        peak_source: Where that figure comes from, in words.
-        roofline_seconds: The step if every operator, the optimizer's included, took the longer of its FLOPs at the peak
-            and its bytes at the peak bandwidth, if the devices shared all of it evenly, and nothing waited.
-        sequence_length: Tokens of each row, if rows are sequences of tokens.
-    """
-
-    model_flops: float
-    peak_flops_per_second: float
-    peak_source: str
-    roofline_seconds: float
-    sequence_length: int | None = None
+from lightning_mist.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +25,7 @@ class StepRates:
     roofline_ratio: float | None = None
 
 
-def step_rates(plan: "Plan", step_seconds: float) -> StepRates | None:
+def step_rates(plan: Plan, step_seconds: float) -> StepRates | None:
     """What a plan achieves if its step takes so long, predicted or measured.
 
     Returns:

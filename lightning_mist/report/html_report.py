@@ -7,15 +7,13 @@ from pathlib import Path
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate import check_matplotlib
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
-from lightning_mist.plan import Plan, Predicted, step_rates
-from lightning_mist.plan.plan_tables import stage_cells
-from lightning_mist.plan.render_seconds import per_second
+from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
+from lightning_mist.plan.plan_tables import per_second, stage_cells
 from lightning_mist.report import page
 from lightning_mist.report.figures import inline_svg, styled
-from lightning_mist.report.frontier import Frontier
+from lightning_mist.report.frontier import Frontier, frontier_figure, frontier_lines
 from lightning_mist.report.html_tables import comparison_table, memory_section, seconds_section
 from lightning_mist.report.timeline import timeline_of
-from lightning_mist.report.words import words_for
 from lightning_mist.runtime.support import unsupported
 from lightning_mist.schedule import Simulation, simulate_plan
 from lightning_mist.tuner.result import TuneResult
@@ -179,8 +177,7 @@ def _timeline(plan: Plan, simulation: Simulation) -> str:
 
 def _memory(report: Report, simulation: Simulation) -> str:
     """Bytes over the step as a picture, of plans that say what they are made of."""
-    from lightning_mist.report.draw_memory import memory_figure
-    from lightning_mist.report.memory import memory_picture
+    from lightning_mist.report.draw_memory import memory_figure, memory_picture
 
     assert report.plan.predicted is not None
     if not all(stage.needs for stage in report.plan.predicted.stages):
@@ -222,9 +219,6 @@ def _comparison(report: Report) -> str:
 
 def _frontier(report: Report) -> str:
     """Seconds against memory as a picture."""
-    from lightning_mist.report.draw_frontier import frontier_figure
-    from lightning_mist.report.frontier import frontier_lines
-
     found = report.frontier
     if found is None or not found.points:
         return ""
@@ -234,3 +228,50 @@ def _frontier(report: Report) -> str:
         svg = inline_svg(frontier_figure(found), "frontier", "Seconds of the best plan against the memory limit")
     caption = "The best plan found anew under each memory limit: what memory buys, and how much of it is needed at all."
     return page.section("With less memory", page.picture(svg, caption), page.items(frontier_lines(found)))
+
+
+def words_for(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The words that a plan needs, each with what it means."""
+    return tuple(_words(plan))
+
+
+def _words(plan: Plan) -> Iterator[tuple[str, str]]:
+    stages = plan.stages
+    yield "row", "one sample of a batch; of language models one sequence of tokens"
+    yield "microbatch", "a part of a batch that goes through the network at once; gradients of all parts are added up"
+    if plan.num_stages > 1:
+        yield "stage", "a run of neighbouring layers, and the group of devices that computes them"
+        yield "schedule", _SCHEDULES[plan.schedule]
+        yield "bubble", "time in which devices wait for other stages, while the pipeline fills, drains, or is uneven"
+    if any(stage.data_parallel_degree > 1 for stage in stages):
+        yield "data parallel", "so many copies of a stage work on different rows and average their gradients"
+    if any(stage.mesh.tensor_parallel_degree > 1 for stage in stages):
+        yield "tensor parallel", "so many devices share every layer's matrices and exchange results within each layer"
+    if any(stage.mesh.sequence_parallel for stage in stages):
+        yield "sequence parallel", "these devices also share what lies between matrices, along the sequence"
+    if any(stage.mesh.context_parallel_degree > 1 for stage in stages):
+        yield "context parallel", "so many devices share the tokens of each row"
+    if any(stage.zero_stage > ZeroStage.NONE for stage in stages):
+        yield (
+            "ZeRO",
+            "copies of a stage share out what else each would hold whole: 1 optimizer state, 2 gradients too, "
+            "3 parameters too",
+        )
+    if any(stage.checkpointing.layers for stage in stages):
+        yield "checkpointed", "layers whose activations are not kept but computed again in backward (recompute)"
+    if any(stage.offload.any for stage in stages):
+        yield "offload", "the share of parameters, gradients, optimizer state or activations that lives in host memory"
+    yield "closed form", "the formula of a step's seconds that the search minimises, and what its proof is about"
+    yield "clock", "runs the plan's schedule action by action; predicted steps are the clock's"
+    yield (
+        "working set",
+        "what is there only while a microbatch is computed: its own activations, and what layers need meanwhile",
+    )
+
+
+_SCHEDULES = {
+    "1f1b": "1F1B: once the pipeline is full every stage alternates one forward and one backward",
+    "gpipe": "GPipe: all forwards of a batch, then all backwards",
+    "interleaved-1f1b": "interleaved 1F1B: devices hold several runs of layers, so that the pipeline fills sooner",
+    "zb-h1": "ZB-H1: gradients of weights are computed apart from those of inputs, and fill waiting time",
+}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.explain import ComparedPlan
 from lightning_mist.plan import Plan
-from lightning_mist.plan.render_seconds import per_second
+from lightning_mist.plan.plan_tables import per_second
 from lightning_mist.report import page
 from lightning_mist.report.draw_memory import COLORS as MEMORY_COLORS
 from lightning_mist.report.draw_memory import WORDS as MEMORY_WORDS

@@ -29,7 +29,7 @@ from itertools import pairwise
 from typing import NoReturn
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.plan.moved import moved_of_unit
+from lightning_mist.plan.sharding import moved_of_unit
 from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS, Action, ActionKind
 
 ROOMS = 2

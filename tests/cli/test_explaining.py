@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.cli.explaining import explanation_of, show_explanation
+from lightning_mist.cli.output import explanation_of, show_explanation
 from lightning_mist.tuner import Planner, SearchSpace
 from tests.specs import cluster, profile, spec
 

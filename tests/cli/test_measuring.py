@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mist.cli.measuring import local_cluster, measure_here, measure_launched, measure_local
+from lightning_mist.cli.cluster_input import local_cluster, measure_here, measure_launched, measure_local
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import catalog_profile, detect, load_profile, save_profile
 from lightning_mist.strategy.planning import machine

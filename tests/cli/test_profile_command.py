@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_mist.cli import measuring
-from lightning_mist.cli.measuring import Measured
+from lightning_mist.cli import cluster_input
+from lightning_mist.cli.cluster_input import Measured
 from lightning_mist.hardware import catalog_profile, read_machine
 from tests.cli.networks import refused, run
 
@@ -22,7 +22,7 @@ def asked(monkeypatch):
         return Measured(cluster=cluster, profile=profile, kept=Path("kept.json"), seconds=12.3)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measuring, "measure_local", measure)
+    monkeypatch.setattr(cluster_input, "measure_local", measure)
     return calls
 
 
@@ -83,6 +83,6 @@ def test_profile_refuses_in_one_line(asked, capsys, arguments, message):
 def test_under_a_launcher_its_processes_measure(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert "under torchrun its processes measure" in refused(capsys, "profile", "--devices", "2")
-    monkeypatch.setattr(measuring, "measure_launched", lambda accelerator, precision: None)
+    monkeypatch.setattr(cluster_input, "measure_launched", lambda accelerator, precision: None)
     run("profile")
     assert capsys.readouterr().out == ""

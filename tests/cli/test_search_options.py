@@ -1,6 +1,6 @@
 from dataclasses import fields
 
-from lightning_mist.cli.search_options import SearchOptions
+from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.tuner import SearchSpace
 
 

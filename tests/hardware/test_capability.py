@@ -1,5 +1,4 @@
-from lightning_mist.hardware.capability import CAPABILITIES, capability_of
-from lightning_mist.hardware.catalog.devices import DEVICES
+from lightning_mist.hardware.catalog.devices import CAPABILITIES, DEVICES, capability_of
 
 
 def test_every_cuda_device_of_the_catalog_has_one() -> None:

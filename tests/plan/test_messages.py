@@ -1,7 +1,7 @@
 from hypothesis import given
 
 from lightning_mist.plan import replica_of
-from lightning_mist.plan.messages import message_pairs
+from lightning_mist.plan.mesh import message_pairs
 from tests.integration.parity import make_plan
 from tests.plans import plans
 

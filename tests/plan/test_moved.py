@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.plan.moved import moved_of_unit
+from lightning_mist.plan.sharding import moved_of_unit
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.plan.naming import short_name
+from lightning_mist.plan.plan_text import short_name
 from tests.integration.parity import make_plan
 from tests.plans import plans
 

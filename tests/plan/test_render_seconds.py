@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Plan, PredictedStage, StageMesh, StagePlan, render
-from lightning_mist.plan.render_seconds import per_second, rate_lines, seconds_table
+from lightning_mist.plan.plan_tables import per_second, rate_lines, seconds_table
 from tests.plan.test_plan_tables import PLAN
 from tests.plan.test_throughput import WORK
 

@@ -1,8 +1,7 @@
 import pytest
 
-from lightning_mist.report.draw_frontier import frontier_figure
 from lightning_mist.report.figures import save
-from lightning_mist.report.frontier import Frontier, FrontierPoint
+from lightning_mist.report.frontier import Frontier, FrontierPoint, frontier_figure
 from tests.explain.test_comparison import plan
 
 GIB = 2**30

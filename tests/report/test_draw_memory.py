@@ -3,8 +3,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from lightning_mist.report.draw_memory import WORDS, _pieces, draw_memory, memory_figure, say_piece
-from lightning_mist.report.memory import memory_picture
+from lightning_mist.report.draw_memory import WORDS, _pieces, draw_memory, memory_figure, memory_picture, say_piece
 from lightning_mist.units import format_bytes
 from tests.report.networks import predicted
 

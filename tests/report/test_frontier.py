@@ -1,8 +1,7 @@
 from dataclasses import replace
 
-from lightning_mist.report.draw_frontier import frontier_figure
 from lightning_mist.report.figures import save
-from lightning_mist.report.frontier import frontier_lines, memory_frontier
+from lightning_mist.report.frontier import frontier_figure, frontier_lines, memory_frontier
 from lightning_mist.tuner import Planner, SearchSpace
 from tests.report.networks import MACHINE
 from tests.specs import cluster, spec

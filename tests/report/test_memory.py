@@ -1,4 +1,4 @@
-from lightning_mist.report.memory import MOST_GROUPS, memory_picture, moments
+from lightning_mist.report.draw_memory import MOST_GROUPS, memory_picture, moments
 from tests.report.networks import predicted
 
 

@@ -1,7 +1,7 @@
 import dataclasses
 import json
 
-from lightning_mist.report.trace import trace_text
+from lightning_mist.cli.show_command import trace_text
 from lightning_mist.schedule import simulate_plan
 from tests.report.networks import predicted
 

@@ -1,5 +1,5 @@
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.report.words import words_for
+from lightning_mist.report.html_report import words_for
 from tests.report.networks import predicted
 
 

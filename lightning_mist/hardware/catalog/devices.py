@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.catalog.rates import EFFICIENCIES, RATE_SOURCES, Efficiencies
-from lightning_mist.hardware.cluster import Link
+from lightning_mist.hardware.cluster import Cluster, Link
 
 SOURCES = {
     "datasheet": "NVIDIA data sheets and whitepapers of the device; dense rates, without structured sparsity",
@@ -382,3 +382,42 @@ def canonical_name(cuda_name: str) -> str:
 def _plain(name: str) -> str:
     letters = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
     return letters.removesuffix("gb")
+
+
+def host_memory(cluster: Cluster) -> int | None:
+    """Bytes of memory that the host of each node has.
+
+    Where the cluster does not say it, this is the catalog's memory for each device times the devices of a node.
+    """
+    if cluster.host_memory_bytes is not None:
+        return cluster.host_memory_bytes
+    try:
+        each = find_device(cluster.device.name).host_memory_bytes
+    except ProfileError:  # The catalog does not have the device.
+        return None
+    return None if each is None else each * cluster.devices_per_node
+
+
+CAPABILITIES: dict[str, tuple[int, int]] = {
+    "V100-16": (7, 0),
+    "V100-32": (7, 0),
+    "T4": (7, 5),
+    "A100-40": (8, 0),
+    "A100-80": (8, 0),
+    "A10G": (8, 6),
+    "RTX3090": (8, 6),
+    "L4": (8, 9),
+    "RTX4090": (8, 9),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "B200": (10, 0),
+}
+"""By catalog name; from NVIDIA's table at developer.nvidia.com/cuda-gpus."""
+
+
+def capability_of(device: str) -> tuple[int, int] | None:
+    """The compute capability of a device; None where it is not known, as for CPUs."""
+    try:
+        return CAPABILITIES.get(find_device(device).name)
+    except ProfileError:
+        return None

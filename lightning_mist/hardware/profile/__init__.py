@@ -1,12 +1,16 @@
 """Fitted numbers of a machine, what runs have corrected of them, and their files."""
 
-from lightning_mist.hardware.profile.correction_store import (
+from lightning_mist.hardware.profile.corrections import (
     CorrectionStore,
+    Observation,
+    Term,
+    corrected,
     correction_store,
+    factor_of,
+    learn,
     load_corrections,
     save_corrections,
 )
-from lightning_mist.hardware.profile.corrections import Observation, Term, corrected, factor_of, learn
 from lightning_mist.hardware.profile.hardware_profile import (
     OPERATIONS,
     CollectiveCost,
@@ -25,10 +29,10 @@ from lightning_mist.hardware.profile.interference_model import (
     seconds_together,
     speed_table,
 )
-from lightning_mist.hardware.profile.machine_file import read_machine
 from lightning_mist.hardware.profile.profile_files import (
     load_profile,
     profile_path,
+    read_machine,
     read_profile,
     save_profile,
     write_profile,

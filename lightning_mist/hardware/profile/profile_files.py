@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.cluster import Cluster, Device
 from lightning_mist.hardware.profile.hardware_profile import (
     CollectiveCost,
     ComputeRate,
@@ -101,7 +101,7 @@ def write_profile(
     Args:
         key: What the profile depends on, if it is for the cache.
         cluster: The devices that were measured, for
-            :func:`~lightning_mist.hardware.profile.machine_file.read_machine`.
+            :func:`~lightning_mist.hardware.profile.profile_files.read_machine`.
     """
     content = {"schema": SCHEMA, "key": key or {}, "profile": dataclasses.asdict(profile)}
     if cluster is not None:
@@ -230,3 +230,33 @@ def _interference(data: dict[str, Any] | None) -> Interference | None:
 
 def _numbers(values: list[float]) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
+
+
+def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
+    """The devices and the profile of a file that :func:`~lightning_mist.hardware.write_profile` wrote.
+
+    Returns:
+        The machine, with as many devices as measured together, and what was measured.
+
+    Raises:
+        ProfileError: If the file cannot be read, is not a profile, or does not say what the devices are.
+    """
+    profile = read_profile(path)
+    try:
+        return _decode_cluster(json.loads(path.read_text(encoding="utf-8"))["cluster"]), profile
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(
+            f"profile {path} does not say what the devices are ({error!r}): measure again with lightning-mist profile "
+            f"--out {path.name}"
+        ) from error
+
+
+def _decode_cluster(data: dict[str, Any]) -> Cluster:
+    device = data["device"]
+    host_memory = data.get("host_memory_bytes")  # Not in files that were written before it was known.
+    return Cluster(
+        num_nodes=int(data["num_nodes"]),
+        devices_per_node=int(data["devices_per_node"]),
+        device=Device(name=str(device["name"]), memory_bytes=int(device["memory_bytes"]), kind=str(device["kind"])),
+        host_memory_bytes=None if host_memory is None else int(host_memory),
+    )

@@ -22,7 +22,7 @@ from lightning_mist.hardware import (
 )
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, save
-from lightning_mist.plan.naming import short_name
+from lightning_mist.plan.plan_text import short_name
 from lightning_mist.runtime.support import executed_offload
 from lightning_mist.strategy.monitoring.observing import observe
 from lightning_mist.strategy.monitoring.report import Better

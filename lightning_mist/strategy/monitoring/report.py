@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import StepRates
-from lightning_mist.plan.render_seconds import per_second
+from lightning_mist.plan.plan_tables import per_second
 from lightning_mist.strategy.monitoring.stage_times import NAMES, StageTimes
 from lightning_mist.units import format_bytes, format_seconds
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.mesh import process_groups, talking_groups
-from lightning_mist.plan.messages import message_pairs
+from lightning_mist.plan.mesh import message_pairs, process_groups, talking_groups
 from lightning_mist.runtime.communication import DistributedTransport, Transport
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace

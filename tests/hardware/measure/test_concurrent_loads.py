@@ -9,8 +9,9 @@ from lightning_mist.hardware.measure.concurrent_loads import (
     concurrent_times,
     kind_of,
     measure_interference,
+    of_vector,
+    vector_of,
 )
-from lightning_mist.hardware.measure.interference_fit import of_vector, vector_of
 from lightning_mist.hardware.profile.hardware_profile import CollectiveCost
 from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference, seconds_together, speed_table
 
