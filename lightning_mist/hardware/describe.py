@@ -27,9 +27,9 @@ Without a link every node sends to nodes of other parts as it sends to those of 
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -49,6 +49,8 @@ MIXED_KEYS = ("parts", "link")
 
 HOST_KEYS = ("to_device", "to_host", "per_node")
 """Keys of a host link, the last of them optional."""
+
+T = TypeVar("T")
 
 _TEXT = re.compile(r"^\s*(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([^:]+?)\s*(?::\s*(.+?)\s*)?$")
 
@@ -109,10 +111,7 @@ def read_cluster(path: Path) -> AnyCluster:
 
 def _part(content: Any, where: str) -> Cluster:
     """Equal devices, described in a file."""
-    data = _mapping(content, KEYS, where)
-    for key in KEYS[:3]:
-        if key not in data:
-            raise PlanError(f"{where} has no {key!r}: it needs {', '.join(KEYS[:3])}")
+    data = _mapping(content, KEYS, where, needed=3)
     return Cluster(
         num_nodes=_count(data["nodes"], "nodes", where),
         devices_per_node=_count(data["devices_per_node"], "devices_per_node", where),
@@ -139,10 +138,7 @@ def _device(name: str, memory: Any, where: str) -> Device:
                 f"'{name}:8GiB'"
             )
         return Device(name=known.name, memory_bytes=known.memory_bytes, kind=known.kind)
-    try:
-        size = parse_bytes(memory)
-    except ValueError as error:
-        raise PlanError(f"{where}: memory: {error}") from error
+    size = _read(parse_bytes, memory, f"{where}: memory")
     if size == 0:
         raise PlanError(f"{where}: memory of {memory!r}: a device needs some")
     if known is None:
@@ -153,27 +149,20 @@ def _device(name: str, memory: Any, where: str) -> Device:
 def _link(value: Any, name: str, where: str) -> Link | None:
     if value is None:
         return None
-    data = _mapping(value, LINK_KEYS, f"{where}: {name}")
-    for key in LINK_KEYS:
-        if key not in data:
-            raise PlanError(f"{where}: {name} has no {key!r}: it needs {' and '.join(LINK_KEYS)}")
-    try:
-        return Link(bytes_per_second=parse_rate(data["bandwidth"]), latency_seconds=parse_seconds(data["latency"]))
-    except ValueError as error:
-        raise PlanError(f"{where}: {name}: {error}") from error
+    place = f"{where}: {name}"
+    data = _mapping(value, LINK_KEYS, place, needed=2)
+    return Link(
+        bytes_per_second=_read(parse_rate, data["bandwidth"], place),
+        latency_seconds=_read(parse_seconds, data["latency"], place),
+    )
 
 
 def _host(value: Any, where: str) -> HostLink | None:
     if value is None:
         return None
-    data = _mapping(value, HOST_KEYS, f"{where}: host")
-    for key in HOST_KEYS[:2]:
-        if key not in data:
-            raise PlanError(f"{where}: host has no {key!r}: it needs {' and '.join(HOST_KEYS[:2])}")
-    try:
-        rates = {key: parse_rate(data[key]) for key in data}
-    except ValueError as error:
-        raise PlanError(f"{where}: host: {error}") from error
+    place = f"{where}: host"
+    data = _mapping(value, HOST_KEYS, place, needed=2)
+    rates = {key: _read(parse_rate, data[key], place) for key in data}
     return HostLink(
         to_device_bytes_per_second=rates["to_device"],
         to_host_bytes_per_second=rates["to_host"],
@@ -184,13 +173,18 @@ def _host(value: Any, where: str) -> HostLink | None:
 def _host_memory(value: Any, where: str) -> int | None:
     if value is None:
         return None
-    try:
-        size = parse_bytes(value)
-    except ValueError as error:
-        raise PlanError(f"{where}: host_memory: {error}") from error
+    size = _read(parse_bytes, value, f"{where}: host_memory")
     if size == 0:
         raise PlanError(f"{where}: host_memory of {value!r}: a host has some; leave it out if it is not known")
     return size
+
+
+def _read(parse: Callable[[Any], T], value: Any, place: str) -> T:
+    """A value with its unit; errors get the place in front."""
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise PlanError(f"{place}: {error}") from error
 
 
 def _count(value: Any, name: str, where: str) -> int:
@@ -199,7 +193,8 @@ def _count(value: Any, name: str, where: str) -> int:
     return value
 
 
-def _mapping(value: Any, keys: Collection[str], where: str) -> Mapping[str, Any]:
+def _mapping(value: Any, keys: Sequence[str], where: str, needed: int = 0) -> Mapping[str, Any]:
+    """A mapping with no other keys than these, the first ``needed`` of which it must have."""
     if not isinstance(value, Mapping):
         raise PlanError(f"{where} holds {value!r}: keys and values are needed, of {', '.join(keys)}")
     for key in value:
@@ -207,5 +202,10 @@ def _mapping(value: Any, keys: Collection[str], where: str) -> Mapping[str, Any]
             near = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.0)
             raise PlanError(
                 f"{where} has the key {key!r}: known keys are {', '.join(keys)}; the nearest is {near[0]!r}"
+            )
+    for key in keys[:needed]:
+        if key not in value:
+            raise PlanError(
+                f"{where} has no {key!r}: it needs {(' and ' if needed == 2 else ', ').join(keys[:needed])}"
             )
     return value

@@ -7,6 +7,7 @@ Every figure has its source beside it or in :data:`SOURCES`.
 import difflib
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.catalog.rates import EFFICIENCIES, RATE_SOURCES, Efficiencies
@@ -38,6 +39,7 @@ class CatalogDevice:
     """One kind of device.
 
     Attributes:
+        capability: CUDA's compute capability, from NVIDIA's table at developer.nvidia.com/cuda-gpus.
         memory_bytes: Memory that a program sees; None where it depends on the host.
         peak_flops: Peak FLOP/s by element type; ``float32`` without tensor cores, ``tfloat32`` with them.
         memory_bytes_per_second: Peak memory bandwidth.
@@ -54,6 +56,7 @@ class CatalogDevice:
 
     name: str
     cuda_names: tuple[str, ...]
+    capability: tuple[int, int] | None
     memory_bytes: int | None
     peak_flops: tuple[tuple[str, float], ...]
     memory_bytes_per_second: float
@@ -119,23 +122,25 @@ def _device(
     name: str,
     cuda_name: str,
     *,
+    capability: tuple[int, int],
     memory: float,
     flops: tuple[tuple[str, float], ...],
     bandwidth: float,
     pcie: float,
-    nvlink: float | None,
-    network: float,
     host: float,
-    sources: tuple[str, ...],
+    nvlink: float | None = None,
+    network: float = 100,
+    sources: tuple[str, ...] = ("mist", "ec2"),
 ) -> CatalogDevice:
-    """An NVIDIA device with the figures of its class.
+    """An NVIDIA device with the figures of its class; by default a PCIe board of a data centre.
 
-    Bandwidth and NVLink in GB/s, network in Gbit/s, memory of the host for each device in GiB.
+    Bandwidth and NVLink (in one direction) in GB/s, a node's network in Gbit/s, and its host's memory in GiB.
     """
     efficiencies = EFFICIENCIES[name]
     return CatalogDevice(
         name=name,
         cuda_names=(cuda_name,),
+        capability=capability,
         memory_bytes=int(memory),
         peak_flops=flops,
         memory_bytes_per_second=bandwidth * GB,
@@ -147,89 +152,30 @@ def _device(
         host_bytes_per_second=pcie,
         host_efficiency=HOST_EFFICIENCY,
         host_node_efficiency=HOST_NODE_EFFICIENCY,
-        host_memory_bytes=int(host * GIB),
+        host_memory_bytes=int(host / DEVICES_PER_HOST * GIB),
         sources=("datasheet", *dict.fromkeys((*efficiencies.sources, *sources))),
     )
 
 
-def _board(
-    name: str,
-    cuda_name: str,
-    *,
-    memory: float,
-    flops: tuple[tuple[str, float], ...],
-    bandwidth: float,
-    pcie: float,
-    host: float,
-) -> CatalogDevice:
-    """A PCIe board of a data centre, eight of them in a node with 100 Gbit/s (ec2) and ``host`` GiB of memory."""
-    return _device(
-        name,
-        cuda_name,
-        memory=memory,
-        flops=flops,
-        bandwidth=bandwidth,
-        pcie=pcie,
-        nvlink=None,
-        network=100,
-        host=host / DEVICES_PER_HOST,
-        sources=("mist", "ec2"),
-    )
-
-
-def _module(
-    name: str,
-    cuda_name: str,
-    *,
-    memory: float,
-    flops: tuple[tuple[str, float], ...],
-    bandwidth: float,
-    pcie: float,
-    nvlink: float,
-    network: float,
-    host: float,
-) -> CatalogDevice:
-    """An SXM module with NVLink (GB/s in one direction), eight of them in a node with ``host`` GiB of memory (ec2)."""
-    return _device(
-        name,
-        cuda_name,
-        memory=memory,
-        flops=flops,
-        bandwidth=bandwidth,
-        pcie=pcie,
-        nvlink=nvlink,
-        network=network,
-        host=host / DEVICES_PER_HOST,
-        sources=("mist", "nccl", "ec2"),
-    )
-
-
-def _geforce(name: str, cuda_name: str, *, flops: tuple[tuple[str, float], ...], bandwidth: float) -> CatalogDevice:
-    """A GeForce card in a workstation: no peer-to-peer copies, 10 Gbit/s Ethernet."""
-    return _device(
-        name,
-        cuda_name,
-        memory=23.52 * GIB,  # as torch reports it on an RTX 4090: github.com/Soul-AILab/SoulX-FlashTalk issue 5
-        flops=flops,
-        bandwidth=bandwidth,
-        pcie=PCIE4,
-        nvlink=None,
-        network=10,
-        # Puget Systems, hardware recommendations for machine learning: 128 GB beside two RTX 3090, about twice theirs.
-        host=64,
-        sources=("mist",),
-    )
-
-
-V100_FLOPS = _flops(15.7, None, 125, None)
-A100_FLOPS = _flops(19.5, 156, 312, 312)
-HOPPER_FLOPS = _flops(67, 494.5, 989, 989)
+_module = partial(_device, sources=("mist", "nccl", "ec2"))  # an SXM module with NVLink
+_volta = partial(_module, capability=(7, 0), flops=_flops(15.7, None, 125, None), bandwidth=900, pcie=PCIE3, nvlink=150)
+_ampere = partial(
+    _module, capability=(8, 0), flops=_flops(19.5, 156, 312, 312), pcie=PCIE4, nvlink=300, network=400, host=1152
+)
+_hopper = partial(
+    _module, capability=(9, 0), flops=_flops(67, 494.5, 989, 989), pcie=PCIE5, nvlink=450, network=3200, host=2048
+)
+# A GeForce card in a workstation: no peer-to-peer copies, 10 Gbit/s Ethernet. Memory as torch reports it on an RTX 4090
+# (github.com/Soul-AILab/SoulX-FlashTalk issue 5); 128 GB beside two RTX 3090, about twice theirs (Puget Systems,
+# hardware recommendations for machine learning).
+_geforce = partial(_device, memory=23.52 * GIB, pcie=PCIE4, network=10, host=64 * DEVICES_PER_HOST, sources=("mist",))
 
 DEVICES: tuple[CatalogDevice, ...] = (
     # Memory as the Mist artifact configures it.
-    _board(
+    _device(
         "L4",
         "NVIDIA L4",
+        capability=(8, 9),
         memory=22.488 * GIB,
         flops=_flops(30.3, 60, 121, 121),
         bandwidth=300,
@@ -237,87 +183,42 @@ DEVICES: tuple[CatalogDevice, ...] = (
         host=768,
     ),
     # Memory as torch reports it on an A10: github.com/zai-org/CogVLM issue 236. Rates: AWS's data sheet of the A10G.
-    _board(
-        "A10G", "NVIDIA A10G", memory=21.99 * GIB, flops=_flops(35, 35, 70, 70), bandwidth=600, pcie=PCIE4, host=768
-    ),
-    # Memory as torch reports it.
-    _board(
-        "T4", "Tesla T4", memory=15102 * 2**20, flops=_flops(8.1, None, 65, None), bandwidth=320, pcie=PCIE3, host=384
-    ),
-    # Memory: github.com/meta-llama/llama issue 918; the 32 GB module has twice that.
-    _module(
-        "V100-16",
-        "Tesla V100-SXM2-16GB",
-        memory=15.77 * GIB,
-        flops=V100_FLOPS,
-        bandwidth=900,
-        pcie=PCIE3,
-        nvlink=150,
-        network=25,
-        host=488,
-    ),
-    _module(
-        "V100-32",
-        "Tesla V100-SXM2-32GB",
-        memory=31.54 * GIB,
-        flops=V100_FLOPS,
-        bandwidth=900,
-        pcie=PCIE3,
-        nvlink=150,
-        network=100,
+    _device(
+        "A10G",
+        "NVIDIA A10G",
+        capability=(8, 6),
+        memory=21.99 * GIB,
+        flops=_flops(35, 35, 70, 70),
+        bandwidth=600,
+        pcie=PCIE4,
         host=768,
     ),
+    # Memory as torch reports it.
+    _device(
+        "T4",
+        "Tesla T4",
+        capability=(7, 5),
+        memory=15102 * 2**20,
+        flops=_flops(8.1, None, 65, None),
+        bandwidth=320,
+        pcie=PCIE3,
+        host=384,
+    ),
+    # Memory: github.com/meta-llama/llama issue 918; the 32 GB module has twice that.
+    _volta("V100-16", "Tesla V100-SXM2-16GB", memory=15.77 * GIB, network=25, host=488),
+    _volta("V100-32", "Tesla V100-SXM2-32GB", memory=31.54 * GIB, network=100, host=768),
     # Memory: github.com/bottlerocket-os/bottlerocket pull request 3873; the 80 GB module has twice that.
-    _module(
-        "A100-40",
-        "NVIDIA A100-SXM4-40GB",
-        memory=42298834944,
-        flops=A100_FLOPS,
-        bandwidth=1555,
-        pcie=PCIE4,
-        nvlink=300,
-        network=400,
-        host=1152,
-    ),
-    _module(
-        "A100-80",
-        "NVIDIA A100-SXM4-80GB",
-        memory=2 * 42298834944,
-        flops=A100_FLOPS,
-        bandwidth=2039,
-        pcie=PCIE4,
-        nvlink=300,
-        network=400,
-        host=1152,
-    ),
+    _ampere("A100-40", "NVIDIA A100-SXM4-40GB", memory=42298834944, bandwidth=1555),
+    _ampere("A100-80", "NVIDIA A100-SXM4-80GB", memory=2 * 42298834944, bandwidth=2039),
     # Memory: github.com/vllm-project/vllm issue 27508.
-    _module(
-        "H100",
-        "NVIDIA H100 80GB HBM3",
-        memory=79.11 * GIB,
-        flops=HOPPER_FLOPS,
-        bandwidth=3350,
-        pcie=PCIE5,
-        nvlink=450,
-        network=3200,
-        host=2048,
-    ),
+    _hopper("H100", "NVIDIA H100 80GB HBM3", memory=79.11 * GIB, bandwidth=3350),
     # Memory as sold; what a program sees is a little more.
-    _module(
-        "H200",
-        "NVIDIA H200",
-        memory=141 * GB,
-        flops=HOPPER_FLOPS,
-        bandwidth=4800,
-        pcie=PCIE5,
-        nvlink=450,
-        network=3200,
-        host=2048,
-    ),
+    _hopper("H200", "NVIDIA H200", memory=141 * GB, bandwidth=4800),
     # Memory and its 7.672 TB/s: github.com/pytorch/ao pull request 4002.
     _module(
         "B200",
         "NVIDIA B200",
+        capability=(10, 0),
         memory=178.35 * GIB,
         flops=_flops(80, 1125, 2250, 2250),
         bandwidth=7672,
@@ -326,13 +227,16 @@ DEVICES: tuple[CatalogDevice, ...] = (
         network=3200,
         host=2048,
     ),
-    _geforce("RTX3090", "NVIDIA GeForce RTX 3090", flops=_flops(35.6, 35.6, 71, 71), bandwidth=936),
-    _geforce("RTX4090", "NVIDIA GeForce RTX 4090", flops=_flops(82.6, 82.6, 165.2, 165.2), bandwidth=1008),
+    _geforce("RTX3090", "NVIDIA GeForce RTX 3090", capability=(8, 6), flops=_flops(35.6, 35.6, 71, 71), bandwidth=936),
+    _geforce(
+        "RTX4090", "NVIDIA GeForce RTX 4090", capability=(8, 9), flops=_flops(82.6, 82.6, 165.2, 165.2), bandwidth=1008
+    ),
     # One process per core, rates measured and so without efficiencies; the link is the median of the rates that
     # the measured collectives between two processes imply; Ethernet as above.
     CatalogDevice(
         name="cpu",
         cuda_names=(),
+        capability=None,
         memory_bytes=None,
         peak_flops=(("float32", 117e9), ("bfloat16", 490e9)),
         memory_bytes_per_second=20 * GB,
@@ -398,26 +302,9 @@ def host_memory(cluster: Cluster) -> int | None:
     return None if each is None else each * cluster.devices_per_node
 
 
-CAPABILITIES: dict[str, tuple[int, int]] = {
-    "V100-16": (7, 0),
-    "V100-32": (7, 0),
-    "T4": (7, 5),
-    "A100-40": (8, 0),
-    "A100-80": (8, 0),
-    "A10G": (8, 6),
-    "RTX3090": (8, 6),
-    "L4": (8, 9),
-    "RTX4090": (8, 9),
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "B200": (10, 0),
-}
-"""By catalog name; from NVIDIA's table at developer.nvidia.com/cuda-gpus."""
-
-
 def capability_of(device: str) -> tuple[int, int] | None:
     """The compute capability of a device; None where it is not known, as for CPUs."""
     try:
-        return CAPABILITIES.get(find_device(device).name)
+        return find_device(device).capability
     except ProfileError:
         return None

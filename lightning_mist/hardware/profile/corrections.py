@@ -45,7 +45,7 @@ from typing import Any, Literal, get_args
 
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.profile.hardware_profile import Correction, HardwareProfile
-from lightning_mist.hardware.profile.profile_files import profile_key, profile_path, write_atomically
+from lightning_mist.hardware.profile.profile_files import decode, profile_key, profile_path, write_atomically
 
 Term = Literal["forward", "backward", "communication", "update", "overhead"]
 """Kinds of terms: computation by direction, where layers were measured; all that ranks exchange; the optimizer's
@@ -147,7 +147,7 @@ def _total(observation: Observation) -> float:
 
 
 def _update(known: dict[str, Correction], observation: Observation) -> None:
-    """One step of the filter."""
+    """One step of a scalar Kalman filter for every term, with innovation clipping (Huber); see the module's text."""
     raw: Mapping[str, float] = {term: seconds for term, seconds in observation.expected if seconds > 0}
     predicted = sum(known[term].factor * seconds for term, seconds in raw.items())
     noise = predicted**2 * (BETWEEN_RUNS**2 + observation.spread**2)
@@ -239,12 +239,7 @@ def load_corrections(store: CorrectionStore) -> tuple[tuple[Correction, ...], st
 
 
 def _decode(data: dict[str, Any]) -> Correction:
-    found = Correction(
-        term=str(data["term"]),
-        factor=float(data["factor"]),
-        spread=float(data["spread"]),
-        samples=int(data["samples"]),
-    )
+    found: Correction = decode(Correction, data)
     if found.term not in TERMS:
         raise ValueError(f"no predictions have the term {found.term!r}")
     if not BOUNDS[0] <= found.factor <= BOUNDS[1] or not 0 < found.spread <= PRIOR_SPREAD or found.samples < 1:

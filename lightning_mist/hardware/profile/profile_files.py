@@ -14,20 +14,13 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.cluster import Cluster, Device
+from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.profile.hardware_profile import (
-    CollectiveCost,
-    ComputeRate,
-    Correction,
     HardwareProfile,
-    KernelRate,
-    MemoryRate,
-    StepOverheads,
 )
-from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference
 
 if TYPE_CHECKING:
     import torch
@@ -141,95 +134,47 @@ def _read(path: Path) -> tuple[HardwareProfile, dict[str, str]]:
         found = content.get("schema") if isinstance(content, dict) else None
         raise ProfileError(f"profile {path} has schema {found!r}: schema {SCHEMA} is read; measure again")
     try:
-        return _decode(content["profile"]), dict(content["key"])
+        return _check_sizes(decode(HardwareProfile, content["profile"])), dict(content["key"])
     except (KeyError, TypeError, ValueError) as error:
         raise ProfileError(f"profile {path} is not a profile of schema {SCHEMA}: {error!r}; measure again") from error
 
 
-def _decode(data: dict[str, Any]) -> HardwareProfile:
-    compute = [
-        ComputeRate(
-            dtype=str(rate["dtype"]),
-            flops=_numbers(rate["flops"]),
-            flops_per_second=_numbers(rate["flops_per_second"]),
-            spread=float(rate["spread"]),
-        )
-        for rate in data["compute"]
-    ]
-    for rate in compute:
+def decode(kind: Any, data: Any) -> Any:
+    """A value of a type from what JSON has of it: numbers, text, tuples of one type, dataclasses by their fields.
+
+    Fields with a default may be missing: what was written before they were known does not have them.
+
+    Raises:
+        KeyError: If another field is missing.
+        TypeError: If the value is of another structure.
+        ValueError: If it is no value of the type.
+    """
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        known = [
+            field.name
+            for field in dataclasses.fields(kind)
+            if field.name in data or field.default is dataclasses.MISSING
+        ]
+        return kind(**{name: decode(hints[name], data[name]) for name in known})  # type: ignore[operator]
+    options = get_args(kind)
+    if get_origin(kind) is tuple:
+        return tuple(decode(options[0], item) for item in data)
+    if type(None) in options:
+        return None if data is None else decode(options[0], data)
+    return kind(data)
+
+
+def _check_sizes(profile: HardwareProfile) -> HardwareProfile:
+    """Refuse rates that are not as many as the sizes that they belong to."""
+    for rate in profile.compute:
         if not rate.flops or len(rate.flops) != len(rate.flops_per_second):
             raise ValueError(f"{len(rate.flops)} sizes and {len(rate.flops_per_second)} rates of {rate.dtype}")
-    collectives = [
-        CollectiveCost(
-            operation=str(cost["operation"]),
-            group_size=int(cost["group_size"]),
-            num_nodes=int(cost["num_nodes"]),
-            latency_seconds=float(cost["latency_seconds"]),
-            bytes_per_second=float(cost["bytes_per_second"]),
-            spread=float(cost["spread"]),
-        )
-        for cost in data["collectives"]
-    ]
-    return HardwareProfile(
-        device=str(data["device"]),
-        source=str(data["source"]),
-        compute=tuple(compute),
-        memory_bytes_per_second=float(data["memory_bytes_per_second"]),
-        operator_seconds=float(data["operator_seconds"]),
-        collectives=tuple(collectives),
-        host_to_device_bytes_per_second=float(data["host_to_device_bytes_per_second"]),
-        device_to_host_bytes_per_second=float(data["device_to_host_bytes_per_second"]),
-        host_bytes_per_second_per_node=float(data.get("host_bytes_per_second_per_node", 0.0)),
-        rates=tuple(map(_memory_rate, data["rates"])),
-        kernels=tuple(map(_kernel_rate, data["kernels"])),
-        interference=_interference(data.get("interference")),
-        # Profiles that were kept before overheads were known have none.
-        overheads=StepOverheads(**{str(name): float(value) for name, value in data.get("overheads", {}).items()}),
-        corrections=tuple(
-            Correction(
-                term=str(item["term"]),
-                factor=float(item["factor"]),
-                spread=float(item["spread"]),
-                samples=int(item["samples"]),
-            )
-            for item in data.get("corrections", [])
-        ),
-    )
-
-
-def _memory_rate(rate: dict[str, Any]) -> MemoryRate:
-    found = MemoryRate(
-        kind=str(rate["kind"]),
-        bytes=_numbers(rate["bytes"]),
-        forward_bytes_per_second=_numbers(rate["forward_bytes_per_second"]),
-        backward_bytes_per_second=_numbers(rate["backward_bytes_per_second"]),
-        spread=float(rate["spread"]),
-    )
-    lengths = {len(found.bytes), len(found.forward_bytes_per_second), len(found.backward_bytes_per_second)}
-    if not found.bytes or len(lengths) > 1:
-        raise ValueError(f"{sorted(lengths)} sizes and rates of {found.kind}")
-    return found
-
-
-def _kernel_rate(rate: dict[str, Any]) -> KernelRate:
-    return KernelRate(
-        kind=str(rate["kind"]),
-        dtype=str(rate["dtype"]),
-        forward_flops_per_second=float(rate["forward_flops_per_second"]),
-        backward_flops_per_second=float(rate["backward_flops_per_second"]),
-        spread=float(rate["spread"]),
-    )
-
-
-def _interference(data: dict[str, Any] | None) -> Interference | None:
-    if data is None:
-        return None
-    coefficients = {name: float(data[name]) for name in COEFFICIENTS}
-    return Interference(**coefficients, source=str(data["source"]), spread=float(data["spread"]))
-
-
-def _numbers(values: list[float]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
+    for rates in profile.rates:
+        lengths = {len(rates.bytes), len(rates.forward_bytes_per_second), len(rates.backward_bytes_per_second)}
+        if not rates.bytes or len(lengths) > 1:
+            raise ValueError(f"{sorted(lengths)} sizes and rates of {rates.kind}")
+    return profile
 
 
 def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
@@ -243,20 +188,9 @@ def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
     """
     profile = read_profile(path)
     try:
-        return _decode_cluster(json.loads(path.read_text(encoding="utf-8"))["cluster"]), profile
+        return decode(Cluster, json.loads(path.read_text(encoding="utf-8"))["cluster"]), profile
     except (KeyError, TypeError, ValueError) as error:
         raise ProfileError(
             f"profile {path} does not say what the devices are ({error!r}): measure again with lightning-mist profile "
             f"--out {path.name}"
         ) from error
-
-
-def _decode_cluster(data: dict[str, Any]) -> Cluster:
-    device = data["device"]
-    host_memory = data.get("host_memory_bytes")  # Not in files that were written before it was known.
-    return Cluster(
-        num_nodes=int(data["num_nodes"]),
-        devices_per_node=int(data["devices_per_node"]),
-        device=Device(name=str(device["name"]), memory_bytes=int(device["memory_bytes"]), kind=str(device["kind"])),
-        host_memory_bytes=None if host_memory is None else int(host_memory),
-    )

@@ -37,7 +37,7 @@ def test_a_file_without_devices_says_how_to_get_one(tmp_path):
         read_machine(path)
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "cluster": {"num_nodes": 1}}))
-    with pytest.raises(ProfileError, match="'device'"):
+    with pytest.raises(ProfileError, match="'devices_per_node'"):
         read_machine(path)
 
 
