@@ -10,10 +10,10 @@ import math
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import (
@@ -31,10 +31,7 @@ from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, Sta
 SCHEMA = 1
 """The version of the plan file that this version writes, and the newest that it reads."""
 
-_OFFLOAD_KEYS = ("parameters", "gradients", "optimizer", "activations")
 _RULE_KEYS = ("transfers", "update_after")
-_WORK_KEYS = ("model_flops", "peak_flops_per_second", "peak_source", "roofline_seconds", "sequence_length")
-_SECONDS_KEYS = ("steady_seconds", "boundary_seconds", "forward_seconds", "backward_seconds")
 
 T = TypeVar("T")
 
@@ -107,26 +104,22 @@ def _stage_document(stage: StagePlan) -> dict[str, object]:
         "sequence_parallel": stage.mesh.sequence_parallel,
         "zero_stage": int(stage.zero_stage),
         "checkpointed_layers": stage.checkpointing.layers,
-        "offload": {key: getattr(stage.offload, key) for key in _OFFLOAD_KEYS},
+        "offload": asdict(stage.offload),
     }
 
 
 def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
     if predicted is None:
         return {"step_seconds": 0.0, "stages": []}
-    stages = [
-        {
-            **{key: getattr(stage, key) for key in _SECONDS_KEYS},
-            "peak_bytes": stage.peak_bytes,
-            "breakdown": dict(stage.breakdown),
-            **({"spent": dict(stage.spent)} if stage.spent else {}),
-            **({"needs": dict(stage.needs)} if stage.needs else {}),
-        }
-        for stage in predicted.stages
-    ]
+    stages = []
+    for stage in predicted.stages:
+        values = asdict(stage)
+        for key in ("breakdown", "spent", "needs"):
+            values[key] = dict(values[key])
+        stages.append({key: value for key, value in values.items() if value or key not in ("spent", "needs")})
     defaults = Predicted(step_seconds=0.0, stages=())
     rules = {key: getattr(predicted, key) for key in _RULE_KEYS if getattr(predicted, key) != getattr(defaults, key)}
-    work = {} if predicted.work is None else {"work": {key: getattr(predicted.work, key) for key in _WORK_KEYS}}
+    work = {} if predicted.work is None else {"work": asdict(predicted.work)}
     return {"step_seconds": predicted.step_seconds, **rules, "stages": stages, **work}
 
 
@@ -141,9 +134,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise PlanError(f"the value {name}: numbers in a plan are finite; write a number")
-
-
-_MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +160,10 @@ class _Reader:
                 hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
                 raise PlanError(f"{self.place(key)}: this key is not known; {hint}")
 
-    def get(self, key: str, read: Callable[[object, str], T], default: Any = _MISSING) -> T:
+    def get(self, key: str, read: Callable[[object, str], T], default: Any = MISSING) -> T:
         if key in self.values:
             return read(self.values[key], self.place(key))
-        if default is _MISSING:
+        if default is MISSING:
             raise PlanError(f"{self.place(key)} is missing: a plan needs it; add it")
         return cast(T, default)
 
@@ -260,11 +250,28 @@ def _zero_stage(value: object, path: str) -> ZeroStage:
     return ZeroStage(number)
 
 
-def _offload(value: object, path: str) -> OffloadRatios:
-    reader = _Reader.of(value, path)
-    reader.only(*_OFFLOAD_KEYS)
-    ratios = {key: reader.get(key, _number, 0.0) for key in _OFFLOAD_KEYS}
-    return reader.build(lambda: OffloadRatios(**ratios))
+def _record(kind: type[T]) -> Callable[[object, str], T]:
+    """Reads an object whose keys are the fields of a dataclass; those with a default may be left out."""
+    readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
+    defaults = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+
+    def read(value: object, path: str) -> T:
+        reader = _Reader.of(value, path)
+        reader.only(*readers)
+        values = {name: reader.get(name, readers[name], defaults[name]) for name in readers}
+        return reader.build(lambda: kind(**values))
+
+    return read
+
+
+_READERS: dict[Any, Callable[[object, str], Any]] = {
+    int: _integer,
+    int | None: _optional_integer,
+    float: _number,
+    str: _text,
+    tuple[tuple[str, float], ...]: _mapping(_number),
+}
+"""What reads a field of a type."""
 
 
 def _stage(value: object, path: str) -> StagePlan:
@@ -276,7 +283,7 @@ def _stage(value: object, path: str) -> StagePlan:
     sequence_parallel = reader.get("sequence_parallel", _truth, False)
     zero_stage = reader.get("zero_stage", _zero_stage, ZeroStage.NONE)
     checkpointed = reader.get("checkpointed_layers", _integer, 0)
-    offload = reader.get("offload", _offload, OffloadRatios())
+    offload = reader.get("offload", _record(OffloadRatios), OffloadRatios())
     return reader.build(
         lambda: StagePlan(
             layers=layers,
@@ -309,48 +316,21 @@ _STAGE_KEYS = (
 )
 
 
-def _predicted_stage(value: object, path: str) -> PredictedStage:
-    reader = _Reader.of(value, path)
-    reader.only(*_SECONDS_KEYS, "peak_bytes", "breakdown", "spent", "needs")
-    return PredictedStage(
-        steady_seconds=reader.get("steady_seconds", _number),
-        boundary_seconds=reader.get("boundary_seconds", _number),
-        forward_seconds=reader.get("forward_seconds", _number),
-        backward_seconds=reader.get("backward_seconds", _number),
-        peak_bytes=reader.get("peak_bytes", _integer),
-        breakdown=reader.get("breakdown", _mapping(_number), ()),
-        spent=reader.get("spent", _mapping(_number), ()),
-        needs=reader.get("needs", _mapping(_number), ()),
-    )
-
-
 def _predicted(value: object, path: str) -> Predicted | None:
     reader = _Reader.of(value, path)
     reader.only("step_seconds", *_RULE_KEYS, "stages", "work")
     step_seconds = reader.get("step_seconds", _number, 0.0)
-    stages = reader.get("stages", _list(_predicted_stage), ())
+    stages = reader.get("stages", _list(_record(PredictedStage)), ())
     # This is how a plan that nobody predicted is written, so that the file always has the same keys.
     if not stages and not step_seconds:
         return None
     transfers = cast(Transfers, reader.get("transfers", _text, "beside"))  # Predicted itself checks the words
     update_after = cast(UpdateAfter, reader.get("update_after", _text, "own"))
-    work = reader.get("work", _work, None)
+    work = reader.get("work", _record(StepWork), None)
     return reader.build(
         lambda: Predicted(
             step_seconds=step_seconds, stages=stages, transfers=transfers, update_after=update_after, work=work
         )
-    )
-
-
-def _work(value: object, path: str) -> StepWork:
-    reader = _Reader.of(value, path)
-    reader.only(*_WORK_KEYS)
-    return StepWork(
-        model_flops=reader.get("model_flops", _number),
-        peak_flops_per_second=reader.get("peak_flops_per_second", _number),
-        peak_source=reader.get("peak_source", _text),
-        roofline_seconds=reader.get("roofline_seconds", _number),
-        sequence_length=reader.get("sequence_length", _optional_integer, None),
     )
 
 
