@@ -47,11 +47,7 @@ def open_cluster(text: str) -> "AnyCluster":
 
 
 def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareProfile | None":
-    """What was measured of the machine that a text names: in a file, or of this one; None if it is only described.
-
-    Args:
-        text: As for :func:`open_cluster`.
-    """
+    """What was measured of the machine that a text names: in a file, or of this one; None if it is only described."""
     if is_measured(text):
         from lightning_mist.hardware import read_machine
 
@@ -80,11 +76,7 @@ def oldest_capability(cluster: "AnyCluster") -> tuple[int, int] | None:
 
 
 def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
-    """What another precision would do for a machine that computes in single precision, if its data sheet says so.
-
-    Args:
-        precision: Lightning's name of the precision that was asked for, or taken by default.
-    """
+    """What another precision would do for a machine that computes in single precision, if its data sheet says so."""
     from lightning_mist.errors import ProfileError
     from lightning_mist.hardware.catalog import find_device
 
@@ -128,7 +120,6 @@ def local_cluster(kind: str, processes: int | None, said: str) -> "Cluster":
 
     Args:
         processes: How many; by default one for each CUDA device, on a CPU one.
-        said: What the user wrote, for errors.
 
     Raises:
         ValueError: If there are not as many devices.
@@ -148,11 +139,7 @@ def local_cluster(kind: str, processes: int | None, said: str) -> "Cluster":
 
 
 def measure_local(cluster: "Cluster", precision: str, *, is_fresh: bool = False) -> Measured:
-    """What a fit on this machine would measure, by as many processes as it has devices.
-
-    Raises:
-        ProfileError: If measuring fails.
-    """
+    """What a fit on this machine would measure, by as many processes as it has devices."""
     from torch.multiprocessing.spawn import ProcessException, spawn
 
     with tempfile.TemporaryDirectory() as directory:
@@ -168,7 +155,6 @@ def measure_local(cluster: "Cluster", precision: str, *, is_fresh: bool = False)
 
 
 def _measure_one(rank: int, cluster: "Cluster", precision: str, directory: str, is_fresh: bool) -> None:
-    """One of the processes."""
     import torch
     import torch.distributed as dist
 
@@ -232,7 +218,6 @@ def measure_launched(kind: str, precision: str) -> Measured | None:
 
 
 def _device(cluster: "Cluster", local_rank: int) -> "torch.device":
-    """The device of a process, chosen for it."""
     import torch
 
     if cluster.device.kind != "cuda":

@@ -213,7 +213,6 @@ _LAYERS_TO_COME = 10_000
 
 
 def _plan(num_layers: int, cluster: "AnyCluster", values: Mapping[str, Any]) -> Plan:
-    """The plan that degrees describe."""
     numbers = {name: values[name] for name in (*_NUMBERS, "global_batch_size")}
     layers = str(values["checkpointed_layers"])
     return plan_of(

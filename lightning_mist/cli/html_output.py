@@ -64,7 +64,6 @@ def write_html(
     """Write the page of a plan.
 
     Args:
-        given: What stood on the command line, by name.
         seconds: The most seconds to search for plans under less memory.
     """
     from lightning_mist.report.frontier import memory_frontier

@@ -20,9 +20,7 @@ class NetworkRequest:
     """A network as commands ask for it.
 
     Attributes:
-        model: A preset, the path of a Hugging Face config.json, or package.module:function.
         optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
-        trace: Whether a preset is traced too, instead of described by its sizes.
     """
 
     model: str
@@ -37,11 +35,7 @@ class NetworkRequest:
 
 
 def describe_network(request: NetworkRequest) -> "ModelSpec":
-    """What the network costs: of presets by their sizes, where traces of their family are at hand; else traced.
-
-    Raises:
-        ValueError: If it names nothing, or something needed is missing.
-    """
+    """What the network costs: of presets by their sizes, where traces of their family are at hand; else traced."""
     from lightning_mist.model.presets import PRESETS, check_length, check_name, check_precision
 
     check_precision(request.precision)
@@ -83,7 +77,6 @@ def _devices(request: NetworkRequest) -> str:
 
 
 def _optimizer(name: str, device_kind: str) -> "OptimizerSpec":
-    """What an optimizer keeps, measured."""
     from lightning_mist.model import describe_optimizer, optimizer_class
 
     return describe_optimizer(optimizer_class(name), device_kind=device_kind)
@@ -142,11 +135,7 @@ def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpe
 
 
 def closed_network(request: NetworkRequest) -> "ModelSpec":
-    """What a transformer costs by its sizes alone.
-
-    Raises:
-        ValueError: If nothing states them.
-    """
+    """What a transformer costs by its sizes alone."""
     from lightning_mist.estimate.closed_form import closed_spec
     from lightning_mist.model.presets import check_length, check_name
 

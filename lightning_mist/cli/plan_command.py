@@ -278,7 +278,6 @@ def _degrees(search: "SearchSpace", machine: "AnyCluster") -> tuple[int, ...]:
 
 
 def _show(found: _Found, why: "Explanation", *, json: bool, explain: bool) -> None:
-    """Print the plan and all that was asked for."""
     from lightning_mist.explain import explanation_data
     from lightning_mist.tuner.result import CLOSED_FORM_AND_CLOCK
 
@@ -328,7 +327,6 @@ def _not_executed(found: "Plan") -> tuple[str, ...]:
 
 
 def _search_data(result: "TuneResult") -> dict[str, Any]:
-    """How sure it is that the plan is the best, for machines."""
     return {
         "status": result.status,
         "bound": result.bound,
@@ -350,7 +348,6 @@ def rows_of_each(global_batch_size: int, machine: "AnyCluster") -> int:
 
 
 def _made_for(spec: "ModelSpec", machine: "AnyCluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:
-    """The fingerprint of a plan for a network on a machine."""
     versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
     made_for = fingerprint_of(
         spec.module_map, world_size=machine.world_size, batch_rows=rows, precision=precision, versions=versions

@@ -72,7 +72,6 @@ def _check(timeline: str | None, memory: str | None) -> None:
 
 
 def _draw_timeline(plan: Plan, path: str) -> str:
-    """Draw the schedule; what to say of it."""
     from lightning_mist.report.timeline import timeline_of
     from lightning_mist.schedule import simulate_plan
 
@@ -91,7 +90,6 @@ def _draw_timeline(plan: Plan, path: str) -> str:
 
 
 def _draw_memory(plan: Plan, path: str, limit: float | None) -> str:
-    """Draw the bytes over the step; what to say of them."""
     from lightning_mist.report.draw_memory import draw_memory, memory_picture
 
     picture = memory_picture(plan, () if limit is None else (limit,) * plan.num_stages)

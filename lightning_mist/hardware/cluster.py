@@ -18,7 +18,6 @@ class Device:
 
     Attributes:
         memory_bytes: Memory of the device (for a CPU process, its share of the host's).
-        kind: ``"cuda"`` or ``"cpu"``.
     """
 
     name: str
@@ -31,7 +30,6 @@ class Link:
     """A connection by its line rate, before any protocol.
 
     Attributes:
-        bytes_per_second: Bytes that one end can send per second.
         latency_seconds: Time of an empty message, launch included.
     """
 
@@ -39,7 +37,6 @@ class Link:
     latency_seconds: float
 
     def __post_init__(self) -> None:
-        """Check the figures."""
         if not 0 < self.bytes_per_second < float("inf") or not 0 <= self.latency_seconds < float("inf"):
             raise PlanError(
                 f"a link of {self.bytes_per_second} bytes/s and {self.latency_seconds} s: the rate must be positive, "
@@ -53,7 +50,6 @@ class HostLink:
 
     Attributes:
         to_device_bytes_per_second: What one device copies from the host while the others do not.
-        to_host_bytes_per_second: What it copies to the host.
         node_bytes_per_second: What all devices of a node together copy in one direction; 0 for as much as they all can.
     """
 
@@ -62,7 +58,6 @@ class HostLink:
     node_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the figures."""
         rates = self.to_device_bytes_per_second, self.to_host_bytes_per_second
         if not all(0 < rate < float("inf") for rate in rates) or not 0 <= self.node_bytes_per_second < float("inf"):
             raise PlanError(
@@ -94,7 +89,6 @@ class Cluster:
     host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the counts and the memory."""
         if self.num_nodes < 1 or self.devices_per_node < 1:
             raise PlanError(f"a cluster of {self.num_nodes} nodes x {self.devices_per_node}: both must be at least 1")
         if self.host_memory_bytes is not None and self.host_memory_bytes < 1:
@@ -146,7 +140,6 @@ class MixedCluster:
     link: Link | None = None
 
     def __post_init__(self) -> None:
-        """Check that there are parts, and that they could train together."""
         if len(self.parts) < 2:
             raise PlanError(
                 f"a mixed cluster of {len(self.parts)} parts: it has at least 2; describe one kind of device as a "
@@ -221,9 +214,6 @@ def single(cluster: AnyCluster, what: str) -> Cluster:
 
     Args:
         what: What needs one kind of device, for the message.
-
-    Raises:
-        PlanError: If it is mixed.
     """
     if isinstance(cluster, MixedCluster):
         raise PlanError(f"cluster {cluster.text}: {what} needs devices of one kind; name one of its parts")

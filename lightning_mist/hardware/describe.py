@@ -61,10 +61,6 @@ def parse_cluster(value: str) -> AnyCluster:
     Args:
         value: For example ``"4x8xL4"``, ``"8xA100-40"``, ``"2xcpu:8GiB"``, ``"8xA100-40+2x8xV100-32"``, or the name of
             a file that ends in ``.yaml`` or ``.yml``.
-
-    Raises:
-        PlanError: If the text or file describes none.
-        ProfileError: If the device is not in the catalog and its memory is not given.
     """
     if value.lower().endswith((".yaml", ".yml")):
         return read_cluster(Path(value))
@@ -72,7 +68,6 @@ def parse_cluster(value: str) -> AnyCluster:
 
 
 def _text_part(text: str, where: str) -> Cluster:
-    """Equal devices, described in text."""
     match = _TEXT.match(text)
     if match is None:
         raise PlanError(
@@ -110,7 +105,6 @@ def read_cluster(path: Path) -> AnyCluster:
 
 
 def _part(content: Any, where: str) -> Cluster:
-    """Equal devices, described in a file."""
     data = _mapping(content, KEYS, where, needed=3)
     return Cluster(
         num_nodes=_count(data["nodes"], "nodes", where),

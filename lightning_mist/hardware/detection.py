@@ -47,9 +47,6 @@ def host_memory_bytes(information: Path = MEMORY_INFORMATION, limits: tuple[Path
 
     Args:
         limits: Files with the container's limit; those missing or without a number set none.
-
-    Raises:
-        ProfileError: If the kernel's figures cannot be read.
     """
     try:
         fields = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)

@@ -64,14 +64,8 @@ def measuring_groups(cluster: Cluster) -> Iterator[tuple[RankGroup, ...]]:
 
     Every rank must enter this at the same point. With one rank there are none.
 
-    Args:
-        cluster: The machine; its world size must be the process group's.
-
     Yields:
         The groups, the same list on every rank, the one of all ranks last.
-
-    Raises:
-        ValueError: If the process group has another size than the cluster.
     """
     if cluster.world_size == 1:
         yield ()

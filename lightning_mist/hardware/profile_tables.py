@@ -57,7 +57,6 @@ def _edge(flops: float) -> int:
 
 
 def _kernels(profile: HardwareProfile) -> Table:
-    """Attention and convolutions, by element type."""
     table = _table("other computation", ("kind", "type", "forward", "backward", "spread"))
     for rate in profile.kernels:
         forward, backward = rate.forward_flops_per_second, rate.backward_flops_per_second
@@ -72,7 +71,6 @@ def _kernels(profile: HardwareProfile) -> Table:
 
 
 def _memory(profile: HardwareProfile) -> Table:
-    """What moves bytes, by kind of operator and size."""
     table = _table("operators that move bytes", ("kind", "per call", "forward", "backward", "spread"))
     for rate in profile.rates:
         sizes = zip(rate.bytes, rate.forward_bytes_per_second, rate.backward_bytes_per_second, strict=True)
@@ -88,7 +86,6 @@ def _memory(profile: HardwareProfile) -> Table:
 
 
 def _corrections(profile: HardwareProfile) -> Table:
-    """What runs have taught."""
     table = _table("corrections of predictions, from runs", ("term", "factor", "spread", "runs"))
     for item in profile.corrections:
         table.add_row(item.term, f"{item.factor:.3f}", f"{item.spread:.3f}", str(item.samples))
@@ -96,7 +93,6 @@ def _corrections(profile: HardwareProfile) -> Table:
 
 
 def _rates(profile: HardwareProfile) -> Table:
-    """What is one number each."""
     table = _table("memory, launches, copies", ("", ""))
     table.show_header = False
     table.add_row("memory, read and written", format_rate(profile.memory_bytes_per_second, "B/s"))
@@ -126,7 +122,6 @@ def _rates(profile: HardwareProfile) -> Table:
 
 
 def _collectives(profile: HardwareProfile) -> Table:
-    """One row for each operation in each shape of group."""
     table = _table("collectives", ("operation", "ranks", "nodes", "latency", "payload", "spread"))
     for cost in profile.collectives:
         table.add_row(

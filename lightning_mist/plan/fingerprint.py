@@ -18,7 +18,6 @@ class Fingerprint:
     """What a plan was made for. ``None`` means that nobody said.
 
     Attributes:
-        batch_rows: Rows of one rank's batch.
         layer_kinds: The kinds of blocks in order, kinds lettered by their parameters' names and shapes: ``"12A 12B"``.
         parameters_hash: Digest of all parameters' names, shapes and element types, in order.
         versions: Names and versions of software; information only.
@@ -131,9 +130,6 @@ def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layer
 
     Args:
         batch_rows: Rows of one rank's batch; ``None`` if a batch has no rows to cut.
-
-    Raises:
-        PlanError: Naming what does not fit, with both numbers.
     """
     if plan.world_size != world_size:
         raise PlanError(
@@ -209,11 +205,7 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
 
 
 def check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
-    """Refuse a tensor-parallel degree, or sequence parallelism, that was not shown to compute the same.
-
-    Raises:
-        PlanError: With the reason why the module cannot be split so, and what it allows.
-    """
+    """Refuse a tensor-parallel degree, or sequence parallelism, that was not shown to compute the same."""
     mesh = stage.mesh
     try:
         split = module_map.split(mesh.tensor_parallel_degree)

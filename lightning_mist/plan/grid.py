@@ -34,9 +34,6 @@ def plan_of(
         world_size: Number of devices; all are used.
         global_batch_size: Rows that one batch brings over all devices.
         data_parallel_degree: Replicas of every stage; by default what the other degrees leave of the devices.
-        tensor_parallel_degree: Devices that share every layer.
-        context_parallel_degree: Devices that share the sequence.
-        sequence_parallel: Whether tensor-parallel devices share activations along the sequence too.
         pipeline_stages: Groups of devices that layers are dealt to.
         chunks: Stages of each group, more than one under ``"interleaved-1f1b"`` only.
         num_microbatches: Parts of a batch; by default as many as ``microbatch_size`` makes, or one for each device that
@@ -102,7 +99,6 @@ def _meshes(
 
 
 def _stages_like(first: StagePlan, meshes: list[StageMesh]) -> tuple[StagePlan, ...]:
-    """As many layers on each of the meshes, one behind the other."""
     count = first.num_layers
     return tuple(
         replace(first, layers=(index * count, (index + 1) * count), mesh=mesh) for index, mesh in enumerate(meshes)
@@ -110,7 +106,6 @@ def _stages_like(first: StagePlan, meshes: list[StageMesh]) -> tuple[StagePlan, 
 
 
 def _data_degree(wanted: int | None, shared: int, world_size: int) -> int:
-    """The data-parallel degree with which all devices are used."""
     if wanted is None:
         if world_size % shared or world_size < shared:
             raise PlanError(
@@ -180,6 +175,5 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 def _multiples(number: int, factor: int) -> str:
-    """The multiples of a factor around a number."""
     below = number // factor * factor
     return f"{below} or {below + factor}" if below else str(factor)

@@ -94,7 +94,6 @@ class Overlap:
     """Rows that this rank shares with one data-parallel index of a neighbouring stage in one microbatch.
 
     Attributes:
-        ranks: The global ranks with that index, by tensor-parallel index.
         first: First of the rows, counted from the start of this rank's slice.
     """
 
@@ -290,9 +289,6 @@ def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows:
     Returns:
         The shared rows by ascending row. Rows are counted from the start of this rank's slice; ``(0, 1)`` stands for a
         whole batch that cannot be cut. Empty if the rank's slice has no rows.
-
-    Raises:
-        PlanError: If a batch that cannot be cut would have to be.
     """
     mine = row_slice(plan, rank, microbatch)
     first, end = _rows(mine, microbatch, batch_rows)

@@ -122,7 +122,6 @@ class ModuleMap:
         leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
         splits: How the module may be split over tensor-parallel ranks, one entry per degree that was checked.
-        unsplit: Degrees that were tried in vain, and why.
     """
 
     step: str

@@ -39,7 +39,6 @@ class StagePlan:
     offload: OffloadRatios = field(default_factory=OffloadRatios)
 
     def __post_init__(self) -> None:
-        """Check the stage by itself."""
         first, end = self.layers
         if not 0 <= first <= end:
             raise PlanError(f"layers {list(self.layers)}: a half-open range [first, end) has 0 <= first <= end")
@@ -135,7 +134,6 @@ class Predicted:
     work: StepWork | None = None
 
     def __post_init__(self) -> None:
-        """Check the words."""
         for name, value, known in (
             ("transfers", self.transfers, get_args(Transfers)),
             ("update_after", self.update_after, get_args(UpdateAfter)),
@@ -165,7 +163,6 @@ class Plan:
     fingerprint: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the rules that tie stages together."""
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule = {self.schedule!r}: known schedules are {', '.join(SCHEDULES)}")
         if self.global_batch_size < 1 or self.num_microbatches < 1:

@@ -29,7 +29,6 @@ def settings_of(plan: Plan) -> str:
 
 
 def _places(plan: Plan) -> str:
-    """Numbers of stages and of chunks, and how their devices are arranged."""
     stages = plan.stages[: plan.num_groups]
     kinds = [_mesh(stage) for stage in stages]
     if len(stages) == 1:
@@ -142,5 +141,4 @@ def short_name(plan: Plan) -> str:
 
 
 def _each(values: Sequence[int]) -> str:
-    """The value if all are equal, else all of them."""
     return str(values[0]) if len(set(values)) == 1 else "-".join(map(str, values))

@@ -34,7 +34,6 @@ class StageMesh:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the degrees cover the devices exactly once."""
         degrees = (self.data_parallel_degree, self.tensor_parallel_degree, self.context_parallel_degree)
         if min(degrees) < 1:
             raise PlanError(f"degrees {degrees} (data, tensor, context): each must be at least 1")
@@ -60,7 +59,6 @@ class OffloadRatios:
     activations: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check that every ratio is a fraction."""
         for name in ("parameters", "gradients", "optimizer", "activations"):
             ratio = getattr(self, name)
             if not 0.0 <= ratio <= 1.0:
@@ -82,6 +80,5 @@ class Checkpointing:
     layers: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the count is not negative."""
         if self.layers < 0:
             raise PlanError(f"checkpointed_layers = {self.layers}: a count of layers is not negative")

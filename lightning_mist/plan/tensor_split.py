@@ -27,7 +27,6 @@ class ParameterSplit:
     factors: Factors
 
     def __post_init__(self) -> None:
-        """Check that exactly one factor is shared out."""
         if sum(is_shared for _, is_shared in self.factors) != 1:
             raise PlanError(f"{self.name}: factors {self.factors}: exactly one factor of a dimension is shared out")
 

@@ -115,7 +115,6 @@ def _draw_bars(
 
 
 def _shade(color: str, chunk: int, chunks: int) -> str:
-    """The colour of a chunk: later ones are lighter."""
     if chunks == 1:
         return color
     share = 0.45 * chunk / (chunks - 1)
@@ -156,7 +155,6 @@ def _label_lanes(axis: Any, timeline: Timeline, height: float) -> None:
 
 
 def _short(text: str, most: int = 20) -> str:
-    """Lines of a label cut to a length."""
     return "\n".join(line if len(line) <= most else line[: most - 3] + "..." for line in text.splitlines())
 
 
@@ -177,7 +175,6 @@ def _title(figure: Any, timeline: Timeline, windows: Sequence[Window], height: f
 
 
 def _legend(figure: Any, timeline: Timeline, height: float) -> None:
-    """What colours mean, of those that are there."""
     from matplotlib.patches import Patch
 
     bars = [bar for lane in timeline.lanes for bar in (*lane.work, *lane.sends)]

@@ -113,7 +113,6 @@ def memory_frontier(
 
 
 def _fits(point: FrontierPoint, usable: float) -> bool:
-    """Whether a point's plan fits in so many bytes of each device."""
     return point.peak_bytes is not None and point.peak_bytes <= usable
 
 

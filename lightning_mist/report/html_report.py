@@ -131,7 +131,6 @@ def headline(plan: Plan) -> str:
 
 
 def _proof(result: TuneResult) -> str:
-    """How sure the search is, in a sentence."""
     return _capital(result.proof[0])
 
 
@@ -162,7 +161,6 @@ def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
 
 
 def _timeline(plan: Plan, simulation: Simulation) -> str:
-    """The schedule as a picture."""
     from lightning_mist.report.draw_timeline import timeline_figure
 
     timeline = timeline_of(plan, simulation)
@@ -218,7 +216,6 @@ def _comparison(report: Report) -> str:
 
 
 def _frontier(report: Report) -> str:
-    """Seconds against memory as a picture."""
     found = report.frontier
     if found is None or not found.points:
         return ""

@@ -42,11 +42,8 @@ class CatalogDevice:
         capability: CUDA's compute capability, from NVIDIA's table at developer.nvidia.com/cuda-gpus.
         memory_bytes: Memory that a program sees; None where it depends on the host.
         peak_flops: Peak FLOP/s by element type; ``float32`` without tensor cores, ``tfloat32`` with them.
-        memory_bytes_per_second: Peak memory bandwidth.
         intra_node: What one device sends inside a node, one direction.
-        intra_efficiency: Part of it that collectives reach.
         inter_node: What one node sends, as rented or built most often.
-        inter_efficiency: Part of it that collectives reach.
         host_bytes_per_second: Line rate to the host, one direction; 0 for the host itself.
         host_efficiency: Part of it that copies of one device reach while the others do not copy.
         host_node_efficiency: What all devices of a node together reach, as a multiple of one device's line rate.

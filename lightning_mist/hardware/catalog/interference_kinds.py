@@ -37,11 +37,6 @@ class Causes:
 
     Attributes:
         base: What every machine does, in the order of ``COEFFICIENTS``.
-        staged_compute: Staged copies beside computation.
-        staged_copies: Staged copies in both directions.
-        staged_network: Staged copies beside communication, inside a node and between nodes.
-        shared_copies: Shared lanes, copies in both directions.
-        shared_network: Shared lanes, copies beside communication inside a node.
     """
 
     base: tuple[float, ...]
@@ -88,12 +83,7 @@ def lanes_are_shared(network_bytes_per_second: float, copy_bytes_per_second: flo
 
 
 def interference_of_kind(*, staged: bool, shared: bool, causes: Causes = CAUSES) -> Interference:
-    """What machines of a kind do.
-
-    Args:
-        staged: Whether copies are staged.
-        shared: Whether communication inside a node goes over the lanes that copies use.
-    """
+    """What machines of a kind do."""
     values = dict(zip(COEFFICIENTS, causes.base, strict=True))
     if staged:
         for name in ("compute_to_device", "compute_to_host"):
@@ -130,5 +120,4 @@ def catalog_interference(cluster: Cluster) -> Interference | None:
 
 
 def _either(first: float, second: float) -> float:
-    """The coefficient of two independent causes."""
     return 1.0 - (1.0 - first) * (1.0 - second)

@@ -42,7 +42,6 @@ class Overhead:
     source: str
 
     def __post_init__(self) -> None:
-        """Check the order."""
         if not 0 <= self.expected <= self.high:
             raise ValueError(f"expected = {self.expected}, high = {self.high}: 0 <= expected <= high")
 
@@ -55,7 +54,6 @@ class Architecture:
     """What devices of one generation hold besides tensors.
 
     Attributes:
-        context: CUDA's context and the kernels loaded into it; None where nobody has published a figure.
         workspace_bytes: What cuBLAS keeps for each stream that multiplies matrices, out of the caching allocator.
     """
 

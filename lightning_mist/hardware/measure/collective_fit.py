@@ -48,14 +48,7 @@ def measure_collectives(
     budget_seconds: float,
     progress: Callable[[str, float], None],
 ) -> tuple[CollectiveCost, ...]:
-    """Measure every operation in every shape of group, groups of one shape at the same time.
-
-    Returns:
-        Fitted costs in the order of shapes and :data:`OPERATIONS`.
-
-    Raises:
-        ProfileError: If the time of an operation does not grow with its payload.
-    """
+    """Measure every operation in every shape of group, groups of one shape at the same time."""
     shapes: dict[tuple[int, int], RankGroup | None] = {}
     rank = dist.get_rank() if groups else 0
     for group in groups:

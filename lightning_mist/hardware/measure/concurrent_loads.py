@@ -51,7 +51,6 @@ class ConcurrentTimes:
     Attributes:
         loads: Seconds that each load takes alone; channels (in the order of ``CHANNELS``) times measurements.
         seconds: Seconds until all of them were done, positive.
-        across_nodes: Whether the network's group spanned several nodes.
     """
 
     loads: NDArray[np.float64]
@@ -59,7 +58,6 @@ class ConcurrentTimes:
     across_nodes: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
-        """Check the shapes."""
         count = len(self.seconds)
         if self.loads.shape != (len(CHANNELS), count) or self.across_nodes.shape != (count,):
             raise ValueError(
@@ -89,9 +87,6 @@ def relative_errors(times: ConcurrentTimes, interference: Interference | None) -
 
 def fit_interference(times: ConcurrentTimes, prior: Interference, source: str) -> Interference:
     """The machine's coefficients.
-
-    Args:
-        prior: What machines of its kind do.
 
     Returns:
         The coefficients; their spread is the mean relative error of the measured times, 0 if there are none.
@@ -141,9 +136,6 @@ class Bench(Protocol):
 
     def seconds(self, counts: Counts, across_nodes: bool) -> float:
         """Run loads that start together until all of them are done.
-
-        Args:
-            across_nodes: Whether the network's units are of the group that spans the nodes.
 
         Returns:
             Seconds on the slowest rank, the same on all ranks.

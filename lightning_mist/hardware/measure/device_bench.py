@@ -29,12 +29,7 @@ class DeviceBench:
     """Loads on this rank's device and its channels; all ranks run the same at the same time."""
 
     def __init__(self, session: Session, inside: RankGroup | None, across: RankGroup | None) -> None:
-        """Allocate what the units work on.
-
-        Args:
-            inside: This rank's group inside its node.
-            across: The group that spans the nodes.
-        """
+        """Allocate what the units work on."""
         device = session.device
         self._session = session
         self._groups = {False: inside, True: across}
@@ -99,9 +94,6 @@ def measure_on_device(
     report: Callable[[], None],
 ) -> Interference | None:
     """Measure how much the channels of this machine slow each other down, on all ranks at once.
-
-    Args:
-        report: Called before it begins, on a device.
 
     Returns:
         The coefficients, the same on every rank; None on a CPU, which has no such channels.

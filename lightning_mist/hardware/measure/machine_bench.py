@@ -57,10 +57,8 @@ def measure_profile(
     Every rank calls this with the same arguments (but its own device).
 
     Args:
-        dtypes: Element types of matrix products to measure.
         groups: Groups to measure collectives in, the same list on every rank, one of them of all ranks; none with a
             single device. See :func:`~lightning_mist.hardware.groups.measuring_groups`.
-        progress: Called as it goes on, on every rank.
 
     Returns:
         The profile, the same on every rank.
@@ -80,7 +78,6 @@ def measure_profile(
 def _computing(
     cluster: Cluster, session: Session, dtypes: Sequence[torch.dtype], budget_seconds: float, report: Progress
 ) -> HardwareProfile:
-    """A profile of what a device does by itself."""
     compute = _compute_rates(session, dtypes, budget_seconds * MATMUL_SHARE, report)
     report("memory bandwidth", MATMUL_SHARE)
     memory = memory_rate(session, budget_seconds * MEMORY_SHARE)
@@ -134,7 +131,6 @@ def _moving(
 def _compute_rates(
     session: Session, dtypes: Sequence[torch.dtype], budget_seconds: float, report: Progress
 ) -> tuple[ComputeRate, ...]:
-    """Rates of every element type, which share the budget equally."""
     rates = []
     for index, dtype in enumerate(dtypes):
         report(f"matrix products in {_name(dtype)}", MATMUL_SHARE * index / len(dtypes))

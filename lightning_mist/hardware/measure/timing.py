@@ -40,7 +40,6 @@ class Timing:
     """Robust summary of samples.
 
     Attributes:
-        seconds: Median of the samples that are no outliers.
         spread: Their median absolute deviation over their median.
     """
 
@@ -51,11 +50,7 @@ class Timing:
 
 
 def summarize(samples: Sequence[float]) -> Timing:
-    """Median and spread of samples, outliers by the modified z-score rejected.
-
-    Raises:
-        ValueError: If there are no samples.
-    """
+    """Median and spread of samples, outliers by the modified z-score rejected."""
     if not samples:
         raise ValueError("no samples: at least one is needed")
     center = statistics.median(samples)

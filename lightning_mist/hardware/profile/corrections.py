@@ -99,9 +99,6 @@ def factor_of(corrections: Iterable[Correction], term: Term) -> float:
 def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> HardwareProfile:
     """A profile with what runs have taught of it.
 
-    Args:
-        corrections: The corrections; those with more samples are spoken of in the profile's source.
-
     Raises:
         ValueError: If it has corrections already.
     """
@@ -123,9 +120,6 @@ def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> Ha
 
 def learn(corrections: Sequence[Correction], observations: Sequence[Observation]) -> tuple[Correction, ...]:
     """Corrections after one more run; see above.
-
-    Args:
-        observations: What this run observed, uncorrected terms beside measurements.
 
     Returns:
         One correction for every kind of term that any run observed, in the order of :data:`TERMS`.
@@ -171,22 +165,14 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionStore:
-    """Where the corrections of one machine in one precision are, and what they depend on.
-
-    Attributes:
-        key: What they depend on, as text by name.
-    """
+    """Where the corrections of one machine in one precision are, and what they depend on."""
 
     path: Path
     key: tuple[tuple[str, str], ...]
 
 
 def correction_store(directory: Path, cluster: Cluster, precision: str, profile: HardwareProfile) -> CorrectionStore:
-    """Where corrections of a profile of the machine at hand are kept.
-
-    Args:
-        directory: The cache directory of profiles.
-    """
+    """Where corrections of a profile of the machine at hand are kept."""
     name = profile_path(directory, cluster).name.replace("profile-", f"corrections-{_plain(precision)}-", 1)
     key = {
         **profile_key(cluster),

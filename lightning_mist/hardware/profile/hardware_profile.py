@@ -31,8 +31,6 @@ class MemoryRate:
     Attributes:
         kind: ``elementwise``, ``reduction``, ``index`` or ``copy``, as operators are sorted when a network is traced.
         bytes: Bytes read plus written per call, ascending.
-        forward_bytes_per_second: At each size, of operators in forward.
-        backward_bytes_per_second: At each size, of operators in backward.
         spread: Median absolute deviation over median, the worst of all sizes and both directions.
     """
 
@@ -68,8 +66,6 @@ class CollectiveCost:
 
     Attributes:
         operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce`` or ``send_recv``.
-        latency_seconds: Time of an empty message.
-        bytes_per_second: Payload rate.
         spread: Relative spread of the fit's residuals.
     """
 
@@ -115,12 +111,7 @@ class StepOverheads:
     deferred_operator_seconds: float = 0.0
 
     def once(self, *, shares_batches: bool) -> float:
-        """Seconds once per optimizer step.
-
-        Args:
-            shares_batches: Whether ranks of one replica tell each other their batches: those of a plan with several
-                stages or tensor parallelism.
-        """
+        """Seconds once per optimizer step."""
         return self.step_seconds + (self.exchange_seconds if shares_batches else 0.0)
 
 
@@ -131,9 +122,7 @@ class Correction:
     See :mod:`lightning_mist.hardware.profile.corrections`.
 
     Attributes:
-        factor: Terms of this kind are multiplied by it.
         spread: Standard deviation within which the factor is believed.
-        samples: Number of runs that it comes from.
     """
 
     term: str
@@ -153,15 +142,12 @@ class HardwareProfile:
             element-wise operators do, these at ``memory_bytes_per_second`` if they are not there either.
         kernels: Rates of fused attention and of convolutions, by kind and element type; what is not there computes like
             matrix products with as many operations.
-        operator_seconds: Overhead of launching one operator from Python.
         host_to_device_bytes_per_second: Pinned copies to the device; 0 where there is no separate device, or what a
             CPU copies from the files that offloaded state is in.
-        device_to_host_bytes_per_second: The same of the other direction.
         host_bytes_per_second_per_node: What all devices of a node together copy in one direction; 0 if nothing is known
             beyond the rates of one device. Rates that were measured with all devices copying contain it already.
         interference: How far computation, communication and copies slow each other down; None where they take turns.
         overheads: What the runtime's own Python takes; nothing where it was not measured.
-        corrections: What runs have taught of predictions from this profile.
     """
 
     device: str

@@ -50,13 +50,9 @@ _BLOCK = 4096
 class Interference:
     """Coefficients of a machine, each from 0 (free of each other) to 1 (taking turns).
 
+    ``network`` is communication inside a node, ``across`` communication between nodes.
+
     Attributes:
-        compute_network: Computation and communication inside a node.
-        network_to_device: Communication inside a node and copies from the host.
-        network_to_host: Communication inside a node and copies to the host.
-        compute_across: Computation and communication between nodes.
-        across_to_device: Communication between nodes and copies from the host.
-        across_to_host: Communication between nodes and copies to the host.
         spread: Mean relative error of the times that they were fitted to; 0 where nothing was measured.
     """
 
@@ -73,21 +69,13 @@ class Interference:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the bounds."""
         for name in COEFFICIENTS:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name} = {value}: a coefficient is between 0 (free) and 1 (taking turns)")
 
     def between(self, first: Channel, second: Channel, *, across_nodes: bool) -> float:
-        """The coefficient of two different channels.
-
-        Args:
-            second: The other; the order does not matter.
-
-        Raises:
-            ValueError: If they are the same.
-        """
+        """The coefficient of two different channels."""
         if first == second:
             raise ValueError(f"{first} and {second}: a coefficient belongs to two different channels")
         name = "_".join(sorted((first, second), key=CHANNELS.index))
@@ -117,7 +105,6 @@ def speed_table(interference: Interference | None, across_nodes: bool) -> NDArra
     Args:
         interference: The machine's coefficients; None for one whose channels take turns, as on a CPU, whose cores
             compute, copy and communicate.
-        across_nodes: Whether the network's group spans several nodes.
 
     Returns:
         ``v``, sets times channels, read-only: bit ``i`` of a set's number is channel ``i`` of :data:`CHANNELS`; 1 for

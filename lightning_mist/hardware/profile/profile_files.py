@@ -93,8 +93,6 @@ def write_profile(
 
     Args:
         key: What the profile depends on, if it is for the cache.
-        cluster: The devices that were measured, for
-            :func:`~lightning_mist.hardware.profile.profile_files.read_machine`.
     """
     content = {"schema": SCHEMA, "key": key or {}, "profile": dataclasses.asdict(profile)}
     if cluster is not None:
@@ -143,11 +141,6 @@ def decode(kind: Any, data: Any) -> Any:
     """A value of a type from what JSON has of it: numbers, text, tuples of one type, dataclasses by their fields.
 
     Fields with a default may be missing: what was written before they were known does not have them.
-
-    Raises:
-        KeyError: If another field is missing.
-        TypeError: If the value is of another structure.
-        ValueError: If it is no value of the type.
     """
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -179,9 +172,6 @@ def _check_sizes(profile: HardwareProfile) -> HardwareProfile:
 
 def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
     """The devices and the profile of a file that :func:`~lightning_mist.hardware.write_profile` wrote.
-
-    Returns:
-        The machine, with as many devices as measured together, and what was measured.
 
     Raises:
         ProfileError: If the file cannot be read, is not a profile, or does not say what the devices are.
