@@ -54,7 +54,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def told(text: str) -> Iterator[None]:
-    """Say what is done inside, and afterwards how long it took."""
+    """Print what the enclosed block does, and afterwards how long it took."""
     say(text)
     start = perf_counter()
     yield
@@ -62,7 +62,7 @@ def told(text: str) -> Iterator[None]:
 
 
 def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, **asked: Any) -> "Explanation":
-    """Why a plan was chosen.
+    """The explanation of why a plan was chosen, its progress printed.
 
     Args:
         seconds: The most seconds to search for other plans; with 0 only what needs no search is said.

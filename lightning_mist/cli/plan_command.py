@@ -84,7 +84,7 @@ class SearchOptions:
     solver_seconds: float = 60.0
 
     def space(self) -> "SearchSpace":
-        """The same for the search."""
+        """The search space with these limits."""
         from lightning_mist.tuner import SearchSpace
 
         values: dict[str, Any] = {}
@@ -341,7 +341,7 @@ def _search_data(result: "TuneResult") -> dict[str, Any]:
 
 
 def rows_of_each(global_batch_size: int, machine: "AnyCluster") -> int:
-    """Rows that each device loads."""
+    """Rows of the batch that each device loads."""
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size = {global_batch_size}: at least one row is needed; give a batch's rows")
     return max(1, global_batch_size // machine.world_size)

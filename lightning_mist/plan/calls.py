@@ -29,7 +29,7 @@ def is_block_value(key: Hashable) -> bool:
 
 
 def describe_value(key: Hashable) -> str:
-    """A name as text for people."""
+    """The name of a value that crosses a cut, as text for people."""
     if isinstance(key, tuple) and key[0] == "block":
         return f"output {key[2]} of layer {key[1]}"
     if isinstance(key, tuple) and key[0] in ("glue", "inner"):

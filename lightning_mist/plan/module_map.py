@@ -67,7 +67,7 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterUse:
-    """Where one parameter is used.
+    """Where one parameter is held and used.
 
     Attributes:
         name: Its canonical (first) qualified name.

@@ -71,8 +71,8 @@ class GroupClock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clocked:
-    """A plan's schedule on a clock."""
+class SimulatedStep:
+    """A plan's schedule as it was simulated: what groups do, when, and the critical path."""
 
     step_seconds: float
     groups: tuple[GroupClock, ...]
@@ -85,7 +85,7 @@ class Clocked:
         return max(range(len(self.groups)), key=lambda group: self.groups[group].busy_seconds)
 
 
-def clock(plan: Plan) -> Clocked:
+def clock(plan: Plan) -> SimulatedStep:
     """Run a plan's schedule with the seconds that were predicted for it.
 
     Raises:
@@ -110,7 +110,7 @@ def clock(plan: Plan) -> Clocked:
                 most_in_flight=max((count for _, count in simulation.in_flight[group]), default=0),
             )
         )
-    return Clocked(
+    return SimulatedStep(
         step_seconds=simulation.makespan,
         groups=tuple(groups),
         timeline=timeline,
@@ -130,7 +130,7 @@ def _seen(seconds: float, step: float) -> float:
     return seconds if seconds > LEAST_IDLE * step else 0.0
 
 
-def render_clock(found: Clocked, *, width: int = 120, color: bool = False) -> str:
+def render_clock(found: SimulatedStep, *, width: int = 120, color: bool = False) -> str:
     """A schedule on a clock as text."""
     text = StringIO()
     console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
@@ -192,7 +192,7 @@ def _letters(lane: Lane, window: Window, columns: int) -> str:
     return "".join(max(share, key=lambda letter: share[letter]) for share in shares)
 
 
-def _table(found: Clocked) -> Table:
+def _table(found: SimulatedStep) -> Table:
     table = Table()
     kinds = [kind for kind in LETTERS if any(kind in dict(group.work_seconds) for group in found.groups)]
     for heading in ("stage", *(WORDS[kind] for kind in kinds), "in all", "waiting", "longest wait", "most in flight"):
@@ -217,7 +217,7 @@ def _share(seconds: float, step: float) -> str:
     return "(<1%)" if 0 < seconds < 0.005 * step else f"({seconds / step:.0%})"
 
 
-def path_lines(found: Clocked) -> list[str]:
+def path_lines(found: SimulatedStep) -> list[str]:
     """What the step hangs on, in words."""
     busiest, step, path = found.groups[found.busiest], found.step_seconds, found.path
     lines = []

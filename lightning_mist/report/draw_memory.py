@@ -36,12 +36,12 @@ class MemoryPicture:
 
     @property
     def worst(self) -> MemoryCurve:
-        """The one with the highest peak, the first of several."""
+        """The curve with the highest peak, the first of several."""
         return max(self.curves, key=lambda curve: curve.peak_bytes)
 
     @property
     def shown(self) -> tuple[MemoryCurve, ...]:
-        """Those to show, in their order."""
+        """The curves to show, :data:`MOST_GROUPS` at most, in their order."""
         count = len(self.curves)
         between = [round(at) for at in np.linspace(0, count - 1, MOST_GROUPS)]
         wanted = dict.fromkeys([self.worst.group, 0, count - 1, *between])
@@ -63,7 +63,7 @@ def memory_picture(plan: Plan, limits: Sequence[float] = (), simulation: Simulat
 
 
 def moments(curves: Sequence[MemoryCurve]) -> tuple[float, ...]:
-    """When the peaks of some curves are."""
+    """Seconds at which curves have their peaks."""
     return tuple(float(curve.times_E[curve.peak_index]) for curve in curves)
 
 
@@ -194,7 +194,7 @@ def _mark_peak(line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: 
 
 
 def say_piece(name: str) -> str:
-    """A piece of a curve in words."""
+    """What runs in a piece of a memory curve, in words."""
     from lightning_mist.errors import ScheduleError
     from lightning_mist.schedule import Action, ActionKind
 

@@ -35,12 +35,12 @@ class FrontierPoint:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of its step."""
+        """Seconds of the plan's step."""
         return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.step_seconds
 
     @property
     def peak_bytes(self) -> int | None:
-        """Bytes of its most loaded device."""
+        """Bytes of the plan's most loaded device."""
         if self.plan is None or self.plan.predicted is None:
             return None
         return max(stage.peak_bytes for stage in self.plan.predicted.stages)

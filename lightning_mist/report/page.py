@@ -78,7 +78,7 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def title_line(text: str) -> str:
-    """What stands over everything."""
+    """The heading of the page."""
     return f"<h1>{escape(text)}</h1>"
 
 
@@ -149,13 +149,13 @@ def bars(lines: Iterable[Bar]) -> str:
 
 
 def keys(values: Iterable[tuple[str, str]]) -> str:
-    """What colours mean, as ``(color, words)``."""
+    """A legend of ``(color, words)``."""
     found = "".join(f'<span><i style="background:{color}"></i>{escape(words)}</span>' for color, words in values)
     return f'<div class="keys">{found}</div>'
 
 
 def figures(values: Iterable[tuple[str, str]]) -> str:
-    """Numbers to be seen first, each with what it is."""
+    """Key figures in boxes, as ``(value, words)``."""
     found = "\n".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for value, words in values)
     return f'<div class="figures">\n{found}\n</div>'
 
@@ -166,7 +166,7 @@ def picture(svg: str, caption: str) -> str:
 
 
 def warning(title: str, texts: Sequence[str]) -> str:
-    """What must not be overlooked."""
+    """A highlighted box of sentences; nothing without any."""
     return f'<div class="warning"><b>{escape(title)}</b>{items(texts)}</div>' if texts else ""
 
 

@@ -41,7 +41,7 @@ _COMPUTE: dict[ActionKind, BarKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that takes time.
+    """An interval of one lane.
 
     Attributes:
         chunk: Which of the stages of its devices it is of, counted from 0.
@@ -76,7 +76,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step of a plan."""
+    """One optimizer step of a plan: what every group of devices does when."""
 
     lanes: tuple[Lane, ...]
     step_seconds: float
@@ -92,7 +92,7 @@ class Timeline:
 
 
 def timeline_of(plan: Plan, simulation: Simulation | None = None) -> Timeline:
-    """A plan's step by its prediction.
+    """The timeline of a plan's step by its prediction.
 
     Raises:
         PlanError: If nothing was predicted, or no time.

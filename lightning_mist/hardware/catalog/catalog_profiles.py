@@ -124,7 +124,7 @@ MEASURED: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
 
 
 def catalog_profile(cluster: Cluster) -> HardwareProfile:
-    """What a cluster of known devices should do.
+    """The profile that a cluster of known devices should have.
 
     Returns:
         The profile, with collectives of every shape of group in

@@ -83,7 +83,7 @@ def lanes_are_shared(network_bytes_per_second: float, copy_bytes_per_second: flo
 
 
 def interference_of_kind(*, staged: bool, shared: bool, causes: Causes = CAUSES) -> Interference:
-    """What machines of a kind do."""
+    """Coefficients of machines with staged or direct copies, and a network that shares their lanes or not."""
     values = dict(zip(COEFFICIENTS, causes.base, strict=True))
     if staged:
         for name in ("compute_to_device", "compute_to_host"):
@@ -101,7 +101,7 @@ def interference_of_kind(*, staged: bool, shared: bool, causes: Causes = CAUSES)
 
 
 def catalog_interference(cluster: Cluster) -> Interference | None:
-    """What a cluster of known devices should do.
+    """Coefficients of a cluster of known devices.
 
     Devices that were measured have their own coefficients, unless the links of the cluster's nodes are described.
     Of others it is assumed that copies are direct, as ours are, from pinned memory, and a link inside the nodes that is

@@ -39,7 +39,7 @@ KERNEL_SECONDS = 2.05e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """Parts of a device's peaks.
+    """Parts of a device's peaks that its operators reach.
 
     Attributes:
         matmul: Large matrix products in 16 bits and TF32, of their peaks.

@@ -86,7 +86,7 @@ def relative_errors(times: ConcurrentTimes, interference: Interference | None) -
 
 
 def fit_interference(times: ConcurrentTimes, prior: Interference, source: str) -> Interference:
-    """The machine's coefficients.
+    """Coefficients that measured times and a prior make most likely; see the module's text.
 
     Returns:
         The coefficients; their spread is the mean relative error of the measured times, 0 if there are none.
@@ -113,7 +113,7 @@ def vector_of(interference: Interference) -> NDArray[np.float64]:
 
 
 def of_vector(values: NDArray[np.float64], like: Interference) -> Interference:
-    """The same machine with other coefficients; they are cut to [0, 1], which rounding may leave."""
+    """An interference with other coefficients, clipped to [0, 1], which rounding may leave."""
     cut = {name: float(value) for name, value in zip(COEFFICIENTS, np.clip(values, 0.0, 1.0), strict=True)}
     return Interference(**cut, source=like.source, spread=like.spread)
 
@@ -132,7 +132,7 @@ Counts = tuple[int, int, int, int]
 
 
 class Bench(Protocol):
-    """Where loads run together."""
+    """Runs loads on several channels together."""
 
     def seconds(self, counts: Counts, across_nodes: bool) -> float:
         """Run loads that start together until all of them are done.
@@ -195,7 +195,7 @@ def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: flo
 
 
 def kind_of(to_device: float, to_host: float, collectives: Sequence[CollectiveCost]) -> Interference:
-    """What machines with such rates do."""
+    """Coefficients of machines with such rates of copies (bytes per second) and such collectives."""
     copies = (to_device + to_host) / 2
     inside = [
         cost.bytes_per_second * (cost.group_size - 1) / cost.group_size

@@ -97,7 +97,7 @@ def factor_of(corrections: Iterable[Correction], term: Term) -> float:
 
 
 def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> HardwareProfile:
-    """A profile with what runs have taught of it.
+    """A profile with corrections that runs have taught.
 
     Raises:
         ValueError: If it has corrections already.
@@ -119,7 +119,7 @@ def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> Ha
 
 
 def learn(corrections: Sequence[Correction], observations: Sequence[Observation]) -> tuple[Correction, ...]:
-    """Corrections after one more run; see above.
+    """Corrections after one more run; see the module's text.
 
     Returns:
         One correction for every kind of term that any run observed, in the order of :data:`TERMS`.
@@ -198,7 +198,7 @@ def save_corrections(store: CorrectionStore, corrections: Sequence[Correction]) 
 
 
 def load_corrections(store: CorrectionStore) -> tuple[tuple[Correction, ...], str | None]:
-    """Read what is kept.
+    """The corrections in a file, if they hold for this machine and profile.
 
     Returns:
         The corrections, none if there are none that hold; and a sentence saying why a file that is there is not used,
