@@ -62,7 +62,7 @@ def from_json(text: str) -> Plan:
         document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # the last for text nested beyond any plan
         raise PlanError(f"the plan is not JSON: {error}; give a file that `lightning-mist plan --out` wrote") from error
-    return _plan(_Reader.of(document, ""))
+    return _plan(document)
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
@@ -250,18 +250,48 @@ def _zero_stage(value: object, path: str) -> ZeroStage:
     return ZeroStage(number)
 
 
-def _record(kind: type[T]) -> Callable[[object, str], T]:
+def _record(kind: type[T], **defaults: object) -> Callable[[object, str], T]:
     """Reads an object whose keys are the fields of a dataclass; those with a default may be left out."""
-    readers = {name: _READERS[hint] for name, hint in get_type_hints(kind).items()}
-    defaults = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
+    known = {field.name: field.default for field in fields(kind)} | defaults  # type: ignore[arg-type]
 
     def read(value: object, path: str) -> T:
         reader = _Reader.of(value, path)
-        reader.only(*readers)
-        values = {name: reader.get(name, readers[name], defaults[name]) for name in readers}
+        reader.only(*hints)
+        values = {name: reader.get(name, _READERS[hint], known[name]) for name, hint in hints.items()}
         return reader.build(lambda: kind(**values))
 
     return read
+
+
+_STAGE: dict[str, tuple[Callable[[object, str], Any], Any]] = {
+    "layers": (_pair, MISSING),
+    "devices": (_list(_integer), MISSING),
+    "microbatch_size": (_integer, MISSING),
+    "data_parallel_degree": (_integer, 1),
+    "tensor_parallel_degree": (_integer, 1),
+    "context_parallel_degree": (_integer, 1),
+    "sequence_parallel": (_truth, False),
+    "zero_stage": (_zero_stage, ZeroStage.NONE),
+    "checkpointed_layers": (_integer, 0),
+    "offload": (_record(OffloadRatios), OffloadRatios()),
+}
+"""What reads each key of a stage, and the default of those that may be left out."""
+
+
+def _stage(value: object, path: str) -> StagePlan:
+    reader = _Reader.of(value, path)
+    reader.only(*_STAGE)
+    values = {key: reader.get(key, read, default) for key, (read, default) in _STAGE.items()}
+    mesh = {field.name: values.pop(field.name) for field in fields(StageMesh)}
+    layers = values.pop("checkpointed_layers")
+    return reader.build(lambda: StagePlan(mesh=StageMesh(**mesh), checkpointing=Checkpointing(layers=layers), **values))
+
+
+def _predicted(value: object, path: str) -> Predicted | None:
+    found = _record(Predicted, step_seconds=0.0, stages=())(value, path)
+    # This is how a plan that nobody predicted is written, so that the file always has the same keys.
+    return found if found.stages or found.step_seconds else None
 
 
 _READERS: dict[Any, Callable[[object, str], Any]] = {
@@ -269,88 +299,24 @@ _READERS: dict[Any, Callable[[object, str], Any]] = {
     int | None: _optional_integer,
     float: _number,
     str: _text,
+    ScheduleName: _text,  # the constructors check the words
+    Transfers: _text,
+    UpdateAfter: _text,
     tuple[tuple[str, float], ...]: _mapping(_number),
+    tuple[tuple[str, str], ...]: _mapping(_text),
+    tuple[StagePlan, ...]: _list(_stage),
+    tuple[PredictedStage, ...]: _list(_record(PredictedStage)),
+    Predicted | None: _predicted,
+    StepWork | None: _record(StepWork),
 }
 """What reads a field of a type."""
 
 
-def _stage(value: object, path: str) -> StagePlan:
-    reader = _Reader.of(value, path)
-    reader.only(*_STAGE_KEYS)
-    layers, devices = reader.get("layers", _pair), reader.get("devices", _list(_integer))
-    microbatch_size = reader.get("microbatch_size", _integer)
-    degrees = [reader.get(f"{axis}_parallel_degree", _integer, 1) for axis in ("data", "tensor", "context")]
-    sequence_parallel = reader.get("sequence_parallel", _truth, False)
-    zero_stage = reader.get("zero_stage", _zero_stage, ZeroStage.NONE)
-    checkpointed = reader.get("checkpointed_layers", _integer, 0)
-    offload = reader.get("offload", _record(OffloadRatios), OffloadRatios())
-    return reader.build(
-        lambda: StagePlan(
-            layers=layers,
-            mesh=StageMesh(
-                devices=devices,
-                data_parallel_degree=degrees[0],
-                tensor_parallel_degree=degrees[1],
-                context_parallel_degree=degrees[2],
-                sequence_parallel=sequence_parallel,
-            ),
-            microbatch_size=microbatch_size,
-            zero_stage=zero_stage,
-            checkpointing=Checkpointing(layers=checkpointed),
-            offload=offload,
-        )
-    )
-
-
-_STAGE_KEYS = (
-    "layers",
-    "devices",
-    "microbatch_size",
-    "data_parallel_degree",
-    "tensor_parallel_degree",
-    "context_parallel_degree",
-    "sequence_parallel",
-    "zero_stage",
-    "checkpointed_layers",
-    "offload",
-)
-
-
-def _predicted(value: object, path: str) -> Predicted | None:
-    reader = _Reader.of(value, path)
-    reader.only("step_seconds", *_RULE_KEYS, "stages", "work")
-    step_seconds = reader.get("step_seconds", _number, 0.0)
-    stages = reader.get("stages", _list(_record(PredictedStage)), ())
-    # This is how a plan that nobody predicted is written, so that the file always has the same keys.
-    if not stages and not step_seconds:
-        return None
-    transfers = cast(Transfers, reader.get("transfers", _text, "beside"))  # Predicted itself checks the words
-    update_after = cast(UpdateAfter, reader.get("update_after", _text, "own"))
-    work = reader.get("work", _record(StepWork), None)
-    return reader.build(
-        lambda: Predicted(
-            step_seconds=step_seconds, stages=stages, transfers=transfers, update_after=update_after, work=work
-        )
-    )
-
-
-def _plan(reader: _Reader) -> Plan:
+def _plan(document: object) -> Plan:
+    reader = _Reader.of(document, "")
     schema = reader.get("schema", _integer)
     if schema != SCHEMA:
         newer = "update lightning_mist" if schema > SCHEMA else "make the plan anew with `lightning-mist plan`"
         raise PlanError(f"schema = {schema}: this version of lightning_mist reads plans of schema {SCHEMA}; {newer}")
-    reader.only("schema", "global_batch_size", "num_microbatches", "schedule", "stages", "predicted", "fingerprint")
-    global_batch_size = reader.get("global_batch_size", _integer)
-    num_microbatches = reader.get("num_microbatches", _integer)
-    schedule = cast(ScheduleName, reader.get("schedule", _text, "1f1b"))  # Plan itself checks the name
-    stages = reader.get("stages", _list(_stage))
-    predicted = reader.get("predicted", _predicted, None)
-    fingerprint = reader.get("fingerprint", _mapping(_text), ())
-    return Plan(
-        global_batch_size=global_batch_size,
-        num_microbatches=num_microbatches,
-        stages=stages,
-        schedule=schedule,
-        predicted=predicted,
-        fingerprint=fingerprint,
-    )
+    reader.only("schema", *(field.name for field in fields(Plan)))
+    return _record(Plan)({key: value for key, value in reader.values.items() if key != "schema"}, "")
