@@ -8,12 +8,16 @@ is, the plan is made again with as much less for its tensors.
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.cli.cluster_input import precision_notes
 from lightning_mist.cli.output import say
 from lightning_mist.errors import InfeasibleError
+from lightning_mist.plan import split_notes
 from lightning_mist.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
+    from lightning_mist.explain import ComparedPlan
+    from lightning_mist.model import ModelSpec
     from lightning_mist.plan import Plan
     from lightning_mist.tuner import Planner, TuneResult
 
@@ -33,6 +37,31 @@ class Fitting:
     asked: dict[str, Any]
     estimate: "MemoryEstimate"
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """A plan and all that is known of it."""
+
+    planner: "Planner"
+    asked: dict[str, Any]
+    result: "TuneResult"
+    plan: "Plan"
+    memory: str
+    restricted: tuple[str, ...]
+    compared: "tuple[ComparedPlan, ...] | None"
+
+    @property
+    def spec(self) -> "ModelSpec":
+        """The network."""
+        return self.planner.spec
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the plan and of its numbers, for people."""
+        split = split_notes(self.plan, self.spec.module_map)
+        precision = precision_notes(self.planner.cluster, self.spec.precision)
+        return (*self.restricted, *split, *precision, *self.spec.notes, *self.result.notes)
 
 
 def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, Any]) -> Fitting:

@@ -3,7 +3,7 @@
 import importlib.metadata
 import platform
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,8 @@ from lightning_mist.cli.output import told
 from lightning_mist.plan import Plan
 
 if TYPE_CHECKING:
-    from lightning_mist.explain import ComparedPlan, Explanation
-    from lightning_mist.model import ModelSpec
-    from lightning_mist.tuner import Planner, TuneResult
+    from lightning_mist.cli.fitting import FoundPlan
+    from lightning_mist.explain import Explanation
 
 
 def check_html(path: str | None) -> None:
@@ -46,44 +45,31 @@ def check_out(path: str | None) -> None:
         raise ValueError(f"plan file {path!r} is a folder: give the name of a file, such as plan.json")
 
 
-def write_html(
-    path: str,
-    found: Plan,
-    *,
-    planner: "Planner",
-    result: "TuneResult",
-    why: "Explanation",
-    compared: "Sequence[ComparedPlan] | None",
-    spec: "ModelSpec",
-    verdict: str,
-    notes: Sequence[str],
-    given: Mapping[str, Any],
-    asked: Mapping[str, Any],
-    seconds: float,
-) -> None:
+def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapping[str, Any], seconds: float) -> None:
     """Write the page of a plan.
 
     Args:
+        given: What stood on the command line, by name.
         seconds: The most seconds to search for plans under less memory.
     """
     from lightning_mist.report.frontier import memory_frontier
     from lightning_mist.report.html_report import Report, write_report
 
     with told("searching plans under less memory, for the report"):
-        frontier = memory_frontier(planner, found, seconds=seconds, **asked)
+        frontier = memory_frontier(found.planner, found.plan, seconds=seconds, **found.asked)
     report = Report(
         title=f"{given['model']} on {given['cluster']}",
-        plan=found,
-        result=result,
+        plan=found.plan,
+        result=found.result,
         memory_limits=why.limits,
-        device_names=devices_of(found, planner.cluster),
+        device_names=devices_of(found.plan, found.planner.cluster),
         explanation=why,
-        comparison=tuple(compared or ()),
-        comparison_notes=comparison_notes(compared, spec) if compared else (),
+        comparison=found.compared or (),
+        comparison_notes=comparison_notes(found.compared, found.spec) if found.compared else (),
         frontier=frontier,
-        verdict=verdict,
-        inputs=inputs_of(given, found),
-        notes=tuple(notes),
+        verdict=found.memory,
+        inputs=inputs_of(given, found.plan),
+        notes=found.notes,
     )
     write_report(report, path)
 

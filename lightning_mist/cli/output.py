@@ -77,7 +77,7 @@ def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, 
 
 def show_explanation(explanation: "Explanation", *, full: bool) -> None:
     """Print why a plan was chosen."""
-    from lightning_mist.tuner import render_explanation
+    from lightning_mist.explain import render_explanation
 
     print(render_explanation(explanation, full=full, width=terminal_width(), color=sys.stdout.isatty()))
     if not full:

@@ -10,10 +10,9 @@ from lightning_mist.cli.cluster_input import (
     oldest_capability,
     open_cluster,
     open_profile,
-    precision_notes,
 )
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
-from lightning_mist.cli.fitting import estimate_of, memory_words, plan_that_fits
+from lightning_mist.cli.fitting import FoundPlan, estimate_of, memory_words, plan_that_fits
 from lightning_mist.cli.html_output import check_html, check_out, write_html
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import (
@@ -26,16 +25,16 @@ from lightning_mist.cli.output import (
     show_text,
     told,
 )
-from lightning_mist.plan import ScheduleName, fingerprint_of, save, split_notes
+from lightning_mist.plan import ScheduleName, fingerprint_of, save
 from lightning_mist.plan.plan_tables import counted
 from lightning_mist.units import parse_bytes
 
 if TYPE_CHECKING:
-    from lightning_mist.explain import ComparedPlan, Explanation
+    from lightning_mist.explain import Explanation
     from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
     from lightning_mist.plan import Plan
-    from lightning_mist.tuner import Planner, SearchSpace, TuneResult
+    from lightning_mist.tuner import SearchSpace, TuneResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,28 +93,11 @@ class SearchOptions:
         return SearchSpace(**values)
 
 
-def plan(
-    *,
-    model: str,
-    cluster: str,
-    global_batch_size: int,
-    seq_len: int | None = None,
-    precision: str = "32-true",
-    memory_limit: str | None = None,
-    host_memory_limit: str | None = None,
-    out: str | None = None,
-    optimizer: str | None = None,
-    json: bool = False,
-    explain: bool = False,
-    explain_seconds: float = 10.0,
-    compare: bool = False,
-    html: str | None = None,
-    trace: bool = False,
-    options: SearchOptions,
-) -> None:
-    """Find the fastest plan that fits, by the cost model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What to plan for what, and what to show of it.
 
-    Args:
+    Attributes:
         model: A preset such as gpt3-22b, the path of a Hugging Face config.json, or package.module:function, whose
             function returns a module with a training_step and a batch for it.
         cluster: Such as 4x8xL4 (nodes x devices x device), 8xA100-40+2x8xV100-32, a cluster.yaml, a profile.json that
@@ -136,98 +118,62 @@ def plan(
         html: Where to write a page with all of this, pictures of a step, all that --explain says, and what less memory
             would cost; it needs nothing else to be read.
         trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
-        options: Which plans are looked at.
     """
-    given = dict(locals())
-    check_html(html)
-    check_out(out)
-    if explain_seconds <= 0:
-        raise ValueError(f"explain_seconds = {explain_seconds:g}: searching for other plans takes time; give some")
-    request = _Request(
-        model=model,
-        cluster=cluster,
-        global_batch_size=global_batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        optimizer=optimizer,
-        trace=trace,
-    )
-    found = _search(request, options, memory_limit, host_memory_limit, compare=compare)
-    why = explanation_of(
-        found.planner, found.result, seconds=explain_seconds if explain or html else 0.0, **found.asked
-    )
-    written = []
-    if html is not None:
-        write_html(
-            html,
-            found.plan,
-            planner=found.planner,
-            result=found.result,
-            why=why,
-            compared=found.compared,
-            spec=found.spec,
-            verdict=found.memory,
-            notes=found.notes,
-            seconds=explain_seconds / 2,
-            given=given,
-            asked=found.asked,
-        )
-        written.append(f"report written to {html}")
-    if out is not None:
-        save(found.plan, out)
-        written.append(f"plan written to {out}")
-    _show(found, why, json=json, explain=explain)
-    for line in written:
-        (say if json else print)(line)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What a plan is asked for, by the names of the options."""
 
     model: str
     cluster: str
     global_batch_size: int
-    seq_len: int | None
-    precision: str
-    optimizer: str | None
-    trace: bool
+    seq_len: int | None = None
+    precision: str = "32-true"
+    memory_limit: str | None = None
+    host_memory_limit: str | None = None
+    out: str | None = None
+    optimizer: str | None = None
+    json: bool = False
+    explain: bool = False
+    explain_seconds: float = 10.0
+    compare: bool = False
+    html: str | None = None
+    trace: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """A plan and all that is known of it."""
+def plan(*, request: PlanRequest, options: SearchOptions) -> None:
+    """Find the fastest plan that fits, by the cost model.
 
-    planner: "Planner"
-    asked: dict[str, Any]
-    result: "TuneResult"
-    plan: "Plan"
-    memory: str
-    restricted: tuple[str, ...]
-    compared: "tuple[ComparedPlan, ...] | None"
+    Args:
+        request: What to plan for what.
+        options: Which plans are looked at.
+    """
+    check_html(request.html)
+    check_out(request.out)
+    seconds = request.explain_seconds
+    if seconds <= 0:
+        raise ValueError(f"explain_seconds = {seconds:g}: searching for other plans takes time; give some")
+    found = _search(request, options)
+    is_explained = request.explain or request.html is not None
+    why = explanation_of(found.planner, found.result, seconds=seconds if is_explained else 0.0, **found.asked)
+    written = []
+    if request.html is not None:
+        given = {field.name: getattr(request, field.name) for field in fields(request)} | {"options": options}
+        write_html(request.html, found, why=why, given=given, seconds=seconds / 2)
+        written.append(f"report written to {request.html}")
+    if request.out is not None:
+        save(found.plan, request.out)
+        written.append(f"plan written to {request.out}")
+    _show(found, why, json=request.json, explain=request.explain)
+    for line in written:
+        (say if request.json else print)(line)
 
-    @property
-    def spec(self) -> "ModelSpec":
-        """The network."""
-        return self.planner.spec
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What to know of the plan and of its numbers, for people."""
-        split = split_notes(self.plan, self.spec.module_map)
-        precision = precision_notes(self.planner.cluster, self.spec.precision)
-        return (*self.restricted, *split, *precision, *self.spec.notes, *self.result.notes)
-
-
-def _search(
-    request: _Request, options: SearchOptions, memory_limit: str | None, host_memory_limit: str | None, *, compare: bool
-) -> _Found:
+def _search(request: PlanRequest, options: SearchOptions) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
     from lightning_mist.tuner.budget import check_memory_limit
 
-    limit, host_limit = (None if text is None else parse_bytes(text) for text in (memory_limit, host_memory_limit))
+    limit, host_limit = (
+        None if text is None else parse_bytes(text) for text in (request.memory_limit, request.host_memory_limit)
+    )
     search, restricted = options.space(), tuple[str, ...]()
     machine = open_cluster(request.cluster)
     if is_local(request.cluster):  # A plan for this machine is to be executed.
@@ -256,10 +202,10 @@ def _search(
     fitting = plan_that_fits(planner, result, asked)
     result, asked = fitting.result, fitting.asked
     limits = {name: value for name, value in asked.items() if name != "global_batch_size"}
-    result, compared = compare_with_others(planner, result, **limits) if compare else (result, None)
+    result, compared = compare_with_others(planner, result, **limits) if request.compare else (result, None)
     plan = replace(result.plan, fingerprint=_made_for(spec, machine, rows, request.precision))
     estimate = fitting.estimate if result is fitting.result else estimate_of(planner, plan, limit)
-    return _Found(
+    return FoundPlan(
         planner=planner,
         asked=asked,
         result=result,
@@ -277,7 +223,7 @@ def _degrees(search: "SearchSpace", machine: "AnyCluster") -> tuple[int, ...]:
     return tuple(sorted({n for part in machine.parts for n in degrees_to_try(search, part.devices_per_node)}))
 
 
-def _show(found: _Found, why: "Explanation", *, json: bool, explain: bool) -> None:
+def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) -> None:
     from lightning_mist.explain import explanation_data
     from lightning_mist.tuner.result import CLOSED_FORM_AND_CLOCK
 
@@ -306,7 +252,7 @@ def _show(found: _Found, why: "Explanation", *, json: bool, explain: bool) -> No
     )
 
 
-def _subject(found: _Found) -> str:
+def _subject(found: FoundPlan) -> str:
     """What was asked for, in a line."""
     spec, cluster = found.spec, found.planner.cluster
     parameters = dict(found.plan.fingerprint).get("num_parameters")
