@@ -57,27 +57,11 @@ _NUMBERS = tuple(name for name, value in _DEGREES.items() if value is None or ty
 """Those of them that are whole numbers."""
 
 
-def estimate(
-    *,
-    model: str,
-    cluster: str,
-    global_batch_size: int | None = None,
-    seq_len: int | None = None,
-    precision: str = "32-true",
-    optimizer: str | None = None,
-    plan: str | None = None,
-    degrees: Degrees,
-    memory_limit: str | None = None,
-    allocator: str = "",
-    sweep: str | None = None,
-    json: bool = False,
-    picture: str | None = None,
-    closed_form: bool = False,
-    trace: bool = False,
-) -> None:
-    """Say what a plan needs of every device's memory, and what would make it fit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateRequest:
+    """What to estimate on what, and how to show it.
 
-    Args:
+    Attributes:
         model: A preset such as llama-7b, the path of a Hugging Face config.json, or package.module:function, whose
             function returns a module with a training_step and a batch for it.
         cluster: Such as 4x8xL4 (nodes x devices x device), a cluster.yaml, a profile.json that lightning-mist profile
@@ -87,7 +71,6 @@ def estimate(
         precision: Lightning's name of the precision, such as bf16-mixed.
         optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         plan: A plan file, in place of the degrees that follow.
-        degrees: A plan by degrees.
         memory_limit: The most memory of each device that may be used, such as 22GiB.
         allocator: Settings of torch's allocator as in PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True.
         sweep: Values to go through, such as "microbatch_size=1,2,4 zero_stage=1,3".
@@ -96,36 +79,59 @@ def estimate(
         closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
         trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
     """
+
+    model: str
+    cluster: str
+    global_batch_size: int | None = None
+    seq_len: int | None = None
+    precision: str = "32-true"
+    optimizer: str | None = None
+    plan: str | None = None
+    memory_limit: str | None = None
+    allocator: str = ""
+    sweep: str | None = None
+    json: bool = False
+    picture: str | None = None
+    closed_form: bool = False
+    trace: bool = False
+
+
+def estimate(*, request: EstimateRequest, degrees: Degrees) -> None:
+    """Say what a plan needs of every device's memory, and what would make it fit.
+
+    Args:
+        request: What to estimate on what.
+        degrees: A plan by degrees.
+    """
     from lightning_mist.estimate import combinations, limit_of, parse_sweep
     from lightning_mist.estimate.allocator import parse_allocator_settings
     from lightning_mist.hardware import single
 
-    _check_picture(picture, sweep)
-    given = _given(plan, asdict(degrees), sweep)
-    machine = (
-        open_cluster(cluster) if given is not None else single(open_cluster(cluster), "an estimate without --plan")
-    )
+    sweep = request.sweep
+    _check_picture(request.picture, sweep)
+    given = _given(request.plan, asdict(degrees), sweep)
+    machine = open_cluster(request.cluster)
+    if given is None:
+        machine = single(machine, "an estimate without --plan")
     roomiest = max(machine.parts, key=lambda part: part.device.memory_bytes)
-    limit = limit_of(roomiest, memory_limit)
+    limit = limit_of(roomiest, request.memory_limit)
     axes = {} if sweep is None else parse_sweep(sweep, ("global_batch_size", "seq_len", *_DEGREES))
-    rows = global_batch_size if global_batch_size is not None else _rows(given, machine)
-    if given is not None and rows != given.global_batch_size:
-        raise ValueError(f"global_batch_size = {rows}: {plan} is for {given.global_batch_size} rows; leave it out")
-    named = {"model": model, "precision": precision, "optimizer": optimizer, "trace": trace}
-    base = {**asdict(degrees), "global_batch_size": rows, "seq_len": seq_len}
+    rows = _rows(request, given, machine)
+    base = {**asdict(degrees), "global_batch_size": rows, "seq_len": request.seq_len}
     points = [{**base, **dict(values)} for values in combinations(axes)] if axes else [base]
     if given is None:
         _check_degrees(points, machine, refuse=not axes)
-    settings = parse_allocator_settings(allocator, roomiest.device.memory_bytes)
-    open_one = _Estimators(named, machine, limit, _degrees_of(given, points), settings, closed_form)
+    settings = parse_allocator_settings(request.allocator, roomiest.device.memory_bytes)
+    open_one = _Estimators(request, machine, limit, _degrees_of(given, points), settings)
     if axes:
         found = [_point(open_one, base, values) for values in combinations(axes)]
-        _print_sweep(found, json)
+        _print_sweep(found, request.json)
         if all(point.estimate is None for point in found):
             raise PlanError(f"sweep {sweep!r}: none of the {len(found)} combinations is a plan: {found[0].error}")
     else:
-        estimator = open_one(seq_len, rows)
-        _print_estimate(estimator, given or _plan(estimator.spec.num_layers, machine, base), json, picture)
+        estimator = open_one(request.seq_len, rows)
+        shown = given or _plan(estimator.spec.num_layers, machine, base)
+        _print_estimate(estimator, shown, request.json, request.picture)
 
 
 class _Estimators:
@@ -133,15 +139,14 @@ class _Estimators:
 
     def __init__(
         self,
-        named: Mapping[str, Any],
+        request: EstimateRequest,
         machine: "AnyCluster",
         limit: int,
         degrees: tuple[int, ...],
         allocator: "AllocatorSettings",
-        closed_form: bool,
     ) -> None:
-        self._named, self._machine, self._limit, self._degrees = named, machine, limit, degrees
-        self._allocator, self._closed_form = allocator, closed_form
+        self._request, self._machine, self._limit, self._degrees = request, machine, limit, degrees
+        self._allocator = allocator
         self._known: dict[int | None, Estimator] = {}
 
     def __call__(self, seq_len: int | None, rows: int) -> "Estimator":
@@ -156,14 +161,17 @@ class _Estimators:
         from lightning_mist.estimate import Estimator
 
         request = NetworkRequest(
-            **self._named,
+            model=self._request.model,
+            precision=self._request.precision,
+            optimizer=self._request.optimizer,
+            trace=self._request.trace,
             rows=rows,
             seq_len=seq_len,
             degrees=self._degrees,
             device_kind=self._machine.kind,
             capability=oldest_capability(self._machine),
         )
-        if self._closed_form:
+        if self._request.closed_form:
             spec = closed_network(request)
             return Estimator(spec, self._machine, self._limit, "closed form (asked for)")
         try:
@@ -188,8 +196,16 @@ def _given(path: str | None, degrees: Mapping[str, Any], sweep: str | None) -> P
     return load(path)
 
 
-def _rows(given: Plan | None, machine: "AnyCluster") -> int:
-    return machine.world_size if given is None else given.global_batch_size
+def _rows(request: EstimateRequest, given: Plan | None, machine: "AnyCluster") -> int:
+    """Rows of a batch: as asked for, of the plan file, or one for each device."""
+    rows = request.global_batch_size
+    if given is None:
+        return machine.world_size if rows is None else rows
+    if rows not in (None, given.global_batch_size):
+        raise ValueError(
+            f"global_batch_size = {rows}: {request.plan} is for {given.global_batch_size} rows; leave it out"
+        )
+    return given.global_batch_size
 
 
 def _degrees_of(given: Plan | None, points: list[dict[str, Any]]) -> tuple[int, ...]:
