@@ -4,14 +4,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from io import StringIO
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_mist.cli.output import say, terminal_width
+from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan, to_json
 from lightning_mist.plan.plan_tables import per_second
 from lightning_mist.units import format_bytes, format_seconds
@@ -104,10 +103,9 @@ def render_comparison(
         )
         mark = " *" if not_executed(item) else ""
         table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), item.noted(settings))
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
-    console.print(table, markup=False)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    console = TextConsole(width, color=color)
+    console.print(table)
+    lines = [console.text]
     if any(not_executed(item) for item in items):
         lines.append("* a forecast: the runtime does not execute all of this plan yet")
     told = (fill(note, width, break_long_words=False, break_on_hyphens=False) for note in notes)

@@ -1,12 +1,11 @@
 """An estimate for people: verdict first, then bytes by term and stage, the largest tensors, and what would help."""
 
 from collections.abc import Sequence
-from io import StringIO
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_mist.console import TextConsole
 from lightning_mist.estimate.estimate_data import (
     WORDS,
     MemoryEstimate,
@@ -32,10 +31,9 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
         width: Columns of text at most.
         color: Whether to add ANSI escapes.
     """
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
-    console.print(estimate.headline(), style=_COLORS[estimate.verdict], markup=False)
-    console.print(f"\n{estimate.subject()}", markup=False)
+    console = TextConsole(width, color=color)
+    console.print(estimate.headline(), style=_COLORS[estimate.verdict])
+    console.print(f"\n{estimate.subject()}")
     per_table = max(1, (width - _FIRST_COLUMN) // _COLUMN)
     groups = _groups(estimate)
     for first in range(0, len(groups), per_table):
@@ -48,12 +46,12 @@ def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool =
     if estimate.changes:
         console.print("what would make it fit", style="bold")
         for change in estimate.changes:
-            console.print(f"  {describe_change(change)}", markup=False)
+            console.print(f"  {describe_change(change)}")
     elif estimate.verdict != "fits":
         console.print("nothing that was tried makes it fit", style="bold")
     for note in (f"source: {estimate.source}", *estimate.notes):
-        console.print(f"note: {note}", style="dim", markup=False)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        console.print(f"note: {note}", style="dim")
+    return console.text
 
 
 def _groups(estimate: MemoryEstimate) -> list[StageEstimate]:

@@ -5,12 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from io import StringIO
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_mist.console import TextConsole
 from lightning_mist.estimate.estimate_codec import estimate_to_json
 from lightning_mist.estimate.estimate_data import MemoryEstimate
 from lightning_mist.units import format_bytes
@@ -83,12 +82,11 @@ def render_sweep(points: Sequence[SweepPoint], *, width: int = 120, color: bool 
         worst, verdict = point.estimate.worst, point.estimate.verdict
         sizes = (worst.allocated.p50, worst.reserved.p50, worst.device_total.p50, worst.device_total.p95)
         table.add_row(*values, str(worst.stage), *map(format_bytes, sizes), Text(verdict, style=_COLORS[verdict]))
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console = TextConsole(width, color=color)
     console.print(table)
     for error in dict.fromkeys(point.error for point in points if point.error):
-        console.print(f"no such plan: {error}", markup=False)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        console.print(f"no such plan: {error}")
+    return console.text
 
 
 def sweep_to_json(points: Sequence[SweepPoint]) -> str:

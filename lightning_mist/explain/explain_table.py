@@ -1,17 +1,15 @@
 """An explanation for people at a terminal."""
 
 from collections.abc import Sequence
-from io import StringIO
 from textwrap import wrap
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_mist.console import TextConsole
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.explain_text import Section, explanation_sections
 from lightning_mist.explain.explanation import Explanation
 from lightning_mist.plan import Plan
-from lightning_mist.plan.plan_tables import fitted
 from lightning_mist.units import format_bytes
 
 LEAST_SHARE = 0.005
@@ -26,15 +24,14 @@ def render_explanation(explanation: Explanation, *, full: bool = True, width: in
         width: Columns of text at most.
         color: Whether to add ANSI escapes.
     """
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console = TextConsole(width, color=color)
     if full:
         title, table = memory_table(explanation.plan)
-        console.print(title, style="bold italic", markup=False)
-        console.print(fitted(table, console), markup=False)
+        console.print(title, style="bold italic")
+        console.print_table(table)
         console.print()
     _print_sections(console, explanation_sections(explanation, full=full))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return console.text
 
 
 def render_sections(sections: Sequence[Section], *, width: int = 120, color: bool = False) -> str:
@@ -45,21 +42,20 @@ def render_sections(sections: Sequence[Section], *, width: int = 120, color: boo
         width: Columns of text at most.
         color: Whether to add ANSI escapes.
     """
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console = TextConsole(width, color=color)
     _print_sections(console, [(title, lines) for title, lines in sections if lines])
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return console.text
 
 
-def _print_sections(console: Console, sections: Sequence[Section]) -> None:
+def _print_sections(console: TextConsole, sections: Sequence[Section]) -> None:
     for place, (title, lines) in enumerate(sections):
         if place:
             console.print()
-        console.print(title, style="bold italic", markup=False)
+        console.print(title, style="bold italic")
         for line in lines:
             parts = wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
             for number, part in enumerate(parts):
-                console.print(f"{'  ' if number else '- '}{part}", markup=False, soft_wrap=True)
+                console.print(f"{'  ' if number else '- '}{part}", soft_wrap=True)
 
 
 def memory_table(plan: Plan) -> tuple[str, Table]:

@@ -1,10 +1,8 @@
 """A profile for people: what was measured of a machine, as tables."""
 
-from io import StringIO
-
-from rich.console import Console
 from rich.table import Table
 
+from lightning_mist.console import TextConsole
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.hardware.profile import COEFFICIENTS, HardwareProfile
 from lightning_mist.units import format_bytes, format_rate, format_seconds
@@ -12,13 +10,12 @@ from lightning_mist.units import format_bytes, format_rate, format_seconds
 
 def render_profile(cluster: Cluster, profile: HardwareProfile, *, width: int = 120, color: bool = False) -> str:
     """A profile as tables: matrix products by size, memory and launches, collectives by group."""
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console = TextConsole(width, color=color)
     devices = f"{cluster.num_nodes}x{cluster.devices_per_node}x{cluster.device.name}"
     sizes = f"{format_bytes(cluster.device.memory_bytes)} each"
     if cluster.kind == "cuda" and cluster.host_memory_bytes is not None:
         sizes += f", {format_bytes(cluster.host_memory_bytes)} in each host"
-    console.print(f"{devices}, {sizes}: {profile.source}", markup=False, soft_wrap=False)
+    console.print(f"{devices}, {sizes}: {profile.source}", soft_wrap=False)
     for table in (
         _matrix_products(profile),
         _kernels(profile),
@@ -29,8 +26,8 @@ def render_profile(cluster: Cluster, profile: HardwareProfile, *, width: int = 1
         _corrections(profile),
     ):
         if table.row_count:
-            console.print(table, markup=False)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+            console.print(table)
+    return console.text
 
 
 def _table(title: str, headings: tuple[str, ...]) -> Table:

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import StringIO
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_mist.console import TextConsole
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.plan import Plan, PredictedStage, StagePlan
 from lightning_mist.plan.throughput import StepRates, step_rates
@@ -156,17 +155,16 @@ def render(plan: Plan, *, width: int = 120, color: bool = False, devices: Sequen
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*row)
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
-    console.print(fitted(table, console), markup=False)
+    console = TextConsole(width, color=color)
+    console.print_table(table)
     seconds = seconds_table(plan)
     if seconds is not None:
         title, table = seconds
-        console.print(title, style="bold italic", markup=False)
-        console.print(fitted(table, console), markup=False)
+        console.print(title, style="bold italic")
+        console.print_table(table)
     for line in rate_lines(plan):
-        console.print(line, markup=False)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        console.print(line)
+    return console.text
 
 
 def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
@@ -192,27 +190,6 @@ def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], lis
         cells = [str(index), *place, *(column.text(stage) for column in columns)]
         rows.append([*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ())])
     return headings, rows
-
-
-_BROKEN = {"microbatch": "micro-\nbatch", "checkpointed": "check-\npointed"}
-"""Long headings in two lines, for narrow tables."""
-
-
-def fitted(table: Table, console: Console) -> Table:
-    """The table itself, narrowed if it would not fit: first its headings, then the space around cells."""
-    if _natural_width(table, console) > console.width:
-        for column in table.columns:
-            heading = str(column.header)
-            column.header = _BROKEN.get(heading, heading.replace(" ", "\n"))
-            column.overflow = "fold"  # rich would cut words off
-    if _natural_width(table, console) > console.width:
-        table.padding = 0
-    return table
-
-
-def _natural_width(table: Table, console: Console) -> int:
-    """Columns of text that a table takes if it may."""
-    return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
 def _title(plan: Plan) -> str:

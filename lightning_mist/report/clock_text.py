@@ -3,13 +3,11 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import StringIO
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan
-from lightning_mist.plan.plan_tables import fitted
 from lightning_mist.report.timeline import (
     LEAST_IDLE,
     BarKind,
@@ -132,17 +130,16 @@ def _seen(seconds: float, step: float) -> float:
 
 def render_clock(found: SimulatedStep, *, width: int = 120, color: bool = False) -> str:
     """A schedule on a clock as text."""
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console = TextConsole(width, color=color)
     idle = f", devices wait for {found.timeline.idle_share:.1%} of it" if len(found.groups) > 1 else ""
-    console.print(f"one step on a clock: {format_seconds(found.step_seconds)}{idle}", style="bold", markup=False)
+    console.print(f"one step on a clock: {format_seconds(found.step_seconds)}{idle}", style="bold")
     for line in grid_lines(found.timeline, width):
-        console.print(line, markup=False, no_wrap=True, overflow="crop")
-    console.print(_legend(found.timeline) + "\n", markup=False)
-    console.print(fitted(_table(found), console), markup=False)
+        console.print(line, no_wrap=True, overflow="crop")
+    console.print(_legend(found.timeline) + "\n")
+    console.print_table(_table(found))
     for line in path_lines(found):
-        console.print(line, markup=False)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        console.print(line)
+    return console.text
 
 
 def grid_lines(timeline: Timeline, width: int) -> list[str]:
