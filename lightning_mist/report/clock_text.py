@@ -168,8 +168,7 @@ def _legend(timeline: Timeline) -> str:
     kinds = {bar.kind for lane in timeline.lanes for bar in lane.work}
     known = ", ".join(f"{LETTERS[kind]} {WORDS[kind]}" for kind in LETTERS if kind in kinds)
     windows = windows_of(timeline)
-    each = timeline.step_seconds / (timeline.num_microbatches + len(timeline.lanes) - 1)
-    hidden = left_out(windows, each)
+    hidden = left_out(windows, timeline.microbatch_seconds)
     return f"{known}, {WAITING} waiting" + (f";{_LEFT_OUT}{hidden}" if hidden else "")
 
 

@@ -9,8 +9,18 @@ import numpy as np
 from lightning_mist.cost.compile import FloatArray
 from lightning_mist.estimate import MemoryCurve, memory_curves
 from lightning_mist.plan import Plan
-from lightning_mist.report.figures import INK, PAPER, panels, save, styled, time_unit
-from lightning_mist.report.timeline import Timeline, Window, left_out, timeline_of, windows_of
+from lightning_mist.report.figures import (
+    INK,
+    PAPER,
+    panels,
+    save,
+    step_figure,
+    styled,
+    time_unit,
+    write_legend,
+    write_title,
+)
+from lightning_mist.report.timeline import Timeline, Window, timeline_of, windows_of
 from lightning_mist.schedule import Simulation, simulate_plan
 from lightning_mist.units import format_bytes
 
@@ -95,7 +105,6 @@ WORDS = {
 LEAST_SHARE = 2e-3
 """Terms that never reach this share of the highest peak are too thin to be seen and are left out."""
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 1.15, 0.2, 0.62, 1.05
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
 
@@ -107,16 +116,10 @@ def draw_memory(picture: MemoryPicture, path: str) -> None:
 
 def memory_figure(picture: MemoryPicture) -> Any:
     """The picture of the bytes over a step, as a figure of matplotlib."""
-    from matplotlib.figure import Figure
-
     shown = picture.shown
     windows = windows_of(picture.timeline, moments(shown))
     row = 2.4 if len(shown) == 1 else 1.7 if len(shown) <= 4 else 1.3
-    height = _TOP + _BOTTOM + row * len(shown)
-    figure = Figure(figsize=(_WIDTH, height))
-    figure.subplots_adjust(
-        left=_LEFT / _WIDTH, right=1 - _RIGHT / _WIDTH, bottom=_BOTTOM / height, top=1 - _TOP / height, hspace=0.12
-    )
+    figure = step_figure(row * len(shown), bottom=1.05, hspace=0.12)
     axes = panels(figure, len(shown), windows)
     highest = max(picture.worst.peak_bytes, *picture.limits, 0.0)
     unit, scale = next((item for item in _UNITS if highest >= item[1]), _UNITS[-1])
@@ -127,8 +130,8 @@ def memory_figure(picture: MemoryPicture) -> Any:
             axis.set_ylim(0, highest / scale * 1.16)
         line[0].set_ylabel(f"{picture.timeline.lanes[curve.group].label}\n{unit}", fontsize=8)
         _mark_peak(line, curve, windows, scale, picture)
-    _title(figure, picture, shown, windows, height)
-    _legend(figure, axes[0, 0])
+    _title(figure, picture, shown, windows)
+    write_legend(figure, axes[0, 0].get_legend_handles_labels()[0], columns=4)
     return figure
 
 
@@ -211,35 +214,10 @@ def say_piece(name: str) -> str:
     return f"{words[action.kind]} of microbatch {action.microbatch}"
 
 
-def _title(
-    figure: Any, picture: MemoryPicture, shown: Sequence[MemoryCurve], windows: Sequence[Window], height: float
-) -> None:
-    worst, limit = picture.worst, picture.limit(picture.worst)
-    label = picture.timeline.lanes[worst.group].label
-    head = f"memory over one step: {label} needs most, {format_bytes(worst.peak_bytes)} per device"
+def _title(figure: Any, picture: MemoryPicture, shown: Sequence[MemoryCurve], windows: Sequence[Window]) -> None:
+    worst, limit, lanes = picture.worst, picture.limit(picture.worst), picture.timeline.lanes
+    head = f"memory over one step: {lanes[worst.group].label} needs most, {format_bytes(worst.peak_bytes)} per device"
     if limit is not None:
         head += f" of {format_bytes(limit)}"
-    lanes, count = len(picture.timeline.lanes), picture.timeline.num_microbatches
-    each = picture.timeline.step_seconds / (count + lanes - 1)
-    hidden = f"{len(shown)} of {lanes} groups of devices are shown" if len(shown) < lanes else ""
-    parts = f"{picture.timeline.schedule}, {count} microbatch{'es' * (count > 1)}"
-    more = [parts, hidden, left_out(windows, each)]
-    at = _LEFT / _WIDTH
-    figure.text(at, 1 - 0.22 / height, head, fontsize=11, fontweight="bold", va="center")
-    figure.text(at, 1 - 0.44 / height, "; ".join(text for text in more if text), fontsize=8.5, va="center")
-
-
-def _legend(figure: Any, axis: Any) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="lower left",
-        bbox_to_anchor=(_LEFT / _WIDTH - 0.005, 0.0),
-        ncols=4,
-        fontsize=8.5,
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1.4,
-        labelcolor=INK,
-    )
+    hidden = f"{len(shown)} of {len(lanes)} groups of devices are shown" if len(shown) < len(lanes) else ""
+    write_title(figure, head, picture.timeline, windows, hidden)

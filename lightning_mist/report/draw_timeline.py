@@ -4,8 +4,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_mist.report.figures import INK, SHADE, panels, save, styled, time_unit
-from lightning_mist.report.timeline import LEAST_IDLE, Bar, BarKind, Lane, Timeline, Window, left_out, windows_of
+from lightning_mist.report.figures import (
+    LEFT,
+    RIGHT,
+    SHADE,
+    WIDTH,
+    panels,
+    save,
+    step_figure,
+    styled,
+    time_unit,
+    write_legend,
+    write_title,
+)
+from lightning_mist.report.timeline import LEAST_IDLE, Bar, BarKind, Lane, Timeline, Window, windows_of
 from lightning_mist.units import format_seconds
 
 # Okabe and Ito, 2008: told apart by colour-blind readers too.
@@ -35,7 +47,6 @@ WORDS: dict[BarKind, str] = {
 
 _DARK = frozenset({"backward", "input backward", "weight backward"})
 _NUMBERED = frozenset({"forward", "backward", "input backward", "weight backward"})
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 11.0, 1.15, 0.2, 0.62, 0.85
 MOST_SHAPES = 24
 """Lanes whose bars are shapes in SVG; those of more are pixels, which take less room there."""
 
@@ -54,22 +65,17 @@ def timeline_figure(timeline: Timeline) -> Any:
 
     Many microbatches do not fit: then the first and the last of the step are shown.
     """
-    from matplotlib.figure import Figure
-
     windows, count = windows_of(timeline), len(timeline.lanes)
     lane = min(0.62, max(0.16, 7.0 / count))
-    height = _TOP + _BOTTOM + lane * count
-    figure = Figure(figsize=(_WIDTH, height))
-    left, right = _LEFT / _WIDTH, 1 - _RIGHT / _WIDTH
-    figure.subplots_adjust(left=left, right=right, bottom=_BOTTOM / height, top=1 - _TOP / height)
+    figure = step_figure(lane * count, bottom=0.85)
     axes = panels(figure, 1, windows)[0]
-    inches = (_WIDTH - _LEFT - _RIGHT) * (0.95 if len(windows) > 1 else 1.0)
+    inches = (WIDTH - LEFT - RIGHT) * (0.95 if len(windows) > 1 else 1.0)
     scale = inches / sum(end - start for start, end in windows)
     for axis, window in zip(axes, windows, strict=True):
         _draw_lanes(axis, timeline, window, scale, lane)
     _label_lanes(axes[0], timeline, lane)
-    _title(figure, timeline, windows, height)
-    _legend(figure, timeline, height)
+    _title(figure, timeline, windows)
+    _legend(figure, timeline)
     return figure
 
 
@@ -158,38 +164,19 @@ def _short(text: str, most: int = 20) -> str:
     return "\n".join(line if len(line) <= most else line[: most - 3] + "..." for line in text.splitlines())
 
 
-def _title(figure: Any, timeline: Timeline, windows: Sequence[Window], height: float) -> None:
-    lanes, count = len(timeline.lanes), timeline.num_microbatches
-    idle = f"devices wait for {timeline.idle_share:.1%} of it (bubble)" if lanes > 1 else "one stage, no pipeline"
-    head = f"one step: {format_seconds(timeline.step_seconds)}, {idle}"
-    each = timeline.step_seconds / (count + lanes - 1)
+def _title(figure: Any, timeline: Timeline, windows: Sequence[Window]) -> None:
+    idle = f"devices wait for {timeline.idle_share:.1%} of it (bubble)"
+    head = f"one step: {format_seconds(timeline.step_seconds)}, "
+    head += idle if len(timeline.lanes) > 1 else "one stage, no pipeline"
     is_shaded = any(bar.chunk for lane in timeline.lanes for bar in lane.work)
-    more = [
-        f"{timeline.schedule}, {count} microbatch{'es' * (count > 1)}",
-        "lighter: later stages of the same devices" * is_shaded,
-        left_out(windows, each),
-    ]
-    at = _LEFT / _WIDTH
-    figure.text(at, 1 - 0.22 / height, head, fontsize=11, fontweight="bold", va="center")
-    figure.text(at, 1 - 0.44 / height, "; ".join(text for text in more if text), fontsize=8.5, va="center")
+    write_title(figure, head, timeline, windows, "lighter: later stages of the same devices" * is_shaded)
 
 
-def _legend(figure: Any, timeline: Timeline, height: float) -> None:
+def _legend(figure: Any, timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
-    bars = [bar for lane in timeline.lanes for bar in (*lane.work, *lane.sends)]
-    present = {bar.kind for bar in bars}
+    present = {bar.kind for lane in timeline.lanes for bar in (*lane.work, *lane.sends)}
     entries = [Patch(facecolor=COLORS[kind], label=WORDS[kind]) for kind in COLORS if kind in present]
     if timeline.idle_share > LEAST_IDLE:
         entries.append(Patch(facecolor=SHADE, label="waiting"))
-    figure.legend(
-        handles=entries,
-        loc="lower left",
-        bbox_to_anchor=(_LEFT / _WIDTH - 0.005, 0.0),
-        ncols=len(entries) if len(entries) <= 6 else -(-len(entries) // 2),
-        fontsize=8.5,
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1.4,
-        labelcolor=INK,
-    )
+    write_legend(figure, entries, len(entries) if len(entries) <= 6 else -(-len(entries) // 2))

@@ -8,7 +8,7 @@ from io import StringIO
 from typing import Any
 
 from lightning_mist.estimate import FORMATS, check_matplotlib, check_picture
-from lightning_mist.report.timeline import Window
+from lightning_mist.report.timeline import Timeline, Window, left_out
 
 __all__ = [
     "FORMATS",
@@ -88,6 +88,46 @@ def inline_svg(figure: Any, name: str, description: str) -> str:
     return (
         f'<svg class="picture" role="img" aria-label="{label}" viewBox="{view}" xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
+    )
+
+
+WIDTH, LEFT, RIGHT, TOP = 11.0, 1.15, 0.2, 0.62
+"""Inches of a picture of a step, and of what lies around its panels."""
+
+
+def step_figure(panels_height: float, bottom: float, **spacing: float) -> Any:
+    """An empty picture of a step: panels of a height, room for a title above them and so much for a legend below."""
+    from matplotlib.figure import Figure
+
+    height = TOP + bottom + panels_height
+    figure = Figure(figsize=(WIDTH, height))
+    figure.subplots_adjust(
+        left=LEFT / WIDTH, right=1 - RIGHT / WIDTH, bottom=bottom / height, top=1 - TOP / height, **spacing
+    )
+    return figure
+
+
+def write_title(figure: Any, head: str, timeline: Timeline, windows: Sequence[Window], *details: str) -> None:
+    """A title over a picture of a step, and in a smaller line its schedule, details, and what is left out of it."""
+    count, height = timeline.num_microbatches, figure.get_figheight()
+    said = [f"{timeline.schedule}, {count} microbatch{'es' * (count > 1)}", *details]
+    said.append(left_out(windows, timeline.microbatch_seconds))
+    figure.text(LEFT / WIDTH, 1 - 0.22 / height, head, fontsize=11, fontweight="bold", va="center")
+    figure.text(LEFT / WIDTH, 1 - 0.44 / height, "; ".join(filter(None, said)), fontsize=8.5, va="center")
+
+
+def write_legend(figure: Any, handles: Sequence[Any], columns: int) -> None:
+    """A legend below the panels of a picture of a step."""
+    figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(LEFT / WIDTH - 0.005, 0.0),
+        ncols=columns,
+        fontsize=8.5,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.4,
+        labelcolor=INK,
     )
 
 

@@ -84,6 +84,11 @@ class Timeline:
     schedule: str
 
     @property
+    def microbatch_seconds(self) -> float:
+        """About how long after one microbatch the next one follows."""
+        return self.step_seconds / (self.num_microbatches + len(self.lanes) - 1)
+
+    @property
     def idle_share(self) -> float:
         """Part of the step, on average over groups of devices, in which these do nothing."""
         if self.step_seconds <= 0:
@@ -187,8 +192,7 @@ def windows_of(timeline: Timeline, points: Iterable[float] = ()) -> tuple[Window
         points: Seconds that must be shown.
     """
     groups, step = len(timeline.lanes), timeline.step_seconds
-    each = step / (timeline.num_microbatches + groups - 1)
-    width = (groups + AROUND) * each
+    width = (groups + AROUND) * timeline.microbatch_seconds
     epilogue = step - max(bar.end for lane in timeline.lanes for bar in lane.work if bar.microbatch is not None)
     wanted = [(0.0, width), (step - width - epilogue, step)]
     found = _merged([*wanted, *((point - width / 4, point + width / 4) for point in points)], step)
