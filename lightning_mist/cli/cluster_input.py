@@ -3,8 +3,8 @@
 It is measured by processes that the command starts itself, or by those that a launcher started.
 """
 
-import json
 import os
+import pickle
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +151,8 @@ def measure_local(cluster: "Cluster", precision: str, *, is_fresh: bool = False)
             if not said.exists():
                 raise
             raise ProfileError(said.read_text(encoding="utf-8")) from error
-        return _read(Path(directory))
+        found: Measured = pickle.loads(Path(directory, "measured").read_bytes())
+        return found
 
 
 def _measure_one(rank: int, cluster: "Cluster", precision: str, directory: str, is_fresh: bool) -> None:
@@ -174,7 +175,7 @@ def _measure_one(rank: int, cluster: "Cluster", precision: str, directory: str, 
         Path(directory, "error").write_text(str(error), encoding="utf-8")
         raise
     if rank == 0:
-        _write(found, Path(directory))
+        Path(directory, "measured").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
@@ -229,20 +230,3 @@ def _device(cluster: "Cluster", local_rank: int) -> "torch.device":
 
 def _backend(cluster: "Cluster") -> str:
     return "nccl" if cluster.device.kind == "cuda" else "gloo"
-
-
-def _write(found: Measured, directory: Path) -> None:
-    """Leave what was measured for the process that started this one."""
-    from lightning_mist.hardware import write_profile
-
-    write_profile(found.profile, directory / "profile.json", cluster=found.cluster)
-    said = {"kept": str(found.kept), "seconds": found.seconds}
-    (directory / "said.json").write_text(json.dumps(said), encoding="utf-8")
-
-
-def _read(directory: Path) -> Measured:
-    from lightning_mist.hardware import read_machine
-
-    cluster, profile = read_machine(directory / "profile.json")
-    said = json.loads((directory / "said.json").read_text(encoding="utf-8"))
-    return Measured(cluster=cluster, profile=profile, kept=Path(said["kept"]), seconds=said["seconds"])

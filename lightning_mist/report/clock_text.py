@@ -22,28 +22,17 @@ from lightning_mist.schedule import simulate_plan
 from lightning_mist.schedule.critical import CriticalPath, critical_path
 from lightning_mist.units import format_seconds
 
-LETTERS: dict[BarKind, str] = {
-    "forward": "F",
-    "recompute": "r",
-    "backward": "B",
-    "input backward": "I",
-    "weight backward": "W",
-    "collectives": "c",
-    "copies": "h",
-    "optimizer": "u",
+KINDS: dict[BarKind, tuple[str, str]] = {
+    "forward": ("F", "forward"),
+    "recompute": ("r", "recomputed forward"),
+    "backward": ("B", "backward"),
+    "input backward": ("I", "gradients of inputs"),
+    "weight backward": ("W", "gradients of weights"),
+    "collectives": ("c", "collectives"),
+    "copies": ("h", "host copies"),
+    "optimizer": ("u", "optimizer"),
 }
-"""How each kind of work is written."""
-
-WORDS: dict[BarKind, str] = {
-    "forward": "forward",
-    "recompute": "recomputed forward",
-    "backward": "backward",
-    "input backward": "gradients of inputs",
-    "weight backward": "gradients of weights",
-    "collectives": "collectives",
-    "copies": "host copies",
-    "optimizer": "optimizer",
-}
+"""How each kind of work is written: its letter, and in words."""
 
 WAITING = "."
 
@@ -101,7 +90,7 @@ def clock(plan: Plan) -> SimulatedStep:
             GroupClock(
                 stages=plan.chunks(group),
                 devices=plan.stages[group].devices,
-                work_seconds=tuple((kind, seconds[kind]) for kind in LETTERS if kind in seconds),
+                work_seconds=tuple((kind, seconds[kind]) for kind in KINDS if kind in seconds),
                 busy_seconds=busy,
                 waiting_seconds=_seen(simulation.makespan - busy, simulation.makespan),
                 longest_wait=_longest_wait(lane, simulation.makespan),
@@ -166,7 +155,7 @@ _LEFT_OUT = " ~ "
 def _legend(timeline: Timeline) -> str:
     """What letters mean, and what is left out between them."""
     kinds = {bar.kind for lane in timeline.lanes for bar in lane.work}
-    known = ", ".join(f"{LETTERS[kind]} {WORDS[kind]}" for kind in LETTERS if kind in kinds)
+    known = ", ".join(" ".join(KINDS[kind]) for kind in KINDS if kind in kinds)
     windows = windows_of(timeline)
     hidden = left_out(windows, timeline.microbatch_seconds)
     return f"{known}, {WAITING} waiting" + (f";{_LEFT_OUT}{hidden}" if hidden else "")
@@ -182,7 +171,7 @@ def _letters(lane: Lane, window: Window, columns: int) -> str:
         first, last = max(0, int((bar.start - start) / each)), min(int((bar.end - start) / each), columns - 1)
         for column in range(first, last + 1):
             inside = min(bar.end, start + (column + 1) * each) - max(bar.start, start + column * each)
-            share, letter = shares[column], LETTERS[bar.kind]
+            share, letter = shares[column], KINDS[bar.kind][0]
             share[letter] = share.get(letter, 0.0) + inside
             share[WAITING] -= inside
     return "".join(max(share, key=lambda letter: share[letter]) for share in shares)
@@ -190,8 +179,15 @@ def _letters(lane: Lane, window: Window, columns: int) -> str:
 
 def _table(found: SimulatedStep) -> Table:
     table = Table()
-    kinds = [kind for kind in LETTERS if any(kind in dict(group.work_seconds) for group in found.groups)]
-    for heading in ("stage", *(WORDS[kind] for kind in kinds), "in all", "waiting", "longest wait", "most in flight"):
+    kinds = [kind for kind in KINDS if any(kind in dict(group.work_seconds) for group in found.groups)]
+    for heading in (
+        "stage",
+        *(KINDS[kind][1] for kind in kinds),
+        "in all",
+        "waiting",
+        "longest wait",
+        "most in flight",
+    ):
         table.add_column(heading, justify="right")
     for group in found.groups:
         seconds = dict(group.work_seconds)

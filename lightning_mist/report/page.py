@@ -3,52 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 
-STYLE = """
-:root { --ink: #1b1c1e; --soft: #5b6068; --line: #d9dce1; --paper: #ffffff; --shade: #e8e8ea; --tint: #f5f6f8;
-  --mark: #b3541e; --note: #fdf3e7; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7e8ea; --soft: #a2a8b1; --line: #3a3e45; --paper: #16181b;
-  --shade: #34373c; --tint: #1f2226; --mark: #f0a36b; --note: #33281c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 75rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .4rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; padding-top: .5rem; border-top: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 1.1rem 0 .25rem; }
-p { margin: .35rem 0; max-width: 62rem; }
-.lead { font-size: 1.05rem; }
-.soft, figcaption { color: var(--soft); font-size: .88rem; }
-.warning { background: var(--note); border-left: 4px solid var(--mark); padding: .6rem .9rem; margin: 1rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem; margin: 1.1rem 0; }
-.figures div { background: var(--tint); border-radius: 6px; padding: .6rem .8rem; }
-.figures b { display: block; font-size: 1.25rem; line-height: 1.3; }
-.figures span { color: var(--soft); font-size: .85rem; display: block; line-height: 1.35; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .88rem; margin: .5rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; color: var(--soft); vertical-align: bottom; } td { white-space: nowrap; }
-td.text, th.text { text-align: left; } td.text { white-space: normal; }
-tr.ours td { font-weight: 600; background: var(--tint); }
-.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .3rem .7rem; align-items: center;
-  margin: .6rem 0; font-size: .85rem; }
-.bar { display: flex; height: 1.25rem; background: var(--shade); border-radius: 2px; overflow: hidden;
-  position: relative; }
-.bar i { display: block; height: 100%; }
-.bar u { position: absolute; top: 0; bottom: 0; width: 2px; background: #d55e00; }
-.keys { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; color: var(--soft); margin: .3rem 0; }
-.keys i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
-figure { margin: .8rem 0; } .picture { width: 100%; height: auto; display: block; }
-.picture text { font-family: inherit !important; }
-ul { margin: .3rem 0; padding-left: 1.2rem; } li { margin: .2rem 0; max-width: 62rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .9rem; margin: .5rem 0; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-code { font: .88em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-@media (max-width: 40rem) { dl { grid-template-columns: 1fr; } dt { margin-top: .3rem; } }
-@media print { :root { --ink: #000; --soft: #444; --line: #bbb; --paper: #fff; --shade: #e8e8ea; --tint: #f5f6f8;
-  --mark: #b3541e; --note: #fdf3e7; } body { max-width: none; padding: 0; font-size: 10pt; }
-  h2 { break-after: avoid; } figure, table, .bars, .figures, .warning { break-inside: avoid; }
-  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } @page { margin: 14mm; } }
-"""
+STYLE = "\n" + files("lightning_mist.report").joinpath("style.css").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

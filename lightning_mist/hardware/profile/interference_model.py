@@ -28,7 +28,7 @@ memory, and the device's cores have little to do. The three coefficients of the 
 which makes nine numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal
 
@@ -85,17 +85,7 @@ class Interference:
         return value
 
 
-COEFFICIENTS = (
-    "compute_to_device",
-    "compute_to_host",
-    "to_device_to_host",
-    "compute_network",
-    "network_to_device",
-    "network_to_host",
-    "compute_across",
-    "across_to_device",
-    "across_to_host",
-)
+COEFFICIENTS = tuple(field.name for field in fields(Interference) if field.name not in ("source", "spread"))
 """Names of the coefficients, in their order in vectors."""
 
 
