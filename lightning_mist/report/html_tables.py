@@ -1,6 +1,6 @@
 """Tables and bars of a report: where seconds and bytes go, and what others would take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.explain import ComparedPlan
@@ -33,82 +33,76 @@ _MEMORY = (
 )
 
 
+Terms = Mapping[str, tuple[str, str]]
+"""Words and colour of terms by their names in plans."""
+
+
+def _present(terms: Terms, rows: Sequence[Mapping[str, float]]) -> Terms:
+    """The terms that are more than nothing in any row."""
+    return {name: term for name, term in terms.items() if any(row.get(name, 0.0) > 0 for row in rows)}
+
+
+def _parts(
+    row: Mapping[str, float], terms: Terms, whole: float, said: Callable[[float], str]
+) -> tuple[tuple[str, float, str], ...]:
+    """Parts of a bar, of which ``whole`` takes the whole width."""
+    return tuple(
+        (color, row[name] / whole, f"{words} {said(row[name])}")
+        for name, (words, color) in terms.items()
+        if row.get(name, 0.0) > 0
+    )
+
+
+def _section(
+    title: str, intro: str, terms: Terms, bars: Sequence[page.Bar], cells: Sequence[Sequence[str]], *more: str
+) -> str:
+    """Bars with their legend, and a table that says their parts and more."""
+    words = [words for words, _ in terms.values()]
+    return page.section(
+        title,
+        page.paragraph(intro, "soft"),
+        page.keys((color, words) for words, color in terms.values()),
+        page.bars(bars),
+        page.table(["stage", *words, *more], cells),
+    )
+
+
 def seconds_section(plan: Plan) -> str:
     """Where the seconds of a step go."""
     predicted = plan.predicted
     assert predicted is not None
-    rows = [dict(predicted.stages[group].spent) for group in range(plan.num_groups)]
-    if not any(rows) or predicted.step_seconds <= 0:
+    rows, step = [dict(predicted.stages[group].spent) for group in range(plan.num_groups)], predicted.step_seconds
+    if not any(rows) or step <= 0:
         return ""
-    names = [name for name in SPENT if any(row.get(name, 0.0) > 0 for row in rows)]
-    lines = [
-        page.Bar(
-            label=group_name(plan, group),
-            parts=tuple(
-                (
-                    SPENT[name][1],
-                    row.get(name, 0.0) / predicted.step_seconds,
-                    f"{SPENT[name][0]} {format_seconds(row.get(name, 0.0))}",
-                )
-                for name in names
-                if row.get(name, 0.0) > 0
-            ),
-            text=format_seconds(predicted.step_seconds - row.get("bubble_seconds", 0.0)) + " busy",
-        )
-        for group, row in enumerate(rows)
+    terms, labels = _present(SPENT, rows), [group_name(plan, group) for group in range(plan.num_groups)]
+    busy = [format_seconds(step - row.get("bubble_seconds", 0.0)) + " busy" for row in rows]
+    bars = [
+        page.Bar(label, _parts(row, terms, step, format_seconds), text)
+        for label, row, text in zip(labels, rows, busy, strict=True)
     ]
     cells = [
-        [group_name(plan, group), *(_part(row.get(name, 0.0), predicted.step_seconds) for name in names)]
-        for group, row in enumerate(rows)
+        [label, *(_part(row.get(name, 0.0), step) for name in terms)] for label, row in zip(labels, rows, strict=True)
     ]
-    return page.section(
-        f"Where the {format_seconds(predicted.step_seconds)} of a step go",
-        page.paragraph(_SECONDS, "soft"),
-        page.keys((SPENT[name][1], SPENT[name][0]) for name in names),
-        page.bars(lines),
-        page.table(["stage", *(SPENT[name][0] for name in names)], cells),
-    )
+    return _section(f"Where the {format_seconds(step)} of a step go", _SECONDS, terms, bars, cells)
 
 
 def memory_section(plan: Plan, limits: Sequence[float] = ()) -> str:
     """What the peak of every stage is made of."""
-    predicted = plan.predicted
-    assert predicted is not None
-    stages = [predicted.stages[group] for group in range(plan.num_groups)]
+    assert plan.predicted is not None
+    stages = [plan.predicted.stages[group] for group in range(plan.num_groups)]
     rows = [{name: value for name, value in stage.breakdown if name in TERMS} for stage in stages]
     if not any(rows):
         return ""
-    highest = max(stage.peak_bytes for stage in stages)
-    top = max(highest, *limits) if limits else highest
-    names = [name for name in MEMORY_COLORS if any(row.get(name, 0.0) > 0 for row in rows)]
-    lines = [
-        page.Bar(
-            label=group_name(plan, group),
-            parts=tuple(
-                (MEMORY_COLORS[name], row[name] / top, f"{MEMORY_WORDS[name]} {format_bytes(row[name])}")
-                for name in names
-                if row.get(name, 0.0) > 0
-            ),
-            text=_of_limit(stages[group].peak_bytes, limits[group] if limits else None),
-            mark=limits[group] / top if limits else None,
-        )
-        for group, row in enumerate(rows)
-    ]
-    cells = [
-        [
-            group_name(plan, group),
-            *(format_bytes(row[name]) if row.get(name) else "-" for name in names),
-            format_bytes(stages[group].peak_bytes),
-        ]
-        for group, row in enumerate(rows)
-    ]
-    return page.section(
-        "Where the memory goes",
-        page.paragraph(_MEMORY, "soft"),
-        page.keys((MEMORY_COLORS[name], MEMORY_WORDS[name]) for name in names),
-        page.bars(lines),
-        page.table(["stage", *(MEMORY_WORDS[name] for name in names), "peak"], cells),
-    )
+    top = max(*(stage.peak_bytes for stage in stages), *limits, 0.0)
+    terms = _present({name: (MEMORY_WORDS[name], color) for name, color in MEMORY_COLORS.items()}, rows)
+    bars, cells = [], []
+    for group, (stage, row) in enumerate(zip(stages, rows, strict=True)):
+        label, limit = group_name(plan, group), limits[group] if limits else None
+        mark = None if limit is None else limit / top
+        bars.append(page.Bar(label, _parts(row, terms, top, format_bytes), _of_limit(stage.peak_bytes, limit), mark))
+        amounts = (format_bytes(row[name]) if row.get(name) else "-" for name in terms)
+        cells.append([label, *amounts, format_bytes(stage.peak_bytes)])
+    return _section("Where the memory goes", _MEMORY, terms, bars, cells, "peak")
 
 
 def comparison_table(compared: Sequence[ComparedPlan]) -> str:
