@@ -69,7 +69,7 @@ def devices_of(plan: "Plan", cluster: "AnyCluster") -> tuple[str, ...]:
 
 def oldest_capability(cluster: "AnyCluster") -> tuple[int, int] | None:
     """The compute capability that all devices have; None where it is not known of one."""
-    from lightning_mist.hardware.catalog.devices import capability_of
+    from lightning_mist.hardware.catalog import capability_of
 
     known = [capability_of(part.device.name) for part in cluster.parts]
     return None if None in known else min(item for item in known if item is not None)

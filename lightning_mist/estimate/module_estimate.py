@@ -15,7 +15,7 @@ from lightning_mist.estimate.estimate_data import MemoryEstimate
 from lightning_mist.estimate.plan_estimate import estimate_plan, limit_of
 from lightning_mist.estimate.stage_estimates import Estimator
 from lightning_mist.hardware import Cluster, parse_cluster, single
-from lightning_mist.hardware.catalog.devices import capability_of
+from lightning_mist.hardware.catalog import capability_of
 from lightning_mist.model import (
     DeviceOperators,
     derive_splits,

@@ -5,8 +5,7 @@ What measures it needs torch, and is imported when it is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.hardware.catalog import catalog_profile
-from lightning_mist.hardware.catalog.devices import host_memory
+from lightning_mist.hardware.catalog import catalog_profile, host_memory
 from lightning_mist.hardware.cluster import (
     AnyCluster,
     Cluster,

@@ -1,7 +1,13 @@
 """Devices that need not be at hand: what vendors and measurements say of them."""
 
 from lightning_mist.hardware.catalog.catalog_profiles import catalog_profile
-from lightning_mist.hardware.catalog.devices import CatalogDevice, canonical_name, find_device
+from lightning_mist.hardware.catalog.devices import (
+    CatalogDevice,
+    canonical_name,
+    capability_of,
+    find_device,
+    host_memory,
+)
 from lightning_mist.hardware.catalog.interference_kinds import copies_are_staged, interference_of_kind, lanes_are_shared
 from lightning_mist.hardware.catalog.memory_overheads import (
     NOTHING,
@@ -16,11 +22,13 @@ __all__ = [
     "CatalogDevice",
     "Overhead",
     "canonical_name",
+    "capability_of",
     "catalog_profile",
     "communicator_overhead",
     "context_overhead",
     "copies_are_staged",
     "find_device",
+    "host_memory",
     "interference_of_kind",
     "lanes_are_shared",
     "workspace_bytes",
