@@ -18,31 +18,29 @@ if TYPE_CHECKING:
     from lightning_mist.explain import Explanation
 
 
-def check_html(path: str | None) -> None:
+def check_html(path: str) -> None:
     """Refuse a page that cannot be written, before anything has been computed for it.
 
     Raises:
-        ValueError: If its folder is not there, or matplotlib is not installed.
+        ValueError: If its folder is not there, it is a folder, or matplotlib is not installed.
     """
-    if path is not None:
-        from lightning_mist.report.html_report import check_report
+    from lightning_mist.estimate import check_matplotlib
 
-        check_report(path)
+    check_target("report", path, "report.html")
+    check_matplotlib(f"report {path!r}")
 
 
-def check_out(path: str | None) -> None:
-    """Refuse a plan file that cannot be written, before anything has been computed for it.
+def check_target(what: str, path: str, example: str) -> None:
+    """Refuse a file that cannot be written, before anything has been computed for it.
 
     Raises:
         ValueError: If its folder is not there, or it is a folder.
     """
-    if path is None:
-        return
     target = Path(path)
     if not target.parent.is_dir():
-        raise ValueError(f"plan file {path!r}: there is no folder {str(target.parent)!r}; make it first")
+        raise ValueError(f"{what} {path!r}: there is no folder {str(target.parent)!r}; make it first")
     if target.is_dir():
-        raise ValueError(f"plan file {path!r} is a folder: give the name of a file, such as plan.json")
+        raise ValueError(f"{what} {path!r} is a folder: give the name of a file, such as {example}")
 
 
 def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapping[str, Any], seconds: float) -> None:
@@ -53,7 +51,7 @@ def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapp
         seconds: The most seconds to search for plans under less memory.
     """
     from lightning_mist.report.frontier import memory_frontier
-    from lightning_mist.report.html_report import Report, write_report
+    from lightning_mist.report.html_report import Report, render_report
 
     with told("searching plans under less memory, for the report"):
         frontier = memory_frontier(found.planner, found.plan, seconds=seconds, **found.asked)
@@ -71,7 +69,7 @@ def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapp
         inputs=inputs_of(given, found.plan),
         notes=found.notes,
     )
-    write_report(report, path)
+    Path(path).write_text(render_report(report), encoding="utf-8")
 
 
 def inputs_of(given: Mapping[str, Any], found: Plan) -> tuple[tuple[str, str], ...]:

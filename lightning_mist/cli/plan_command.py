@@ -13,7 +13,7 @@ from lightning_mist.cli.cluster_input import (
 )
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
 from lightning_mist.cli.fitting import FoundPlan, estimate_of, memory_words, plan_that_fits
-from lightning_mist.cli.html_output import check_html, check_out, write_html
+from lightning_mist.cli.html_output import check_html, check_target, write_html
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import (
     explanation_of,
@@ -144,8 +144,10 @@ def plan(*, request: PlanRequest, options: SearchOptions) -> None:
         request: What to plan for what.
         options: Which plans are looked at.
     """
-    check_html(request.html)
-    check_out(request.out)
+    if request.html is not None:
+        check_html(request.html)
+    if request.out is not None:
+        check_target("plan file", request.out, "plan.json")
     seconds = request.explain_seconds
     if seconds <= 0:
         raise ValueError(f"explain_seconds = {seconds:g}: searching for other plans takes time; give some")
@@ -180,7 +182,11 @@ def _search(request: PlanRequest, options: SearchOptions) -> FoundPlan:
         kinds, restricted = executed_offload(search.offload, machine.kind, has_files=False)
         search = replace(search, offload=kinds)
     check_memory_limit(machine, limit)
-    rows = rows_of_each(request.global_batch_size, machine)
+    if request.global_batch_size < 1:
+        raise ValueError(
+            f"global_batch_size = {request.global_batch_size}: at least one row is needed; give a batch's rows"
+        )
+    rows = max(1, request.global_batch_size // machine.world_size)  # that each device loads
     spec = describe_network(
         NetworkRequest(
             model=request.model,
@@ -284,13 +290,6 @@ def _search_data(result: "TuneResult") -> dict[str, Any]:
             {"name": item.name, "step_seconds": item.predicted.step_seconds} for item in result.alternatives
         ],
     }
-
-
-def rows_of_each(global_batch_size: int, machine: "AnyCluster") -> int:
-    """Rows of the batch that each device loads."""
-    if global_batch_size < 1:
-        raise ValueError(f"global_batch_size = {global_batch_size}: at least one row is needed; give a batch's rows")
-    return max(1, global_batch_size // machine.world_size)
 
 
 def _made_for(spec: "ModelSpec", machine: "AnyCluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:

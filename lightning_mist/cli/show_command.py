@@ -41,7 +41,7 @@ def show(
     limit = None if memory_limit is None else float(parse_bytes(memory_limit))
     if limit is not None and memory is None:
         raise ValueError(f"memory_limit = {memory_limit!r}: it is drawn beside bytes; give --memory memory.png too")
-    _check(timeline, memory)
+    _check(None if timeline is None or timeline.endswith(_TRACE) else timeline, memory)
     if json:
         print_json(first, **({} if changes is None else {"changes": changes.splitlines()}))
     else:
@@ -59,16 +59,12 @@ def _print_below(text: str) -> None:
     print(f"\n{text}")
 
 
-def _check(timeline: str | None, memory: str | None) -> None:
-    """Refuse files that cannot be drawn, before anything is shown."""
-    if timeline is not None and not timeline.endswith(_TRACE):
+def _check(*paths: str | None) -> None:
+    """Refuse pictures that cannot be drawn, before anything is shown."""
+    for path in filter(None, paths):
         from lightning_mist.estimate import check_picture
 
-        check_picture(timeline)
-    if memory is not None:
-        from lightning_mist.estimate import check_picture
-
-        check_picture(memory)
+        check_picture(path)
 
 
 def _draw_timeline(plan: Plan, path: str) -> str:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from lightning_mist.console import TextConsole
 from lightning_mist.plan.module_map import ModuleMap
-from lightning_mist.plan.plan import Plan, PredictedStage, StagePlan
+from lightning_mist.plan.plan import Plan, StagePlan
 from lightning_mist.plan.throughput import StepRates, step_rates
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
@@ -188,7 +188,11 @@ def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], lis
         place = [str(plan.group_of(index)), str(index // plan.num_groups)] if has_chunks else []
         place += [devices[index]] if devices else []
         cells = [str(index), *place, *(column.text(stage) for column in columns)]
-        rows.append([*cells, *(_predicted_cells(predicted.stages[index]) if predicted is not None else ())])
+        if predicted is not None:
+            said = predicted.stages[index]
+            cells += map(format_seconds, (said.forward_seconds, said.backward_seconds))
+            cells.append(format_bytes(said.peak_bytes))
+        rows.append(cells)
     return headings, rows
 
 
@@ -203,10 +207,6 @@ def counted(number: int, noun: str) -> str:
     """A number of things in words."""
     plural = noun if number == 1 else noun + ("es" if noun.endswith("ch") else "s")
     return f"{number} {plural}"
-
-
-def _predicted_cells(stage: PredictedStage) -> tuple[str, str, str]:
-    return format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds), format_bytes(stage.peak_bytes)
 
 
 def describe_changes(plan: Plan, other: Plan) -> str:

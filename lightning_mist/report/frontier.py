@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan
+from lightning_mist.plan.plan_tables import counted
 from lightning_mist.report.figures import INK, PAPER, SHADE, time_unit
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.budget import tensor_share
@@ -128,18 +129,13 @@ def frontier_lines(frontier: Frontier) -> tuple[str, ...]:
             continue
         slower = point.seconds / chosen - 1
         words = "as fast as this plan" if abs(slower) < LEAST_SHARE else f"{slower:+.1%}"
-        peak = format_bytes(point.peak_bytes)
-        lines.append(
-            f"{_limit(point)}: {format_seconds(point.seconds)} per step ({words}), tensors peak at {peak}{_sure(point)}"
-        )
+        peak, step = format_bytes(point.peak_bytes), format_seconds(point.seconds)
+        unsure = "" if point.proven else ", the best that was found in time"
+        lines.append(f"{_limit(point)}: {step} per step ({words}), tensors peak at {peak}{unsure}")
     if frontier.left_out:
         shares = ", ".join(f"{share:.0%}" for share in frontier.left_out)
         lines.append(f"not tried for want of time, of which --explain-seconds gives more: {shares}")
     return tuple(lines)
-
-
-def _sure(point: FrontierPoint) -> str:
-    return "" if point.proven else ", the best that was found in time"
 
 
 def _limit(point: FrontierPoint) -> str:
@@ -153,22 +149,26 @@ def frontier_figure(frontier: Frontier) -> Any:
     """The picture of a frontier, as a figure of matplotlib."""
     from matplotlib.figure import Figure
 
-    found = [point for point in frontier.points if point.seconds is not None]
-    unit, factor = time_unit(max((_seconds(point) for point in found), default=1.0))
+    found = [
+        (point.memory_limit / _GIB, point.plan, point.plan.predicted.step_seconds)
+        for point in frontier.points
+        if point.plan is not None and point.plan.predicted is not None
+    ]
+    unit, factor = time_unit(max((seconds for *_, seconds in found), default=1.0))
     figure = Figure(figsize=(9.0, 3.2))
     figure.subplots_adjust(left=0.09, right=0.97, bottom=0.16, top=0.92)
     axis = figure.subplots()
-    limits, heights = [point.memory_limit / _GIB for point in found], [_seconds(point) * factor for point in found]
+    limits, heights = [limit for limit, *_ in found], [seconds * factor for *_, seconds in found]
     axis.step(limits, heights, where="post", color="#0072b2", linewidth=1.6)
     axis.plot(limits[:-1], heights[:-1], "o", color="#0072b2", markersize=5)
     axis.plot(limits[-1:], heights[-1:], "D", color="#d55e00", markersize=8, zorder=5)
-    for index, (point, limit, height) in enumerate(zip(found, limits, heights, strict=True)):
-        is_chosen = point is found[-1]
-        if not is_chosen and index and point.plan == found[index - 1].plan:
+    for index, (limit, plan, seconds) in enumerate(found):
+        is_chosen = index == len(found) - 1
+        if not is_chosen and index and plan == found[index - 1][1]:
             continue
         axis.annotate(
-            f"{format_seconds(_seconds(point))}\n{'this plan' if is_chosen else _stages(point)}",
-            (limit, height),
+            f"{format_seconds(seconds)}\n{'this plan' if is_chosen else counted(plan.num_stages, 'stage')}",
+            (limit, seconds * factor),
             xytext=(3, 7),
             textcoords="offset points",
             ha="left",
@@ -197,14 +197,3 @@ def frontier_figure(frontier: Frontier) -> Any:
     axis.set_ylabel(f"one step ({unit})")
     axis.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _seconds(point: FrontierPoint) -> float:
-    assert point.seconds is not None
-    return point.seconds
-
-
-def _stages(point: FrontierPoint) -> str:
-    assert point.plan is not None
-    count = point.plan.num_stages
-    return f"{count} stage{'s' * (count > 1)}"

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_mist.errors import PlanError
-from lightning_mist.estimate import check_matplotlib
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
 from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
 from lightning_mist.plan.plan_tables import per_second, stage_cells
@@ -47,25 +45,6 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
-def write_report(report: Report, path: str) -> None:
-    """Write a page to a file."""
-    Path(path).write_text(render_report(report), encoding="utf-8")
-
-
-def check_report(path: str) -> None:
-    """Refuse a page that cannot be written, before anything has been computed for it.
-
-    Raises:
-        ValueError: If its folder is not there, or matplotlib is not installed.
-    """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise ValueError(f"report {path!r}: there is no folder {str(target.parent)!r}; make it first")
-    if target.is_dir():
-        raise ValueError(f"report {path!r} is a folder: give the name of a file, such as report.html")
-    check_matplotlib(f"report {path!r}")
-
-
 def render_report(report: Report) -> str:
     """A page that needs nothing else: text, tables and pictures, on light and dark screens and on paper."""
     if report.plan.predicted is None:
@@ -79,7 +58,7 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     yield page.title_line(report.title)
     yield page.paragraph(headline(plan), "lead")
     yield page.paragraph(report.verdict)
-    yield page.paragraph("" if report.result is None else f"{_proof(report.result)}.", "soft")
+    yield page.paragraph("" if report.result is None else f"{_capital(report.result.proof[0])}.", "soft")
     yield page.figures(_figures(report, predicted))
     yield page.warning("A forecast: this version does not execute all of this plan yet", missing)
     yield page.section(
@@ -128,10 +107,6 @@ def headline(plan: Plan) -> str:
         f"{parts}: a step of {plan.global_batch_size} rows in {plan.num_microbatches} "
         f"microbatch{'es' * (plan.num_microbatches > 1)} is predicted to take {format_seconds(seconds)}{rate}."
     )
-
-
-def _proof(result: TuneResult) -> str:
-    return _capital(result.proof[0])
 
 
 def _capital(text: str) -> str:
@@ -227,12 +202,8 @@ def _frontier(report: Report) -> str:
     return page.section("With less memory", page.picture(svg, caption), page.items(frontier_lines(found)))
 
 
-def words_for(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """The words that a plan needs, each with what it means."""
-    return tuple(_words(plan))
-
-
-def _words(plan: Plan) -> Iterator[tuple[str, str]]:
+def words_for(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The words of a report that a plan needs, each with what it means."""
     stages = plan.stages
     yield "row", "one sample of a batch; of language models one sequence of tokens"
     yield "microbatch", "a part of a batch that goes through the network at once; gradients of all parts are added up"

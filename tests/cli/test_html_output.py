@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.cli.html_output import check_out, command_of, inputs_of
+from lightning_mist.cli.html_output import check_target, command_of, inputs_of
 from lightning_mist.cli.plan_command import SearchOptions
 from tests.cli.networks import refused, run
 from tests.cli.test_plan_command import plan_arguments
@@ -56,9 +56,8 @@ def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
 
 
 def test_a_plan_file_that_cannot_be_written_is_refused_before_anything_is_searched(tmp_path, capsys):
-    check_out(None)
-    check_out(str(tmp_path / "plan.json"))
+    check_target("plan file", str(tmp_path / "plan.json"), "plan.json")
     with pytest.raises(ValueError, match=r"is a folder: give the name of a file, such as plan.json"):
-        check_out(str(tmp_path))
+        check_target("plan file", str(tmp_path), "plan.json")
     missing = str(tmp_path / "none" / "plan.json")
     assert "there is no folder" in refused(capsys, *plan_arguments(), "--out", missing)

@@ -3,12 +3,13 @@ from functools import lru_cache
 
 import pytest
 
+from lightning_mist.cli.html_output import check_html
 from lightning_mist.errors import PlanError
 from lightning_mist.explain import baselines, explain_plan
 from lightning_mist.explain.comparison import compare_plans
 from lightning_mist.plan import OffloadRatios, StageMesh
 from lightning_mist.report.frontier import memory_frontier
-from lightning_mist.report.html_report import Report, check_report, headline, render_report, write_report
+from lightning_mist.report.html_report import Report, headline, render_report
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.units import format_bytes, format_seconds
 from tests.report.networks import MACHINE, predicted
@@ -154,13 +155,13 @@ def test_headlines():
 
 def test_files(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
-    check_report(str(path))
-    write_report(Report(title="t", plan=predicted(2, 4)), str(path))
+    check_html(str(path))
+    path.write_text(render_report(Report(title="t", plan=predicted(2, 4))))
     assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     with pytest.raises(ValueError, match="there is no folder"):
-        check_report(str(tmp_path / "none" / "report.html"))
+        check_html(str(tmp_path / "none" / "report.html"))
     with pytest.raises(ValueError, match="is a folder"):
-        check_report(str(tmp_path))
+        check_html(str(tmp_path))
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"report '.*' needs matplotlib"):
-        check_report(str(path))
+        check_html(str(path))

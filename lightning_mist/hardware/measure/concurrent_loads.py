@@ -143,26 +143,13 @@ class Bench(Protocol):
         ...
 
 
-def measure_interference(
-    bench: Bench,
-    *,
-    networks: Sequence[bool],
-    prior: Interference,
-    source: str,
-    budget_seconds: float,
-) -> Interference:
-    """Measure the coefficients of a machine.
+def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: float) -> ConcurrentTimes:
+    """Times of loads together, and of each of them alone.
 
     Args:
-        networks: Kinds of groups that it has: False for one inside the nodes, True for one that spans them.
-        prior: What machines of its kind do; kept where nothing can be measured.
+        networks: Kinds of groups that the bench has: False for one inside the nodes, True for one that spans them.
         budget_seconds: Roughly how long it may take; even loads of all pairs are measured in any case.
     """
-    return fit_interference(concurrent_times(bench, networks, budget_seconds), prior, source)
-
-
-def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: float) -> ConcurrentTimes:
-    """Times of loads together, and of each of them alone."""
     known: dict[tuple[Counts, bool], float] = {}
     spent = 0.0
 

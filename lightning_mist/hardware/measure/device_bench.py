@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_mist.devices import ops_of
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.measure.concurrent_loads import Counts, kind_of, measure_interference
+from lightning_mist.hardware.measure.concurrent_loads import Counts, concurrent_times, fit_interference, kind_of
 from lightning_mist.hardware.measure.timing import Session, synchronize
 from lightning_mist.hardware.profile import CHANNELS, CollectiveCost, Interference
 
@@ -103,13 +103,9 @@ def measure_on_device(
     report()
     inside, across = network_groups(groups, 0 if session.world is None else dist.get_rank())
     try:
-        return measure_interference(
-            DeviceBench(session, inside, across),
-            networks=[far for far, group in ((False, inside), (True, across)) if group is not None],
-            prior=kind_of(*copies, collectives),
-            source="measured",
-            budget_seconds=budget_seconds,
-        )
+        networks = [far for far, group in ((False, inside), (True, across)) if group is not None]
+        times = concurrent_times(DeviceBench(session, inside, across), networks, budget_seconds)
+        return fit_interference(times, kind_of(*copies, collectives), "measured")
     finally:
         # Products on a stream of their own got a workspace of their own, which torch gives back in no other way.
         torch._C._cuda_clearCublasWorkspaces()

@@ -7,8 +7,8 @@ from lightning_mist.hardware.measure.concurrent_loads import (
     MAX_UNITS,
     Counts,
     concurrent_times,
+    fit_interference,
     kind_of,
-    measure_interference,
     of_vector,
     vector_of,
 )
@@ -41,7 +41,7 @@ class ModelledBench:
 def measured(
     bench: ModelledBench, networks: tuple[bool, ...], prior: Interference = PRIOR, budget: float = 1e3
 ) -> Interference:
-    return measure_interference(bench, networks=networks, prior=prior, source="here", budget_seconds=budget)
+    return fit_interference(concurrent_times(bench, networks, budget), prior, "here")
 
 
 def test_a_machine_is_found() -> None:
