@@ -47,6 +47,7 @@ class SearchOptions:
         num_microbatches: The numbers of microbatches, such as 64; null for all that the batch allows.
         microbatch_sizes: The numbers of rows of a microbatch on one device, such as 1,2; null for all.
         layer_cuts: The first layers of all stages but the first, such as 12,24, if they are settled.
+        equal_stages: Whether all stages have equally many layers and devices.
         devices_per_stage: The numbers of devices of a stage, such as 8; null for every divisor of all devices.
         zero_stages: Which ZeRO stages may be used.
         data_parallel_degrees: How many devices of a stage may compute on different rows, such as 4; null for all.
@@ -69,6 +70,7 @@ class SearchOptions:
     num_microbatches: tuple[int, ...] | None = None
     microbatch_sizes: tuple[int, ...] | None = None
     layer_cuts: tuple[int, ...] | None = None
+    equal_stages: bool = False
     devices_per_stage: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     data_parallel_degrees: tuple[int, ...] | None = None

@@ -7,7 +7,6 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.explain.baseline_plans import Baseline
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.plan_text import settings_of
-from lightning_mist.tuner.alternatives import Alternative
 from lightning_mist.tuner.choose import LEAST_GAIN
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.result import LEAST_SHARE, Alternative, Status, TuneResult

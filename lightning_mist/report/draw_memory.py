@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.estimate import MemoryCurve, memory_curves
 from lightning_mist.plan import Plan
 from lightning_mist.report.figures import (

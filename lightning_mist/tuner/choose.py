@@ -16,9 +16,8 @@ from lightning_mist.cost import CostModel, predict_with, predictions
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
-from lightning_mist.tuner import simpler
-from lightning_mist.tuner.alternatives import Alternatives
-from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
+from lightning_mist.tuner import simplest
+from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.layouts import in_every_layout
 from lightning_mist.tuner.mixed import Stages, mixed_layout

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.schedule_variants import best_variant, fitted, has_chunks
 from lightning_mist.tuner.space import Shape, Space

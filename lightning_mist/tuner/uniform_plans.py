@@ -18,7 +18,7 @@ from lightning_mist.cost import StageCandidates, StageSlot, seconds_with, step_s
 from lightning_mist.cost.inputs import FloatArray, OffloadCandidates
 from lightning_mist.cost.memory import host_bytes, stage_phases
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
-from lightning_mist.plan.layout import rank_layout
+from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.choose import CLOCKED, clocked
 from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage, layer_classes

@@ -8,8 +8,8 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
-from lightning_mist.tuner import uniform
-from lightning_mist.tuner.families import Limits, UniformFamily
+from lightning_mist.tuner import schedule_variants
+from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import SearchSpace, Shape, apply, divisors
 from lightning_mist.tuner.uniform_plans import UniformPlans, fastest_uniform

@@ -18,13 +18,17 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.candidates import StageCandidates
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.distinct import distinct_rows
-from lightning_mist.cost.held import ByRange, Holdings
-from lightning_mist.cost.ownership import owners_of
-from lightning_mist.cost.regions import ParameterTable, covered
-from lightning_mist.cost.sums import prefix_sums
+from lightning_mist.cost.inputs import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    ParameterTable,
+    StageCandidates,
+    covered,
+    distinct_rows,
+)
+from lightning_mist.cost.memory.held_parameters import ByRange, Holdings
+from lightning_mist.cost.memory.ownership import owners_of
 from lightning_mist.plan.sharding import moved_of_unit
 
 OffloadedBytes: TypeAlias = Literal["parameters", "changed", "trained"]

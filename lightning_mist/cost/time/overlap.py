@@ -1,8 +1,8 @@
 """Seconds of loads on several channels that start together and run at the same time.
 
 The model, a fluid whose speeds depend on which channels are active, is that of
-:mod:`lightning_mist.hardware.profile.interference_model`. Its result is never below the largest
-load and never above their sum.
+:mod:`lightning_mist.hardware.profile.interference_model`. Its result is never below the largest load and never above
+their sum.
 
 Array axes
     C  channels, in the order of ``CHANNELS``

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost.overlap import beyond_computing, concurrent_seconds, speeds
+from lightning_mist.cost.time.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.hardware.profile.interference_model import CHANNELS, COEFFICIENTS, Channel, Interference
 
 FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="test")
