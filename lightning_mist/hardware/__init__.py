@@ -18,10 +18,8 @@ from lightning_mist.hardware.cluster import (
 )
 from lightning_mist.hardware.describe import parse_cluster
 from lightning_mist.hardware.detection import detect
-from lightning_mist.hardware.groups import RankGroup, measuring_groups
+from lightning_mist.hardware.groups import measuring_groups
 from lightning_mist.hardware.profile import (
-    CHANNELS,
-    Channel,
     CollectiveCost,
     ComputeRate,
     Correction,
@@ -50,9 +48,7 @@ if TYPE_CHECKING:
     from lightning_mist.hardware.measure import measure_profile
 
 __all__ = [
-    "CHANNELS",
     "AnyCluster",
-    "Channel",
     "Cluster",
     "CollectiveCost",
     "ComputeRate",
@@ -67,7 +63,6 @@ __all__ = [
     "MemoryRate",
     "MixedCluster",
     "Observation",
-    "RankGroup",
     "StepOverheads",
     "Term",
     "catalog_profile",
