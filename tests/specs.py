@@ -16,7 +16,7 @@ from lightning_mist.model.spec.model_spec import (
     SplitSpec,
     TensorSpec,
 )
-from lightning_mist.model.spec.symbols import MICROBATCH as b
+from lightning_mist.model.spec.polynomial import MICROBATCH as b
 from lightning_mist.model.trace.layer_costs import not_recomputed
 from lightning_mist.plan import Exclusion, ModuleMap, ParameterUse
 

@@ -26,13 +26,12 @@ import lightning_mist.model.presets.parametric_specs as package
 from benchmarks.planner.lattice import reduced
 from lightning_mist.model import device_operators, map_module, trace_model
 from lightning_mist.model.presets.parametric_specs import FAMILIES, PRECISIONS, VERSION, widths
-from lightning_mist.model.presets.preset_map import preset_map
 from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.specs import preset_map
 from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
 from lightning_mist.model.sources.text_sources import parameter_dtype, precision_context
 from lightning_mist.model.spec.model_spec import LayerSpec, ModelSpec
-from lightning_mist.model.spec.polynomial import Polynomial
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE, Polynomial
 
 ROWS = 8
 DEGREES = (2, 8)

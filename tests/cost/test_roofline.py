@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.cost import predict, step_work
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.model.spec.symbols import MICROBATCH
+from lightning_mist.model.spec.polynomial import MICROBATCH
 from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_mist.cost import stage_memory
 from lightning_mist.model import trace_model
-from lightning_mist.model.presets.names import PRECISIONS
+from lightning_mist.model.presets.named_models import PRECISIONS
 from lightning_mist.model.sources.text_sources import parameter_dtype, precision_context
 from tests import zoo
 from tests.integration.metered import measure_peaks

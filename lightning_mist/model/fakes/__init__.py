@@ -20,10 +20,9 @@ from lightning_mist.model.fakes.fake_modules import (
     state_of,
     storage_of,
 )
-from lightning_mist.model.fakes.guesses import Guesses, describe_guesses, guess
 from lightning_mist.model.fakes.isolate import OwnFunction, isolated, substitute_parameters
 from lightning_mist.model.fakes.origins import NOWHERE, Origin, Origins
-from lightning_mist.model.fakes.reads import READS, Read, guess_read
+from lightning_mist.model.fakes.reads import READS, Guesses, Read, describe_guesses, guess, guess_read
 from lightning_mist.model.fakes.trace_failures import find_obstacle, refusal
 from lightning_mist.model.fakes.trial_values import (
     Slot,

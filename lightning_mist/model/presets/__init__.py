@@ -1,7 +1,6 @@
 """Networks that are known by name: language models by their sizes, and their specs without a trace."""
 
-from lightning_mist.model.presets.named_models import PRESETS
-from lightning_mist.model.presets.names import check_length, check_name, check_precision
+from lightning_mist.model.presets.named_models import PRESETS, check_length, check_name, check_precision
 from lightning_mist.model.presets.shapes import LanguageModelShape
 from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_spec
 

@@ -16,12 +16,13 @@ from lightning_mist.model.spec.model_spec import (
     LayerSpec,
     ModelSpec,
     OperatorCost,
+    OperatorKind,
     OptimizerSpec,
     ParameterSpec,
     SplitSpec,
     TensorSpec,
 )
-from lightning_mist.model.spec.polynomial import Polynomial, values_at
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE, Polynomial, bytes_at, values_at
 from lightning_mist.model.spec.polynomial_fit import (
     BILINEAR,
     CONSTANT,
@@ -32,8 +33,6 @@ from lightning_mist.model.spec.polynomial_fit import (
     Point,
     undominated,
 )
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE, bytes_at
-from lightning_mist.model.spec.work_kinds import OperatorKind
 
 __all__ = [
     "BILINEAR",

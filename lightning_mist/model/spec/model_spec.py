@@ -2,17 +2,35 @@
 
 Bytes are attributed to the part of the step that allocates them: every storage counts once, for the head, the layer or
 the tail in whose forward it was made. All expressions are exact polynomials (or ``Max`` of such) in
-:data:`~lightning_mist.model.spec.symbols.MICROBATCH` and :data:`~lightning_mist.model.spec.symbols.SEQUENCE`.
+:data:`~lightning_mist.model.spec.polynomial.MICROBATCH` and :data:`~lightning_mist.model.spec.polynomial.SEQUENCE`.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import sympy
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.allocation_events import LayerEvents
-from lightning_mist.model.spec.work_kinds import OperatorKind
 from lightning_mist.plan import ModuleMap
+
+OperatorKind = Literal[
+    "matmul", "attention", "causal_attention", "convolution", "elementwise", "reduction", "index", "copy"
+]
+"""Kinds of operators.
+
+* ``matmul``: matrix products, batched ones too.
+* ``attention``: fused attention, which never writes scores; ``causal_attention`` skips those behind the diagonal,
+  though torch's formulas count them as FLOPs.
+* ``convolution``: convolutions.
+* ``reduction``: what passes over rows to reduce them, and may write them again: norms, softmax, losses, sums, pooling.
+* ``index``: look-ups by numbers, and their gradients: embeddings, gathering, scattering.
+* ``copy``: copies, casts, concatenations, and filling.
+* ``elementwise``: all others.
+"""
+
+KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
+"""All of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import sympy
 
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+MICROBATCH = sympy.Symbol("b", positive=True, integer=True)
+"""Rows of one microbatch on one data-parallel rank."""
+
+SEQUENCE = sympy.Symbol("s", positive=True, integer=True)
+"""Length of the sequence dimension, if the batch has one; otherwise no expression contains it."""
 
 Powers = tuple[int, int]
 """Exponents of rows and length in a monomial."""
@@ -79,3 +84,9 @@ def values_at(polynomials: Sequence[Polynomial], rows: int, length: int = 1) -> 
             known[key] = value if not rest else item.at(rows, length)
         values.append(known[key])
     return values
+
+
+@lru_cache(maxsize=4096)
+def bytes_at(expression: sympy.Expr, rows: int, length: int) -> int:
+    """A size in bytes as an expression, for so many rows of a length."""
+    return int(expression.subs({MICROBATCH: rows, SEQUENCE: length}))

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import Origins, copy_containers
+from lightning_mist.model.fakes import Origins, copy_containers, device_of, isolated, quiet_fakes, substitute_parameters
 from lightning_mist.model.trace.ledger import Given, Ledger, PhaseCount, Storage
 from lightning_mist.model.trace.part_hooks import InputSignature, Walk, loss_of
 from lightning_mist.model.trace.rank_step import RankView, part_of
@@ -286,3 +286,26 @@ def _named_gradients(subject: Subject, ledger: Ledger, names: dict[int, str]) ->
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def step_bytes(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> int:
+    """Bytes alive at the peak of forward and backward, gradients included, parameters not.
+
+    Args:
+        module: The user's module; left as it was.
+        call: Runs its step on a batch.
+        batch: A batch.
+
+    Raises:
+        TraceError: If the step does not run on fake tensors.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with isolated(module), quiet_fakes():
+        parameters = tuple(substitute_parameters(module, mode, {}, device_of(batch)).values())
+        subject = Subject(module=module, blocks=(), parameters=parameters, mode=mode, call=call, context=nullcontext)
+        try:
+            return max(count_step(subject, batch, twins=(), recompute=False, gradients_exist=False).timeline)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(f"the step does not run on fake tensors: {type(error).__name__}: {error}") from error

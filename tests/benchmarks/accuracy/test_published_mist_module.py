@@ -3,7 +3,7 @@ import sympy
 
 from benchmarks.accuracy.published_mist_model import MistDims
 from benchmarks.accuracy.published_time import traced
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 
 # Traces modules of sizes that others published.
 pytestmark = pytest.mark.thorough

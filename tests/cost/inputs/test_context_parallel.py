@@ -7,7 +7,7 @@ from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_m
 from lightning_mist.cost.inputs.regions import RING_STATES, part_of_sequence, with_ring
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.model_spec import LayerSpec
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
 from tests.specs import spec
 

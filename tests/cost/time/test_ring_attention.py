@@ -7,7 +7,7 @@ from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.time.overlap import FREE
 from lightning_mist.cost.time.ring_attention import KEY_VALUE_STATES, ring_nodes, ring_seconds
 from lightning_mist.errors import PlanError
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from tests.cost.inputs.test_context_parallel import sequences
 from tests.specs import cluster, profile, spec
 

@@ -19,7 +19,7 @@ from lightning_mist.estimate.closed_form.layer_bytes import (
 from lightning_mist.estimate.closed_form.network_sizes import TransformerDims, dims_of
 from lightning_mist.estimate.closed_form.transformer_estimate import shape_dims
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from tests.cost.transformers import GPT, LENGTH, LLAMA, Transformer, count, mapped
 
 DROPOUT = replace(GPT, dropout=0.1, attention_dropout=0.1)

@@ -12,7 +12,7 @@ from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA
 from lightning_mist.estimate.closed_form.network_spec import closed_form_spec
 from lightning_mist.estimate.closed_form.transformer_form import LOSSES, ClosedForm
 from lightning_mist.model import trace_model
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from tests.cost.memory.test_memory_model import make_plan
 from tests.cost.transformers import GPT, LLAMA, Transformer, step, tokens
 from tests.specs import ADAMW

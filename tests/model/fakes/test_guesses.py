@@ -1,6 +1,6 @@
 import torch
 
-from lightning_mist.model.fakes.guesses import Guesses, describe_guesses, guess
+from lightning_mist.model.fakes.reads import Guesses, describe_guesses, guess
 
 
 def test_guesses_are_of_the_type_that_is_read() -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lightning_mist.model.device.library import fused_operators
 from lightning_mist.model.operators.operator_costs import computes, tensors_in
 from lightning_mist.model.operators.operator_kinds import kind_of
-from lightning_mist.model.spec.work_kinds import KINDS
+from lightning_mist.model.spec.model_spec import KINDS
 from tests.model.operators.test_operator_costs import Calls
 
 X = torch.randn(2, 3, 8, 8)

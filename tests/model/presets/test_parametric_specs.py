@@ -10,7 +10,7 @@ from lightning_mist.model.presets.parametric_specs import (
     load_forms,
     widths,
 )
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from tests.model.presets.test_specs import shape_of
 
 

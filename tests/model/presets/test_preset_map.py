@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.model.presets.named_models import PRESETS
-from lightning_mist.model.presets.preset_map import divides, parameters, preset_map
+from lightning_mist.model.presets.specs import divides, parameters, preset_map
 from lightning_mist.model.sources.text_sources import open_model
 from tests.model.presets.test_specs import shape_of
 

@@ -8,11 +8,10 @@ import torch
 from lightning_mist.model import Polynomial, device_operators, map_module, trace_model
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.model.presets.parametric_specs import FAMILIES
-from lightning_mist.model.presets.preset_map import preset_map
 from lightning_mist.model.presets.shapes import LanguageModelShape
-from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_spec
+from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_map, preset_spec
 from lightning_mist.model.sources.text_sources import open_model
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from lightning_mist.model.trace.optimizer import describe_optimizer
 from tests.specs import ADAMW
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.presets.names import PRECISIONS
+from lightning_mist.model.presets.named_models import PRECISIONS
 from lightning_mist.model.sources.text_sources import open_model
 
 LLAMA = {

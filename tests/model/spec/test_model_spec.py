@@ -5,8 +5,8 @@ import pytest
 import sympy
 
 from lightning_mist.model.spec.model_spec import TensorSpec
-from lightning_mist.model.spec.symbols import MICROBATCH as b
-from lightning_mist.model.spec.symbols import SEQUENCE as s
+from lightning_mist.model.spec.polynomial import MICROBATCH as b
+from lightning_mist.model.spec.polynomial import SEQUENCE as s
 from tests.specs import spec
 
 

@@ -3,9 +3,9 @@ import pickle
 import pytest
 import sympy
 
+from lightning_mist.model.spec.polynomial import MICROBATCH as B
+from lightning_mist.model.spec.polynomial import SEQUENCE as S
 from lightning_mist.model.spec.polynomial import Polynomial, values_at
-from lightning_mist.model.spec.symbols import MICROBATCH as B
-from lightning_mist.model.spec.symbols import SEQUENCE as S
 
 HALF = Polynomial(((0, 0), (1, 1), (1, 2)), (6, 1, 1), 2)
 """3 + (b s + b s^2) / 2."""

@@ -4,9 +4,9 @@ from itertools import product
 import pytest
 import sympy
 
+from lightning_mist.model.spec.polynomial import MICROBATCH as B
+from lightning_mist.model.spec.polynomial import SEQUENCE as S
 from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, QUADRATIC, Basis, MisfitError
-from lightning_mist.model.spec.symbols import MICROBATCH as B
-from lightning_mist.model.spec.symbols import SEQUENCE as S
 
 BASIS = Basis(BILINEAR, tuple((b, s) for s in (16, 8, 4) for b in (2, 4)), (6, 12))
 

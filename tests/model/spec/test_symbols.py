@@ -3,7 +3,7 @@ import pickle
 import pytest
 import sympy
 
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 
 
 @pytest.mark.parametrize("symbol", [MICROBATCH, SEQUENCE])

@@ -3,15 +3,15 @@ from pathlib import Path
 from typing import get_args
 
 from lightning_mist.model.presets.parametric_specs import FAMILIES
-from lightning_mist.model.spec import work_kinds
-from lightning_mist.model.spec.work_kinds import KINDS, OperatorKind
+from lightning_mist.model.spec import model_spec
+from lightning_mist.model.spec.model_spec import KINDS, OperatorKind
 from tests.model.presets.test_specs import of, shape_of
 
 
 def test_kinds_are_listed_once_and_each_is_explained():
     assert len(set(KINDS)) == len(KINDS)
     assert get_args(OperatorKind) == KINDS
-    lines = Path(work_kinds.__file__).read_text(encoding="utf-8").splitlines()
+    lines = Path(model_spec.__file__).read_text(encoding="utf-8").splitlines()
     explained = {name for line in lines if line.startswith("* ") for name in re.findall("``(.*?)``", line)}
     assert explained == {*KINDS}
 

@@ -6,8 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_mist.model.sources.text_sources import precision_context
-from lightning_mist.model.trace.optimizer import describe_optimizer
-from lightning_mist.model.trace.own_optimizer import optimizer_to_describe
+from lightning_mist.model.trace.optimizer import describe_optimizer, optimizer_to_describe
 
 
 class Own(nn.Module):

@@ -8,7 +8,7 @@ import sympy
 import torch
 
 from lightning_mist.model import map_module, trace_model
-from lightning_mist.model.spec.symbols import MICROBATCH, SEQUENCE
+from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from lightning_mist.plan import ParameterSplit, SequenceSplit, TensorSplit
 from tests import zoo
 from tests.tiers import tiered

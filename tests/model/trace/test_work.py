@@ -2,10 +2,10 @@ import pytest
 import sympy
 
 from lightning_mist.model.spec.model_spec import OperatorCost
+from lightning_mist.model.spec.polynomial import MICROBATCH as b
 from lightning_mist.model.spec.polynomial_fit import QUADRATIC, Basis, MisfitError
-from lightning_mist.model.spec.symbols import MICROBATCH as b
+from lightning_mist.model.trace.layer_costs import fit_work
 from lightning_mist.model.trace.ledger import PhaseCount
-from lightning_mist.model.trace.work import fit_work
 
 BASIS = Basis(powers=QUADRATIC, points=((2, 1), (3, 1), (5, 1)), check=(7, 1))
 ROWS = [rows for rows, _ in BASIS.sizes]
