@@ -19,7 +19,6 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks
 from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
-from lightning_mist.model.split.own_plan import compare_with_own_plan
 from lightning_mist.model.split.split_check import Outcome
 from lightning_mist.model.split.vocabulary import Glue, Table, check_glue, find_tables, prepare_glue
 from lightning_mist.plan.calls import block_value
@@ -85,7 +84,7 @@ def derive_splits(
         if module_map.leaking_blocks and around.confirm is None:
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
             return _without(module_map, reason)
-        return _every_degree(module, module_map, calls, kinds, around)
+        return _every_degree(module_map, calls, kinds, around)
 
 
 def _length(degrees: Sequence[int]) -> int:
@@ -95,7 +94,6 @@ def _length(degrees: Sequence[int]) -> int:
 
 
 def _every_degree(
-    module: nn.Module,
     module_map: ModuleMap,
     calls: BlockCalls,
     kinds: Sequence[dict[int, Found]],
@@ -116,7 +114,7 @@ def _every_degree(
         if refusal is not None:
             refusals[refusal] = None
             notes += (f"without sequence parallelism: {refusal}",)
-        made = _assembled(module, module_map, calls, found, chosen, sequence, notes, degree)
+        made = _assembled(module_map, calls, found, chosen, sequence, notes, degree)
         confirmed = _confirmed(made, around)
         if isinstance(confirmed, str):
             unsplit[degree] = confirmed
@@ -245,7 +243,6 @@ def _sequence(
 
 
 def _assembled(
-    module: nn.Module,
     module_map: ModuleMap,
     calls: BlockCalls,
     found: Sequence[Found],
@@ -263,8 +260,7 @@ def _assembled(
             name = names[owner, attribute]
             splits[name] = replace(split, name=name)
     ordered = tuple(splits[use.name] for use in module_map.parameters if use.name in splits)
-    own = compare_with_own_plan(module, ordered)
-    told = (*(note for each in found for note in each.notes), *notes, *(() if own is None else (own,)))
+    told = (*(note for each in found for note in each.notes), *notes)
     return TensorSplit(degree=degree, parameters=ordered, sequence=sequence, notes=tuple(dict.fromkeys(told)))
 
 
