@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lightning_mist.model.spec import Allocation, Direction, ModelSpec, Moment, PartEvents, values_at
+from lightning_mist.model.spec import Allocation, Direction, Moment, PartEvents, values_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,28 +91,6 @@ def target_part(part: int, moment: Moment, num_parts: int) -> int:
     """
     start = {"own": part, "head": 0, "tail": num_parts - 1}[moment.anchor]
     return min(max(start + moment.part, 0), num_parts - 1)
-
-
-def step_parts(spec: ModelSpec, *, recomputed_layers: int = 0, first: bool = False) -> tuple[PartEvents, ...]:
-    """Events of head, layers and tail.
-
-    Args:
-        spec: The network, with events.
-        recomputed_layers: How many layers, the first ones, are recomputed in backward.
-        first: Whether gradients of parameters do not exist yet.
-
-    Raises:
-        ValueError: If the network has no events.
-    """
-    items = (spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail)
-    parts = []
-    for index, item in enumerate(items):
-        if item.events is None:
-            raise ValueError(f"{spec.name}: allocations of the {item.kind} are not known one by one")
-        is_end = index in (0, len(items) - 1)
-        recomputed = recomputed_layers > 0 if is_end else index <= recomputed_layers
-        parts.append(item.events.way(recomputed=recomputed, first=first))
-    return tuple(parts)
 
 
 def timeline_of(parts: Sequence[PartEvents], rows: int, length: int = 1) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model import trace_model
-from lightning_mist.model.events.event_stacking import place_step, step_parts, target_part, timeline_of
+from lightning_mist.model.events.event_stacking import place_step, target_part, timeline_of
 from lightning_mist.model.fakes.batches import resize_batch
 from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
 from lightning_mist.model.spec.allocation_events import Moment
@@ -44,6 +44,16 @@ def metered(name, layers, batch, **how):
         )
         count = count_step(subject, batch, twins=(None,) * layers, **how)
     return [alive for phase in in_order(count.forward, count.backward) for alive in phase.timeline]
+
+
+def step_parts(spec, *, recomputed_layers=0, first=False):
+    """Events of head, layers and tail, the first layers being recomputed."""
+    items = (spec.head, *(spec.layers[kind] for kind in spec.kinds), spec.tail)
+    last = len(items) - 1
+    return tuple(
+        item.events.way(recomputed=recomputed_layers >= (1 if index in (0, last) else index), first=first)
+        for index, item in enumerate(items)
+    )
 
 
 def in_order(forward: tuple[PhaseCount, ...], backward: tuple[PhaseCount, ...]) -> list[PhaseCount]:
@@ -93,9 +103,3 @@ def test_moments_are_told_from_where_they_are_anchored():
     assert [target_part(3, at(part, "own"), 6) for part in (-1, 0, 1)] == [2, 3, 4]
     assert target_part(3, at(1, "head"), 6) == 1
     assert target_part(3, at(-1, "tail"), 6) == 4
-
-
-def test_a_network_without_events_is_refused():
-    spec = traced("vit")
-    with pytest.raises(ValueError, match="allocations of the head are not known one by one"):
-        step_parts(replace(spec, head=replace(spec.head, events=None)))
