@@ -17,7 +17,7 @@ from lightning_mist.hardware import parse_cluster
 from lightning_mist.hardware.catalog.devices import capability_of
 from lightning_mist.model import derive_splits, device_operators, map_module, trace_model
 from lightning_mist.model.sources.text_sources import open_model
-from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.tensors import slice_rows
 from lightning_mist.tuner import degrees_to_try, tune
 
 CASES = [

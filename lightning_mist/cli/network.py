@@ -104,7 +104,7 @@ def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpe
         trace_model,
     )
     from lightning_mist.model.sources import open_model, precision_context
-    from lightning_mist.runtime.batches import batch_rows, slice_rows
+    from lightning_mist.tensors import batch_rows, slice_rows
 
     named = None if request.optimizer is None else optimizer_class(request.optimizer)
     precision, degrees = request.precision, request.degrees

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.plan import Plan
-from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.schedule.stage_units import shard_units
+from lightning_mist.tensors import slice_rows
 from tests import zoo
 from tests.integration.parity import (
     assert_equal,

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.split.splits import derive_splits
-from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.tensors import slice_rows
 from tests import zoo
 from tests.integration.parity import Rank, assert_equal, map_of, precision_of, reference, run_plan
 from tests.integration.test_parity import plan_for, prepared

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.checks import GradientDifferences, Steady, loss_of
 from lightning_mist.runtime.cutting.arguments import leaves_in, rebuilt
 from lightning_mist.runtime.cutting.classes import is_close, tolerance_of
@@ -31,6 +30,7 @@ from lightning_mist.runtime.cutting.rules import CutRules, Site, needed, portabl
 from lightning_mist.runtime.cutting.tape import Entry, Number, Recorder, Tape, batch_tensors
 from lightning_mist.runtime.cutting.traced import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random import get_random_state, set_random_state
+from lightning_mist.tensors import batch_rows, slice_rows
 
 MOST_ROWS = 5
 """Rows of the batch that is followed: parts of two and three, or of one and four."""

@@ -34,7 +34,6 @@ from lightning_mist.plan import (
     from_json,
     to_json,
 )
-from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.monitoring import Basis, with_corrections
 from lightning_mist.strategy.planning import machine
@@ -60,6 +59,7 @@ from lightning_mist.strategy.planning.tried_step import TriedStep
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.together import alike, everywhere, of_all_ranks, on_rank_zero, union
 from lightning_mist.strategy.user_code import user_exclusions
+from lightning_mist.tensors import batch_rows, slice_rows
 from lightning_mist.tuner import TuneResult
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes

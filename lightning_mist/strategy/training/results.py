@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_mist.devices import to_device
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.batches import leaves, rebuild
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.cutting import ResultKey, Way, together
 from lightning_mist.strategy.training.logging import LogRecord, combine_records
+from lightning_mist.tensors import leaves, rebuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

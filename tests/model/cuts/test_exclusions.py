@@ -6,7 +6,7 @@ from lightning_mist.model.cuts.blocks import container_of, find_blocks
 from lightning_mist.model.cuts.exclusions import find_exclusions, structure_problems
 from lightning_mist.model.cuts.fake_runs import run_twice
 from lightning_mist.model.cuts.recorder import Record
-from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.tensors import slice_rows
 from tests import zoo
 
 A, B, C = "blocks.0", "blocks.1", "blocks.2"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_mist.model.cuts.module_map import map_module
-from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.tensors import slice_rows
 from tests import zoo
 
 

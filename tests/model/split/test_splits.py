@@ -9,7 +9,7 @@ from lightning_mist.model import map_module
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
 from lightning_mist.model.split.splits import derive_splits
 from lightning_mist.plan import Exclusion
-from lightning_mist.runtime.batches import slice_rows
+from lightning_mist.tensors import slice_rows
 from tests import zoo
 
 EVEN = zoo.EVEN

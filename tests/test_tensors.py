@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.runtime.batches import batch_rows, copy_batch, slice_rows
+from lightning_mist.tensors import batch_rows, copy_batch, slice_rows
 
 Pair = namedtuple("Pair", ["x", "y"])
 
