@@ -1,4 +1,4 @@
-"""Cutting a user's batch into rows.
+"""A user's batch as rows of tensors, alike for the planner that varies them and the runtime that cuts them.
 
 A batch is any nesting of mappings, lists, tuples and dataclasses. *Rows* run along dimension 0 of its tensors and numpy
 arrays, and along lists that hold no tensors (text, ids) and are as long. What has no rows (numbers, text, ``None``,
@@ -22,11 +22,13 @@ _ROWLESS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.
 _ARRAYS = (Tensor, np.ndarray)
 
 
+def is_hollow(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape, but less memory than its elements take; True on the meta device too."""
+    return tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
 def batch_rows(batch: Any) -> int | None:
     """Number of rows of a batch.
-
-    Args:
-        batch: What a data loader returned.
 
     Returns:
         The common size of dimension 0 of all tensors; ``None`` if there is no tensor with a dimension, if sizes differ,
@@ -65,24 +67,19 @@ def slice_rows(batch: Batch, first: int, end: int) -> Batch:
     def cut(node: Any) -> Any:
         if isinstance(node, _ARRAYS):
             return node[first:end] if node.ndim else node
-        return type(node)(node[first:end]) if _is_row_list(node, rows) else None
+        return type(node)(node[first:end]) if is_row_list(node, rows) else None
 
-    result: Batch = _rebuild(batch, cut)
+    result: Batch = rebuild(batch, cut)
     return result
 
 
 def copy_batch(batch: Batch) -> Batch:
     """The same batch in fresh containers, tensors shared, so that a step may pop keys and run again."""
-    result: Batch = _rebuild(batch, lambda node: None)
+    result: Batch = rebuild(batch, lambda node: None)
     return result
 
 
-def rebuild(batch: Any, replace: Callable[[Any], Any]) -> Any:
-    """The same batch in fresh containers, where ``replace`` may give another value for any member (``None``: none)."""
-    return _rebuild(batch, replace)
-
-
-def _is_row_list(node: Any, rows: int) -> bool:
+def is_row_list(node: Any, rows: int) -> bool:
     """Whether a list or tuple holds one value without rows for each row."""
     return type(node) in (list, tuple) and len(node) == rows and not any(_holds_arrays(item) for item in node)
 
@@ -121,23 +118,25 @@ def leaves(node: Any) -> Iterator[Any]:
         yield from leaves(child)
 
 
-def _rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:
-    """A copy of all containers; where ``replace`` returns something, that stands in for the member."""
+def rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:
+    """The same batch in fresh containers, where ``replace`` may give another value for any member (``None``: none)."""
     new = replace(node)
     if new is not None:
         return new
     if isinstance(node, Mapping):
+        # copy.copy keeps what else a mapping of its own class knows (transformers' BatchEncoding).
         result = copy.copy(node)
         for key, value in node.items():
-            result[key] = _rebuild(value, replace)  # type: ignore[index]
+            result[key] = rebuild(value, replace)  # type: ignore[index]
         return result
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(_rebuild(item, replace) for item in node))
+        return type(node)(*(rebuild(item, replace) for item in node))
     if isinstance(node, (list, tuple)):
-        return type(node)(_rebuild(item, replace) for item in node)
+        return type(node)(rebuild(item, replace) for item in node)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        # Not made anew: its constructor may want what no field keeps (``InitVar``), or compute fields itself.
         record = copy.copy(node)
         for field in dataclasses.fields(node):
-            object.__setattr__(record, field.name, _rebuild(getattr(node, field.name), replace))
+            object.__setattr__(record, field.name, rebuild(getattr(node, field.name), replace))
         return record
     return node

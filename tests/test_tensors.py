@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.tensors import batch_rows, copy_batch, slice_rows
+from lightning_mist.tensors import batch_rows, copy_batch, is_hollow, slice_rows
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -102,3 +102,10 @@ def test_copies_can_be_emptied():
     again.pop("x")
     assert set(batch) == {"x", "inner"}
     assert set(batch["inner"]) == {"y"}
+
+
+def test_what_has_less_memory_than_its_elements_take_is_hollow():
+    assert is_hollow(torch.zeros(()).expand(3, 4))
+    assert is_hollow(torch.empty(3, device="meta"))
+    assert not is_hollow(torch.zeros(3, 4))
+    assert not is_hollow(torch.zeros(4, 4)[1:, ::2])

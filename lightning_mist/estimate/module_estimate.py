@@ -26,10 +26,11 @@ from lightning_mist.model import (
     optimizer_to_describe,
     trace_model,
 )
-from lightning_mist.model.fakes import batch_rows, resize_batch, sequence_length
+from lightning_mist.model.fakes import resize_batch, sequence_length
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, StageMesh, StagePlan, load
+from lightning_mist.tensors import batch_rows
 
 
 def estimate_memory(

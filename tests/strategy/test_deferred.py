@@ -5,7 +5,7 @@ from torch import nn
 
 from lightning_mist import MistStrategy
 from lightning_mist.errors import PlanError
-from lightning_mist.model.initialization.initial_values import empty_out, is_hollow
+from lightning_mist.model.initialization.initial_values import empty_out
 from lightning_mist.strategy.deferred import (
     Constructions,
     device_limit,
@@ -14,6 +14,7 @@ from lightning_mist.strategy.deferred import (
     initial_values,
     mapped_checkpoint,
 )
+from lightning_mist.tensors import is_hollow
 
 CPU = torch.device("cpu")
 

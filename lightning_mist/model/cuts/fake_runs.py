@@ -9,15 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.cuts.recorder import Record, Recorder, Refused
-from lightning_mist.model.fakes import (
-    address_of,
-    batch_rows,
-    batch_tensors,
-    fake_parameters,
-    find_obstacle,
-    quiet_fakes,
-)
+from lightning_mist.model.fakes import address_of, batch_tensors, fake_parameters, find_obstacle, quiet_fakes
 from lightning_mist.model.user_code import Generators, ModuleState
+from lightning_mist.tensors import batch_rows
 
 Call = Callable[[Any], Any]
 

@@ -1,14 +1,6 @@
 """Modules and batches without values, on which steps are run to look at them."""
 
-from lightning_mist.model.fakes.batches import (
-    batch_rows,
-    batch_tensors,
-    convert_batch,
-    copy_containers,
-    device_of,
-    resize_batch,
-    sequence_length,
-)
+from lightning_mist.model.fakes.batches import batch_tensors, convert_batch, device_of, resize_batch, sequence_length
 from lightning_mist.model.fakes.fake_modules import (
     address_of,
     become,
@@ -30,7 +22,6 @@ from lightning_mist.model.fakes.trial_values import (
     convert,
     convert_plain_tensors,
     filled,
-    is_hollow,
     kept_slots,
     put,
     slots_of,
@@ -48,13 +39,11 @@ __all__ = [
     "Slot",
     "WithoutDropout",
     "address_of",
-    "batch_rows",
     "batch_tensors",
     "become",
     "convert",
     "convert_batch",
     "convert_plain_tensors",
-    "copy_containers",
     "describe_guesses",
     "device_of",
     "fake_like",
@@ -64,7 +53,6 @@ __all__ = [
     "guess",
     "guess_read",
     "has_values",
-    "is_hollow",
     "isolated",
     "kept_slots",
     "put",

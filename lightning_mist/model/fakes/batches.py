@@ -1,71 +1,23 @@
 """Batches of other sizes made from a real one: rows repeated, sequences thinned out."""
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+
+from lightning_mist.tensors import batch_rows, is_row_list, leaves, rebuild
 
 
-def _rebuild(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], items: Callable[[list[Any]], list[Any]]
-) -> Any:
-    """A copy of nested containers with tensors and lists of plain items changed."""
-
-    def again(item: Any) -> Any:
-        return _rebuild(item, change, items)
-
-    result = value
-    if isinstance(value, torch.Tensor):
-        result = change(value)
-    elif isinstance(value, Mapping):
-        # copy.copy keeps what else a mapping of its own class knows (transformers' BatchEncoding).
-        result = copy.copy(value)
-        for key, item in value.items():
-            result[key] = again(item)  # type: ignore[index]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        result = type(value)(*map(again, value))
-    elif isinstance(value, (list, tuple)):
-        is_plain = value and not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
-        result = type(value)(items(list(value)) if is_plain else map(again, value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Not made anew: its constructor may want what no field keeps (``InitVar``), or compute fields itself.
-        result = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(result, field.name, again(getattr(value, field.name)))
-    return result
-
-
-def copy_containers(batch: Any) -> Any:
-    """The batch in containers of its own, so that a step may change them."""
-    return _rebuild(batch, lambda tensor: tensor, lambda items: items)
-
-
-def convert_batch(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def convert_batch(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch in containers of its own with every tensor changed."""
-    return _rebuild(batch, change, lambda items: items)
+    return rebuild(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else None)
 
 
-def batch_tensors(batch: Any) -> Iterator[torch.Tensor]:
+def batch_tensors(batch: Any) -> Iterator[Tensor]:
     """Every tensor of a batch, in order: in mappings, sequences and dataclasses."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from batch_tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from batch_tensors(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from batch_tensors(getattr(batch, field.name))
-
-
-def batch_rows(batch: Any) -> int | None:
-    """The number of rows: the first dimension that all tensors with dimensions share; ``None`` if they do not."""
-    sizes = {tensor.shape[0] for tensor in batch_tensors(batch) if tensor.dim() > 0}
-    return sizes.pop() if len(sizes) == 1 else None
+    return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 def sequence_length(batch: Any) -> int | None:
@@ -75,9 +27,11 @@ def sequence_length(batch: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 and min(lengths) > 1 else None
 
 
-def _evenly(full: int, length: int, device: torch.device) -> torch.Tensor:
-    """``length`` different positions out of ``full``, both ends among them if there are two at least."""
-    return torch.arange(length, device=device) * (full - 1) // max(1, length - 1)
+def _taken(leaf: Any, dim: int, positions: Tensor) -> Any:
+    """Some positions along one dimension of a tensor or an array."""
+    if isinstance(leaf, Tensor):
+        return leaf.index_select(dim, positions.to(leaf.device))
+    return leaf.take(positions.numpy(), axis=dim)
 
 
 def resize_batch(batch: Any, rows: int, length: int | None) -> Any:
@@ -88,27 +42,27 @@ def resize_batch(batch: Any, rows: int, length: int | None) -> Any:
     so that masks of several dimensions fit too.
 
     Raises:
-        ValueError: If the tensors of the batch differ in their number of rows.
+        ValueError: If it is not certain what the rows of the batch are.
     """
     have, full = batch_rows(batch), sequence_length(batch)
     if have is None:
-        raise ValueError("rows of a batch whose tensors differ in their first dimension cannot be counted")
+        raise ValueError(
+            f"rows of a batch of type {type(batch).__name__} cannot be counted: its tensors must share dimension 0"
+        )
+    again = torch.arange(rows) % have
+    thinned = length is not None and full is not None and length < full
+    evenly = torch.arange(length or 0) * ((full or 1) - 1) // max(1, (length or 0) - 1)
 
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:
-            return tensor
-        if rows != have:
-            tensor = tensor.index_select(0, torch.arange(rows, device=tensor.device) % have)
-        if length is not None and full is not None and length < full:
-            for dim in range(1, tensor.dim()):
-                if tensor.shape[dim] == full:
-                    tensor = tensor.index_select(dim, _evenly(full, length, tensor.device))
-        return tensor.contiguous()
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, (Tensor, np.ndarray)):
+            return type(leaf)(leaf[i % have] for i in range(rows)) if is_row_list(leaf, have) else None
+        changed = _taken(leaf, 0, again) if leaf.ndim and rows != have else leaf
+        for dim in range(1, changed.ndim if thinned else 0):
+            if changed.shape[dim] == full:
+                changed = _taken(changed, dim, evenly)
+        return changed.contiguous() if isinstance(changed, Tensor) and changed.ndim else changed
 
-    def items(values: list[Any]) -> list[Any]:
-        return [values[i % have] for i in range(rows)] if len(values) == have else values
-
-    return _rebuild(batch, change, items)
+    return rebuild(batch, change)
 
 
 def device_of(batch: Any) -> torch.device:

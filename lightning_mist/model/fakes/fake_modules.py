@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.model.operators import memory_rules
 from lightning_mist.plan.calls import is_simple
+from lightning_mist.tensors import is_hollow
 
 
 def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
@@ -52,16 +53,12 @@ def renew_flat_weights(module: nn.Module) -> None:
 
 def has_values(module: nn.Module) -> bool:
     """Whether every parameter has numbers of its own."""
-    return not any(p.is_meta or _is_hollow(p) for p in module.parameters())
-
-
-def _is_hollow(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+    return not any(map(is_hollow, module.parameters()))
 
 
 def form_of(tensor: Tensor, device: torch.device) -> Tensor:
     """An uninitialised tensor of the same form; contiguous if the original has no storage of its own."""
-    if _is_hollow(tensor):
+    if is_hollow(tensor) and not tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 

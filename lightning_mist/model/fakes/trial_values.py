@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_mist.tensors import is_hollow
+
 Slot = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 
 _POOL = 4_194_301
 """Random numbers that are drawn; larger tensors repeat them. A prime, so that no row or column of a matrix repeats."""
-
-
-def is_hollow(tensor: Tensor) -> bool:
-    """Whether a tensor has no values of its own: on meta, or seen through zero strides."""
-    return tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
 
 
 def slots_of(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[Slot, ...]]]:

@@ -7,7 +7,6 @@ from lightning_mist.model.initialization.initial_values import (
     blocks_alike,
     empty_out,
     find_sources,
-    is_hollow,
     load_hollow,
 )
 
@@ -18,6 +17,5 @@ __all__ = [
     "deferred_construction",
     "empty_out",
     "find_sources",
-    "is_hollow",
     "load_hollow",
 ]

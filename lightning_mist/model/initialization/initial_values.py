@@ -20,6 +20,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import become, renew_flat_weights
 from lightning_mist.model.initialization.deferred import RECIPE, construction_seed, recipe_of
 from lightning_mist.model.trace import module_key
+from lightning_mist.tensors import is_hollow
 
 
 class Source(Protocol):
@@ -92,13 +93,6 @@ class Reset:
             torch.set_rng_state(state)
             for name, p in held.items():
                 p.data = data[name]
-
-
-def is_hollow(parameter: Tensor) -> bool:
-    """Whether a tensor has a shape, but less memory than its elements take; True on the meta device too."""
-    if parameter.is_meta:
-        return True
-    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
 
 
 def empty_out(parameter: Tensor, device: torch.device | None = None) -> None:

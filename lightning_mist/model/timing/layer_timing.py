@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import copy_containers, isolated, quiet_fakes, substitute_parameters
+from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_parameters
 from lightning_mist.model.spec import LayerSeconds, ModelSpec
 from lightning_mist.model.trace import Kinds, Subject, Walk, cost_keys, count_step, group, loss_of, module_key
 from lightning_mist.plan import ModuleMap
+from lightning_mist.tensors import copy_batch
 
 _MAX_ROUNDS = 15
 _MIN_ROUNDS = 3
@@ -72,7 +73,7 @@ class _Timer:
         walk = Walk(self.blocks, self.twins, enter, recompute=False, mode=None, keep_values=True)
         with walk.step(), torch.enable_grad():
             enter(0, False)
-            value = self.call(copy_containers(batch))
+            value = self.call(copy_batch(batch))
             loss = loss_of(value)
             walk.begin_backward()
             loss.backward()  # type: ignore[no-untyped-call]

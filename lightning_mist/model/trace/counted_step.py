@@ -12,11 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import Origins, copy_containers, device_of, isolated, quiet_fakes, substitute_parameters
+from lightning_mist.model.fakes import Origins, device_of, isolated, quiet_fakes, substitute_parameters
 from lightning_mist.model.trace.ledger import Given, Ledger, PhaseCount, Storage
 from lightning_mist.model.trace.part_hooks import InputSignature, Walk, loss_of
 from lightning_mist.model.trace.rank_step import RankView, part_of
 from lightning_mist.model.trace.weight_operators import LinearCounter, WeightOperands
+from lightning_mist.tensors import copy_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def count_step(
             stack.enter_context(origins.watching())
             stack.enter_context(_named_gradients(subject, ledger, names))
         with subject.context():
-            value = subject.call(copy_containers(batch))
+            value = subject.call(copy_batch(batch))
         _forget(subject)
         _check_all_ran(len(walk.inputs), len(subject.blocks))
         ledger.end_forward()

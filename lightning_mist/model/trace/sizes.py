@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_mist.model.fakes import batch_rows, batch_tensors, resize_batch, sequence_length
+from lightning_mist.model.fakes import batch_tensors, resize_batch, sequence_length
 from lightning_mist.model.spec import BILINEAR, CONSTANT, QUADRATIC, Basis, MisfitError, Point
+from lightning_mist.tensors import batch_rows
 
 Resize = Callable[[Any, int, int | None], Any]
 """``(batch, rows, length)`` to a batch of that size; the length is ``None`` where it is not to be changed."""

@@ -22,7 +22,6 @@ from lightning_mist.model.cuts import map_module
 from lightning_mist.model.device import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.events import timeline_of
 from lightning_mist.model.fakes import (
-    batch_rows,
     describe_guesses,
     device_of,
     has_values,
@@ -55,6 +54,7 @@ from lightning_mist.model.trace.optimizer import describe_optimizer
 from lightning_mist.model.trace.sizes import Resize, bases, sized
 from lightning_mist.model.trace.split_costs import WholeStep, trace_splits
 from lightning_mist.plan import Exclusion, ModuleMap
+from lightning_mist.tensors import batch_rows
 
 _REAL = (
     Exclusion(

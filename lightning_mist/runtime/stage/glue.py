@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import leaves_of, user_line
+from lightning_mist.tensors import is_hollow
 
 _READS = frozenset(
     ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
@@ -43,7 +44,7 @@ class _Watch(TorchFunctionMode):
         gives = name in _READS or any(isinstance(leaf, Tensor) for leaf in leaves_of(output))
         if gives and name not in _FORMS and func is not _GRADIENT:
             for leaf in leaves_of((args, kwargs or {})):
-                if isinstance(leaf, nn.Parameter) and id(leaf) in self._names and _is_away(leaf):
+                if isinstance(leaf, nn.Parameter) and id(leaf) in self._names and is_hollow(leaf):
                     return self._hidden(leaf, output, leaves_of((args, kwargs or {})))
         return output
 
@@ -65,10 +66,6 @@ class _Watch(TorchFunctionMode):
             "under zero_stage 3 it is here for the layers that used it when the plan was made. Use zero_stage = 2, or "
             "let the step use it there from its first batch on"
         )
-
-
-def _is_away(parameter: nn.Parameter) -> bool:
-    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
 
 
 class Glue:

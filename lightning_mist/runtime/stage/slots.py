@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.plan.module_map import ModuleMap
+from lightning_mist.tensors import is_hollow
 
 
 class GhostSlots:
@@ -71,9 +72,8 @@ class GhostSlots:
 
 def _ghost_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMode) -> nn.Parameter:
     """A ghost of the whole parameter, of which this rank may have a part only, or nothing."""
-    is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
     with mode:
-        if is_hollow or parameter.shape != shape:
+        if parameter.shape != shape or (is_hollow(parameter) and not parameter.is_meta):
             data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         else:
             data = torch.empty_strided(shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)

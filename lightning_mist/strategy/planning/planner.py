@@ -23,7 +23,7 @@ from lightning_mist.model import (
     trace_model,
 )
 from lightning_mist.model.cuts import compiled_exclusions
-from lightning_mist.model.initialization import InitialValues, blocks_alike, is_hollow
+from lightning_mist.model.initialization import InitialValues, blocks_alike
 from lightning_mist.model.trace import step_bytes
 from lightning_mist.plan import (
     Exclusion,
@@ -59,7 +59,7 @@ from lightning_mist.strategy.planning.tried_step import TriedStep
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.together import alike, everywhere, of_all_ranks, on_rank_zero, union
 from lightning_mist.strategy.user_code import user_exclusions
-from lightning_mist.tensors import batch_rows, slice_rows
+from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
 from lightning_mist.tuner import TuneResult
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes

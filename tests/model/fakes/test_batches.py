@@ -2,12 +2,14 @@ from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from lightning_mist.model.fakes.batches import batch_rows, batch_tensors, copy_containers, resize_batch, sequence_length
+from lightning_mist.model.fakes.batches import batch_tensors, resize_batch, sequence_length
 from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.trace.sizes import bases, sized
+from lightning_mist.tensors import batch_rows
 
 Pair = namedtuple("Pair", "x y")
 
@@ -63,24 +65,32 @@ def test_containers_keep_their_type(batch: Any) -> None:
         assert resized.names == ["one", "two", "one", "two"]
 
 
-def test_a_copy_has_containers_of_its_own_and_the_same_tensors() -> None:
-    batch = {"x": [ids()]}
-    copied = copy_containers(batch)
-    copied["x"].append(1)
-    copied["y"] = 2
-    assert list(batch) == ["x"]
-    assert len(batch["x"]) == 1
-    assert copied["x"][0] is batch["x"][0]
-
-
-def test_rows_and_length_are_told_only_where_tensors_agree() -> None:
-    assert batch_rows((torch.ones(3, 2), torch.ones(3))) == 3
-    assert batch_rows((torch.ones(3, 2), torch.ones(4))) is None
+def test_length_is_told_only_where_tensors_agree() -> None:
     assert sequence_length({"ids": ids(), "labels": torch.zeros(2)}) == 8
     assert sequence_length((ids(2, 8), ids(2, 9))) is None
     assert sequence_length(torch.ones(2, 8)) is None  # numbers are no tokens
     with pytest.raises(ValueError, match="rows of a batch"):
         resize_batch((torch.ones(3), torch.ones(4)), 2, None)
+
+
+def test_arrays_and_lists_of_one_value_per_row_are_resized_as_tensors_are() -> None:
+    batch = {"ids": ids(), "array": np.arange(16).reshape(2, 8), "text": ("a", "b"), "about": [{"id": 1}, {"id": 2}]}
+    resized = resize_batch(batch, 3, 4)
+    assert resized["array"].tolist() == resized["ids"].tolist()
+    assert resized["text"] == ("a", "b", "a")
+    assert resized["about"] == [{"id": 1}, {"id": 2}, {"id": 1}]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": ids(), "graph": object()}, {"x": ids(), "s": ids().to_sparse()}, (ids(), [{"x": ids()}, {"x": ids()}])],
+    ids=["unknown class", "layout", "ambiguous list"],
+)
+def test_batches_that_the_runtime_would_not_cut_are_counted_as_they_are(batch: Any) -> None:
+    assert batch_rows(batch) is None
+    with pytest.raises(ValueError, match="must share dimension 0"):
+        resize_batch(batch, 2, None)
+    assert [basis.powers for basis in bases(batch, real=False)] == [CONSTANT]
 
 
 def test_sizes_to_try_go_from_sequences_to_rows_to_nothing() -> None:

@@ -7,25 +7,17 @@ from lightning_mist.model.fakes.trial_values import (
     WithoutDropout,
     convert_plain_tensors,
     filled,
-    is_hollow,
     kept_slots,
     put,
     slots_of,
     thin,
 )
-from lightning_mist.model.sources.reference_decoder import hollow
 
 CPU = torch.device("cpu")
 
 
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def test_what_has_no_values_of_its_own_is_hollow():
-    assert is_hollow(hollow(lambda: nn.Linear(3, 4)).weight)
-    assert is_hollow(torch.empty(3, device="meta"))
-    assert not is_hollow(nn.Linear(3, 4).weight)
 
 
 def test_every_slot_of_a_shared_parameter_is_found():

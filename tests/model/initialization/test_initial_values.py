@@ -9,9 +9,9 @@ from lightning_mist.model.initialization.initial_values import (
     OnRankZero,
     empty_out,
     find_sources,
-    is_hollow,
     load_hollow,
 )
+from lightning_mist.tensors import is_hollow
 
 CPU = torch.device("cpu")
 
