@@ -25,13 +25,16 @@ import torch
 import lightning_mist.model.presets.parametric_specs as package
 from benchmarks.planner.lattice import reduced
 from lightning_mist.model import device_operators, map_module, trace_model
-from lightning_mist.model.presets.parametric_specs import FAMILIES, PRECISIONS, VERSION, widths
+from lightning_mist.model.presets.parametric_specs import FAMILIES, PRECISIONS, widths
 from lightning_mist.model.presets.shapes import LanguageModelShape
 from lightning_mist.model.presets.specs import preset_map
 from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
 from lightning_mist.model.sources.text_sources import parameter_dtype, precision_context
 from lightning_mist.model.spec.model_spec import LayerSpec, ModelSpec
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE, Polynomial
+
+VERSION = 1
+"""Of the files' layout."""
 
 ROWS = 8
 DEGREES = (2, 8)

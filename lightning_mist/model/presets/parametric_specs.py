@@ -35,9 +35,6 @@ from lightning_mist.model.spec import (
     Release,
 )
 
-VERSION = 1
-"""Of the files' layout."""
-
 _GPT = {"feed_forward": "gelu", "norm": "layernorm", "parallel": False, "rotary_fraction": 0.0, "grouped": False}
 _LLAMA = {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotary_fraction": 0.25, "grouped": False}
 
