@@ -76,12 +76,10 @@ def run_apart(
     Args:
         function: Anything where this process can be copied; otherwise a function of a module, with arguments that can
             be pickled. Its result must be picklable.
-        *args: Its arguments.
         tell: Called here with every text that the function says, which then gets a keyword argument ``tell`` to say it.
         limit_seconds: After this time the child is ended.
         method: How the process is made; by default a copy of this one where that is safe, else a new one.
         muted: Whether nothing that the other process writes is to arrive anywhere.
-        **kwargs: Its named arguments.
 
     Raises:
         TraceError: If the child ends without a result, does not end in time, or its result cannot be sent.

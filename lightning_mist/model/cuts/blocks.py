@@ -24,7 +24,6 @@ def find_blocks(module: nn.Module, override: str | None = None) -> tuple[str, ..
     """Qualified names of the candidate repeated blocks, in the order of ``named_modules``.
 
     Args:
-        module: Any module.
         override: Names the blocks instead: a container (its children with parameters), a pattern of qualified names
             such as ``"model.layers.*"``, or a class name. Alternatives are separated by commas.
 

@@ -19,10 +19,6 @@ def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[
 
     Code around the blocks leaves them to the engine, which runs them as they are; other code runs compiled, and holds
     on to the shapes and the parameters that it has seen.
-
-    Args:
-        module: The module.
-        blocks: Names of its blocks.
     """
     places = list(_compiled(module))
     found = [(place, _ANYWHERE) for place in places[:1]]

@@ -26,7 +26,6 @@ class Runs:
         rows: Rows of each run's batch, None where they cannot be told.
         states: The module before, between and after the runs.
         outside: Names of the generators outside torch that were drawn from.
-        batch_changed: Whether the step wrote into a tensor of its batch.
     """
 
     records: tuple[Record, ...]
@@ -44,9 +43,6 @@ def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidate
 
     Args:
         module: The user's module; left as it was.
-        call: Runs its step on a batch.
-        batches: The batches of the two runs.
-        candidates: Names of the modules to watch as blocks.
     """
     before, generators = ModuleState(module, with_contents=True), Generators()
     rows = tuple(batch_rows(batch) for batch in batches)

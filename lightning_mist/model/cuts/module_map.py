@@ -38,7 +38,6 @@ def map_module(
         module: The user's module. Parameters may be without storage of their own (expanded from one element).
         call: Runs the step on a batch, for example ``lambda batch: module.training_step(batch, 0)``.
         batch: A real batch; the step gets copies of it.
-        step: Name of the step, for the map.
         second_batch: Another batch with fewer rows, to tell batch dimensions. Without it none is known.
         blocks: Names the repeated blocks instead of finding them; see :func:`find_blocks`.
 

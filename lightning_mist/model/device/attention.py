@@ -42,13 +42,6 @@ def attention_backend(
 
     Args:
         target: The device.
-        query: ``(batch, heads, length, width)``, as the others.
-        key: Key.
-        value: Value.
-        mask: Mask, if one is given.
-        dropout: Probability of dropout.
-        is_causal: Whether the causal flag is set.
-        enable_gqa: Whether keys and values may have fewer heads.
     """
     enabled: Any = torch.backends.cuda
     shapes = query.dim() == key.dim() == value.dim() == 4 and min(query.shape[2], key.shape[2]) > 0

@@ -19,8 +19,6 @@ class Target:
     """The device that a step is traced for.
 
     Attributes:
-        torch_version: Major and minor version of torch there.
-        capability: CUDA compute capability.
         rounds: Whether buffers are rounded up to whole tiles as kernels do. Where expressions in the length are sought,
             they are not: lengths of whole tiles, the usual ones, then come out exactly, others a little small.
     """
@@ -36,10 +34,8 @@ class Kernel:
 
     Attributes:
         operator: Its name in ``aten``, with the overload if that is not the default one.
-        key: Where in the dispatcher.
         compute: Called with the target and the operator's arguments; returns ``NotImplemented`` to leave them to torch.
         keeps: What is different, in words.
-        source: Where that is written.
     """
 
     operator: str
@@ -56,11 +52,7 @@ def overload_of(name: str) -> Any:
 
 
 class KernelRegistry:
-    """Keeps kernels registered with torch while any thread wants them; for whom they compute is each thread's affair.
-
-    Args:
-        kernels: All of them.
-    """
+    """Keeps kernels registered with torch while any thread wants them; each thread says whether they compute for it."""
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels

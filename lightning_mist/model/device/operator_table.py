@@ -41,9 +41,6 @@ class DeviceOperators:
     """How operators differ on one kind of device.
 
     Attributes:
-        name: Kind of the device.
-        version: Version of this table.
-        target: The device and torch's version there.
         kernels: What is replaced, each with what it keeps for backward and where that is written.
     """
 
@@ -58,9 +55,6 @@ class DeviceOperators:
 
         ``torch.autocast`` follows: a step may ask for the target device's autocast by name, which torch ignores where
         that device is not at hand.
-
-        Args:
-            rounds: Whether kernels' buffers are rounded up to whole tiles; see :class:`Target`.
         """
         if not self.kernels:
             yield

@@ -23,13 +23,7 @@ class PartPeaks:
 
 
 def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> tuple[PartPeaks, PartPeaks, PartPeaks]:
-    """Peaks of head, layer and tail of a network of layers of one kind.
-
-    Args:
-        head: The head's events.
-        layer: Those of a layer.
-        tail: Those of the tail.
-    """
+    """Peaks of head, layer and tail of a network of layers of one kind."""
     steps = {}
     for recomputed in (False, True):
         for first in (False, True):

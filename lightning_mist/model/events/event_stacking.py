@@ -12,8 +12,6 @@ class Placed:
     """An allocation in a step.
 
     Attributes:
-        allocation: What is allocated.
-        part: By which part.
         born: Number of the first reading at which it is alive, among all of the step.
         dies: Number of the first one at which it is not any more; that of all readings if it outlives the step.
     """
@@ -25,11 +23,7 @@ class Placed:
 
 
 class Clock:
-    """Numbers the readings of a step: every part's entry and operators, forward from head to tail and backward again.
-
-    Args:
-        parts: Head, layers, tail.
-    """
+    """Numbers the readings of a step: every part's entry and operators, from head to tail and backward again."""
 
     def __init__(self, parts: Sequence[PartEvents]) -> None:
         self._parts = parts
@@ -52,11 +46,7 @@ class Clock:
 
 
 def place_step(parts: Sequence[PartEvents]) -> tuple[Placed, ...]:
-    """The allocations of a step of these parts, in the order in which they are made.
-
-    Args:
-        parts: Head, layers, tail, each in the way in which it is run.
-    """
+    """The allocations of a step of these parts, in the order in which they are made."""
     clock = Clock(parts)
     placed = []
     for part, events in enumerate(parts):
@@ -82,25 +72,13 @@ def _death(parts: Sequence[PartEvents], clock: Clock, part: int, allocation: All
 
 
 def target_part(part: int, moment: Moment, num_parts: int) -> int:
-    """Index of the part that a moment is in.
-
-    Args:
-        part: Index of the part whose moment it is.
-        moment: The moment.
-        num_parts: Parts of the step.
-    """
+    """Index of the part that a moment is in."""
     start = {"own": part, "head": 0, "tail": num_parts - 1}[moment.anchor]
     return min(max(start + moment.part, 0), num_parts - 1)
 
 
 def timeline_of(parts: Sequence[PartEvents], rows: int, length: int = 1) -> list[int]:
-    """Bytes alive on entry of every part and after every operator of one step of these parts on one device.
-
-    Args:
-        parts: Head, layers, tail, each in the way in which it is run.
-        rows: Rows of the microbatch.
-        length: Its sequence length.
-    """
+    """Bytes alive on entry of every part and after every operator of one step of these parts on one device."""
     changes = [0] * (Clock(parts).readings + 1)
     placed = place_step(parts)
     for item, size in zip(placed, values_at([p.allocation.size for p in placed], rows, length), strict=True):

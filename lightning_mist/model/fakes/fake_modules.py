@@ -22,7 +22,6 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[
 
     Args:
         module: Its parameter dictionaries are changed; putting the parameters back is the caller's.
-        mode: Makes the fakes.
 
     Returns:
         Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.

@@ -91,7 +91,6 @@ def substitute_parameters(
     """Put stand-ins into every parameter slot, inside :func:`isolated` only.
 
     Args:
-        module: The module.
         mode: Makes fake stand-ins; ``None`` for stand-ins that share the real values.
         owners: For a slot ``(module name, attribute name)``, who uses it: slots of one parameter with different owners
             get different stand-ins. Slots that are not named count as one owner.

@@ -21,11 +21,8 @@ class Read:
 
     Attributes:
         function: The torch function, for example ``".item()"``.
-        line: File and line of the user's code.
         region: Position of the block entered last.
-        is_inner: Whether it happened inside that block.
         source: What the value depends on: ``"parameters"`` or ``"random numbers"``.
-        value: What was read, where it is known.
     """
 
     function: str
@@ -40,9 +37,6 @@ def guess_read(name: str, args: tuple[Any, ...], tensor: Tensor, *, truth: bool,
     """Something of the type that reading ``tensor`` by the function ``name`` gives.
 
     Args:
-        name: The function.
-        args: Its arguments.
-        tensor: A tensor without values.
         truth: The answer to questions of truth.
         number: The answer where floating-point numbers are read; integers are 1.
     """

@@ -51,7 +51,6 @@ class Obstacle:
         operator: Name of the operator, as ``"package::operator"``; empty if it is not known.
         module: Qualified name of the module that ran it; empty for the step itself.
         line: File and line that called it; empty in backward.
-        need: What it needs that fake tensors do not have.
     """
 
     operator: str
@@ -81,12 +80,7 @@ class Obstacle:
 
 
 def find_obstacle(error: BaseException, module: nn.Module) -> Obstacle | None:
-    """The obstacle that an error is about; ``None`` if it is not about fake tensors.
-
-    Args:
-        error: What a step on fake tensors raised.
-        module: Whose step.
-    """
+    """The obstacle that an error is about; ``None`` if it is not about fake tensors."""
     found = next(filter(None, map(_missing, _causes(error))), None)
     if found is None:
         return None
@@ -106,10 +100,7 @@ def refusal(error: BaseException, module: nn.Module, earlier: Sequence[str], *, 
     """Why a step cannot be traced, in words, without a full stop.
 
     Args:
-        error: What it raised.
-        module: Whose step.
         earlier: Why it could not be traced on fake tensors, if this was the second attempt.
-        is_fake: Whether it ran on fake tensors.
     """
     obstacle = find_obstacle(error, module) if is_fake else None
     if obstacle is not None:

@@ -102,11 +102,7 @@ def kept_slots(module: nn.Module) -> Iterator[None]:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Inside, dropout drops nothing, and the coarsest floating-point type that was computed in is noted.
-
-    Attributes:
-        coarsest: The least exact type among results.
-    """
+    """Inside, dropout drops nothing, and the coarsest floating-point type that was computed in is noted."""
 
     def __init__(self) -> None:
         super().__init__()

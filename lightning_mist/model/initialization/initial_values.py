@@ -47,11 +47,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class OnRankZero:
-    """Values that rank 0 has; the other ranks get them from there.
-
-    Attributes:
-        tensor: The values on rank 0, ``None`` elsewhere.
-    """
+    """Values that rank 0 has; the other ranks get them from there."""
 
     tensor: Tensor | None
 
@@ -66,10 +62,7 @@ class Reset:
     """Values that a module gives itself.
 
     Attributes:
-        owner: The module that holds the parameter.
         name: The module's qualified name, which seeds its random numbers.
-        attribute: The parameter's name in it.
-        run: Initialises the module.
     """
 
     owner: nn.Module
@@ -181,9 +174,7 @@ def load_hollow(module: nn.Module, state: Mapping[str, Any], *, strict: bool) ->
     Parameters keep their identity, and tied ones stay tied. Tensors of the state are kept, not copied.
 
     Args:
-        module: The module.
         state: Its state, in host memory or mapped from a file.
-        strict: As in ``load_state_dict``.
     """
     slots = [
         (owner._parameters, name, parameter)
@@ -214,8 +205,6 @@ def blocks_alike(
     """Inside, blocks of one form all use the parameters of the first of them, and so make its gradients only.
 
     Args:
-        module: The module.
-        blocks: Qualified names of the repeated blocks.
         parameters: Those that may be replaced; by default all.
     """
     found = [module.get_submodule(name) for name in blocks]
@@ -245,7 +234,6 @@ class InitialValues:
         module: The module; its parameters named in ``sources`` become hollow.
         sources: Where values come from, by canonical name, for the same names on every rank.
         seed: Of random numbers, equal on every rank.
-        device: Where parameters shall be.
         is_first: Whether this is rank 0.
         share: Gives every rank rank 0's content of a tensor; called by all ranks at the same time.
     """
@@ -323,7 +311,6 @@ class InitialValues:
         """Inside, the module can run, and holds little: of blocks of one form all use the parameters of the first.
 
         Args:
-            blocks: Qualified names of the repeated blocks.
             alone: Whether only rank 0 does this.
         """
         with blocks_alike(self._module, blocks, [self._parameters[name] for name in self._sources]):

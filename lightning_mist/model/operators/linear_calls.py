@@ -19,7 +19,6 @@ class LinearCall:
     """One product with a matrix of parameters.
 
     Attributes:
-        input: What is multiplied.
         weight: The parameter; ``rows`` may be part of it.
         bias: What is added, if the call itself adds it.
         output_dim: The dimension of the parameter along which outputs lie.
@@ -59,9 +58,6 @@ def read_linear(
     """A call of a torch function as a linear layer, None if it is none.
 
     Args:
-        func: The function.
-        args: Its arguments.
-        kwargs: Its named arguments.
         parameters: The parameters by ``id``.
     """
     if func is functional.linear:

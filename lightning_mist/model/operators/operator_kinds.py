@@ -135,13 +135,7 @@ def _causal_position(operator: Any) -> int | None:
 
 
 def kind_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorKind:
-    """The kind of an operator that computes.
-
-    Args:
-        operator: The overload.
-        args: Its arguments.
-        kwargs: Its named arguments.
-    """
+    """The kind of an operator that computes."""
     kind = _family(operator)
     if kind != "attention":
         return kind

@@ -24,13 +24,7 @@ Workspace = Callable[..., int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRule:
-    """What is known of one operator.
-
-    Attributes:
-        operator: Its name, as ``"package::operator"``.
-        result: Makes its results.
-        workspace: Its need while it runs.
-    """
+    """What is known of one operator."""
 
     operator: str
     result: Result
@@ -42,11 +36,7 @@ _RULES: dict[str, list[MemoryRule]] = {}
 
 
 class RegisteredRule:
-    """A rule that holds until it is removed, or until the end of a ``with``.
-
-    Args:
-        rule: The rule.
-    """
+    """A rule that holds until it is removed, or until the end of a ``with``."""
 
     def __init__(self, rule: MemoryRule) -> None:
         self._rule = rule

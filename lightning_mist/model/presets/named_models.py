@@ -121,9 +121,6 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-t
 def check_name(text: str) -> None:
     """Refuse what names neither a preset nor a file that is there.
 
-    Args:
-        text: The name of a preset, or the path of a configuration.
-
     Raises:
         ValueError: If there is no such preset or file.
     """
@@ -150,10 +147,6 @@ def check_precision(precision: str) -> None:
 
 def check_length(text: str, seq_len: int | None) -> int:
     """Tokens per row, which what has only sizes needs.
-
-    Args:
-        text: What the model was called.
-        seq_len: Tokens per row.
 
     Raises:
         ValueError: If they are not given.

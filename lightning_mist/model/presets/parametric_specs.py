@@ -103,7 +103,6 @@ class Forms:
     """A file of forms.
 
     Attributes:
-        data: Its content.
         half: The element type of 16 bits that takes the place of the one that was traced.
     """
 
@@ -120,10 +119,8 @@ class Forms:
         """What a model of certain sizes costs.
 
         Args:
-            shape: Its sizes.
             length: Tokens per row.
             degree: Tensor-parallel ranks, of which it is one.
-            sequence_parallel: Whether they share activations along the sequence too.
         """
         name = "whole" if degree == 1 else "sequence" if sequence_parallel else "split"
         filled = _Filled(self, widths(shape, length), degree)
@@ -141,9 +138,7 @@ def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> 
     """The forms of a model's family.
 
     Args:
-        shape: The model.
         precision: Lightning's name of the precision.
-        device_class: As :func:`device_class` says.
 
     Returns:
         None if there are none.

@@ -9,15 +9,10 @@ class LanguageModelShape:
     """Sizes and choices of a decoder-only language model without biases and dropout.
 
     Attributes:
-        hidden: Width of the residual stream.
         ffn: Inner width of the feed-forward part.
-        layers: Number of blocks.
-        heads: Number of attention heads.
-        vocabulary: Number of tokens.
         key_value_heads: Heads of keys and values, a divisor of ``heads``, made by matrices of their own; ``None`` for
             as many as of queries, made by one matrix together with these.
         feed_forward: ``"gelu"`` (two matrices) or ``"swiglu"`` (three; Shazeer, 2020).
-        norm: ``"layernorm"`` or ``"rmsnorm"``.
         parallel: Whether attention and feed-forward read the same norm and are added together (Wang and Komatsuzaki,
             2021).
         rotary_fraction: Part of each head that is rotated by position (Su et al., 2021); 0 for a table of learned

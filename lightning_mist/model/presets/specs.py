@@ -46,13 +46,9 @@ def preset_spec(
     """What a language model of some sizes costs.
 
     Args:
-        shape: Its sizes.
-        name: For people.
         precision: Lightning's name of the precision.
         rows: Rows of each rank's batch.
         length: Tokens per row.
-        degrees: Tensor-parallel degrees that plans may use.
-        optimizer: What its optimizer keeps.
         device_kind: ``"cpu"`` or ``"cuda"``.
         capability: CUDA's compute capability; an A100's where it is not known.
 
@@ -148,11 +144,7 @@ def preset_map(shape: LanguageModelShape, *, rows: int, length: int, degrees: Se
     What blocks return is left out: no plan is run from this map.
 
     Args:
-        shape: The sizes.
-        rows: Rows of each rank's batch.
-        length: Tokens per row.
         degrees: Tensor-parallel degrees; those that do not divide the heads are left out, with the reason.
-        dtype: Name of the parameters' element type.
     """
     live = (rows, length, shape.hidden)
     fitting = [degree for degree in sorted({*degrees} - {1}) if divides(shape, degree)]
@@ -206,7 +198,6 @@ def parameters(shape: LanguageModelShape, length: int) -> Iterator[tuple[str, tu
     """Name, sizes and region of every parameter, in the module's order.
 
     Args:
-        shape: The sizes.
         length: Tokens per row: so many learned positions there are, if any.
     """
     h, last = shape.hidden, shape.layers - 1

@@ -17,7 +17,6 @@ class LanguageModel(nn.Module):
     """A decoder-only language model with a ``training_step`` on pairs of token ids, each ``(rows, length)``.
 
     Args:
-        shape: Sizes and choices.
         sequence_length: Longest sequence, for the table of positions.
     """
 
@@ -140,7 +139,6 @@ def hollow(build: Callable[[], nn.Module], *, dtype: torch.dtype | None = None) 
     shared.
 
     Args:
-        build: Makes the module.
         dtype: Element type that floating-point parameters and buffers shall have; their own if ``None``.
     """
     with torch.device("meta"):

@@ -23,9 +23,6 @@ class ModelSource:
     """What to trace.
 
     Attributes:
-        name: For people.
-        module: The module.
-        batch: A batch for its step.
         call: Its step as a function of the batch, in the precision asked for.
     """
 
@@ -41,7 +38,6 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     Args:
         text: The name of a preset, such as ``"gpt3-22b"``; the path of a Hugging Face ``config.json``; or
             ``"package.module:function"``, whose function returns a module with a ``training_step`` and a batch.
-        batch_rows: Rows of the batch to make.
         sequence_length: Tokens of each row; presets and configurations need it, functions make their own batch.
         precision: Lightning's name of the precision.
 

@@ -102,7 +102,6 @@ class PartEvents:
     """What one part allocates in one way to run it.
 
     Attributes:
-        forward, backward: Allocations in the order in which they are made.
         forward_positions, backward_positions: Number of operators that run in either direction; -1 if that direction
             never begins (no gradient flows).
         entering: When it lets go of the activations that it is given: tensors among its arguments, in their order.

@@ -38,10 +38,7 @@ class TensorSpec:
     """A tensor with a symbolic shape.
 
     Attributes:
-        shape: Sizes as expressions.
         dtype: Name of the element type, for example ``"float32"``.
-        itemsize: Bytes of one element.
-        requires_grad: Whether a gradient flows through it.
         batch_dim: Dimension that grows with the batch, if any.
     """
 
@@ -73,7 +70,6 @@ class CollectiveSpec:
 
     Attributes:
         operation: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
-        calls: How often.
         bytes: Bytes of the whole tensors, over all calls.
     """
 
@@ -90,10 +86,7 @@ class OperatorCost:
     of any other kind there is one entry.
 
     Attributes:
-        kind: What kind of work it is.
         flops: Floating-point operations of all of them together (a multiply-add is two).
-        moved_bytes: Bytes read and written.
-        calls: How many they are.
     """
 
     kind: OperatorKind
@@ -138,7 +131,6 @@ class LayerSpec:
         weight_flops: Floating-point operations of the gradients of its matrices, part of :attr:`backward_flops`: what a
             zero-bubble schedule puts off.
         weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
-        forward_collectives, backward_collectives: What tensor-parallel ranks exchange in either direction.
         events: Every allocation, of which the bytes above are sums and peaks; ``None`` where allocations at different
             sizes cannot be matched one by one.
 
@@ -200,7 +192,6 @@ class SplitSpec:
     """What one tensor-parallel rank of a network costs.
 
     Attributes:
-        degree: Tensor-parallel ranks.
         sequence_parallel: Whether activations between split operations are shared out along the sequence.
         head, layers, tail, boundaries: As in :class:`ModelSpec`, for one rank.
         parameter_bytes: Bytes of one rank's part of each parameter, in the order of :attr:`ModelSpec.parameters`.
@@ -241,13 +232,11 @@ class OptimizerSpec:
     """What the optimizer keeps and needs.
 
     Attributes:
-        name: Class name, for example ``"AdamW"``.
         state_bytes_per_parameter_byte: Bytes of state kept per byte of a trained parameter (AdamW in fp32: 2).
         step_peak_bytes_per_parameter_byte: Temporary bytes of its step per byte of all parameters it updates at once
             (the foreach implementations).
         step_peak_bytes_per_largest: Temporary bytes of its step per byte of the largest parameter (loop
             implementations), when those of a parameter as large are left.
-        step_moved_bytes_per_parameter_byte: Bytes read and written by one step per byte of parameters.
         step_left_bytes_per_parameter_byte: Of the temporaries of a loop those that are left until the next parameter's
             have been made, per byte of the parameter that left them.
         step_seconds_per_parameter_byte: Seconds of one step per byte of parameters, measured; 0 if it was not.
@@ -267,7 +256,6 @@ class ModelSpec:
     """A network for the cost model.
 
     Attributes:
-        name: For people.
         module_map: Blocks, cuts, parameter uses and exclusions.
         head: What runs before the first block (and the whole step if there are no blocks).
         layers: The distinct kinds of blocks.

@@ -24,9 +24,7 @@ class Polynomial:
     """A sum of monomials with rational coefficients over one denominator; cheap to make, to compare and to evaluate.
 
     Attributes:
-        powers: Exponents of rows and length of each monomial.
         coefficients: Its coefficient times :attr:`denominator`.
-        denominator: What all coefficients are divided by.
     """
 
     powers: tuple[Powers, ...]

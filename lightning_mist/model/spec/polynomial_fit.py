@@ -37,13 +37,7 @@ class MisfitError(Exception):
 
 @dataclass(frozen=True)
 class Basis:
-    """Monomials, as many points to interpolate at, and one to check (``None`` only for a constant).
-
-    Attributes:
-        powers: The monomials.
-        points: Where counts are taken.
-        check: Where expressions are checked.
-    """
+    """Monomials, as many points to interpolate at, and one to check (``None`` only for a constant)."""
 
     powers: tuple[Powers, ...]
     points: tuple[Point, ...]
@@ -80,7 +74,6 @@ class Basis:
         """Coefficients of the exact polynomial of counts at :attr:`sizes`.
 
         Args:
-            counts: One count per size.
             name: What is counted, for the error.
 
         Raises:
@@ -130,7 +123,6 @@ def undominated(powers: tuple[Powers, ...], polynomials: Iterable[Coefficients])
     Such is a difference without negative coefficients in ``b - 1`` and ``s - 1``.
 
     Args:
-        powers: The monomials.
         polynomials: Their coefficients, over one denominator.
     """
     kept: list[tuple[Coefficients, Coefficients]] = []

@@ -37,9 +37,6 @@ class BlockCall:
     """One call of a block.
 
     Attributes:
-        block: The block.
-        args: Its positional arguments, detached.
-        kwargs: Its named arguments, detached.
         depends: For every leaf of the arguments whether a gradient flows back into it.
         answer: What it returned, if that can be described.
         hidden: Index among the leaves of the tensor that the block transforms: of the shape of its first result.
@@ -59,8 +56,6 @@ class BlockCalls:
 
     Attributes:
         kinds: Which blocks are alike: in parameters, and in the arguments they get.
-        examples: A call of the first block of every kind.
-        batch: The small batch.
     """
 
     kinds: Kinds
@@ -96,7 +91,6 @@ def call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...
 
     Args:
         module: The user's module; left as it was. Parameters may be without values.
-        call: Runs its step on a batch.
         batch: A batch; smaller ones are tried first.
         names: The blocks in execution order.
         length: Length of the sequences of the small batch, if the batch has sequences longer than that.

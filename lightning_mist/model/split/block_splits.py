@@ -57,7 +57,6 @@ class Checks:
     A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
 
     Args:
-        run: Checks splits over a number of ranks, entered in parts along the sequence or not.
         is_large: Whether a check is not repeated for fewer ranks.
     """
 
@@ -81,9 +80,6 @@ class _Subject:
     """One kind of block, ready for any degree.
 
     Attributes:
-        label: Its name for the user.
-        probe: What depends on what.
-        check: Checks splits.
         free: Names of parameters that nothing but its own block uses.
         entry: How it would be entered in parts along the sequence, or why it cannot be.
         length: Length of the sequence in the user's batch.
@@ -103,10 +99,7 @@ def split_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Seq
     """How the blocks of a kind can be shared out over each number of ranks.
 
     Args:
-        module_map: The module's blocks and parameters.
         calls: How its blocks are called; inside of ``isolated``.
-        kind: Index of the kind.
-        degrees: Numbers of ranks.
     """
     label = type(calls.examples[kind].block).__name__
     subject = _study(module_map, calls, kind)

@@ -47,10 +47,7 @@ def difference(
     """What differs most from the whole run on any rank, in words; None if nothing does by more than the tolerance.
 
     Args:
-        expected: The whole run.
         sizes: Largest entries of its tensors.
-        ranks: The run of every rank.
-        splits: The parameters of which a rank has a part.
         tolerance: The largest relative difference.
     """
     wanted, of_name = _named(expected), {_gradient_of(split.name): split for split in splits}

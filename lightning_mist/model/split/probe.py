@@ -74,11 +74,9 @@ class Probe:
     """One run of a block, of which to ask how it can be shared out.
 
     Attributes:
-        sites: The calls of every weight, in order.
         names: Names of parameters by ``id``.
         hidden: The block's input that it transforms, if known; a layer that sees it directly is not shared out along
             its inputs, which every rank has anyway.
-        generator: Makes random gradients.
     """
 
     sites: dict[str, list[_Site]]
@@ -234,8 +232,6 @@ def probe(run: Callable[[], Any], parameters: Mapping[str, Tensor], hidden: Tens
     Args:
         run: Runs the block on the host, on inputs that require gradients.
         parameters: What its parameter slots hold, by name; their values are not used by linear layers.
-        hidden: The input that the block transforms.
-        seed: Seeds the random numbers in place of the layers' outputs.
     """
     generator = torch.Generator().manual_seed(seed)
     mode = _Sites({id(tensor): tensor for tensor in parameters.values()}, generator)

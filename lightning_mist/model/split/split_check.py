@@ -49,7 +49,6 @@ class SlotKeeper:
     The ranks of :func:`run_ranks` share one module, and take turns only when they communicate.
 
     Args:
-        group: The group.
         install: Puts this rank's tensors into the slots.
     """
 
@@ -96,11 +95,7 @@ class Trial:
     """A block with numbers, and what it makes of them when it is whole.
 
     Attributes:
-        call: The block and how it is called.
-        values: Its parameters.
-        dtype: The floating-point type it runs in.
         tolerance: The largest relative difference.
-        expected: The whole block's run.
         sizes: Largest entries of its tensors.
     """
 
@@ -134,9 +129,7 @@ def check(trial: Trial, splits: Sequence[ParameterSplit], degree: int, sequence:
     """Compare the block, shared out over ranks, with the whole one.
 
     Args:
-        trial: The block.
         splits: Which of its parameters are shared out, by names inside the block.
-        degree: Number of ranks.
         sequence: How it is entered with its input in parts along the sequence; None for whole inputs.
     """
     with kept_slots(trial.call.block):
@@ -177,10 +170,6 @@ def share_out(
     """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts.
 
     Args:
-        values: The whole parameters.
-        splits: Which of them are shared out.
-        group: The ranks.
-        sequence_parallel: Whether activations between shared-out layers are in parts too.
         also: Called whenever this rank's turn begins, besides filling the slots.
     """
     tensors = _leaves(values)

@@ -37,7 +37,6 @@ class _Around:
 
     Attributes:
         check: Checks how they are shared out; None if they could not be run by themselves.
-        tables: Tables of tokens.
         trouble: Why they could not be run.
         confirm: Checks the whole step with everything shared out; None where blocks, head and tail by themselves must
             do, because it is large.
@@ -59,10 +58,7 @@ def derive_splits(
 
     Args:
         module: The user's module with all its parameters, with values or without.
-        call: Runs its step on a batch.
         batch: A batch; a small one is made from it where possible.
-        module_map: Its blocks, cuts and parameters.
-        degrees: Numbers of ranks to try.
 
     Returns:
         The map with one entry of ``splits`` for every degree that works, and exclusions where none does.

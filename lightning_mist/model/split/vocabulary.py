@@ -48,9 +48,7 @@ class Table:
     """A parameter with one row for every token.
 
     Attributes:
-        name: Its name.
         dim: The dimension along which rows lie.
-        rows: Their number.
         bias: A bias of as many entries that is added to the logits, if there is one.
     """
 
@@ -100,9 +98,6 @@ def find_tables(
 
     Args:
         module: The user's module, inside of ``isolated``.
-        call: Runs its step on a batch.
-        calls: How its blocks are called.
-        names: Its blocks.
         answer: Whether blocks are answered for and do not run.
     """
     blocks = [module.get_submodule(name) for name in names]
@@ -133,16 +128,8 @@ class Glue:
     """What runs around the blocks, with numbers, and what it makes of them when it is whole.
 
     Attributes:
-        module: The user's module, inside of ``isolated``.
-        call: Runs its step on a batch.
-        calls: How its blocks are called.
-        blocks: Its blocks.
-        batch: A small batch.
         answer: Whether blocks are answered for; else they run, whole.
         values: The parameters that take part.
-        tolerance: The largest relative difference.
-        expected: The whole run.
-        sizes: Largest entries of its tensors.
     """
 
     module: nn.Module
@@ -170,10 +157,6 @@ def prepare_glue(
 
     Args:
         module: The user's module, inside of ``isolated``.
-        call: Runs its step on a batch.
-        calls: How its blocks are called.
-        names: Its blocks.
-        dtype: The floating-point type to run in.
         answer: Whether blocks are answered for; else they run too.
     """
     generator = torch.Generator().manual_seed(3)
@@ -214,9 +197,6 @@ def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequen
     """Compare head and tail, shared out over ranks, with the whole ones.
 
     Args:
-        glue: Head and tail.
-        splits: Which of their parameters are shared out.
-        degree: Number of ranks.
         sequence: How each block is entered in parts along the sequence; empty for whole inputs.
     """
     dtype = next((value.dtype for value, _ in glue.values.values() if value.is_floating_point()), torch.float64)

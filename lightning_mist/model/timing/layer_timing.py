@@ -183,9 +183,7 @@ def time_layers(
         described: Its blocks; kinds are those of a specification, or found here for a map. Match the result to a
             specification made otherwise by :func:`attach_seconds`.
         batch_for_rows: Makes a batch of so many rows, on ``device``.
-        rows: The sizes to measure.
         call: Runs the user's step on a batch and returns what it returns.
-        device: Where the module computes.
         progress: Told a text and a fraction in [0, 1].
         budget_seconds: How long to measure, though not less than one warm-up and one round over all sizes.
         most_calls: How often the step may be called on real numbers, if not as often as there is time for; twice per

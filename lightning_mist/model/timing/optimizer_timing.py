@@ -36,7 +36,6 @@ def time_update(optimizer: Optimizer, *, device: torch.device, room: float = mat
 
     Args:
         optimizer: The optimizer; another of its class is made with the same groups.
-        device: Where parameters live in training.
         room: Bytes that there are for copies of parameters, their gradients, state, and what a step makes meanwhile.
 
     Returns:

@@ -16,7 +16,6 @@ class Example:
     Attributes:
         part: Its index: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail.
         follower: Index of the part after it if that is of the same kind, else ``None``.
-        label: Label of the kind.
         block: Qualified name of the block, if it is one.
     """
 
@@ -45,11 +44,7 @@ class Kinds:
         return tuple(position for position, own in enumerate(self.of) if own == kind)
 
     def parts(self, blocks: Sequence[str]) -> tuple[Example, ...]:
-        """The parts that stand for all: head, examples, tail.
-
-        Args:
-            blocks: Qualified names of all blocks.
-        """
+        """The parts that stand for all: head, examples, tail."""
         last = len(self.of) - 1
         layers = []
         for kind, (position, label) in enumerate(zip(self.examples, self.labels, strict=True)):
@@ -80,12 +75,7 @@ class Kinds:
 
 
 def group(names: Sequence[str], keys: Sequence[Hashable]) -> Kinds:
-    """Sort blocks into kinds by equal keys.
-
-    Args:
-        names: Class name of every block, for the labels.
-        keys: What must be equal within a kind.
-    """
+    """Sort blocks into kinds by equal keys."""
     examples: dict[Hashable, int] = {}
     for position, key in enumerate(keys):
         examples.setdefault(key, position)
@@ -127,9 +117,6 @@ def trained_beside(module_map: ModuleMap) -> list[tuple[str, ...]]:
 
     Events know these by their whole names, so that blocks with different ones cannot answer for each other. What the
     last block's part uses cannot be told from the tail's, and the tail's differ from all others'.
-
-    Args:
-        module_map: Blocks, and which parts use which parameters.
     """
     found: list[set[str]] = [set() for _ in module_map.blocks]
     for use in module_map.parameters:

@@ -41,10 +41,7 @@ def boundary_specs(
     """Specifications of every cut's live tensors.
 
     Args:
-        module_map: Names the live tensors, with their shapes in the traced batch.
-        basis: The sizes that were run.
         entering: For every size, for every block, the shapes of the tensors that enter it.
-        length: Sequence length of the traced batch.
 
     Raises:
         MisfitError: If a dimension is no polynomial of the sizes.

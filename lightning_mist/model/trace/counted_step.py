@@ -25,12 +25,8 @@ class Subject:
     """What is run: a module in which stand-ins fill the parameter slots, and how.
 
     Attributes:
-        module: The module.
         blocks: The repeated blocks in execution order.
-        parameters: The stand-ins.
         mode: The mode that the stand-ins are fakes of; ``None`` if they are real.
-        call: Runs the user's step on a batch.
-        context: Makes the context that the step's forward runs in (autocast).
         view: How one of several tensor-parallel ranks sees the step, if it is about one.
     """
 
@@ -55,8 +51,6 @@ class StepCount:
         saved: Bytes that each part's forward made and that were alive when the step's forward had ended.
         shared: Those of the head that the batch alone determines.
         made: Bytes of parameter gradients that each part's backward made and left.
-        inputs: Signature of every block's inputs.
-        entering: Shapes of the tensors that enter every block.
         guesses: Lines that read values into Python that only real numbers have, and how many each.
         describable: Whether each block's output can be imitated.
     """
@@ -108,8 +102,6 @@ def count_step(
     """Run a step once and count.
 
     Args:
-        subject: What to run.
-        batch: On what.
         twins: For every block ``None`` to run it or the position of an earlier block that runs and is imitated.
         recompute: Whether the blocks that run are checkpointed.
         gradients_exist: Whether parameters have gradients already, so that backward adds to them.
@@ -294,8 +286,6 @@ def step_bytes(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> int
 
     Args:
         module: The user's module; left as it was.
-        call: Runs its step on a batch.
-        batch: A batch.
 
     Raises:
         TraceError: If the step does not run on fake tensors.

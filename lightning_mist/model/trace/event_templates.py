@@ -27,8 +27,6 @@ def layer_events(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> t
     """The events of parts in the four ways to run them.
 
     Args:
-        ways: How the step was run.
-        examples: The parts.
         is_fake: Whether the step ran on fake tensors, so that those which only the batch shapes are known.
     """
     steps = [

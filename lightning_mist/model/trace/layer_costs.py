@@ -27,11 +27,6 @@ from lightning_mist.model.trace.modes import Way, Ways
 def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerSpec, ...]:
     """What parts of a step cost.
 
-    Args:
-        ways: How the step was run.
-        examples: The parts.
-        is_fake: Whether the step ran on fake tensors.
-
     Raises:
         MisfitError: If a count is no polynomial of the sizes.
     """
@@ -162,9 +157,6 @@ def fit_work(
     """The work of one direction of a part.
 
     Args:
-        basis: The sizes at which it was counted.
-        phases: What was counted at each.
-        what: What it is, for errors.
         later: The same at some sizes, the first one first, in a step that finds gradients and adds to them: what it
             moves beyond the others depends on the parameters alone. The result is about it, if it is given.
 

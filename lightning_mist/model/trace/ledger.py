@@ -40,13 +40,10 @@ class PhaseCount:
     """What happened in one direction of one part of a step.
 
     Attributes:
-        work: Kind, floating-point operations, and bytes read and written of every operator that computed.
-        weight_flops: Floating-point operations of linear operations on parameters.
         weight_bytes: Bytes of their inputs and outputs.
         collectives: Calls and bytes of whole tensors by collective operation.
         timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
         start: Number of the first reading of the timeline among all of the step; -1 if the phase never begins.
-        recomputes: Whether a forward was repeated in it.
     """
 
     work: list[Work] = field(default_factory=list)
@@ -78,7 +75,6 @@ class Given:
     """That a storage entered a part: as an activation in its forward, or as a gradient in its backward.
 
     Attributes:
-        part: The part.
         is_gradient: Whether it is the gradient of what the part handed on.
         slot: Index among the tensors that crossed there.
     """
@@ -93,19 +89,12 @@ class Storage:
     """A storage that an operator made.
 
     Attributes:
-        bytes: Its size.
-        part: The part of the step that made it.
-        cause: Why.
         born: Number of the first reading at which it was alive, among all of the step.
         died: Number of the first reading at which it was not any more; ``None`` if it outlived the step.
         saved: Whether it was alive when the step's forward had ended.
         shared: Whether only the batch shaped it.
-        operator: What made it.
-        dtype: Name of its element type.
-        origin: Module and line that ran the operator.
         parameter: Name of the parameter that it was a gradient of.
         is_gradient: Whether it was a parameter's gradient in the end.
-        given: The parts that it entered.
         weights: Parameters whose gradients are made of it by themselves where a zero-bubble schedule puts them off: the
             part that multiplies with the parameter, and the parameter's name within it.
     """
@@ -136,7 +125,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     when a part begins (:meth:`enter`); what happens until then belongs to the part before.
 
     Args:
-        num_parts: Number of parts.
         origins: Knows which module and line is at work; ``None`` where that is not wanted.
     """
 

@@ -43,8 +43,6 @@ class Ways:
     """The four ways to run a step: layers kept or recomputed, gradients to be made or there already.
 
     Attributes:
-        basis: The sizes.
-        first, later, recomputed_first, recomputed_later: The ways.
         batch_bytes: Bytes of the batch of each size.
         twins: For every block ``None`` if it ran, else the position of the block that it imitated.
     """
@@ -62,9 +60,6 @@ def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int |
     """Run a step in all ways.
 
     Args:
-        subject: The step.
-        basis: At which sizes.
-        sized: Makes batches of them.
         twins: Which blocks answer for others; see :func:`count_step`.
         recomputes: Whether blocks can be recomputed; if not, the ways to recompute are those without.
 

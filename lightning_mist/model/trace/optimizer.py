@@ -163,9 +163,7 @@ def optimizer_to_describe(
     nothing of the module changes.
 
     Args:
-        module: The module.
         given: What the user named; it is taken as it is.
-        context: Makes the context of the module's precision.
 
     Returns:
         The optimizer, None if nobody says one, and notes.

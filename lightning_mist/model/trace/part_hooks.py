@@ -29,12 +29,10 @@ class Walk:
     """Stands in front of every block during one step: says which part begins, and runs the block or answers for it.
 
     Args:
-        blocks: The blocks in execution order.
         twins: For every block ``None`` to run it, or the position of an earlier block to imitate.
         enter: Told ``(part, backward)`` when a part begins; the first forward part is not announced.
         recompute: Whether blocks that run are checkpointed.
         mode: Makes the outputs of imitations; ``None`` to hand on the values of the twin.
-        view: How one of several tensor-parallel ranks sees the step, if it is about one.
         given: Told ``(tensor, part, is gradient, index)`` of every tensor that enters a part, forward and backward.
         repeating: Makes the context in which the forward of a block is repeated.
     """

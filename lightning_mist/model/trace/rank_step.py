@@ -31,11 +31,7 @@ Exchange = Callable[[str, int], None]
 
 
 class WatchedGroup:
-    """A :class:`CountingGroup` that says at once what it was asked for.
-
-    Args:
-        size: Number of ranks.
-    """
+    """A :class:`CountingGroup` that says at once what it was asked for."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -67,7 +63,6 @@ class RankView:
     """How one rank sees the step.
 
     Attributes:
-        group: Its group.
         context: What its split tensors have in common.
         sequence: For blocks that hidden states enter shared out along the sequence, how; by position.
     """
@@ -131,12 +126,7 @@ def present_parts(
     """Put parts in the place of stand-ins, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only.
 
     Args:
-        module: The module, whose slots hold stand-ins.
         stand_ins: These, by the name of their first slot.
-        module_map: Names the parameters.
-        split: How they are shared out.
-        context: The ranks that share them.
-        mode: Makes the parts.
 
     Returns:
         The parameters that gradients arrive in: parts, and the stand-ins of what is held whole.

@@ -30,7 +30,6 @@ def bases(batch: Any, *, real: bool) -> Iterator[Basis]:
     """Sets of sizes to try, the most general first.
 
     Args:
-        batch: A real batch.
         real: Whether steps run on real numbers, so that sizes must stay smaller still.
     """
     rows, full = batch_rows(batch), sequence_length(batch)

@@ -24,22 +24,7 @@ from lightning_mist.tensor_parallel import functions_of_wholes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeStep:
-    """A step that was traced unsplit.
-
-    Attributes:
-        module: The module.
-        batch: A real batch.
-        module_map: Its blocks, cuts and splits.
-        call: Runs the step on a batch.
-        context: Makes the context of its forward.
-        resize: Makes batches of other sizes.
-        basis: The sizes at which it was counted.
-        kinds: Which blocks cost the same.
-        twins: Which answer for others.
-        recomputes: Whether blocks can be recomputed.
-        boundaries: The tensors that cross each cut.
-        operators: How the device that it will run on computes.
-    """
+    """A step that was traced unsplit."""
 
     module: nn.Module
     batch: Any

@@ -53,9 +53,6 @@ def record_answer(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *,
     """Describe a block's output so that a twin can imitate it; ``None`` if it holds what cannot be described.
 
     Args:
-        args: The block's positional arguments.
-        kwargs: Its named ones.
-        output: What it returned.
         keep_values: Whether to hold on to the output tensors (for runs on real numbers).
     """
     inputs = {id(x): i for i, x in enumerate(tree_flatten((args, kwargs))[0]) if isinstance(x, torch.Tensor)}
@@ -119,10 +116,7 @@ def imitate(
     """Answer for a block as its twin answered.
 
     Args:
-        answer: What the twin returned.
         block: The block that is not run; one of its parameters stands for its own share in the outputs' gradient.
-        args: The block's positional arguments.
-        kwargs: Its named ones.
         mode: Makes the outputs whose values were not kept.
     """
     flat = tree_flatten((args, kwargs))[0]
@@ -147,9 +141,6 @@ def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: 
     """Answer for a block with numbers that follow from its input, so that a loss and its gradients mean something.
 
     Args:
-        answer: What the block returned, values kept.
-        args: The block's positional arguments.
-        kwargs: Its named ones.
         hidden: Index among the leaves of the arguments of the tensor that results depend on.
     """
     flat = tree_flatten((args, kwargs))[0]

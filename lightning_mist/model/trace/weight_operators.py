@@ -16,12 +16,7 @@ from lightning_mist.tensor_parallel import SplitTensor
 
 
 class LinearCounter(TorchFunctionMode):
-    """Counts linear operations whose weight is a trained parameter, in the part of the step that runs them.
-
-    Args:
-        ledger: Knows the part; gets the counts.
-        parameters: The parameters.
-    """
+    """Counts linear operations whose weight is a trained parameter, in the part of the step that runs them."""
 
     def __init__(self, ledger: Ledger, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__()
@@ -68,7 +63,6 @@ class WeightOperands(TorchFunctionMode):
     those of an ordinary tensor with a parameter that is a matrix, of tensor-parallel ranks those of their parts.
 
     Args:
-        ledger: Is told.
         names: Qualified names of trained parameters by ``id``.
         blocks: Qualified names of the blocks in execution order.
     """

@@ -47,11 +47,7 @@ SIMPLE = (type(None), bool, int, float, complex, str, bytes)
 class Replayed:
     """An iterator whose items can be had again, until it is released.
 
-    Args:
-        inner: The iterator.
-
     Attributes:
-        inner: The iterator.
         given: How many of its items have been given, while they are kept.
     """
 
@@ -220,8 +216,6 @@ def held_iterators(holder: Any, names: Iterator[Any], depth: int = 2) -> Iterato
     """The dictionaries and lists that hold iterators, and under which key.
 
     Args:
-        holder: A dictionary or list.
-        names: Its keys to look at.
         depth: How deep containers and objects in it are looked into.
     """
     for name in names:

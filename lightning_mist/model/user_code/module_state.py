@@ -23,7 +23,6 @@ class ModuleState:
     """The state of a module at one time.
 
     Args:
-        module: The module.
         with_contents: Whether to copy buffers and tensors among the attributes, so that :meth:`restore` puts their
             contents back.
     """

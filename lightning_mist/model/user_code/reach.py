@@ -92,8 +92,6 @@ class Reach:
     """What the code of a step can reach.
 
     Args:
-        module: The user's module.
-        step: The function that is its step.
         roots: Further dictionaries that it can get at, by what they are, in words: the trainer's, its callbacks'; and
             the names of which its code must have one to get there.
 

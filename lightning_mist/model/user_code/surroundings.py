@@ -62,11 +62,7 @@ class Surroundings:
     Tell it before and after every run. Runs are let go on one from another until :meth:`settle`: what differs after the
     second from what was after the first is state, and not a cache that the first filled. Later runs all begin alike.
 
-    Args:
-        reach: What the step can reach.
-
     Attributes:
-        reach: What the step can reach.
         is_steady: Whether runs are known to change nothing, so that nothing need be put back between them.
     """
 
