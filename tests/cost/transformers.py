@@ -128,11 +128,10 @@ def count(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     operators = device_operators(device, "2.10.0").installed()
     with isolated(module), quiet_fakes(), functions_of_wholes(), operators:
-        stand_ins = substitute_parameters(module, mode, owners)
-        parameters = tuple(stand_ins.values())
+        parameters = substitute_parameters(module, mode, owners)
         if view is not None:
             split = module_map.split(degree)
-            parameters = present_parts(module, stand_ins, module_map, split, view.context, mode)
+            parameters = present_parts(module, parameters, module_map, split, view.context, mode)
         subject = Subject(
             module=module,
             blocks=tuple(module.get_submodule(name) for name in module_map.blocks),

@@ -87,7 +87,7 @@ def substitute_parameters(
     mode: FakeTensorMode | None,
     owners: Mapping[tuple[str, str], object],
     home: torch.device = _HOST,
-) -> dict[str, nn.Parameter]:
+) -> tuple[nn.Parameter, ...]:
     """Put stand-ins into every parameter slot, inside :func:`isolated` only.
 
     Args:
@@ -97,10 +97,9 @@ def substitute_parameters(
         home: Where fake stand-ins of parameters on meta are.
 
     Returns:
-        The stand-ins by ``"module name.attribute name"`` of the first slot that got them.
+        The stand-ins, in the order of the slots that they fill first.
     """
     made: dict[tuple[int, object], nn.Parameter] = {}
-    named: dict[str, nn.Parameter] = {}
     for name, item in module.named_modules(remove_duplicate=True):
         for attribute, parameter in item._parameters.items():
             if parameter is None:
@@ -109,11 +108,10 @@ def substitute_parameters(
             if key not in made:
                 data = _fake_like(parameter, mode, home) if mode is not None else parameter.detach()
                 made[key] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                named[f"{name}.{attribute}" if name else attribute] = made[key]
             item._parameters[attribute] = made[key]
         if mode is not None:
             for attribute, buffer in item._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     item._buffers[attribute] = _fake_like(buffer, mode, home)
     renew_flat_weights(module)
-    return named
+    return tuple(made.values())

@@ -7,7 +7,6 @@ Parts are told apart by timestamps where blocks begin, in backward where their i
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -19,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_parameters
+from lightning_mist.model.fakes import isolated, substitute_parameters
 from lightning_mist.model.spec import LayerSeconds, ModelSpec
-from lightning_mist.model.trace import Kinds, Subject, Walk, cost_keys, count_step, group, loss_of, module_key
+from lightning_mist.model.trace import Kinds, Walk, cost_keys, count_step, group, isolated_subject, loss_of, module_key
 from lightning_mist.plan import ModuleMap
 from lightning_mist.tensors import copy_batch
 
@@ -91,11 +90,7 @@ def _kinds(
     if not blocks:
         return Kinds(labels=(), examples=(), of=())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with isolated(module), quiet_fakes():
-        parameters = tuple(substitute_parameters(module, mode, {}).values())
-        subject = Subject(
-            module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=nullcontext
-        )
+    with isolated_subject(module, call, batch, blocks=module_map.blocks, mode=mode) as subject:
         try:
             count = count_step(subject, batch, twins=(None,) * len(blocks), recompute=False, gradients_exist=True)
         except Exception:

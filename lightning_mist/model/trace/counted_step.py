@@ -1,10 +1,11 @@
 """One counted run of a user's step, forward and backward, part by part."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,34 @@ class Subject:
     call: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
     view: RankView | None = None
+
+
+@contextmanager
+def isolated_subject(
+    module: nn.Module,
+    call: Callable[[Any], Any],
+    batch: Any,
+    *,
+    blocks: Sequence[str] = (),
+    mode: FakeTensorMode | None,
+    owners: Mapping[tuple[str, str], object] = MappingProxyType({}),
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[Subject]:
+    """Inside, a module whose parameter slots hold stand-ins; afterwards it is as before.
+
+    Args:
+        blocks: Qualified names of the blocks in execution order.
+        owners: As of :func:`~lightning_mist.model.fakes.isolate.substitute_parameters`.
+    """
+    with isolated(module), quiet_fakes():
+        yield Subject(
+            module=module,
+            blocks=tuple(module.get_submodule(name) for name in blocks),
+            parameters=substitute_parameters(module, mode, owners, device_of(batch)),
+            mode=mode,
+            call=call,
+            context=context,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,10 +319,7 @@ def step_bytes(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> int
     Raises:
         TraceError: If the step does not run on fake tensors.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with isolated(module), quiet_fakes():
-        parameters = tuple(substitute_parameters(module, mode, {}, device_of(batch)).values())
-        subject = Subject(module=module, blocks=(), parameters=parameters, mode=mode, call=call, context=nullcontext)
+    with isolated_subject(module, call, batch, mode=FakeTensorMode(allow_non_fake_inputs=True)) as subject:
         try:
             return max(count_step(subject, batch, twins=(), recompute=False, gradients_exist=False).timeline)
         except TraceError:

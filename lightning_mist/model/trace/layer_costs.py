@@ -32,7 +32,8 @@ def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tu
     """
     lines = [_Bytes(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
     events = layer_events(ways, examples, is_fake=is_fake)
-    return tuple(_layer_spec(ways, lines, *pair) for pair in zip(examples, events, strict=True))
+    found = [_layer_spec(ways, lines, *pair) for pair in zip(examples, events, strict=True)]
+    return tuple(part if part.example else not_recomputed(part) for part in found)
 
 
 def _layer_spec(ways: Ways, lines: Sequence["_Bytes"], example: Example, events: LayerEvents) -> LayerSpec:

@@ -3,7 +3,7 @@
 Collectives answer with tensors of the right shape and are written down; on fake tensors that is all that is needed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,16 +117,13 @@ def _dim(tensor: SplitTensor) -> int:
 
 def present_parts(
     module: nn.Module,
-    stand_ins: Mapping[str, nn.Parameter],
+    stand_ins: Sequence[nn.Parameter],
     module_map: ModuleMap,
     split: TensorSplit,
     context: SplitContext,
     mode: FakeTensorMode,
 ) -> tuple[nn.Parameter, ...]:
     """Put parts in the place of stand-ins, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only.
-
-    Args:
-        stand_ins: These, by the name of their first slot.
 
     Returns:
         The parameters that gradients arrive in: parts, and the stand-ins of what is held whole.
@@ -147,4 +144,4 @@ def present_parts(
                 part = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 made[id(parameter)] = (part, present(part, how, context))
             item._parameters[attribute] = made[id(parameter)][1]
-    return tuple(made[id(item)][0] if id(item) in made else item for item in stand_ins.values())
+    return tuple(made[id(item)][0] if id(item) in made else item for item in stand_ins)

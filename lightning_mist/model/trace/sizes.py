@@ -1,14 +1,83 @@
-"""At which sizes a step is counted: rows and sequence lengths around a real batch."""
+"""A step to be counted, and at which sizes: rows and sequence lengths around a real batch."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_mist.model.device import DeviceOperators
 from lightning_mist.model.fakes import batch_tensors, resize_batch, sequence_length
-from lightning_mist.model.spec import BILINEAR, CONSTANT, QUADRATIC, Basis, MisfitError, Point
+from lightning_mist.model.spec import BILINEAR, CONSTANT, QUADRATIC, Basis, MisfitError, Point, TensorSpec
+from lightning_mist.model.trace.block_kinds import Kinds
+from lightning_mist.model.trace.counted_step import Subject, isolated_subject
+from lightning_mist.plan import ModuleMap
 from lightning_mist.tensors import batch_rows
 
 Resize = Callable[[Any, int, int | None], Any]
 """``(batch, rows, length)`` to a batch of that size; the length is ``None`` where it is not to be changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A user's step, and all that is needed to run it at several sizes.
+
+    Attributes:
+        call: Runs it on a batch.
+        context: Makes the context of its forward, for example autocast.
+        operators: How the device that it will run on computes.
+    """
+
+    module: nn.Module
+    batch: Any
+    module_map: ModuleMap
+    call: Callable[[Any], Any]
+    context: Callable[[], AbstractContextManager[Any]]
+    resize: Resize | None
+    operators: DeviceOperators
+
+    def subject(self, mode: FakeTensorMode | None) -> AbstractContextManager[Subject]:
+        """What is run inside; slots of one parameter that different parts use get different stand-ins."""
+        owners = {(name, at): parts for use in self.module_map.parameters for name, at, parts in use.slots if parts}
+        return isolated_subject(
+            self.module,
+            self.call,
+            self.batch,
+            blocks=self.module_map.blocks,
+            mode=mode,
+            owners=owners,
+            context=self.context,
+        )
+
+    def sized(self, basis: Basis) -> Callable[[Point], Any]:
+        """Makes the batch of a size."""
+        return partial(sized, self.batch, basis, resize=self.resize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A step that was counted over one set of sizes.
+
+    Attributes:
+        twins: For every block ``None`` if it runs itself, else which block answers for it.
+        recompute_failure: Why blocks cannot be recomputed, if so.
+        boundaries: The tensors that cross each cut.
+    """
+
+    basis: Basis
+    kinds: Kinds
+    twins: tuple[int | None, ...]
+    recompute_failure: str | None
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks can be recomputed."""
+        return self.recompute_failure is None
+
 
 # What depends on the batch alone (masks) is computed for real, and counts are exact at any size: so sizes stay small.
 _LONGEST = 512

@@ -9,7 +9,6 @@ that cannot run on fakes (one that reads a value back) is counted on real tensor
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import sympy
@@ -21,17 +20,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import map_module
 from lightning_mist.model.device import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.events import timeline_of
-from lightning_mist.model.fakes import (
-    describe_guesses,
-    device_of,
-    has_values,
-    isolated,
-    quiet_fakes,
-    refusal,
-    resize_batch,
-    sequence_length,
-    substitute_parameters,
-)
+from lightning_mist.model.fakes import describe_guesses, device_of, has_values, refusal, resize_batch, sequence_length
 from lightning_mist.model.operators import storage_key
 from lightning_mist.model.spec import (
     BILINEAR,
@@ -42,28 +31,22 @@ from lightning_mist.model.spec import (
     ModelSpec,
     OptimizerSpec,
     ParameterSpec,
-    SplitSpec,
-    TensorSpec,
 )
 from lightning_mist.model.trace.block_kinds import Kinds, cost_keys, group, is_faithful, trained_beside
 from lightning_mist.model.trace.boundaries import boundary_specs
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
-from lightning_mist.model.trace.layer_costs import layer_specs, not_recomputed
+from lightning_mist.model.trace.layer_costs import layer_specs
 from lightning_mist.model.trace.modes import Ways, run_ways
 from lightning_mist.model.trace.optimizer import describe_optimizer
-from lightning_mist.model.trace.sizes import Resize, bases, sized
-from lightning_mist.model.trace.split_costs import WholeStep, trace_splits
+from lightning_mist.model.trace.sizes import Counted, Resize, Step, bases, sized
+from lightning_mist.model.trace.split_costs import trace_splits
 from lightning_mist.plan import Exclusion, ModuleMap
 from lightning_mist.tensors import batch_rows
 
-_REAL = (
-    Exclusion(
-        feature="tensor",
-        reason="the costs of split layers cannot be traced, because the step does not run on fake tensors",
-    ),
+_REAL = Exclusion(
+    feature="tensor", reason="the costs of split layers cannot be traced, because the step does not run on fake tensors"
 )
 """Why tensor parallelism is ruled out for steps that are counted on real numbers."""
-
 
 _UNSTACKABLE = (
     "allocations are known in sum and not one by one: layers of one kind keep tensors of others for different times"
@@ -91,17 +74,18 @@ class _Blocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Traced:
-    """Everything that depends on sizes, as expressions."""
+class _Traced(Counted):
+    """Everything that depends on sizes, as expressions.
 
-    basis: Basis
-    blocks: _Blocks
-    head: LayerSpec
-    layers: tuple[LayerSpec, ...]
-    tail: LayerSpec
-    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    Attributes:
+        parts: Head, the kinds of layers, tail.
+        kept_bytes: Bytes of tensors that the module keeps as plain attributes from its first step on.
+    """
+
+    parts: tuple[LayerSpec, ...]
     batch_bytes: sympy.Expr
     shared: sympy.Expr
+    kept_bytes: int
     guesses: tuple[tuple[str, int], ...]
     is_fake: bool
     notes: tuple[str, ...]
@@ -157,26 +141,27 @@ def _kept_bytes(module: nn.Module) -> int:
     return sum(own.values())
 
 
-def _fit(ways: Ways, blocks: _Blocks, module_map: ModuleMap, length: int | None, *, is_fake: bool) -> _Traced:
+def _fit(ways: Ways, blocks: _Blocks, step: Step, *, is_fake: bool) -> _Traced:
     basis, runs = ways.basis, ways.first.runs
-    parts = layer_specs(ways, blocks.kinds.parts(module_map.blocks), is_fake=is_fake)
+    parts = layer_specs(ways, blocks.kinds.parts(step.module_map.blocks), is_fake=is_fake)
     notes: tuple[str, ...] = ()
     if not _stack_up(parts, blocks, basis):
         parts = tuple(replace(part, events=None) for part in parts)
         notes = (_UNSTACKABLE,)
-    head, *layers, tail = parts
+    entering = [run.entering for run in runs]
     return _Traced(
         basis=basis,
-        blocks=blocks,
-        head=not_recomputed(head),
-        layers=tuple(layers),
-        tail=not_recomputed(tail),
-        boundaries=boundary_specs(module_map, basis, [run.entering for run in runs], length),
+        kinds=blocks.kinds,
+        twins=blocks.twins,
+        recompute_failure=blocks.recompute_failure,
+        boundaries=boundary_specs(step.module_map, basis, entering, sequence_length(step.batch)),
+        parts=parts,
         batch_bytes=basis.fit(ways.batch_bytes, "batch bytes"),
+        shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
+        kept_bytes=blocks.kept_bytes,
         guesses=runs[0].guesses,
         is_fake=is_fake,
         notes=notes,
-        shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
     )
 
 
@@ -187,70 +172,48 @@ def _stack_up(parts: Sequence[LayerSpec], blocks: _Blocks, basis: Basis) -> bool
     return timeline_of(whole, *basis.points[0]) == blocks.timeline
 
 
-def _trace(
-    subject: Subject, batch: Any, module_map: ModuleMap, resize: Resize | None, operators: DeviceOperators
-) -> tuple[_Traced, list[str]]:
+def _trace(subject: Subject, step: Step) -> tuple[_Traced, list[str]]:
     """Count and fit over the most general set of sizes that the step follows; and why others failed."""
     failures: list[str] = []
-    for basis in bases(batch, real=subject.mode is None):
+    for basis in bases(step.batch, real=subject.mode is None):
         try:
-            with operators.installed(rounds=basis.powers != BILINEAR):
-                return _count(subject, batch, basis, module_map, resize), failures
+            with step.operators.installed(rounds=basis.powers != BILINEAR):
+                return _count(subject, step, basis), failures
         except MisfitError as error:
             failures.append(str(error))
         except Exception as error:
             if basis.powers == CONSTANT:
                 raise
             failures.append(f"{type(error).__name__}: {error}")
-    raise TraceError(f"the step of {module_map.step} has no cost expressions: {'; '.join(failures)}")
+    raise TraceError(f"the step of {step.module_map.step} has no cost expressions: {'; '.join(failures)}")
 
 
-def _count(subject: Subject, batch: Any, basis: Basis, module_map: ModuleMap, resize: Resize | None) -> _Traced:
+def _count(subject: Subject, step: Step, basis: Basis) -> _Traced:
     """Count over one set of sizes, and fit.
 
     The tail's part begins before the caller of the last block has let go of what that was given. Where nothing else
     keeps it, the last block is a kind of its own.
     """
-    first = sized(batch, basis, basis.points[0], resize)
+    first = sized(step.batch, basis, basis.points[0], step.resize)
     for last_alone in (False, True):
-        blocks = _find_blocks(subject, first, module_map, last_alone=last_alone)
-        ways = run_ways(
-            subject,
-            basis,
-            partial(sized, batch, basis, resize=resize),
-            blocks.twins,
-            recomputes=blocks.recompute_failure is None,
-        )
-        found = _fit(ways, blocks, module_map, sequence_length(batch), is_fake=subject.mode is not None)
+        blocks = _find_blocks(subject, first, step.module_map, last_alone=last_alone)
+        recomputes = blocks.recompute_failure is None
+        ways = run_ways(subject, basis, step.sized(basis), blocks.twins, recomputes=recomputes)
+        found = _fit(ways, blocks, step, is_fake=subject.mode is not None)
         if not found.notes or blocks.kinds.of.count(blocks.kinds.of[-1]) == 1:
             break
     return found
 
 
-def _traced(
-    module: nn.Module,
-    batch: Any,
-    module_map: ModuleMap,
-    call: Callable[[Any], Any],
-    context: Callable[[], AbstractContextManager[Any]],
-    resize: Resize | None,
-    operators: DeviceOperators,
-) -> tuple[_Traced, list[str]]:
+def _traced(step: Step) -> tuple[_Traced, list[str]]:
     """Trace on fake tensors, or on real ones where the step does not run on fakes."""
-    owners = {
-        (name, attribute): regions for use in module_map.parameters for name, attribute, regions in use.slots if regions
-    }
-    blocks = tuple(module.get_submodule(name) for name in module_map.blocks)
+    module, operators = step.module, step.operators
     failures: list[str] = []
     is_real = has_values(module)
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
-        with isolated(module), quiet_fakes():
-            parameters = tuple(substitute_parameters(module, mode, owners, device_of(batch)).values())
-            subject = Subject(
-                module=module, blocks=blocks, parameters=parameters, mode=mode, call=call, context=context
-            )
+        with step.subject(mode) as subject:
             try:
-                traced, misfits = _trace(subject, batch, module_map, resize, operators)
+                traced, misfits = _trace(subject, step)
             except TraceError:
                 raise
             except Exception as error:
@@ -277,8 +240,8 @@ def _exclusions(module_map: ModuleMap, traced: _Traced, failures: list[str]) -> 
     if traced.basis.powers == CONSTANT and not module_map.excludes("microbatches"):
         reason = "its costs are known only for whole batches" + (f": {failures[-1]}" if failures else "")
         found.append(Exclusion(feature="microbatches", reason=reason))
-    if traced.blocks.recompute_failure is not None and not module_map.excludes("checkpointing"):
-        found.append(Exclusion(feature="checkpointing", reason=traced.blocks.recompute_failure))
+    if traced.recompute_failure is not None and not module_map.excludes("checkpointing"):
+        found.append(Exclusion(feature="checkpointing", reason=traced.recompute_failure))
     return replace(module_map, exclusions=(*module_map.exclusions, *found)) if found else module_map
 
 
@@ -313,28 +276,40 @@ def trace_model(
     Raises:
         TraceError: If the step fails, returns no loss, or cannot be counted.
     """
-    step = call or (lambda item: module.training_step(item, 0))  # type: ignore[operator]
-    module_map = module_map or _mapped(module, batch, step, resize)
+    run = call or (lambda item: module.training_step(item, 0))  # type: ignore[operator]
+    module_map = module_map or _mapped(module, batch, run, resize)
     operators = _operators(module, batch, device_kind)
-    traced, failures = _traced(module, batch, module_map, step, context, resize, operators)
+    step = Step(
+        module=module,
+        batch=batch,
+        module_map=module_map,
+        call=run,
+        context=context,
+        resize=resize,
+        operators=operators,
+    )
+    traced, failures = _traced(step)
     optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)
     guesses = (describe_guesses(traced.guesses),) if traced.guesses else ()
-    rows, length = batch_rows(batch), sequence_length(batch)
-    parameters = _parameters(module)
-    splits, unknown = _splits(module, batch, module_map, step, context, resize, traced, parameters, operators)
+    rows, parameters = batch_rows(batch), _parameters(module)
+    if traced.is_fake:
+        splits, unknown = trace_splits(step, traced, parameters)
+    else:
+        splits, unknown = (), (_REAL,) if module_map.splits else ()
+    head, *layers, tail = traced.parts
     return ModelSpec(
         name=type(module).__name__,
         module_map=_exclusions(replace(module_map, exclusions=(*module_map.exclusions, *unknown)), traced, failures),
-        head=traced.head,
-        layers=traced.layers,
-        kinds=traced.blocks.kinds.of,
-        tail=traced.tail,
+        head=head,
+        layers=tuple(layers),
+        kinds=traced.kinds.of,
+        tail=tail,
         boundaries=traced.boundaries,
         parameters=parameters,
-        buffer_bytes=traced.blocks.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
+        buffer_bytes=traced.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
         batch_bytes=traced.batch_bytes,
         batch_rows=module_map.batch_rows if rows is None else rows,
-        sequence_length=length if traced.basis.powers == BILINEAR else None,
+        sequence_length=sequence_length(batch) if traced.basis.powers == BILINEAR else None,
         optimizer=optimizer_spec,
         precision=precision,
         device_kind=operators.name,
@@ -349,37 +324,6 @@ def _mapped(module: nn.Module, batch: Any, step: Callable[[Any], Any], resize: R
     rows = batch_rows(batch)
     other = None if rows is None else (resize or resize_batch)(batch, rows - 1 if rows > 1 else 2, None)
     return map_module(module, step, batch, second_batch=other)
-
-
-def _splits(
-    module: nn.Module,
-    batch: Any,
-    module_map: ModuleMap,
-    step: Callable[[Any], Any],
-    context: Callable[[], AbstractContextManager[Any]],
-    resize: Resize | None,
-    traced: _Traced,
-    parameters: tuple[ParameterSpec, ...],
-    operators: DeviceOperators,
-) -> tuple[tuple[SplitSpec, ...], tuple[Exclusion, ...]]:
-    """What each way to share layers costs, and what is ruled out because it cannot be counted."""
-    if not traced.is_fake:
-        return (), _REAL if module_map.splits else ()
-    whole = WholeStep(
-        module=module,
-        batch=batch,
-        module_map=module_map,
-        call=step,
-        context=context,
-        resize=resize,
-        basis=traced.basis,
-        kinds=traced.blocks.kinds,
-        twins=traced.blocks.twins,
-        recomputes=traced.blocks.recompute_failure is None,
-        boundaries=traced.boundaries,
-        operators=operators,
-    )
-    return trace_splits(whole, parameters)
 
 
 def _operators(module: nn.Module, batch: Any, kind: str | DeviceOperators | None) -> DeviceOperators:

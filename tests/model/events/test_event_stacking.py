@@ -33,7 +33,7 @@ def metered(name, layers, batch, **how):
     with isolated(module):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         own = {(name, slot): name for name, item in module.named_modules() for slot in item._parameters}
-        parameters = tuple(substitute_parameters(module, mode, own).values())
+        parameters = substitute_parameters(module, mode, own)
         subject = Subject(
             module=module,
             blocks=tuple(module.model.get_submodule(inner)),

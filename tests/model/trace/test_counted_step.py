@@ -35,7 +35,7 @@ class Chain(nn.Module):
 def count(module: Chain, *, fake: bool = True, twins: Any = (None, None), **how: bool) -> StepCount:
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
     with isolated(module):
-        parameters = tuple(substitute_parameters(module, mode, {}).values())
+        parameters = substitute_parameters(module, mode, {})
         subject = Subject(
             module=module,
             blocks=tuple(module.blocks),

@@ -25,7 +25,7 @@ def subject_of(module):
         yield Subject(
             module=module,
             blocks=tuple(module.blocks),
-            parameters=tuple(substitute_parameters(module, mode, {}).values()),
+            parameters=substitute_parameters(module, mode, {}),
             mode=mode,
             call=module.training_step,
             context=nullcontext,

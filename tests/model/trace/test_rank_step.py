@@ -47,7 +47,7 @@ def test_parts_stand_in_for_parameters_that_are_shared_out():
     found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=uses)
     stand_ins = dict(module.named_parameters())
     view = RankView.of(SPLIT, sequence_parallel=False)
-    part, whole = present_parts(module, stand_ins, found, SPLIT, view.context, mode)
+    part, whole = present_parts(module, tuple(stand_ins.values()), found, SPLIT, view.context, mode)
     assert isinstance(part.data, FakeTensor)
     assert part.shape == (3, 4)
     assert whole is stand_ins["1.weight"]

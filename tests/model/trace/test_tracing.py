@@ -67,7 +67,7 @@ def real_count(module: nn.Module, spec: ModelSpec, call: Any, batch: Any, **how:
     blocks = tuple(module.get_submodule(name) for name in spec.module_map.blocks)
     owners = {(n, a): regions for use in spec.module_map.parameters for n, a, regions in use.slots if regions}
     with isolated(module):
-        parameters = tuple(substitute_parameters(module, None, owners).values())
+        parameters = substitute_parameters(module, None, owners)
         subject = Subject(
             module=module, blocks=blocks, parameters=parameters, mode=None, call=call, context=nullcontext
         )
