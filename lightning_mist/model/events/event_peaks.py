@@ -1,9 +1,11 @@
 """Peaks of the parts of a step from their events, as expressions: what a count of the whole step would say."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
+from operator import add, sub
+from typing import NamedTuple
 
 import sympy
 
@@ -28,7 +30,7 @@ def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> tupl
     for recomputed in (False, True):
         for first in (False, True):
             ways = [item.way(recomputed=recomputed, first=first) for item in (head, layer, layer, tail)]
-            steps[recomputed, first] = _Step(ways)
+            steps[recomputed, first] = _step_peaks(ways)
     parts = []
     for part in (0, 1, 3):
         # Head and tail are never recomputed.
@@ -45,67 +47,102 @@ def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> tupl
     return parts[0], parts[1], parts[2]
 
 
-class _Step:
-    """Bytes alive at every reading of a step, as coefficients over one denominator."""
+class Lifetime(NamedTuple):
+    """An allocation of a step.
 
-    def __init__(self, parts: Sequence[PartEvents]) -> None:
-        self._clock, placed = Clock(parts), place_step(parts)
-        self._parts = parts
-        self._denominator = lcm(1, *(item.allocation.size.denominator for item in placed))
-        sizes = {}
-        for item in placed:
-            key = item.allocation.size
-            if key not in sizes:
-                sizes[key] = self._coefficients(key)
-        changes = [[0] * len(BILINEAR) for _ in range(self._clock.readings + 1)]
-        for item in placed:
-            for place, value in enumerate(sizes[item.allocation.size]):
-                changes[item.born][place] += value
-                changes[item.dies][place] -= value
-        self._alive = list(accumulate(map(tuple, changes), _add))
-        end = self._clock.at(len(parts) - 1, "forward", parts[-1].forward_positions + 1)
-        self._saved = self._sums(placed, sizes, lambda item: item.born <= end < item.dies)
-        made = self._clock.readings
-        self._made = self._sums(placed, sizes, lambda item: bool(item.allocation.parameter) and item.dies == made)
+    Attributes:
+        born, dies: Numbers of the first reading at which it is alive and of the first one at which it is not any more;
+            ``None`` if it outlives the step.
+        saved: Whether it is alive when the step's forward has ended.
+        made: Whether it is the gradient of a parameter that the step makes.
+    """
 
-    def _coefficients(self, size: Polynomial) -> Coefficients:
-        known = dict(zip(size.powers, size.coefficients, strict=True))
-        times = self._denominator // size.denominator
-        return tuple(known.get(powers, 0) * times for powers in BILINEAR)
+    part: int
+    size: Coefficients
+    born: int
+    dies: int | None
+    saved: bool
+    made: bool
 
-    def _sums(
-        self, placed: Sequence[Placed], sizes: Mapping[Polynomial, Coefficients], chosen: Callable[[Placed], bool]
-    ) -> list[Coefficients]:
-        totals = [(0,) * len(BILINEAR)] * len(self._parts)
-        for item in placed:
-            if chosen(item):
-                totals[item.part] = _add(totals[item.part], sizes[item.allocation.size])
-        return totals
 
-    def _peak(self, start: int, readings: int, base: Sequence[Coefficients]) -> sympy.Expr:
-        below = (0,) * len(BILINEAR)
-        for item in base:
-            below = _add(below, item)
-        lines = {
-            tuple(a - b for a, b in zip(alive, below, strict=True)) for alive in self._alive[start : start + readings]
-        }
-        found = [self._expression(line) for line in undominated(BILINEAR, lines)] or [sympy.S.Zero]
-        return found[0] if len(found) == 1 else sympy.Max(*found, evaluate=False)
+class StepPeaks:
+    """Bytes alive at every reading of a step, and the most beyond what its parts leave behind.
 
-    def _expression(self, line: Coefficients) -> sympy.Expr:
-        return Polynomial(BILINEAR, line, self._denominator).expression
+    Args:
+        forward, backward: By part, the half-open range of its readings.
+        nothing: Coefficients of no bytes.
+        peak: The most of some sizes, as an expression.
+
+    Attributes:
+        saved: By part, what its forward made and the step's forward left.
+        made: By part, gradients of parameters that its backward made.
+    """
+
+    def __init__(
+        self,
+        lifetimes: Iterable[Lifetime],
+        forward: Sequence[tuple[int, int]],
+        backward: Sequence[tuple[int, int]],
+        *,
+        nothing: Coefficients,
+        peak: Callable[[Iterable[Coefficients]], sympy.Expr],
+    ) -> None:
+        self._forward, self._backward, self._nothing, self._peak = forward, backward, nothing, peak
+        self.saved, self.made = [nothing] * len(forward), [nothing] * len(forward)
+        changes = [nothing] * sum(end - start for start, end in (*forward, *backward))
+        for item in lifetimes:
+            if item.saved:
+                self.saved[item.part] = _sum(self.saved[item.part], item.size)
+            if item.made:
+                self.made[item.part] = _sum(self.made[item.part], item.size)
+            if item.born < len(changes):
+                changes[item.born] = _sum(changes[item.born], item.size)
+            if item.dies is not None and item.dies < len(changes):
+                changes[item.dies] = _difference(changes[item.dies], item.size)
+        self._alive = list(accumulate(changes, _sum))
+
+    def _beyond(self, base: Iterable[Coefficients], start: int, end: int) -> sympy.Expr:
+        below = tuple(map(sum, zip(self._nothing, *base, strict=True)))
+        return self._peak(_difference(alive, below) for alive in (self._alive[start:end] or [below]))
 
     def forward_peak(self, part: int) -> sympy.Expr:
         """The most in a part's forward, beyond the saved bytes of all parts before it."""
-        start = self._clock.at(part, "forward", 0)
-        return self._peak(start, self._parts[part].forward_positions + 1, self._saved[:part])
+        return self._beyond(self.saved[:part], *self._forward[part])
 
     def backward_peak(self, part: int) -> sympy.Expr:
         """The most in a part's backward, beyond saved bytes up to its own and gradients that later parts made."""
-        start = self._clock.at(part, "backward", 0)
-        base = (*self._saved[: part + 1], *self._made[part + 1 :])
-        return self._peak(start, self._parts[part].backward_positions + 1, base)
+        return self._beyond((*self.saved[: part + 1], *self.made[part + 1 :]), *self._backward[part])
 
 
-def _add(one: Coefficients, other: Coefficients) -> Coefficients:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+def _step_peaks(parts: Sequence[PartEvents]) -> StepPeaks:
+    """The peaks of a step of parts of which the events are known."""
+    clock, placed = Clock(parts), place_step(parts)
+    denominator = lcm(1, *(item.allocation.size.denominator for item in placed))
+    sizes = {size: _coefficients(size, denominator) for size in {item.allocation.size for item in placed}}
+    end = clock.at(len(parts) - 1, "forward", parts[-1].forward_positions + 1)
+
+    def peak(timeline: Iterable[Coefficients]) -> sympy.Expr:
+        lines = undominated(BILINEAR, set(timeline))
+        found = [Polynomial(BILINEAR, line, denominator).expression for line in lines]
+        return found[0] if len(found) == 1 else sympy.Max(*found, evaluate=False)
+
+    def lifetime(item: Placed) -> Lifetime:
+        size, is_saved = sizes[item.allocation.size], item.born <= end < item.dies
+        is_made = bool(item.allocation.parameter) and item.dies == clock.readings
+        return Lifetime(item.part, size, item.born, item.dies, is_saved, is_made)
+
+    spans = clock.spans("forward"), clock.spans("backward")
+    return StepPeaks(map(lifetime, placed), *spans, nothing=(0,) * len(BILINEAR), peak=peak)
+
+
+def _coefficients(size: Polynomial, denominator: int) -> Coefficients:
+    known = dict(zip(size.powers, size.coefficients, strict=True))
+    return tuple(known.get(powers, 0) * (denominator // size.denominator) for powers in BILINEAR)
+
+
+def _sum(one: Coefficients, other: Coefficients) -> Coefficients:
+    return tuple(map(add, one, other))
+
+
+def _difference(one: Coefficients, other: Coefficients) -> Coefficients:
+    return tuple(map(sub, one, other))

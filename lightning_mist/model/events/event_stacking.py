@@ -29,20 +29,20 @@ class Clock:
         self._parts = parts
         self._starts: dict[tuple[int, Direction], int] = {}
         self.readings = 0
-        for part, events in enumerate(parts):
-            self._begin(part, "forward", events.forward_positions)
-        for part in reversed(range(len(parts))):
-            self._begin(part, "backward", parts[part].backward_positions)
-
-    def _begin(self, part: int, direction: Direction, positions: int) -> None:
-        self._starts[part, direction] = self.readings
-        self.readings += positions + 1
+        order: list[tuple[int, Direction]] = [(part, "forward") for part in range(len(parts))]
+        order += [(part, "backward") for part in reversed(range(len(parts)))]
+        for part, direction in order:
+            self._starts[part, direction] = self.readings
+            self.readings += parts[part].positions(direction) + 1
 
     def at(self, part: int, direction: Direction, position: int) -> int:
         """The reading of a position, which may be one past the last."""
-        events = self._parts[part]
-        positions = events.forward_positions if direction == "forward" else events.backward_positions
-        return self._starts[part, direction] + min(position, positions + 1)
+        return self._starts[part, direction] + min(position, self._parts[part].positions(direction) + 1)
+
+    def spans(self, direction: Direction) -> list[tuple[int, int]]:
+        """By part, the half-open range of its readings."""
+        starts = [self._starts[part, direction] for part in range(len(self._parts))]
+        return [(start, start + item.positions(direction) + 1) for start, item in zip(starts, self._parts, strict=True)]
 
 
 def place_step(parts: Sequence[PartEvents]) -> tuple[Placed, ...]:

@@ -119,6 +119,10 @@ class PartEvents:
     arriving: tuple[Release, ...] = ()
     reading: tuple[str, ...] = ()
 
+    def positions(self, direction: Direction) -> int:
+        """Number of operators that run in a direction."""
+        return self.forward_positions if direction == "forward" else self.backward_positions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEvents:

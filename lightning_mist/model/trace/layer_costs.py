@@ -1,16 +1,14 @@
 """What the parts of a step cost, as expressions, from the ways in which it was run."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from operator import add
 
 import sympy
 
+from lightning_mist.model.events import Lifetime, StepPeaks
 from lightning_mist.model.spec import (
     Basis,
-    Coefficients,
     CollectiveSpec,
     LayerEvents,
     LayerSpec,
@@ -20,7 +18,7 @@ from lightning_mist.model.spec import (
 )
 from lightning_mist.model.trace.block_kinds import Example
 from lightning_mist.model.trace.event_templates import layer_events
-from lightning_mist.model.trace.ledger import PhaseCount, Storage
+from lightning_mist.model.trace.ledger import PhaseCount
 from lightning_mist.model.trace.modes import Way, Ways
 
 
@@ -30,13 +28,13 @@ def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tu
     Raises:
         MisfitError: If a count is no polynomial of the sizes.
     """
-    lines = [_Bytes(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
+    lines = [_peaks(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
     events = layer_events(ways, examples, is_fake=is_fake)
     found = [_layer_spec(ways, lines, *pair) for pair in zip(examples, events, strict=True)]
     return tuple(part if part.example else not_recomputed(part) for part in found)
 
 
-def _layer_spec(ways: Ways, lines: Sequence["_Bytes"], example: Example, events: LayerEvents) -> LayerSpec:
+def _layer_spec(ways: Ways, lines: Sequence[StepPeaks], example: Example, events: LayerEvents) -> LayerSpec:
     part, kind = example.part, example.label
     basis, runs, later = ways.basis, ways.first.runs, ways.later
     kept, kept_later, again, again_later = lines
@@ -74,60 +72,16 @@ def not_recomputed(part: LayerSpec) -> LayerSpec:
     )
 
 
-class _Bytes:
-    """Bytes alive in one way to run a step: sums over its allocations.
+def _peaks(basis: Basis, way: Way) -> StepPeaks:
+    """Bytes alive in one way to run a step."""
 
-    Attributes:
-        saved: Bytes of each part's allocations that were alive when the step's forward had ended.
-        made: Bytes of parameter gradients that each part's backward made and left.
-    """
+    def spans(phases: Sequence[PhaseCount]) -> list[tuple[int, int]]:
+        return [(phase.start, phase.start + len(phase.timeline)) for phase in phases]
 
-    def __init__(self, basis: Basis, way: Way) -> None:
-        self._basis, self._run = basis, way.run
-        self._nothing = basis.constant(0)
-        num_parts = len(way.run.forward)
-        self.saved = [self._sum(way, part, lambda s: s.saved) for part in range(num_parts)]
-        self.made = [self._sum(way, part, lambda s: s.is_gradient) for part in range(num_parts)]
-        self._timeline = self._alive(way)
-
-    def _sum(self, way: Way, part: int, chosen: Callable[[Storage], bool]) -> Coefficients:
-        pairs = zip(way.run.storages, way.sizes, strict=True)
-        return _total(self._nothing, (size for s, size in pairs if s.part == part and chosen(s)))
-
-    def _alive(self, way: Way) -> list[Coefficients]:
-        """Bytes alive at every reading of the step."""
-        changes = [self._nothing] * sum(len(p.timeline) for p in (*way.run.forward, *way.run.backward))
-        for storage, size in zip(way.run.storages, way.sizes, strict=True):
-            if storage.born < len(changes):
-                changes[storage.born] = _sum(changes[storage.born], size)
-            if storage.died is not None and storage.died < len(changes):
-                changes[storage.died] = _difference(changes[storage.died], size)
-        return list(accumulate(changes, _sum))
-
-    def _peak(self, phase: PhaseCount, base: Coefficients) -> sympy.Expr:
-        readings = self._timeline[phase.start : phase.start + len(phase.timeline)] if phase.timeline else [base]
-        return self._basis.peak(_difference(alive, base) for alive in readings)
-
-    def forward_peak(self, part: int) -> sympy.Expr:
-        """The most in a part's forward, beyond the saved bytes of all parts before it."""
-        return self._peak(self._run.forward[part], _total(self._nothing, self.saved[:part]))
-
-    def backward_peak(self, part: int) -> sympy.Expr:
-        """The most in a part's backward, beyond saved bytes up to its own and gradients that later parts made."""
-        base = _total(self._nothing, (*self.saved[: part + 1], *self.made[part + 1 :]))
-        return self._peak(self._run.backward[part], base)
-
-
-def _sum(one: Coefficients, other: Coefficients) -> Coefficients:
-    return tuple(map(add, one, other))
-
-
-def _difference(one: Coefficients, other: Coefficients) -> Coefficients:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
-
-
-def _total(nothing: Coefficients, items: Iterable[Coefficients]) -> Coefficients:
-    return tuple(map(sum, zip(nothing, *items, strict=True)))
+    storages = zip(way.run.storages, way.sizes, strict=True)
+    lifetimes = (Lifetime(s.part, size, s.born, s.died, s.saved, s.is_gradient) for s, size in storages)
+    forward, backward = spans(way.run.forward), spans(way.run.backward)
+    return StepPeaks(lifetimes, forward, backward, nothing=basis.constant(0), peak=basis.peak)
 
 
 def _collectives(basis: Basis, phases: Sequence[PhaseCount], kind: str) -> tuple[CollectiveSpec, ...]:
