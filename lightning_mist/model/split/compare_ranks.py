@@ -8,11 +8,11 @@ from torch import Tensor
 
 from lightning_mist.plan.tensor_split import ParameterSplit
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Largest difference relative to a tensor's largest entry, by the least exact type that took part. Shared-out sums are
 summed in another order: a few hundred roundings of 1e-16 or 6e-8."""
 
-COARSE_TOLERANCE = 5e-2
+_COARSE_TOLERANCE = 5e-2
 """The same for 16-bit numbers: 2^-8 per rounding, some ten of them."""
 
 _FLOOR = 1e-3
@@ -32,47 +32,54 @@ class Result:
     parameters: dict[str, Tensor | None]
 
 
-def sizes_of(result: Result) -> dict[str, float]:
-    """The largest entry of every tensor of a run, by its name in messages."""
-    return {name: 0.0 if tensor is None else _largest(tensor) for name, tensor in _named(result).items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The whole run, to which those of ranks are compared.
 
-
-def difference(
-    expected: Result,
-    sizes: Mapping[str, float],
-    ranks: Sequence[Result],
-    splits: Sequence[ParameterSplit],
-    tolerance: float,
-) -> str | None:
-    """What differs most from the whole run on any rank, in words; None if nothing does by more than the tolerance.
-
-    Args:
-        sizes: Largest entries of its tensors.
-        tolerance: The largest relative difference.
+    Attributes:
+        sizes: The largest entry of each of its tensors, by its name in messages.
+        tolerance: The largest difference relative to these.
     """
-    wanted, of_name = _named(expected), {_gradient_of(split.name): split for split in splits}
-    floors = {
-        kind: _FLOOR * max((v for name, v in sizes.items() if name.startswith(kind)), default=0.0) for kind in _KINDS
-    }
-    worst, text = tolerance, None
-    for rank, result in enumerate(ranks):
-        found = _named(result)
-        if found.keys() != wanted.keys():
-            return f"rank {rank} gives {len(found)} results and gradients instead of {len(wanted)}"
-        for name, tensor in wanted.items():
-            part, given = tensor, found[name]
-            if tensor is not None and given is not None and name in of_name:
-                split = of_name[name]
-                if tuple(given.shape) != split.local_shape(tuple(tensor.shape), len(ranks)):
-                    return f"the {name} has shape {tuple(given.shape)} on rank {rank}"
-                part = part_of(tensor, split, rank, len(ranks))
-                given = _in_factors(given, split, len(ranks))
-            floor = next(value for kind, value in floors.items() if name.startswith(kind))
-            relative = _relative(part, given, max(sizes[name], floor))
-            if not relative <= worst:
-                worst = relative
-                text = f"the {name} differs by {relative:.1e} of its size, the tolerance is {tolerance:.0e}"
-    return text
+
+    result: Result
+    sizes: Mapping[str, float]
+    tolerance: float
+
+    @classmethod
+    def of(cls, result: Result, coarsest: torch.dtype) -> "Reference":
+        """A run that was computed in no coarser type than this one."""
+        sizes = {name: 0.0 if tensor is None else _largest(tensor) for name, tensor in _named(result).items()}
+        return cls(result=result, sizes=sizes, tolerance=_TOLERANCES.get(coarsest, _COARSE_TOLERANCE))
+
+    def difference(self, ranks: Sequence[Result], splits: Sequence[ParameterSplit]) -> str | None:
+        """What differs most on any rank, in words; None if nothing does by more than the tolerance.
+
+        Args:
+            splits: The parameters of which a rank has a part.
+        """
+        wanted, of_name = _named(self.result), {_gradient_of(split.name): split for split in splits}
+        worst, text = self.tolerance, None
+        for rank, result in enumerate(ranks):
+            found = _named(result)
+            if found.keys() != wanted.keys():
+                return f"rank {rank} gives {len(found)} results and gradients instead of {len(wanted)}"
+            for name, tensor in wanted.items():
+                part, given = tensor, found[name]
+                if tensor is not None and given is not None and name in of_name:
+                    split = of_name[name]
+                    if tuple(given.shape) != split.local_shape(tuple(tensor.shape), len(ranks)):
+                        return f"the {name} has shape {tuple(given.shape)} on rank {rank}"
+                    part = part_of(tensor, split, rank, len(ranks))
+                    given = _in_factors(given, split, len(ranks))
+                relative = _relative(part, given, max(self.sizes[name], self._floor(name)))
+                if not relative <= worst:
+                    worst = relative
+                    text = f"the {name} differs by {relative:.1e} of its size, the tolerance is {self.tolerance:.0e}"
+        return text
+
+    def _floor(self, name: str) -> float:
+        kind = next(kind for kind in _KINDS if name.startswith(kind))
+        return _FLOOR * max(size for other, size in self.sizes.items() if other.startswith(kind))
 
 
 _KINDS = ("result", "gradient of input", "gradient of parameter")

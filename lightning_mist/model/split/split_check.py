@@ -4,12 +4,12 @@ The block runs whole, and once more by as many ranks (threads of this process) a
 its inputs and of every parameter must be equal up to rounding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist.model.fakes import (
@@ -23,7 +23,7 @@ from lightning_mist.model.fakes import (
     slots_of,
 )
 from lightning_mist.model.split.block_calls import BlockCall
-from lightning_mist.model.split.compare_ranks import COARSE_TOLERANCE, TOLERANCES, Result, difference, part_of, sizes_of
+from lightning_mist.model.split.compare_ranks import Reference, Result, part_of
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import (
     Reduction,
@@ -41,6 +41,9 @@ CPU = torch.device("cpu")
 
 Values = dict[str, tuple[Tensor, tuple[Slot, ...]]]
 """A parameter's values and slots by its name."""
+
+RankRun = tuple[Result, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
+"""What one rank computes, and of it what an :class:`Outcome` tells besides."""
 
 
 class SlotKeeper:
@@ -92,37 +95,23 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A block with numbers, and what it makes of them when it is whole.
-
-    Attributes:
-        tolerance: The largest relative difference.
-        sizes: Largest entries of its tensors.
-    """
+    """A block with numbers of a floating-point type, and what it makes of them when it is whole."""
 
     call: BlockCall
     values: Values
     dtype: torch.dtype
-    tolerance: float
-    expected: Result
-    sizes: dict[str, float]
+    reference: Reference
 
 
 def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
     """Give a block numbers and run it whole. Any error of the block itself is raised."""
-    generator = torch.Generator().manual_seed(1)
-    values = {
-        name: (filled(parameter, dtype, generator), slots) for name, (parameter, slots) in slots_of(call.block).items()
-    }
+    values = numbers(call.block, dtype, seed=1)
     with kept_slots(call.block):
         convert_plain_tensors(call.block, dtype, CPU)
-        tensors = _leaves(values)
-        for name, (_, slots) in values.items():
-            put(slots, tensors[name])
+        tensors = leaves_of(values)
+        install(values, tensors)
         expected, _, coarsest = run_block(call, dtype, tensors, None)
-    tolerance = TOLERANCES.get(coarsest, COARSE_TOLERANCE)
-    return Trial(
-        call=call, values=values, dtype=dtype, tolerance=tolerance, expected=expected, sizes=sizes_of(expected)
-    )
+    return Trial(call=call, values=values, dtype=dtype, reference=Reference.of(expected, coarsest))
 
 
 def check(trial: Trial, splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None) -> Outcome:
@@ -132,31 +121,45 @@ def check(trial: Trial, splits: Sequence[ParameterSplit], degree: int, sequence:
         splits: Which of its parameters are shared out, by names inside the block.
         sequence: How it is entered with its input in parts along the sequence; None for whole inputs.
     """
+
+    def run(group: TensorGroup) -> RankRun:
+        tensors, shown, context = share_out(trial.values, splits, group, sequence_parallel=sequence is not None)
+        install(trial.values, shown)
+        result, leaves, _ = run_block(trial.call, trial.dtype, tensors, (context, sequence))
+        return result, tuple(sorted(context.gathered.items())), leaves
+
     with kept_slots(trial.call.block):
         convert_plain_tensors(trial.call.block, trial.dtype, CPU)
-        try:
-            with functions_of_wholes():
-                ranks = run_ranks(degree, lambda group: _run_rank(trial, splits, group, sequence))
-        except Exception as error:
-            return Outcome(reason=f"{type(error).__name__}: {error}")
+        return run_over_ranks(trial.reference, splits, degree, run)
+
+
+def run_over_ranks(
+    reference: Reference, splits: Sequence[ParameterSplit], degree: int, run: Callable[[TensorGroup], RankRun]
+) -> Outcome:
+    """Run as many ranks, and compare each with the whole run."""
+    try:
+        with functions_of_wholes():
+            ranks = run_ranks(degree, run)
+    except Exception as error:
+        return Outcome(reason=f"{type(error).__name__}: {error}")
     _, gathered, leaves = ranks[0]
-    results = [result for result, _, _ in ranks]
-    reason = difference(trial.expected, trial.sizes, results, splits, trial.tolerance)
+    reason = reference.difference([result for result, _, _ in ranks], splits)
     return Outcome(reason=reason, gathered=gathered, sequence_leaves=leaves)
 
 
-def _leaves(values: Values) -> dict[str, Tensor]:
+def numbers(module: nn.Module, dtype: torch.dtype, seed: int, *, without: Container[int] = ()) -> Values:
+    """Values for the parameters of a module, but for those that are left out by ``id``."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (filled(parameter, dtype, generator), slots)
+        for name, (parameter, slots) in slots_of(module).items()
+        if id(parameter) not in without
+    }
+
+
+def leaves_of(values: Values) -> dict[str, Tensor]:
+    """Tensors that gradients arrive in."""
     return {name: value.detach().requires_grad_(value.is_floating_point()) for name, (value, _) in values.items()}
-
-
-def _run_rank(
-    trial: Trial, splits: Sequence[ParameterSplit], group: TensorGroup, sequence: SequenceSplit | None
-) -> tuple[Result, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]:
-    """One rank's run."""
-    tensors, shown, context = share_out(trial.values, splits, group, sequence_parallel=sequence is not None)
-    install(trial.values, shown)
-    result, leaves, _ = run_block(trial.call, trial.dtype, tensors, (context, sequence))
-    return result, tuple(sorted(context.gathered.items())), leaves
 
 
 def share_out(
@@ -165,19 +168,19 @@ def share_out(
     group: TensorGroup,
     *,
     sequence_parallel: bool,
-    also: Callable[[], object] = lambda: None,
+    also: Callable[[SplitContext], object] = lambda _: None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], SplitContext]:
     """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts.
 
     Args:
         also: Called whenever this rank's turn begins, besides filling the slots.
     """
-    tensors = _leaves(values)
+    tensors = leaves_of(values)
     shown = dict(tensors)
 
     def begin_turn() -> None:
         install(values, shown)
-        also()
+        also(context)
 
     keeper = SlotKeeper(group, begin_turn)
     context = SplitContext(keeper, sequence_parallel=sequence_parallel)

@@ -5,7 +5,7 @@ Found by watching the step, blocks answering without running; checked by running
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +17,24 @@ from lightning_mist.model.fakes import (
     convert,
     convert_batch,
     convert_plain_tensors,
-    filled,
     isolated,
     kept_slots,
-    put,
     slots_of,
 )
 from lightning_mist.model.operators import LinearCall, LinearMode
 from lightning_mist.model.split.block_calls import BlockCalls, Call, valued
-from lightning_mist.model.split.compare_ranks import COARSE_TOLERANCE, TOLERANCES, Result, difference, sizes_of
-from lightning_mist.model.split.split_check import CPU, Outcome, Values, install, share_out
+from lightning_mist.model.split.compare_ranks import Reference, Result
+from lightning_mist.model.split.split_check import (
+    CPU,
+    Outcome,
+    RankRun,
+    Values,
+    install,
+    leaves_of,
+    numbers,
+    run_over_ranks,
+    share_out,
+)
 from lightning_mist.model.trace import echo, intercepted, loss_of
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
@@ -34,8 +42,6 @@ from lightning_mist.tensor_parallel import (
     SplitContext,
     TensorGroup,
     enter_sequence,
-    functions_of_wholes,
-    run_ranks,
     whole,
 )
 
@@ -105,7 +111,7 @@ def find_tables(
     with isolated(module), valued(module, calls.batch) as parameters:
         shown = {id(tensors): name for name, (tensors, _) in slots_of(module).items()}
         mode = _Tables({key: tensor for key, tensor in parameters.items() if key not in inside})
-        with intercepted(blocks, _handler(calls, lambda: None, answer=answer)), torch.enable_grad(), mode:
+        with intercepted(blocks, _handler(calls, _as_given, answer=answer)), torch.enable_grad(), mode:
             call(copy.deepcopy(calls.batch))
     tables: dict[str, Table] = {}
     for linear in mode.heads.values():
@@ -128,6 +134,8 @@ class Glue:
     """What runs around the blocks, with numbers, and what it makes of them when it is whole.
 
     Attributes:
+        module: The user's module, inside of ``isolated``.
+        dtype: The floating-point type it runs in.
         answer: Whether blocks are answered for; else they run, whole.
         values: The parameters that take part.
     """
@@ -137,11 +145,10 @@ class Glue:
     calls: BlockCalls
     blocks: tuple[nn.Module, ...]
     batch: Any
+    dtype: torch.dtype
     answer: bool
     values: Values
-    tolerance: float
-    expected: Result
-    sizes: dict[str, float]
+    reference: Reference
 
 
 def prepare_glue(
@@ -159,38 +166,27 @@ def prepare_glue(
         module: The user's module, inside of ``isolated``.
         answer: Whether blocks are answered for; else they run too.
     """
-    generator = torch.Generator().manual_seed(3)
     blocks = tuple(module.get_submodule(name) for name in names)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    values = {
-        name: (filled(parameter, dtype, generator), slots)
-        for name, (parameter, slots) in slots_of(module).items()
-        if not (answer and id(parameter) in inside)
-    }
+    values = numbers(module, dtype, seed=3, without=inside if answer else ())
     batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, CPU))
-    glue = Glue(
+    with isolated(module), kept_slots(module), valued(module, batch):
+        convert_plain_tensors(module, dtype, CPU)
+        tensors = leaves_of(values)
+        install(values, tensors)
+        with intercepted(blocks, _handler(calls, _as_given, answer=answer)):
+            expected, coarsest = _run(call, batch, tensors)
+    return Glue(
         module=module,
         call=call,
         calls=calls,
         blocks=blocks,
         batch=batch,
+        dtype=dtype,
         answer=answer,
         values=values,
-        tolerance=0.0,
-        expected=Result(outputs=(), inputs=(), parameters={}),
-        sizes={},
+        reference=Reference.of(expected, coarsest),
     )
-    with isolated(module), kept_slots(module), valued(module, batch):
-        convert_plain_tensors(module, dtype, CPU)
-        tensors = {
-            name: value.detach().requires_grad_(value.is_floating_point()) for name, (value, _) in values.items()
-        }
-        for name, (_, slots) in values.items():
-            put(slots, tensors[name])
-        with intercepted(blocks, _handler(calls, lambda: None, answer=answer)):
-            expected, coarsest = _run(glue, tensors)
-    tolerance = TOLERANCES.get(coarsest, COARSE_TOLERANCE)
-    return replace(glue, expected=expected, sizes=sizes_of(expected), tolerance=tolerance)
 
 
 def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit]) -> Outcome:
@@ -199,45 +195,38 @@ def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequen
     Args:
         sequence: How each block is entered in parts along the sequence; empty for whole inputs.
     """
-    dtype = next((value.dtype for value, _ in glue.values.values() if value.is_floating_point()), torch.float64)
-    current: list[tuple[SplitContext, Sequence[SequenceSplit]] | None] = [None]
+    turn: list[SplitContext] = []
+    """Of the rank that runs now."""
 
-    def rank(group: TensorGroup) -> tuple[Result, tuple[tuple[str, int], ...]]:
-        mine: list[SplitContext] = []
-        tensors, shown, context = share_out(
-            glue.values,
-            splits,
-            group,
-            sequence_parallel=bool(sequence),
-            also=lambda: current.__setitem__(0, (mine[0], sequence)),
-        )
-        mine.append(context)
-        current[0] = context, sequence
+    def take_turn(context: SplitContext) -> None:
+        turn[:] = [context]
+
+    def enter(position: int, args: Any, kwargs: Any) -> Any:
+        return enter_sequence(args, kwargs, sequence[position], turn[0]) if sequence else (args, kwargs)
+
+    def run(group: TensorGroup) -> RankRun:
+        parallel = bool(sequence)
+        tensors, shown, context = share_out(glue.values, splits, group, sequence_parallel=parallel, also=take_turn)
+        take_turn(context)
         install(glue.values, shown)
-        return _run(glue, tensors)[0], tuple(sorted(context.gathered.items()))
+        result, _ = _run(glue.call, glue.batch, tensors)
+        return result, tuple(sorted(context.gathered.items())), ()
 
     with isolated(glue.module), kept_slots(glue.module), valued(glue.module, glue.batch):
-        convert_plain_tensors(glue.module, dtype, CPU)
-        with intercepted(glue.blocks, _handler(glue.calls, lambda: current[0], answer=glue.answer)):
-            try:
-                with functions_of_wholes():
-                    ranks = run_ranks(degree, rank)
-            except Exception as error:
-                return Outcome(reason=f"{type(error).__name__}: {error}")
-    reason = difference(glue.expected, glue.sizes, [result for result, _ in ranks], splits, glue.tolerance)
-    return Outcome(reason=reason, gathered=ranks[0][1])
+        convert_plain_tensors(glue.module, glue.dtype, CPU)
+        with intercepted(glue.blocks, _handler(glue.calls, enter, answer=glue.answer)):
+            return run_over_ranks(glue.reference, splits, degree, run)
 
 
-def _handler(
-    calls: BlockCalls, current: Callable[[], tuple[SplitContext, Sequence[SequenceSplit]] | None], *, answer: bool
-) -> Callable[..., Any]:
-    """Lets blocks be entered in parts along the sequence, and answers for them unless they are to run."""
+def _as_given(position: int, args: Any, kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer: bool) -> Callable[..., Any]:
+    """Changes the arguments of blocks, and answers for them unless they are to run."""
 
     def handler(position: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = without_caches(args, kwargs)
-        known = current()
-        if known is not None and known[1]:
-            args, kwargs = enter_sequence(args, kwargs, known[1][position], known[0])
+        args, kwargs = enter(position, *without_caches(args, kwargs))
         if not answer:
             return forward(*args, **kwargs)
         example = calls.examples[calls.kinds.of[position]]
@@ -248,13 +237,12 @@ def _handler(
     return handler
 
 
-def _run(glue: Glue, tensors: Mapping[str, Tensor]) -> tuple[Result, torch.dtype]:
+def _run(call: Call, batch: Any, tensors: Mapping[str, Tensor]) -> tuple[Result, torch.dtype]:
     """Forward and backward, and the coarsest type that was computed in."""
     torch.manual_seed(0)
-    batch = copy.deepcopy(glue.batch)
     with torch.enable_grad():
         with WithoutDropout() as mode:
-            output = glue.call(batch)
+            output = call(copy.deepcopy(batch))
         loss = loss_of(whole(output))
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
     gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)

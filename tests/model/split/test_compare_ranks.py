@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.model.split.compare_ranks import Result, difference, sizes_of
+from lightning_mist.model.split.compare_ranks import Reference, Result
 from lightning_mist.plan.tensor_split import ParameterSplit
 
 WEIGHT = torch.arange(24.0, dtype=torch.float64).view(6, 4) + 1
@@ -19,7 +19,7 @@ def run(weight=WEIGHT, output=2.0, given=None):
 
 def compared(ranks, splits=(), whole=None):
     whole = run() if whole is None else whole
-    return difference(whole, sizes_of(whole), ranks, splits, 1e-10)
+    return Reference.of(whole, torch.float64).difference(ranks, splits)
 
 
 def parts(split):

@@ -140,9 +140,9 @@ def test_computing_in_coarser_numbers_loosens_the_tolerance():
             return y.float().tanh().to(y.dtype)
 
     trial = prepare(call(Mixed()), torch.float64)
-    assert trial.tolerance == 1e-4
+    assert trial.reference.tolerance == 1e-4
     assert check(trial, SPLITS, 2, None).reason is None
-    assert prepare(call(FeedForward()), torch.float64).tolerance == 1e-10
+    assert prepare(call(FeedForward()), torch.float64).reference.tolerance == 1e-10
 
 
 def test_a_parameter_held_by_two_slots_is_one():

@@ -96,7 +96,7 @@ SEQUENCE = tuple(SequenceSplit(position=i, leaf=0, dim=1) for i in range(4))
 def test_head_and_tail_compute_the_same_over_ranks(nano, degree, sequence, answer):
     module, (calls, names) = nano
     glue = prepare_glue(module, zoo.step(module), calls, names, torch.float64, answer=answer)
-    assert glue.tolerance == 1e-10
+    assert glue.reference.tolerance == 1e-10
     assert (len(glue.values) > 4) is not answer
     outcome = check_glue(glue, (SPLIT,), degree, sequence)
     assert outcome.reason is None
