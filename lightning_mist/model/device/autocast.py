@@ -89,40 +89,29 @@ def _eligible(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda leaf: leaf.to(dtype) if _eligible(leaf) and leaf.dtype != dtype else leaf, value)
-
-
-def _outside_autocast(operator: Any, args: Any, kwargs: Any) -> Any:
+def _outside_autocast(operator: Any, args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> Any:
+    """Run an operator uncast, or with all that can be cast in one type."""
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        if dtype is not None:
+            args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _eligible(leaf) else leaf, (args, kwargs))
         return operator(*args, **kwargs)
 
 
-def _in(operator: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        args, kwargs = _cast((args, kwargs), dtype)
-        return operator(*args, **kwargs)
+def _lower(operator: Any, args: Any, kwargs: Any) -> Any:
+    return _outside_autocast(operator, args, kwargs, torch.get_autocast_dtype("cpu"))
 
 
-def _lower(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented if target is None else _in(operator, torch.get_autocast_dtype("cpu"), args, kwargs)
+def _fp32(operator: Any, args: Any, kwargs: Any) -> Any:
+    return _outside_autocast(operator, args, kwargs, torch.float32)
 
 
-def _fp32(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
-    return NotImplemented if target is None else _in(operator, torch.float32, args, kwargs)
-
-
-def _promote(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
-    if target is None:
-        return NotImplemented
+def _promote(operator: Any, args: Any, kwargs: Any) -> Any:
     types = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _eligible(leaf)}
     wide = torch.float32 if torch.float32 in types or len(types) > 1 else next(iter(types), torch.float32)
-    return _in(operator, wide, args, kwargs)
+    return _outside_autocast(operator, args, kwargs, wide)
 
 
-def _fp32_result(operator: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
-    if target is None:
-        return NotImplemented
+def _fp32_result(operator: Any, args: Any, kwargs: Any) -> Any:
     place = next(index for index, item in enumerate(operator._schema.arguments) if item.name == "dtype")
     is_keyword = operator._schema.arguments[place].kwarg_only
     given = kwargs.get("dtype") if is_keyword or len(args) <= place else args[place]
@@ -132,37 +121,29 @@ def _fp32_result(operator: Any, target: Target | None, *args: Any, **kwargs: Any
     return _outside_autocast(operator, args, kwargs)
 
 
-def _appended(operator: Any, longer: Any, target: Target | None, *args: Any, **kwargs: Any) -> Any:
-    if target is None:
-        return NotImplemented
+def _appended(longer: Any, operator: Any, args: Any, kwargs: Any) -> Any:
     if not _eligible(args[0]):
         return _outside_autocast(operator, args, kwargs)
     defaults = [item.default_value for item in operator._schema.arguments]
     return _outside_autocast(longer, (*args, *defaults[len(args) :]), {**kwargs, "dtype": torch.float32})
 
 
-def _cpu_fp32(operator: Any, policy: Callable[..., Any], target: Target | None, *args: Any, **kwargs: Any) -> Any:
-    """An operator that the CPU casts to 32 bits: so for threads that do not trace, as on CUDA for one that does."""
-    return _in(operator, torch.float32, args, kwargs) if target is None else policy(target, *args, **kwargs)
-
-
-def _uncast(target: Target | None, *args: Any, **kwargs: Any) -> Any:
+def _left_to_torch(operator: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _policy(name: str) -> tuple[Callable[..., Any], str] | None:
+def _rule(name: str) -> tuple[Callable[..., Any], str] | None:
     """How CUDA's autocast treats an operator that it knows."""
-    operator = overload_of(name)
     if name in APPENDED:
-        return partial(_appended, operator, overload_of(APPENDED[name])), "32 bits"
-    for names, policy, what in (
+        return partial(_appended, overload_of(APPENDED[name])), "32 bits"
+    for names, rule, what in (
         (LOWER, _lower, "the lower precision"),
         (FP32, _fp32, "32 bits"),
         (FP32_RESULT, _fp32_result, "32 bits"),
         (PROMOTE, _promote, "the widest type"),
     ):
         if name in names:
-            return partial(policy, operator), what
+            return rule, what
     return None
 
 
@@ -171,19 +152,24 @@ def kernels() -> tuple[Kernel, ...]:
     here, there = _registered("AutocastCPU"), _registered("AutocastCUDA")
     made = []
     for name in sorted(there - here):
-        found = _policy(name)
+        found = _rule(name)
         if found is not None:
             made.append(_kernel(name, found[0], f"computed in {found[1]}"))
+    # What the CPU casts to 32 bits stays so for threads that do not trace.
     for name in sorted(here & there & FP32_RESULT):
-        operator = overload_of(name)
-        compute = partial(_cpu_fp32, operator, partial(_fp32_result, operator))
-        made.append(_kernel(name, compute, "given in 32 bits"))
+        made.append(_kernel(name, _fp32_result, "given in 32 bits", elsewhere=_fp32))
     for name in sorted(here - there - _SAME_RESULT):
-        made.append(_kernel(name, partial(_cpu_fp32, overload_of(name), _uncast), "not cast"))
+        made.append(_kernel(name, _left_to_torch, "not cast", elsewhere=_fp32))
     return tuple(made)
 
 
-def _kernel(name: str, compute: Callable[..., Any], what: str) -> Kernel:
+def _kernel(name: str, rule: Callable[..., Any], what: str, elsewhere: Callable[..., Any] = _left_to_torch) -> Kernel:
+    """A kernel that follows a rule where a step is traced, and another for all other threads."""
+    operator = overload_of(name)
+
+    def compute(target: Target | None, *args: Any, **kwargs: Any) -> Any:
+        return (elsewhere if target is None else rule)(operator, args, kwargs)
+
     return Kernel(operator=name, key="AutocastCPU", compute=compute, keeps=f"under autocast {what}", source=_SOURCE)
 
 

@@ -30,6 +30,11 @@ _NETWORKS = frozenset(("lightning_mist.model.sources.reference_decoder",))
 """Modules of such packages that are networks themselves."""
 
 
+def is_of_network(module: str) -> bool:
+    """Whether code of a module is the user's, or that of a library which is no part of the machinery."""
+    return module in _NETWORKS or module.partition(".")[0] not in _FOREIGN
+
+
 class Origins:
     """Follows which module is at work, and leads from operators of backward to those of forward.
 
@@ -100,7 +105,7 @@ class Origins:
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))
             if name not in self._is_user:
-                self._is_user[name] = name in _NETWORKS or name.partition(".")[0] not in _FOREIGN
+                self._is_user[name] = is_of_network(name)
             if self._is_user[name]:
                 return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
             if frame.f_back is None or name == _RUNNER:

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from lightning_mist.model.fakes.origins import is_of_network
+
 Need = Literal["kernel", "size", "values", "memory"]
 """What is missing: a kernel, the size of a result, values that decide, or memory to read."""
 
@@ -39,8 +41,6 @@ _CLASSES: dict[type[Any], Need] = {
     DataDependentOutputException: "values",
     UnsupportedOperatorException: "kernel",
 }
-
-_FOREIGN = frozenset(("torch", "lightning", "pytorch_lightning", "lightning_fabric", "contextlib"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +85,9 @@ def find_obstacle(error: BaseException, module: nn.Module) -> Obstacle | None:
     if found is None:
         return None
     name, need = found
-    walked = list(traceback.walk_tb(error.__traceback__))
-    frames = [frame for frame, _ in walked]
-    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in walked if _is_users(frame)]
-    return Obstacle(
-        operator=name if need == "memory" else _operator_in(frames) or name,
-        module=_module_in(frames, module),
-        line=lines[-1] if lines else "",
-        need=need,
-    )
+    frames, line = _frames_of(error)
+    operator = name if need == "memory" else _operator_in(frames) or name
+    return Obstacle(operator=operator, module=_module_in(frames, module), line=line, need=need)
 
 
 def refusal(error: BaseException, module: nn.Module, earlier: Sequence[str], *, is_fake: bool) -> str:
@@ -112,12 +106,22 @@ def refusal(error: BaseException, module: nn.Module, earlier: Sequence[str], *, 
 
 def _place_of(error: BaseException, module: nn.Module) -> str:
     """Module and line of an error that a step raised, in words; empty if it was not in the step."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _is_users(frame)]
-    if not lines:
+    frames, line = _frames_of(error)
+    if not line:
         return ""
-    name = _module_in([frame for frame, _ in frames], module)
-    return f" (in module {name!r} at {lines[-1]})" if name else f" (at {lines[-1]})"
+    name = _module_in(frames, module)
+    return f" (in module {name!r} at {line})" if name else f" (at {line})"
+
+
+def _frames_of(error: BaseException) -> tuple[list[FrameType], str]:
+    """The frames that an error came through, and the innermost line of the user's; empty if there is none."""
+    walked = list(traceback.walk_tb(error.__traceback__))
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in walked
+        if is_of_network(str(frame.f_globals.get("__name__")))
+    ]
+    return [frame for frame, _ in walked], lines[-1] if lines else ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -143,14 +147,6 @@ def _missing(error: BaseException) -> tuple[str, Need] | None:
 
 def _name_of(operator: Any) -> str:
     return str(operator.name())
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Whether a frame is of the user's code, or of a library that is no part of the machinery."""
-    name = str(frame.f_globals.get("__name__"))
-    if name == "lightning_mist.model.sources.reference_decoder":
-        return True
-    return name.partition(".")[0] not in {*_FOREIGN, "lightning_mist"}
 
 
 def _operator_in(frames: list[FrameType]) -> str:
