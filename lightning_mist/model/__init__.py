@@ -72,33 +72,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "cuts": (
-        "find_blocks",
-        "map_module",
-    ),
-    "device": (
-        "DeviceOperators",
-        "device_operators",
-    ),
+    "cuts": ("find_blocks", "map_module"),
+    "device": ("DeviceOperators", "device_operators"),
     "operators": ("register_memory_rule",),
-    "split": (
-        "counting_reason",
-        "coupling_reason",
-        "derive_splits",
-        "whole_tensor_reason",
-    ),
-    "timing": (
-        "attach_seconds",
-        "measured_sizes",
-        "time_layers",
-        "time_update",
-    ),
-    "trace": (
-        "describe_optimizer",
-        "optimizer_class",
-        "optimizer_to_describe",
-        "trace_model",
-    ),
+    "split": ("counting_reason", "coupling_reason", "derive_splits", "whole_tensor_reason"),
+    "timing": ("attach_seconds", "measured_sizes", "time_layers", "time_update"),
+    "trace": ("describe_optimizer", "optimizer_class", "optimizer_to_describe", "trace_model"),
 }
 
 

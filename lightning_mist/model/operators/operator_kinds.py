@@ -8,88 +8,20 @@ from torch.utils.flop_counter import flop_registry
 from lightning_mist.model.spec import OperatorKind
 
 _INDEX = (
-    "embedding",
-    "_embedding_bag",
-    "index",
-    "_index_put_impl",
-    "_unsafe_index",
-    "gather",
-    "scatter",
-    "take",
-    "masked_select",
-    "masked_scatter",
-    "one_hot",
-    "nonzero",
-)
+    "embedding", "_embedding_bag", "index", "_index_put_impl", "_unsafe_index", "gather", "scatter", "take",
+    "masked_select", "masked_scatter", "one_hot", "nonzero",
+)  # fmt: skip
 _COPY = (
-    "copy",
-    "_to_copy",
-    "clone",
-    "contiguous",
-    "cat",
-    "stack",
-    "repeat",
-    "fill",
-    "zero",
-    "zeros",
-    "ones",
-    "full",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "slice_backward",
-    "slice_scatter",
-    "select_backward",
-    "select_scatter",
-    "as_strided_scatter",
-    "unfold_backward",
-    "constant_pad_nd",
-    "roll",
-    "flip",
-    "tril",
-    "triu",
-    "split_with_sizes_copy",
-    "_foreach_copy",
-    "_foreach_zero",
-)
+    "copy", "_to_copy", "clone", "contiguous", "cat", "stack", "repeat", "fill", "zero", "zeros", "ones", "full",
+    "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "slice_backward", "slice_scatter",
+    "select_backward", "select_scatter", "as_strided_scatter", "unfold_backward", "constant_pad_nd", "roll", "flip",
+    "tril", "triu", "split_with_sizes_copy", "_foreach_copy", "_foreach_zero",
+)  # fmt: skip
 _REDUCTION = (
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "aminmax",
-    "prod",
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    "any",
-    "all",
-    "argmax",
-    "argmin",
-    "topk",
-    "sort",
-    "cumsum",
-    "cumprod",
-    "logsumexp",
-    "norm",
-    "linalg_vector_norm",
-    "_foreach_norm",
-    "dot",
-    "mv",
-    "addmv",
-    "mse_loss",
-    "l1_loss",
-    "huber_loss",
-    "smooth_l1_loss",
-    "binary_cross_entropy",
-    "bincount",
-)
+    "sum", "mean", "amax", "amin", "max", "min", "aminmax", "prod", "var", "std", "var_mean", "std_mean", "any", "all",
+    "argmax", "argmin", "topk", "sort", "cumsum", "cumprod", "logsumexp", "norm", "linalg_vector_norm", "_foreach_norm",
+    "dot", "mv", "addmv", "mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy", "bincount",
+)  # fmt: skip
 _NAMES: dict[str, OperatorKind] = {
     **dict.fromkeys(_INDEX, "index"),
     **dict.fromkeys(_COPY, "copy"),
@@ -137,9 +69,7 @@ def _causal_position(operator: Any) -> int | None:
 def kind_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorKind:
     """The kind of an operator that computes."""
     kind = _family(operator)
-    if kind != "attention":
-        return kind
-    position = _causal_position(operator)
+    position = _causal_position(operator) if kind == "attention" else None
     if position is None:
         return kind
     causal = args[position] if position < len(args) else kwargs.get("is_causal", False)

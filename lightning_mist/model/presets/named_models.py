@@ -14,97 +14,52 @@ with the same blocks:
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from lightning_mist.model.presets.shapes import LanguageModelShape
 
-_VOCABULARY = 50304
-
-# name: (hidden, layers, heads); the inner width of gpt3 and falcon is four times the hidden width
+# name: hidden, layers, heads, and the inner width of llama, which is four times the hidden one of gpt3 and falcon
 _SIZES = {
-    "1.3b": (2048, 24, 16),
-    "2.7b": (2560, 32, 32),
-    "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "20b": (6144, 44, 64),
-    "22b": (6144, 48, 64),
-    "40b": (8192, 48, 64),
+    "1.3b": (2048, 24, 16, 5632),
+    "2.7b": (2560, 32, 32, 6912),
+    "7b": (4096, 32, 32, 11008),
+    "13b": (5120, 40, 40, 13824),
+    "20b": (6144, 44, 64, 16384),
+    "22b": (6144, 48, 64, 16384),
+    "40b": (8192, 48, 64, 22016),
 }
-
-_LLAMA_FFN = {
-    "1.3b": 5632,
-    "2.7b": 6912,
-    "7b": 11008,
-    "13b": 13824,
-    "20b": 16384,
-    "22b": 16384,
-    "40b": 22016,
-}
+_LLAMA_3 = {"8b": (4096, 32, 32, 14336), "70b": (8192, 80, 64, 28672), "405b": (16384, 126, 128, 53248)}
 
 
 def _gpt3(hidden: int, layers: int, heads: int) -> LanguageModelShape:
-    return LanguageModelShape(hidden=hidden, ffn=4 * hidden, layers=layers, heads=heads, vocabulary=_VOCABULARY)
+    return LanguageModelShape(hidden=hidden, ffn=4 * hidden, layers=layers, heads=heads, vocabulary=50304)
 
 
 def _falcon(hidden: int, layers: int, heads: int) -> LanguageModelShape:
-    return LanguageModelShape(
-        hidden=hidden,
-        ffn=4 * hidden,
-        layers=layers,
-        heads=heads,
-        vocabulary=_VOCABULARY,
-        parallel=True,
-        rotary_fraction=0.25,
-    )
+    return replace(_gpt3(hidden, layers, heads), parallel=True, rotary_fraction=0.25)
 
 
 def _llama(hidden: int, layers: int, heads: int, ffn: int) -> LanguageModelShape:
-    return LanguageModelShape(
-        hidden=hidden,
-        ffn=ffn,
-        layers=layers,
-        heads=heads,
-        vocabulary=_VOCABULARY,
-        feed_forward="swiglu",
-        norm="rmsnorm",
-        rotary_fraction=0.25,
-    )
-
-
-_LLAMA_3_VOCABULARY = 128256
-
-_LLAMA_3 = {
-    "8b": (4096, 32, 32, 14336),
-    "70b": (8192, 80, 64, 28672),
-    "405b": (16384, 126, 128, 53248),
-}
+    plain = _gpt3(hidden, layers, heads)
+    return replace(plain, ffn=ffn, feed_forward="swiglu", norm="rmsnorm", rotary_fraction=0.25)
 
 
 def _llama_3(hidden: int, layers: int, heads: int, ffn: int) -> LanguageModelShape:
-    return LanguageModelShape(
-        hidden=hidden,
-        ffn=ffn,
-        layers=layers,
-        heads=heads,
-        key_value_heads=8,
-        vocabulary=_LLAMA_3_VOCABULARY,
-        feed_forward="swiglu",
-        norm="rmsnorm",
-        rotary_fraction=1.0,
-    )
+    return replace(_llama(hidden, layers, heads, ffn), key_value_heads=8, vocabulary=128256, rotary_fraction=1.0)
 
 
 PRESETS: Mapping[str, LanguageModelShape] = {
-    **{f"gpt3-{size}": _gpt3(*shape) for size, shape in _SIZES.items()},
+    **{f"gpt3-{size}": _gpt3(*shape[:3]) for size, shape in _SIZES.items()},
     "gpt3-6.7b": _gpt3(4096, 32, 32),
     "gpt3-8b": _gpt3(4096, 40, 32),
     "gpt3-39b": _gpt3(8192, 48, 64),
     "gpt3-76b": _gpt3(10240, 60, 80),
     "gpt3-145b": _gpt3(12288, 80, 96),
     "gpt3-175b": _gpt3(12288, 96, 96),
-    **{f"falcon-{size}": _falcon(*shape) for size, shape in _SIZES.items()},
-    **{f"llama-{size}": _llama(*shape, _LLAMA_FFN[size]) for size, shape in _SIZES.items()},
+    **{f"falcon-{size}": _falcon(*shape[:3]) for size, shape in _SIZES.items()},
+    **{f"llama-{size}": _llama(*shape) for size, shape in _SIZES.items()},
     "llama-350m": _llama(1024, 24, 16, 2816),
     "llama-65b": _llama(8192, 80, 64, 22016),
     "llama-70b": _llama(8192, 80, 64, 28672),

@@ -26,18 +26,9 @@ MOST_BYTES = 1 << 26
 """Arrays of more bytes are compared by identity only."""
 
 FOREIGN_PACKAGES = (
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "transformers",
-    "numpy",
-    "builtins",
-    "lightning_mist",
-    "logging",
-    "threading",
-    "pandas",
-)
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "numpy", "builtins",
+    "lightning_mist", "logging", "threading", "pandas",
+)  # fmt: skip
 """Packages whose objects are compared by identity only: they refer to the whole world (the trainer, for example)."""
 
 _CONTAINERS = (dict, list, set, collections.deque)

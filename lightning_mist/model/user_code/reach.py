@@ -18,20 +18,10 @@ from lightning_mist.model.user_code.contents import is_users_object
 
 _FOREIGN = frozenset(
     (
-        "torch",
-        "torchvision",
-        "torchmetrics",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "lightning_utilities",
-        "lightning_mist",
-        "transformers",
-        "numpy",
-        "scipy",
-        "einops",
+        "torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric",
+        "lightning_utilities", "lightning_mist", "transformers", "numpy", "scipy", "einops",
     )
-)
+)  # fmt: skip
 _MOST_FUNCTIONS = 5_000
 """Functions that are followed at most: what a step of a large library reaches has been seen by then."""
 
