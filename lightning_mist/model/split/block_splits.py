@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_mist.model.fakes import convert_plain_tensors, filled, kept_slots, put, slots_of, thin
 from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
 from lightning_mist.model.split.probe import Probe, SharedLayers, probe
-from lightning_mist.model.split.split_check import CPU, Outcome, Trial, arguments, check, prepare
+from lightning_mist.model.split.split_check import CPU, Outcome, arguments, check, prepare
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.units import format_bytes
@@ -57,11 +58,13 @@ class Checks:
     A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
 
     Args:
+        run: Checks splits over a number of ranks that are entered in some way.
+        entered: How they are entered with whole sequences and with parts of them.
         is_large: Whether a check is not repeated for fewer ranks.
     """
 
-    def __init__(self, run: Callable[[Splits, int, bool], Outcome], *, is_large: bool) -> None:
-        self._run, self._is_large = run, is_large
+    def __init__(self, run: Callable[[Splits, int, Any], Outcome], entered: tuple[Any, Any], *, is_large: bool) -> None:
+        self._run, self._entered, self._is_large = run, entered, is_large
         self._known: dict[tuple[Splits, bool], tuple[int, Outcome]] = {}
 
     def __call__(self, splits: Splits, degree: int, *, in_parts: bool) -> Outcome:
@@ -69,7 +72,7 @@ class Checks:
         checked, outcome = self._known.get((splits, in_parts), (1, Outcome(reason=None)))
         if self._is_large and checked > degree and checked % degree == 0:
             return outcome
-        outcome = self._run(splits, degree, in_parts)
+        outcome = self._run(splits, degree, self._entered[in_parts])
         if outcome.reason is None:
             self._known[splits, in_parts] = degree, outcome
         return outcome
@@ -149,7 +152,8 @@ def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | st
             failure = failure or error
             continue
         entry, length, tried = _entry(module_map, calls, kind)
-        checks = Checks(partial(_check, trial, entry), is_large=entries > EXACT_ENTRIES)
+        entered = None, entry if isinstance(entry, SequenceSplit) else None
+        checks = Checks(partial(check, trial), entered, is_large=entries > EXACT_ENTRIES)
         return _Subject(
             label=type(call.block).__name__,
             probe=made,
@@ -160,10 +164,6 @@ def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | st
             tried=tried,
         )
     return f"it cannot be run by itself on the CPU: {type(failure).__name__}: {failure}"
-
-
-def _check(trial: Trial, entry: SequenceSplit | str, splits: Splits, degree: int, in_parts: bool) -> Outcome:
-    return check(trial, splits, degree, entry if in_parts and isinstance(entry, SequenceSplit) else None)
 
 
 def _probe(call: BlockCall, dtype: torch.dtype) -> Probe:
@@ -239,8 +239,7 @@ def _split(subject: _Subject, degree: int) -> Found:
         f"{subject.label} puts parts together for {operation} ({count} times per run): right, but slower"
         for operation, count in outcome.gathered
     ]
-    found = Found(splits=splits, notes=tuple(notes))
-    return _with_sequence(subject, found, degree)
+    return _with_sequence(subject, Found(splits=splits, notes=tuple(notes)), degree)
 
 
 def _largest(subject: _Subject, candidates: Sequence[SharedLayers], degree: int) -> tuple[Splits, Outcome, list[str]]:
@@ -275,28 +274,20 @@ def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, out
 
 def _with_sequence(subject: _Subject, found: Found, degree: int) -> Found:
     """The same with the way to enter it in parts along the sequence, or the reason why there is none."""
-    reason: str | None = None
-    outcome = Outcome(reason=None)
-    if isinstance(subject.entry, str):
-        reason = subject.entry
-    elif subject.length % degree:
-        reason = f"the sequence has {subject.length} positions, which {degree} does not divide"
+    entry, outcome = subject.entry, Outcome(reason=None)
+    if isinstance(entry, str):
+        return replace(found, whole_sequence=entry)
+    if subject.length % degree:
+        reason: str | None = f"the sequence has {subject.length} positions, which {degree} does not divide"
     elif subject.tried % degree:
         reason = f"it could be tried with {subject.tried} positions only, which {degree} does not divide"
     else:
         outcome = subject.check(found.splits, degree, in_parts=True)
-        reason = outcome.reason
-        if reason is None and not outcome.sequence_leaves:
-            reason = "its results come whole"
-    if reason is not None or isinstance(subject.entry, str):
-        return Found(splits=found.splits, whole_sequence=reason, notes=found.notes)
+        reason = outcome.reason or (None if outcome.sequence_leaves else "its results come whole")
+    if reason is not None:
+        return replace(found, whole_sequence=reason)
     notes = [
         f"{subject.label} puts parts of sequences together for {operation} ({count} times per run): right, but slower"
         for operation, count in outcome.gathered
     ]
-    return Found(
-        splits=found.splits,
-        entry=subject.entry,
-        leaves=outcome.sequence_leaves,
-        notes=(*found.notes, *notes),
-    )
+    return replace(found, entry=entry, leaves=outcome.sequence_leaves, notes=(*found.notes, *notes))

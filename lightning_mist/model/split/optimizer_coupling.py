@@ -55,30 +55,25 @@ def whole_tensor_reason(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this optimizer cannot update parts of parameters, in words for the user; None if it can.
 
     For every group, an optimizer of the same class and options is stepped on a toy parameter, and others on its halves
-    along each of its first two dimensions: parameters and state must come out the same.
-
-    Args:
-        optimizer: The user's optimizer; neither stepped nor changed.
+    along each of its first two dimensions: parameters and state must come out the same. The optimizer itself is neither
+    stepped nor changed.
     """
     name = type(optimizer).__name__
-    if _is_entrywise(optimizer):
-        return None
-    for toy in _toys(optimizer):
-        for rank in toy.ranks:
-            values, gradients = _numbers((rank,), toy)
-            for dim in range(min(rank, 2)):
-                try:
-                    (whole,) = _step(toy, values, gradients)
-                    halves = [_half_step(toy, values, gradients, dim, half) for half in range(2)]
-                except Exception as error:
-                    return f"{name} cannot be stepped on parts of a parameter: {type(error).__name__}: {error}"
-                problem = _difference(whole, halves, dim)
-                if problem is not None:
-                    return (
-                        f"{name} needs whole parameters: {problem} when a parameter of {rank} dimensions is halved "
-                        f"along dimension {dim}; an optimizer that treats every entry by itself, such as AdamW or SGD, "
-                        "can update parts"
-                    )
+    for toy, values, gradients in _trials(optimizer, parameters=1):
+        rank = values[0].ndim
+        for dim in range(min(rank, 2)):
+            try:
+                (whole,) = _step(toy, values, gradients)
+                halves = [_half_step(toy, values, gradients, dim, half) for half in range(2)]
+            except Exception as error:
+                return f"{name} cannot be stepped on parts of a parameter: {type(error).__name__}: {error}"
+            problem = _difference(whole, halves, dim)
+            if problem is not None:
+                return (
+                    f"{name} needs whole parameters: {problem} when a parameter of {rank} dimensions is halved along "
+                    f"dimension {dim}; an optimizer that treats every entry by itself, such as AdamW or SGD, can "
+                    "update parts"
+                )
     return None
 
 
@@ -86,36 +81,31 @@ def coupling_reason(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this optimizer must hold all parameters at once, in words for the user; None if it need not.
 
     For every group, one optimizer of the same class and options is stepped on two toy parameters, and two others on one
-    of them each: several times, as if for the first time and as if after many steps, if its class is not torch's.
-
-    Args:
-        optimizer: The user's optimizer; neither stepped nor changed.
+    of them each: several times, as if for the first time and as if after many steps, if its class is not torch's. The
+    optimizer itself is neither stepped nor changed.
     """
-    name, is_torchs = type(optimizer).__name__, _is_torchs(optimizer)
+    name = type(optimizer).__name__
     reason = None if _is_entrywise(optimizer) else _looks_around(optimizer)
-    if reason is not None or _is_entrywise(optimizer):
+    if reason is not None:
         return reason
-    for toy in _toys(optimizer):
-        for rank in toy.ranks:
-            values, gradients = _numbers((rank, rank), toy)
-            try:
-                together = _step(toy, values, gradients)
-                apart = [_step(toy, [v], [[s[i]] for s in gradients])[0] for i, v in enumerate(values)]
-            except CalledAgainError as error:
-                return f"{name} calls its closure {error}: the step would run several times for one update"
-            except Exception as error:
-                if is_torchs:
-                    return None
-                return (
-                    f"{name} cannot be stepped on parameters of a trial ({type(error).__name__}: {error}), so that it "
-                    "was not shown to treat each parameter by itself"
-                )
-            for one, other in zip(together, apart, strict=True):
-                if not _same(one[0], other[0]):
-                    return (
-                        f"{name} couples parameters: a step on two gives other values than a step "
-                        "on each, so no rank may update only a part of them"
-                    )
+    for toy, values, gradients in _trials(optimizer, parameters=2):
+        try:
+            together = _step(toy, values, gradients)
+            apart = [_step(toy, [v], [[s[i]] for s in gradients])[0] for i, v in enumerate(values)]
+        except CalledAgainError as error:
+            return f"{name} calls its closure {error}: the step would run several times for one update"
+        except Exception as error:
+            if _is_torchs(optimizer):
+                return None
+            return (
+                f"{name} cannot be stepped on parameters of a trial ({type(error).__name__}: {error}), so that it was "
+                "not shown to treat each parameter by itself"
+            )
+        if not all(_same(one, other) for (one, _), (other, _) in zip(together, apart, strict=True)):
+            return (
+                f"{name} couples parameters: a step on two gives other values than a step on each, so no rank may "
+                "update only a part of them"
+            )
     return None
 
 
@@ -126,22 +116,29 @@ def counting_reason(optimizer: torch.optim.Optimizer) -> str | None:
     on one after the other: parameters, state and options of the group must come out the same.
 
     Args:
-        optimizer: The user's optimizer, of which :func:`coupling_reason` has nothing to say; not stepped or changed.
+        optimizer: One of which :func:`coupling_reason` has nothing to say; neither stepped nor changed.
     """
     name = type(optimizer).__name__
+    for toy, values, gradients in _trials(optimizer, parameters=2):
+        try:
+            (together, options), (apart, others) = (_stepped(toy, values, gradients, n) for n in (2, 1))
+        except Exception as error:
+            return f"{name} cannot be stepped on one parameter after the other: {type(error).__name__}: {error}"
+        if not all(_same(one, other) for one, other in zip(together, apart, strict=True)) or options != others:
+            return (
+                f"{name} counts its steps for all parameters together: where they are updated one layer after the "
+                "other it would count every layer"
+            )
+    return None
+
+
+def _trials(
+    optimizer: torch.optim.Optimizer, *, parameters: int
+) -> Iterator[tuple[_Toy, list[Tensor], list[list[Tensor]]]]:
+    """Toys with values and gradients for so many parameters of each number of dimensions; none for entrywise rules."""
     for toy in () if _is_entrywise(optimizer) else _toys(optimizer):
         for rank in toy.ranks:
-            values, gradients = _numbers((rank, rank), toy)
-            try:
-                (together, options), (apart, others) = (_stepped(toy, values, gradients, n) for n in (2, 1))
-            except Exception as error:
-                return f"{name} cannot be stepped on one parameter after the other: {type(error).__name__}: {error}"
-            if not all(_same(one, other) for one, other in zip(together, apart, strict=True)) or options != others:
-                return (
-                    f"{name} counts its steps for all parameters together: where they are updated one layer after the "
-                    "other it would count every layer"
-                )
-    return None
+            yield toy, *_numbers((rank,) * parameters, toy)
 
 
 def _stepped(

@@ -19,8 +19,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks
 from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
-from lightning_mist.model.split.split_check import Outcome
-from lightning_mist.model.split.vocabulary import Glue, Table, check_glue, find_tables, prepare_glue
+from lightning_mist.model.split.vocabulary import Table, check_glue, find_tables, prepare_glue
 from lightning_mist.plan.calls import block_value
 from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
@@ -132,7 +131,6 @@ def _reasons(kinds: Sequence[dict[int, Found]]) -> str:
 
 
 def _without(module_map: ModuleMap, reason: str) -> ModuleMap:
-    """The map of a module that cannot be shared out."""
     result = _excluding(module_map, "tensor", reason)
     if module_map.excludes("sequence"):
         return result
@@ -150,12 +148,6 @@ def _entries(calls: BlockCalls, kinds: Sequence[dict[int, Found]]) -> tuple[Sequ
         return ()
     entries = [of_kind[kind] for kind in calls.kinds.of]
     return tuple(replace(entry, position=i) for i, entry in enumerate(entries) if entry is not None)
-
-
-def _check(
-    glue: Glue, entries: tuple[SequenceSplit, ...], splits: tuple[ParameterSplit, ...], degree: int, in_parts: bool
-) -> Outcome:
-    return check_glue(glue, splits, degree, entries if in_parts else ())
 
 
 def _look_around(
@@ -181,7 +173,7 @@ def _look_around(
             except Exception as error:
                 trouble = trouble or f"they cannot be run by themselves: {type(error).__name__}: {error}"
             else:
-                return Checks(partial(_check, glue, entries), is_large=count > EXACT_ENTRIES)
+                return Checks(partial(check_glue, glue), ((), entries), is_large=count > EXACT_ENTRIES)
         return None
 
     alone = None if module_map.leaking_blocks else checks(outside, answer=True)

@@ -19,7 +19,7 @@ def checks(reason=None, *, is_large):
         seen.append((degree, in_parts))
         return Outcome(reason=reason)
 
-    return Checks(run, is_large=is_large), seen
+    return Checks(run, (False, True), is_large=is_large), seen
 
 
 def test_small_parts_are_checked_over_every_number_of_ranks():
