@@ -173,13 +173,11 @@ class _Filled:
         self._expressions: dict[int, sympy.Expr] = {}
 
     def expression(self, form: int) -> sympy.Expr:
-        """A form for sympy."""
         if form not in self._expressions:
             self._expressions[form] = self._polynomials[form].expression
         return self._expressions[form]
 
     def part(self, data: Mapping[str, Any], events: LayerEvents, peaks: PartPeaks) -> LayerSpec:
-        """What a part costs."""
         fill = self.expression
         return LayerSpec(
             kind=data["kind"],

@@ -56,7 +56,7 @@ def preset_spec(
         None where such a model was never traced in this precision for such a device: then it has to be.
     """
     forms = load_forms(shape, precision, device_class(device_kind, capability))
-    if forms is None or not all(limit >= shape.head_width for limit in (_FLASH_WIDTH,)) or shape.head_width % 8:
+    if forms is None or shape.head_width > _FLASH_WIDTH or shape.head_width % 8:
         return None
     dtype = "float32" if precision == "32-true" or precision.endswith("-mixed") else forms.half
     itemsize = 4 if dtype == "float32" else 2
@@ -165,7 +165,7 @@ def preset_map(shape: LanguageModelShape, *, rows: int, length: int, degrees: Se
         outputs=(),
         cuts=tuple((cut,) for cut in cuts),
         parameters=tuple(
-            ParameterUse(name=name, slots=((*_slot(name), (region,)),), shape=sizes, dtype=dtype, requires_grad=True)
+            ParameterUse(name=name, slots=(_slot(name, region),), shape=sizes, dtype=dtype, requires_grad=True)
             for name, sizes, region in parameters(shape, length)
         ),
         batch_rows=rows,
@@ -176,10 +176,9 @@ def preset_map(shape: LanguageModelShape, *, rows: int, length: int, degrees: Se
     )
 
 
-def _slot(name: str) -> tuple[str, str]:
-    """The module of a parameter, and its name there."""
+def _slot(name: str, region: int) -> tuple[str, str, tuple[int, ...]]:
     owner, _, attribute = name.rpartition(".")
-    return owner, attribute
+    return owner, attribute, (region,)
 
 
 def _counts(shape: LanguageModelShape) -> str:

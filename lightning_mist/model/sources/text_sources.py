@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from lightning_mist.model.fakes import convert_batch
 from lightning_mist.model.presets import PRESETS, check_length, check_name, check_precision
 from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
 
@@ -45,15 +45,26 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
         ValueError: If the text names nothing, or something needed is missing.
     """
     context, kept = precision_context(precision), parameter_dtype(precision)
+    name, batch = text, None
     if ":" in text:
-        return _from_function(text, context, kept)
-    check_name(text)
-    sequence_length = check_length(text, sequence_length)
-    tokens = torch.zeros(batch_rows, sequence_length, dtype=torch.long)
-    if text.endswith(".json"):
-        return _from_configuration(Path(text), tokens, context, kept)
-    module = hollow(lambda: LanguageModel(PRESETS[text], sequence_length), dtype=kept)
-    return ModelSource(name=text, module=module, batch=(tokens, tokens.clone()), call=_step(module, context))
+        module, batch = _from_function(text, kept)
+        name = type(module).__name__
+    else:
+        check_name(text)
+        length = check_length(text, sequence_length)
+        tokens = torch.zeros(batch_rows, length, dtype=torch.long)
+        if text.endswith(".json"):
+            module = _from_configuration(Path(text), length, kept)
+            batch = {"input_ids": tokens, "labels": tokens.clone()}
+        else:
+            module = hollow(lambda: LanguageModel(PRESETS[text], length), dtype=kept)
+            batch = tokens, tokens.clone()
+
+    def call(batch: Any) -> Any:
+        with context():
+            return module.training_step(batch, 0)  # type: ignore[operator]
+
+    return ModelSource(name=name, module=module, batch=batch, call=call)
 
 
 def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -88,17 +99,7 @@ def parameter_dtype(precision: str) -> torch.dtype | None:
     return None if mixed == "mixed" or dtype == "32" else _DTYPES[dtype]
 
 
-def _step(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    def call(batch: Any) -> Any:
-        with context():
-            return module.training_step(batch, 0)  # type: ignore[operator]
-
-    return call
-
-
-def _from_function(
-    text: str, context: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype | None
-) -> ModelSource:
+def _from_function(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
     name, _, attribute = text.partition(":")
     try:
         function = getattr(importlib.import_module(name), attribute)
@@ -113,22 +114,13 @@ def _from_function(
     module, batch = made
     if not callable(getattr(module, "training_step", None)):
         raise ValueError(f"model {text!r} returned a {type(module).__name__} without training_step: give it one")
-    return ModelSource(
-        name=type(module).__name__,
-        module=module if dtype is None else module.to(dtype),
-        batch=batch if dtype is None else tree_map(lambda leaf: _in_type(leaf, dtype), batch),
-        call=_step(module, context),
-    )
-
-
-def _in_type(leaf: Any, dtype: torch.dtype) -> Any:
-    """A leaf of a batch as Lightning's precision plugin hands it to the step."""
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    if dtype is None:
+        return module, batch
+    # As Lightning's precision plugin hands it to the step.
+    return module.to(dtype), convert_batch(batch, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
 
 
 class _CausalStep(nn.Module):
-    """A ``training_step`` around a Hugging Face model."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -138,12 +130,7 @@ class _CausalStep(nn.Module):
         return loss
 
 
-def _from_configuration(
-    path: Path,
-    tokens: Tensor,
-    context: Callable[[], AbstractContextManager[Any]],
-    dtype: torch.dtype | None,
-) -> ModelSource:
+def _from_configuration(path: Path, length: int, dtype: torch.dtype | None) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
@@ -155,10 +142,8 @@ def _from_configuration(
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model '{path}' is not a configuration that transformers knows: {error}") from error
     longest = getattr(configuration, "max_position_embeddings", None)
-    if isinstance(longest, int) and tokens.shape[1] > longest:
-        raise ValueError(
-            f"seq_len = {tokens.shape[1]}: '{path}' has at most {longest} positions; give --seq-len {longest}"
-        )
+    if isinstance(longest, int) and length > longest:
+        raise ValueError(f"seq_len = {length}: '{path}' has at most {longest} positions; give --seq-len {longest}")
     names = getattr(configuration, "architectures", None) or ()
     language = [name for name in names if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))]
     if names and not language:
@@ -172,6 +157,4 @@ def _from_configuration(
         make: Any = cls if cls is not None else transformers.AutoModelForCausalLM.from_config
         return _CausalStep(make(configuration))
 
-    module = hollow(build, dtype=dtype)
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
-    return ModelSource(name=str(path), module=module.train(), batch=batch, call=_step(module, context))
+    return hollow(build, dtype=dtype).train()
