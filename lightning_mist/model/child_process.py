@@ -144,7 +144,6 @@ def _child(
     collects: bool,
     muted: bool,
 ) -> None:
-    """What the other process does."""
     # Garbage that came along is not ours to destroy: process groups then wait for their threads, which are not here, so
     # that this process ends or waits for ever.
     gc.freeze()
@@ -193,7 +192,6 @@ def _send_error(pipe: Connection, error: Exception) -> None:
 def _answer(
     pipe: Connection, process: Any, tell: Tell | None, limit_seconds: float | None, last_words: Path
 ) -> tuple[str, Any]:
-    """The child's result or error."""
     end = None if limit_seconds is None else monotonic() + limit_seconds
     while True:
         ready = wait([pipe, process.sentinel], None if end is None else max(0.0, end - monotonic()))
@@ -217,7 +215,6 @@ def _answer(
 
 
 def _read(pipe: Connection) -> tuple[str, Any]:
-    """The next thing that the child sent."""
     content = pipe.recv_bytes()
     with warnings.catch_warnings():
         # torch 2.13 restores the forms of containers in a way that it deprecates itself.

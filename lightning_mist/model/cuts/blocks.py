@@ -59,7 +59,8 @@ def _named_blocks(module: nn.Module, override: str) -> tuple[str, ...]:
             found = [
                 name
                 for name, block in modules.items()
-                if name and ((fnmatchcase(name, part) and name.count(".") == part.count(".")) or _is_class(block, part))
+                if name
+                and (type(block).__name__ == part or (fnmatchcase(name, part) and name.count(".") == part.count(".")))
             ]
         if not found:
             raise TraceError(
@@ -72,10 +73,6 @@ def _named_blocks(module: nn.Module, override: str) -> tuple[str, ...]:
         if outer is not None:
             raise TraceError(f"blocks={override!r}: {name} lies inside {outer}. A block may not contain another")
     return tuple(chosen)
-
-
-def _is_class(block: nn.Module, name: str) -> bool:
-    return type(block).__name__ == name
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -1,10 +1,11 @@
 """What two runs of a step say against cutting the module, in words for the user."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_mist.model.cuts.blocks import container_of
 from lightning_mist.model.cuts.fake_runs import Runs
 from lightning_mist.model.cuts.recorder import Record
 from lightning_mist.model.fakes import Read
@@ -27,9 +28,7 @@ _SEEN: tuple[Feature, ...] = (*_SHARED, "shards")
 _ALL: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor")
 
 
-def structure_problems(
-    records: tuple[Record, ...], candidates: tuple[str, ...], container_of: Callable[[str], str]
-) -> tuple[str, ...]:
+def structure_problems(records: tuple[Record, ...], candidates: tuple[str, ...]) -> tuple[str, ...]:
     """Why the candidates do not run one after the other, each exactly once; empty if they do.
 
     A container none of whose blocks ran is no problem: its blocks are not counted as blocks.

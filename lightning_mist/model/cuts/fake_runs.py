@@ -9,11 +9,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.cuts.recorder import Record, Recorder, Refused
-from lightning_mist.model.fakes import address_of, batch_tensors, fake_parameters, find_obstacle, quiet_fakes
+from lightning_mist.model.fakes import (
+    address_of,
+    batch_tensors,
+    fake_parameters,
+    find_obstacle,
+    intercepted,
+    quiet_fakes,
+)
 from lightning_mist.model.user_code import Generators, ModuleState
 from lightning_mist.tensors import batch_rows
 
-Call = Callable[[Any], Any]
+Call = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +114,18 @@ def _attempt(
 
 def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidates: tuple[str, ...]) -> str:
     """One run; the reason for which it failed, or nothing."""
-    modules = dict(module.named_modules())
-    wrapped = []
+    blocks = [module.get_submodule(name) for name in candidates]
+
+    def watched(position: int, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return recorder.call_block(candidates[position], forward, args, kwargs)
+
     try:
-        for name in candidates:
-            space = modules[name].__dict__
-            wrapped.append((space, space.get("forward")))
-            space["forward"] = recorder.wrap(name, modules[name].forward)
         recorder.know(batch_tensors(batch))
-        with recorder:
+        with intercepted(blocks, watched), recorder:
             output = call(batch)
         recorder.finish(output)
     except (Exception, Refused) as error:
         return _failure(recorder.record, error, module)
-    finally:
-        for space, forward in wrapped:
-            space.pop("forward")
-            if forward is not None:
-                space["forward"] = forward
     return ""
 
 

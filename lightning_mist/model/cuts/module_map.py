@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mist.model.cuts.blocks import container_of, find_blocks
+from lightning_mist.model.cuts.blocks import find_blocks
 from lightning_mist.model.cuts.exclusions import NO_BLOCKS, find_exclusions, structure_problems
 from lightning_mist.model.cuts.fake_runs import Runs, run_twice
 from lightning_mist.model.cuts.recorder import Record, Value
@@ -60,7 +60,7 @@ def map_module(
     if not runs.records:
         reason = f"the step cannot be traced: {runs.failure}"
         return _without_blocks(module, slots, step, rows, _exclude(("pipeline", "checkpointing"), reason), ())
-    problems = structure_problems(runs.records, candidates, container_of)
+    problems = structure_problems(runs.records, candidates)
     if not candidates or not runs.records[0].order or problems:
         exclusions = _exclude(("pipeline", "checkpointing"), *(problems or (NO_BLOCKS,)))
         exclusions += find_exclusions(module, runs, frozenset())

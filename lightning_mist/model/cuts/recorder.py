@@ -342,22 +342,17 @@ class Recorder(TorchFunctionMode):
         if is_written and mean is not None and address_of(mean) in self._buffers:
             self.record.buffers.setdefault(self._buffers[address_of(mean)], user_line())
 
-    def wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's ``forward`` that records entry, output and exit."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._inside is not None:
-                outer = self.record.order[self._inside]
-                if outer != name:
-                    self.record.nested.setdefault(name, outer)
-                return original(*args, **kwargs)
-            if name in self.record.order:
-                self.record.repeated.setdefault(name, user_line())
-                return original(*args, **kwargs)
-            args, kwargs = without_caches(args, kwargs)
-            return self._run_block(name, original, args, kwargs)
-
-        return forward
+    def call_block(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a block's ``forward`` and record entry, output and exit."""
+        if self._inside is not None:
+            outer = self.record.order[self._inside]
+            if outer != name:
+                self.record.nested.setdefault(name, outer)
+            return original(*args, **kwargs)
+        if name in self.record.order:
+            self.record.repeated.setdefault(name, user_line())
+            return original(*args, **kwargs)
+        return self._run_block(name, original, *without_caches(args, kwargs))
 
     def _run_block(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._region += 1

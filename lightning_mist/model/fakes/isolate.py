@@ -1,6 +1,6 @@
 """Run a user's step without leaving a trace in the module: all but gradients, which the caller keeps, comes back."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,9 @@ from lightning_mist.model.fakes.fake_modules import form_of, renew_flat_weights
 from lightning_mist.model.user_code import Generators, ModuleState
 
 _HOST = torch.device("cpu")
+
+Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called instead of a block's forward with its position, its own forward, and its arguments."""
 
 
 class OwnFunction:
@@ -115,3 +118,26 @@ def substitute_parameters(
                     item._buffers[attribute] = _fake_like(buffer, mode, home)
     renew_flat_weights(module)
     return tuple(made.values())
+
+
+@contextmanager
+def intercepted(blocks: Sequence[nn.Module], handler: Handler) -> Iterator[None]:
+    """Let ``handler`` be called instead of the forward of each block, inside :func:`isolated` only."""
+
+    def wrap(position: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return handler(position, original, args, kwargs)
+
+        return forward
+
+    own = [block.__dict__.get("forward") for block in blocks]
+    for position, block in enumerate(blocks):
+        block.__dict__["forward"] = wrap(position, block.forward)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            if forward is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.__dict__["forward"] = forward

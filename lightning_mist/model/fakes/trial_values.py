@@ -111,7 +111,6 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the function without its dropout."""
         given = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if "dropout" in name and args and isinstance(args[0], Tensor):

@@ -197,8 +197,6 @@ class _GeneratorOn:
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """An operator's arguments as they were before it ran."""
-
     call: Any
     writes: tuple[int, ...]
 
@@ -271,7 +269,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on real tensors."""
         leaves, structure = tree_flatten((args, kwargs))
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         places = [self.recording.place(fake) for fake in fakes]

@@ -116,7 +116,6 @@ class LinearMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call, or answer for, a torch function."""
         given = kwargs or {}
         if func is functional.multi_head_attention_forward:
             with self:

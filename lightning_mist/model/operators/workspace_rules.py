@@ -103,8 +103,6 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class _Rules(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers for the operators that have rules."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = rule_of(func, args, kwargs)

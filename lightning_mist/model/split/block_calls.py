@@ -14,6 +14,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import (
     batch_tensors,
     convert,
+    intercepted,
     isolated,
     put,
     resize_batch,
@@ -22,7 +23,7 @@ from lightning_mist.model.fakes import (
     thin,
 )
 from lightning_mist.model.operators import LinearCall, LinearMode
-from lightning_mist.model.trace import Answer, Kinds, group, imitate, intercepted, module_key, record_answer
+from lightning_mist.model.trace import Answer, Kinds, group, imitate, module_key, record_answer
 from lightning_mist.plan.calls import call_signature, without_caches
 from lightning_mist.tensors import batch_rows, is_hollow
 

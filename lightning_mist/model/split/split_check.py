@@ -247,7 +247,6 @@ def run_block(
 
 
 def _shape(call: BlockCall) -> tuple[int, ...]:
-    """Shape of what a block transforms."""
     return () if call.hidden is None else tuple(tree_flatten((call.args, call.kwargs))[0][call.hidden].shape)
 
 

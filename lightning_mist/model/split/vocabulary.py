@@ -17,6 +17,7 @@ from lightning_mist.model.fakes import (
     convert,
     convert_batch,
     convert_plain_tensors,
+    intercepted,
     isolated,
     kept_slots,
     slots_of,
@@ -35,7 +36,7 @@ from lightning_mist.model.split.split_check import (
     run_over_ranks,
     share_out,
 )
-from lightning_mist.model.trace import echo, intercepted, loss_of
+from lightning_mist.model.trace import echo, loss_of
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import (

@@ -42,7 +42,6 @@ class _Clock:
         self._events: list[Any] = []
 
     def mark(self) -> None:
-        """Remember this moment."""
         self._events.append(self._ops.record(timed=True))
 
     def times(self) -> list[float]:
@@ -54,8 +53,6 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Timer:
-    """Runs timed steps of one module."""
-
     blocks: tuple[nn.Module, ...]
     twins: tuple[int | None, ...]
     call: Callable[[Any], Any]

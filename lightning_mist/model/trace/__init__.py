@@ -5,7 +5,7 @@ from lightning_mist.model.trace.counted_step import count_step, isolated_subject
 from lightning_mist.model.trace.optimizer import describe_optimizer, optimizer_class, optimizer_to_describe
 from lightning_mist.model.trace.part_hooks import Walk, loss_of
 from lightning_mist.model.trace.tracing import trace_model
-from lightning_mist.model.trace.twins import Answer, echo, imitate, intercepted, record_answer
+from lightning_mist.model.trace.twins import Answer, echo, imitate, record_answer
 
 __all__ = [
     "Answer",
@@ -17,7 +17,6 @@ __all__ = [
     "echo",
     "group",
     "imitate",
-    "intercepted",
     "isolated_subject",
     "loss_of",
     "module_key",

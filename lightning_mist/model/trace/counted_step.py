@@ -260,7 +260,6 @@ def _walk(
 
 
 def _sums(num_parts: int, storages: Iterator[Storage]) -> tuple[int, ...]:
-    """Bytes of storages by the part that made them."""
     sums = [0] * num_parts
     for storage in storages:
         sums[storage.part] += storage.bytes

@@ -60,7 +60,6 @@ class _Steps:
         return part, direction, position + 1
 
     def part_events(self, example: Example) -> PartEvents:
-        """The events of one part."""
         part = example.part
         mine = [s for s in self._run.storages if s.part == part]
         forward = [s for s in mine if s.cause == "forward"]
@@ -181,7 +180,6 @@ def _lets_go(storage: Storage, part: int, death: _Place) -> bool:
 
 
 def _weights(storage: Storage, part: int) -> tuple[str, ...]:
-    """The parameters of a part whose gradients are made of a storage."""
     return tuple(name for of, name in storage.weights if of == part)
 
 

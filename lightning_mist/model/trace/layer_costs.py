@@ -73,7 +73,6 @@ def not_recomputed(part: LayerSpec) -> LayerSpec:
 
 
 def _peaks(basis: Basis, way: Way) -> StepPeaks:
-    """Bytes alive in one way to run a step."""
 
     def spans(phases: Sequence[PhaseCount]) -> list[tuple[int, int]]:
         return [(phase.start, phase.start + len(phase.timeline)) for phase in phases]

@@ -129,7 +129,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, num_parts: int, origins: Origins | None = None) -> None:
-        """Start in the forward of part 0."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward = [PhaseCount() for _ in range(num_parts)]
         self.backward = [PhaseCount() for _ in range(num_parts)]
@@ -213,7 +212,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and write down what it did."""
         kwargs = kwargs or {}
         if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             # As the tensor itself would answer, which torch asks twice per operator.

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import OwnFunction
+from lightning_mist.model.fakes import OwnFunction, intercepted
 from lightning_mist.model.trace.rank_step import Dims, RankView, dims_of, parts_of
-from lightning_mist.model.trace.twins import Answer, imitate, intercepted, record_answer
+from lightning_mist.model.trace.twins import Answer, imitate, record_answer
 from lightning_mist.plan.calls import without_caches
 
 InputSignature = tuple[object, ...]

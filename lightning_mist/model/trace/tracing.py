@@ -166,7 +166,6 @@ def _fit(ways: Ways, blocks: _Blocks, step: Step, *, is_fake: bool) -> _Traced:
 
 
 def _stack_up(parts: Sequence[LayerSpec], blocks: _Blocks, basis: Basis) -> bool:
-    """Whether the events of parts make up those of the whole step."""
     events = [part.events.first for part in parts if part.events is not None]
     whole = (events[0], *(events[1 + kind] for kind in blocks.kinds.of), events[-1])
     return timeline_of(whole, *basis.points[0]) == blocks.timeline

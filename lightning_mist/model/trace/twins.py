@@ -4,8 +4,8 @@ A step of 48 equal blocks is counted or timed by running one of them and letting
 activations and gradients of the right shapes and keep their inputs alive as a real block does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_mist.model.trace.rank_step import part_of
-
-Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called instead of a block's forward with its position, its own forward, and its arguments."""
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -161,26 +158,3 @@ def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: 
         return value + source.mean() if leaf.requires_grad else value
 
     return tree_unflatten([leaf_value(leaf) for leaf in answer.leaves], answer.structure)
-
-
-@contextmanager
-def intercepted(blocks: Sequence[nn.Module], handler: Handler) -> Iterator[None]:
-    """Let ``handler`` be called instead of the forward of each block, inside :func:`isolated` only."""
-
-    def wrap(position: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return handler(position, original, args, kwargs)
-
-        return forward
-
-    own = [block.__dict__.get("forward") for block in blocks]
-    for position, block in enumerate(blocks):
-        block.__dict__["forward"] = wrap(position, block.forward)
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, own, strict=True):
-            if forward is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = forward

@@ -27,7 +27,6 @@ class LinearCounter(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function and count it if it is a linear operation on a parameter."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operands = _operands(func, args, kwargs)
@@ -74,7 +73,6 @@ class WeightOperands(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function and note its operands if it is a product with a parameter."""
         kwargs = kwargs or {}
         operands = _operands(func, args, kwargs) if torch.is_grad_enabled() else None
         if operands is not None and any(isinstance(item, SplitTensor) for item in (*args, *kwargs.values())):

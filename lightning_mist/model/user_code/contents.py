@@ -52,7 +52,6 @@ class Replayed:
         return self.given, len(self._items)
 
     def __iter__(self) -> "Replayed":
-        """Itself."""
         return self
 
     def __next__(self) -> Any:
@@ -65,7 +64,6 @@ class Replayed:
         return self._items[self.given - 1]
 
     def __getattr__(self, name: str) -> Any:
-        """What else the iterator offers."""
         return getattr(self.inner, name)
 
     def rewind(self, given: int = 0) -> None:

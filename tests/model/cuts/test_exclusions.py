@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from lightning_mist.model.cuts.blocks import container_of, find_blocks
+from lightning_mist.model.cuts.blocks import find_blocks
 from lightning_mist.model.cuts.exclusions import find_exclusions, structure_problems
 from lightning_mist.model.cuts.fake_runs import run_twice
 from lightning_mist.model.cuts.recorder import Record
@@ -13,7 +13,7 @@ A, B, C = "blocks.0", "blocks.1", "blocks.2"
 
 
 def problems(*records, candidates=(A, B, C)):
-    return structure_problems(records, candidates, container_of)
+    return structure_problems(records, candidates)
 
 
 def test_blocks_that_run_once_each_in_one_order_are_no_problem():

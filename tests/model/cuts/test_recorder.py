@@ -5,6 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.model.cuts.recorder import Recorder, Refused
 from lightning_mist.model.fakes.fake_modules import address_of, fake_parameters
+from lightning_mist.model.fakes.isolate import intercepted
 from lightning_mist.plan.calls import block_value, is_block_value
 
 A, B = "blocks.0", "blocks.1"
@@ -33,14 +34,12 @@ class Run:
             guess=False,
             attempt=attempt,
         )
-        for name in (A, B):
-            block = self.net.get_submodule(name)
-            block.forward = self.recorder.wrap(name, block.forward)
 
     def __call__(self, step):
         x = torch.ones(2, 3)
         self.recorder.know([x])
-        with self.recorder:
+        blocks = [self.net.get_submodule(name) for name in (A, B)]
+        with intercepted(blocks, lambda at, *call: self.recorder.call_block((A, B)[at], *call)), self.recorder:
             output = step(self.net, x)
         return self.recorder.finish(output)
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.trace.twins import imitate, intercepted, record_answer
+from lightning_mist.model.fakes.isolate import intercepted
+from lightning_mist.model.trace.twins import imitate, record_answer
 
 
 class Pair(nn.Module):
