@@ -30,7 +30,6 @@ class Label(NamedTuple):
         module: Qualified name of the module that made it; empty where the runtime did.
         operator: The operator that made it, for example ``"aten.mm.default"``.
         line: The line of the user's code, as ``"file.py:123"``.
-        dtype: Name of the element type, if it is known.
     """
 
     term: str
@@ -44,12 +43,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slots:
-    """Allocations that always come together: those of one microbatch in one stage.
-
-    Attributes:
-        bytes_A: Bytes of each.
-        labels: What each is.
-    """
+    """Allocations that always come together: those of one microbatch in one stage."""
 
     bytes_A: IntArray
     labels: tuple[Label, ...]
@@ -61,7 +55,6 @@ class Chunk:
 
     Attributes:
         events_E: Signed slots, see the top of the file.
-        signs_E: Their signs.
     """
 
     events_E: IntArray
@@ -82,8 +75,6 @@ class Block(NamedTuple):
     """Consecutive identities.
 
     Attributes:
-        first: The first one.
-        labels: What each is.
         stage: The stage they belong to; -1 for the whole rank.
         microbatch: The microbatch; -1 for none.
     """

@@ -28,8 +28,6 @@ class Made(NamedTuple):
 
     Attributes:
         event: How many events of the part's backward have passed when it has been accumulated.
-        name: The parameter's canonical name.
-        slot: Where it is.
     """
 
     event: int
@@ -42,7 +40,6 @@ class PartRun:
     """The events of one part in one direction.
 
     Attributes:
-        chunk: The events.
         made: Gradients of parameters, in order; where they are added to others they are freed in the chunk.
     """
 
@@ -54,8 +51,6 @@ class WeightGradient(NamedTuple):
     """The gradient of a weight that is made apart from those of inputs.
 
     Attributes:
-        name: The weight's canonical name.
-        nbytes: Bytes of the gradient.
         operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
         received: Whether what the stage received is among them.
     """
@@ -71,7 +66,6 @@ class StageTemplate:
     """What one microbatch does inside a stage.
 
     Attributes:
-        slots: Its allocations.
         parts: Its regions in the order of forward, without the head of stages after the first.
         forward: Events of each region's forward; for stages after the first also of region 0.
         backward: By whether gradients of parameters are made: events of each region's backward.
@@ -106,8 +100,6 @@ def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozense
     """What one microbatch does inside a stage.
 
     Args:
-        spec: The network, or one tensor-parallel rank's part of it.
-        shape: Which part of it the stage is.
         tied: Parameters that several regions of the stage use: gradients of all but the first are not freed in the
             later backwards' events, since they wait for the first region's.
 
@@ -149,10 +141,6 @@ class InputsTemplate:
 
 def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
     """What a microbatch but the first does in a whole network where gradients of weights are made apart.
-
-    Args:
-        spec: The network, or one tensor-parallel rank's part of it.
-        rows: A number of rows that it allows.
 
     Raises:
         PlanError: If the network was described without events.
@@ -287,7 +275,6 @@ class _Laid:
         """Events of every region's backward, what is freed at the end, and what leaves the stage.
 
         Args:
-            way: Whether gradients of parameters are made.
             operands: By slot the weights whose gradients are made of it later, and not here.
         """
         later = set().union(*operands.values())

@@ -32,7 +32,6 @@ class StageShape:
     Attributes:
         first, end: Its half-open range of layers.
         checkpointed: How many of its first layers are recomputed.
-        rows: Rows of a microbatch.
     """
 
     first: int
@@ -45,12 +44,8 @@ class Born(NamedTuple):
     """An allocation in its place.
 
     Attributes:
-        slot: Its slot.
-        part: The region.
         backward: Whether its backward makes it.
-        allocation: The template.
         number: Its index in the template's list.
-        nbytes: Its size.
     """
 
     slot: int
@@ -65,7 +60,7 @@ Place = tuple[int, bool, int]
 """Region, whether its backward, position."""
 
 
-def layer_events(spec: ModelSpec, part: int) -> LayerEvents:
+def region_events(spec: ModelSpec, part: int) -> LayerEvents:
     """Events of a region.
 
     Raises:
@@ -91,7 +86,6 @@ class Stack:
 
     Args:
         spec: The network, or one tensor-parallel rank's part of it.
-        shape: The stage.
     """
 
     def __init__(self, spec: ModelSpec, shape: StageShape) -> None:
@@ -131,7 +125,7 @@ class Stack:
             recomputed = near > 0
         else:
             recomputed = part <= shape.first + shape.checkpointed
-        return layer_events(self.spec, part).way(recomputed=recomputed, first=first)
+        return region_events(self.spec, part).way(recomputed=recomputed, first=first)
 
     def add(self, part: int, *, backward: bool, first: bool) -> None:
         """Give slots to what a region allocates."""
@@ -149,7 +143,6 @@ class Stack:
         """Give a slot to a gradient that comes from the next stage.
 
         Args:
-            tensor: What it is the gradient of.
             handed: The index under which the last region hands that on; ``None`` if it is not known.
         """
         self.arriving[len(self._bytes)] = handed

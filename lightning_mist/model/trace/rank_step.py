@@ -3,7 +3,7 @@
 Collectives answer with tensors of the right shape and are written down; on fake tensors that is all that is needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_mist.plan import ModuleMap, SequenceSplit, TensorSplit
 from lightning_mist.tensor_parallel import (
     CountingGroup,
-    Reduction,
     SplitContext,
     SplitTensor,
     enter_sequence,
@@ -25,37 +24,6 @@ from lightning_mist.tensor_parallel import (
 
 Dims = tuple[int | None, ...]
 """For every leaf of a value the dimension that it is shared out along, if it is."""
-
-Exchange = Callable[[str, int], None]
-"""Told the operation and the bytes of the whole tensor of every collective."""
-
-
-class WatchedGroup:
-    """A :class:`CountingGroup` that says at once what it was asked for."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
-        self.watcher: Exchange | None = None
-        self._group = CountingGroup(size)
-
-    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """A tensor of the same shape."""
-        self._say("all_reduce", tensor, 1)
-        return self._group.all_reduce(tensor, reduction)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """A tensor with a dimension of all ranks in front."""
-        self._say("all_gather", tensor, self.size)
-        return self._group.all_gather(tensor)
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """A tensor without its first dimension."""
-        self._say("reduce_scatter", tensor, 1)
-        return self._group.reduce_scatter(tensor)
-
-    def _say(self, operation: str, tensor: Tensor, times: int) -> None:
-        if self.watcher is not None:
-            self.watcher(operation, times * tensor.numel() * tensor.element_size())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +35,14 @@ class RankView:
         sequence: For blocks that hidden states enter shared out along the sequence, how; by position.
     """
 
-    group: WatchedGroup
+    group: CountingGroup
     context: SplitContext
     sequence: Mapping[int, SequenceSplit]
 
     @classmethod
     def of(cls, split: TensorSplit, *, sequence_parallel: bool) -> "RankView":
         """The view of rank 0 of a split."""
-        group = WatchedGroup(split.degree)
+        group = CountingGroup(split.degree)
         entries = {item.position: item for item in split.sequence} if sequence_parallel else {}
         return cls(group=group, context=SplitContext(group, sequence_parallel), sequence=entries)
 

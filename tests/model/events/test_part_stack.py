@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.events.part_stack import Stack, StageShape, layer_events
+from lightning_mist.model.events.part_stack import Stack, StageShape, region_events
 from tests.cost.events import WIDTH, with_events
 from tests.specs import spec
 
@@ -45,12 +45,12 @@ def test_what_is_handed_on_dies_where_the_next_layer_lets_go_of_it(network):
 
 def test_the_way_of_a_region_follows_from_the_plan(network):
     found = stack(network, checkpointed=2)
-    assert found.way(2, first=True) is layer_events(network, 2).recomputed_first
-    assert found.way(3, first=False) is layer_events(network, 3).later
-    assert found.way(0, first=True) is layer_events(network, 0).recomputed_first
-    assert stack(network).way(0, first=True) is layer_events(network, 0).first
+    assert found.way(2, first=True) is region_events(network, 2).recomputed_first
+    assert found.way(3, first=False) is region_events(network, 3).later
+    assert found.way(0, first=True) is region_events(network, 0).recomputed_first
+    assert stack(network).way(0, first=True) is region_events(network, 0).first
 
 
 def test_regions_without_events_are_refused():
     with pytest.raises(PlanError, match="the tail has no list of allocations"):
-        layer_events(spec(4), 5)
+        region_events(spec(4), 5)

@@ -2,22 +2,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.model.trace.rank_step import RankView, WatchedGroup, dims_of, parts_of, present_parts
+from lightning_mist.model.trace.rank_step import RankView, dims_of, parts_of, present_parts
 from lightning_mist.plan import ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
 from lightning_mist.tensor_parallel import SplitTensor
 
 ROWS = ParameterSplit(name="0.weight", dim=0, factors=((6, True),))
 SPLIT = TensorSplit(degree=2, parameters=(ROWS,), sequence=(SequenceSplit(position=1, leaf=0, dim=1),))
-
-
-def test_a_group_says_what_it_was_asked_for_in_bytes_of_whole_tensors():
-    group, said = WatchedGroup(2), []
-    group.all_reduce(torch.ones(3))
-    group.watcher = lambda operation, size: said.append((operation, size))
-    assert group.all_reduce(torch.ones(3)).shape == (3,)
-    assert group.all_gather(torch.ones(3)).shape == (2, 3)
-    assert group.reduce_scatter(torch.ones(2, 3)).shape == (3,)
-    assert said == [("all_reduce", 12), ("all_gather", 24), ("reduce_scatter", 24)]
 
 
 def test_hidden_states_enter_only_the_blocks_that_are_said_to_take_parts():
