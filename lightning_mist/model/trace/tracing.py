@@ -33,9 +33,8 @@ from lightning_mist.model.spec import (
     ParameterSpec,
 )
 from lightning_mist.model.trace.block_kinds import Kinds, cost_keys, group, is_faithful, trained_beside
-from lightning_mist.model.trace.boundaries import boundary_specs
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
-from lightning_mist.model.trace.layer_costs import layer_specs
+from lightning_mist.model.trace.layer_costs import boundary_specs, layer_specs
 from lightning_mist.model.trace.modes import Ways, run_ways
 from lightning_mist.model.trace.optimizer import describe_optimizer
 from lightning_mist.model.trace.sizes import Counted, Resize, Step, bases, sized

@@ -3,7 +3,7 @@ import sympy
 from lightning_mist.model.spec.polynomial import MICROBATCH as B
 from lightning_mist.model.spec.polynomial import SEQUENCE as S
 from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, Basis
-from lightning_mist.model.trace.boundaries import boundary_specs
+from lightning_mist.model.trace.layer_costs import boundary_specs
 from lightning_mist.plan import LiveTensor, ModuleMap
 
 BASIS = Basis(BILINEAR, tuple((b, s) for s in (8, 4, 2) for b in (2, 4)), (6, 6))
