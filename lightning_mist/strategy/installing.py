@@ -45,7 +45,7 @@ class Installs(WholeEvaluation):
         assert self._decision is not None
         if self._decision.is_plain:
             if self._initial is not None:
-                self._initial.give(self._initial.names)
+                self._initial.materialize(self._initial.names)
             given, found = self._find_unused_parameters, self._decision.has_unused_parameters
             self._ddp_kwargs["find_unused_parameters"] = found if given is None else given
             self.configure_ddp()

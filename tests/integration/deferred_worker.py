@@ -136,7 +136,7 @@ def with_ddp(folder, **options):
     with deferred_construction():
         source = Project(**options)
     values = InitialValues(source, find_sources(source), seed=SEED, device=torch.device("cpu"))
-    values.give(values.names)
+    values.materialize(values.names)
     module, held = Project(**options), Held()
     module.load_state_dict(source.state_dict())
     trainer = make_trainer("ddp", folder, held=held)

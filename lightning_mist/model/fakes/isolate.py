@@ -91,16 +91,16 @@ def substitute_parameters(
     owners: Mapping[tuple[str, str], object],
     home: torch.device = _HOST,
 ) -> tuple[nn.Parameter, ...]:
-    """Put stand-ins into every parameter slot, inside :func:`isolated` only.
+    """Put substitutes into every parameter slot, inside :func:`isolated` only.
 
     Args:
-        mode: Makes fake stand-ins; ``None`` for stand-ins that share the real values.
+        mode: Makes fake substitutes; ``None`` for substitutes that share the real values.
         owners: For a slot ``(module name, attribute name)``, who uses it: slots of one parameter with different owners
-            get different stand-ins. Slots that are not named count as one owner.
-        home: Where fake stand-ins of parameters on meta are.
+            get different substitutes. Slots that are not named count as one owner.
+        home: Where fake substitutes of parameters on meta are.
 
     Returns:
-        The stand-ins, in the order of the slots that they fill first.
+        The substitutes, in the order of the slots that they fill first.
     """
     made: dict[tuple[int, object], nn.Parameter] = {}
     for name, item in module.named_modules(remove_duplicate=True):

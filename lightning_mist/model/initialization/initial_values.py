@@ -259,7 +259,9 @@ class InitialValues:
         """The parameters that have no values of their own."""
         return frozenset(self._sources)
 
-    def give(self, names: Collection[str], *, alone: bool = False, then: Callable[[str], None] | None = None) -> None:
+    def materialize(
+        self, names: Collection[str], *, alone: bool = False, then: Callable[[str], None] | None = None
+    ) -> None:
         """Give parameters their values, contiguous in memory, one after the other.
 
         All ranks call this at the same time, each with its own names.
@@ -295,7 +297,7 @@ class InitialValues:
         self._share(value)
         return value
 
-    def take(self, names: Collection[str]) -> None:
+    def free(self, names: Collection[str]) -> None:
         """Make parameters hollow again."""
         for name in names:
             empty_out(self._parameters[name])
@@ -317,7 +319,7 @@ class InitialValues:
             in_use = {id(parameter) for parameter in self._module.parameters()}
             names = [name for name in self._sources if id(self._parameters[name]) in in_use]
             try:
-                self.give(names, alone=alone)
+                self.materialize(names, alone=alone)
                 yield
             finally:
-                self.take(names)
+                self.free(names)

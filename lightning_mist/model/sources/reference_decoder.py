@@ -148,11 +148,11 @@ def hollow(build: Callable[[], nn.Module], *, dtype: torch.dtype | None = None) 
         for slots in (owner._parameters, owner._buffers, vars(owner)):
             for name, tensor in slots.items():
                 if isinstance(tensor, Tensor) and tensor.is_meta:
-                    slots[name] = replaced.setdefault(id(tensor), _stand_in(tensor, dtype))  # type: ignore[assignment]
+                    slots[name] = replaced.setdefault(id(tensor), _substitute(tensor, dtype))  # type: ignore[assignment]
     return module
 
 
-def _stand_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _substitute(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(torch.zeros((), dtype=kept).expand(tensor.shape), requires_grad=tensor.requires_grad)

@@ -23,11 +23,11 @@ from lightning_mist.tensors import copy_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is run: a module in which stand-ins fill the parameter slots, and how.
+    """What is run: a module in which substitutes fill the parameter slots, and how.
 
     Attributes:
         blocks: The repeated blocks in execution order.
-        mode: The mode that the stand-ins are fakes of; ``None`` if they are real.
+        mode: The mode that the substitutes are fakes of; ``None`` if they are real.
         view: How one of several tensor-parallel ranks sees the step, if it is about one.
     """
 
@@ -51,7 +51,7 @@ def isolated_subject(
     owners: Mapping[tuple[str, str], object] = MappingProxyType({}),
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Subject]:
-    """Inside, a module whose parameter slots hold stand-ins; afterwards it is as before.
+    """Inside, a module whose parameter slots hold substitutes; afterwards it is as before.
 
     Args:
         blocks: Qualified names of the blocks in execution order.

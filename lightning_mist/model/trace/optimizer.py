@@ -159,7 +159,7 @@ def optimizer_to_describe(
 ) -> tuple[torch.optim.Optimizer | type[torch.optim.Optimizer] | None, tuple[str, ...]]:
     """What is supposed to train a module, and what to say about that.
 
-    The module's ``configure_optimizers`` is asked with stand-ins without values in its parameters' places, so that
+    The module's ``configure_optimizers`` is asked with substitutes without values in its parameters' places, so that
     nothing of the module changes.
 
     Args:

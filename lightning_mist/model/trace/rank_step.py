@@ -85,16 +85,16 @@ def _dim(tensor: SplitTensor) -> int:
 
 def present_parts(
     module: nn.Module,
-    stand_ins: Sequence[nn.Parameter],
+    substitutes: Sequence[nn.Parameter],
     module_map: ModuleMap,
     split: TensorSplit,
     context: SplitContext,
     mode: FakeTensorMode,
 ) -> tuple[nn.Parameter, ...]:
-    """Put parts in the place of stand-ins, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only.
+    """Put parts in the place of substitutes, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only.
 
     Returns:
-        The parameters that gradients arrive in: parts, and the stand-ins of what is held whole.
+        The parameters that gradients arrive in: parts, and the substitutes of what is held whole.
     """
     canonical = {(owner, attribute): use.name for use in module_map.parameters for owner, attribute, _ in use.slots}
     made: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -112,4 +112,4 @@ def present_parts(
                 part = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 made[id(parameter)] = (part, present(part, how, context))
             item._parameters[attribute] = made[id(parameter)][1]
-    return tuple(made[id(item)][0] if id(item) in made else item for item in stand_ins)
+    return tuple(made[id(item)][0] if id(item) in made else item for item in substitutes)

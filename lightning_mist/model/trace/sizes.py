@@ -40,7 +40,7 @@ class Step:
     operators: DeviceOperators
 
     def subject(self, mode: FakeTensorMode | None) -> AbstractContextManager[Subject]:
-        """What is run inside; slots of one parameter that different parts use get different stand-ins."""
+        """What is run inside; slots of one parameter that different parts use get different substitutes."""
         owners = {(name, at): parts for use in self.module_map.parameters for name, at, parts in use.slots if parts}
         return isolated_subject(
             self.module,

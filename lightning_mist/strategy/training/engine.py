@@ -224,7 +224,7 @@ class Engine(WholeGradients):
         """Give parameters without values those that this rank keeps, one after the other; then as :meth:`hollow`."""
         self.has_begun = True
         if initial is not None:
-            initial.give(names_with_values(self.plan, self.module_map, self.rank), then=self._take_part)
+            initial.materialize(names_with_values(self.plan, self.module_map, self.rank), then=self._take_part)
         self.hollow()
 
     def _take_part(self, name: str) -> None:

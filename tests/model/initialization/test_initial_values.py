@@ -67,13 +67,13 @@ def test_hollow_parameters_keep_object_shape_and_attributes():
 def test_values_are_given_to_some_and_taken_again():
     module, values = prepared()
     names = ["embed.weight", "blocks.2.scale"]
-    values.give(names)
+    values.materialize(names)
     assert [name for name, p in module.named_parameters() if not is_hollow(p)] == names
     first = module.embed.weight.detach().clone()
-    values.take(names)
+    values.free(names)
     assert all(is_hollow(p) for p in module.parameters())
     other, other_values = prepared()
-    other_values.give(other_values.names)
+    other_values.materialize(other_values.names)
     assert torch.equal(other.embed.weight, first)
     assert other(torch.arange(5)).isfinite().all()
 
@@ -81,7 +81,7 @@ def test_values_are_given_to_some_and_taken_again():
 def test_lean_modules_run_with_the_parameters_of_one_block():
     module, values = prepared()
     whole, whole_values = prepared()
-    whole_values.give(whole_values.names)
+    whole_values.materialize(whole_values.names)
     for block in whole.blocks[1:]:
         block.load_state_dict(whole.blocks[0].state_dict())
     with values.lean([f"blocks.{index}" for index in range(4)]):
@@ -132,14 +132,14 @@ def test_modules_on_meta_initialise_themselves():
     values = InitialValues(module, find_sources(module), seed=3, device=CPU)
     assert module[2].table.tolist() == [0, 1, 2, 3]
     state = torch.get_rng_state()
-    values.give(values.names)
+    values.materialize(values.names)
     assert torch.equal(torch.get_rng_state(), state)
     assert module[1].weight.eq(1).all()
     assert module[2].weight.eq(2).all()
     assert module[0].weight.std().item() == pytest.approx(1 / 90**0.5, rel=0.1)
     again = on_meta(lambda: nn.Sequential(nn.Linear(30, 30), nn.LayerNorm(30), WithTable()))
     values = InitialValues(again, find_sources(again), seed=3, device=CPU)
-    values.give(["0.weight"])
+    values.materialize(["0.weight"])
     assert torch.equal(again[0].weight, module[0].weight)
     assert is_hollow(again[0].bias)
 
@@ -147,7 +147,7 @@ def test_modules_on_meta_initialise_themselves():
 def test_a_model_around_a_module_initialises_it():
     module = on_meta(Around)
     values = InitialValues(module, find_sources(module), seed=0, device=CPU)
-    values.give(values.names)
+    values.materialize(values.names)
     assert module.inner[0].gate.eq(0.25).all()
 
 
@@ -177,7 +177,7 @@ def test_states_are_loaded_into_hollow_parameters():
     assert module.embed.weight is module.head.weight
     assert torch.equal(module.blocks[1].scale, plain.blocks[1].scale)
     values = InitialValues(module, find_sources(module), seed=0, device=CPU)
-    values.give(values.names)
+    values.materialize(values.names)
     for name, value in plain.state_dict().items():
         assert torch.equal(module.state_dict()[name], value)
     assert module.embed.weight.data_ptr() != plain.embed.weight.data_ptr()
@@ -191,7 +191,7 @@ def test_values_of_rank_zero_are_shared():
     sent = []
     sources = {name: OnRankZero(value) for name, value in held.items()}
     values = InitialValues(module, sources, seed=0, device=CPU, share=lambda t: sent.append(t.clone()))
-    values.give(["head.weight", "embed.weight"])
+    values.materialize(["head.weight", "embed.weight"])
     assert len(sent) == len(held)
     assert torch.equal(module.embed.weight, held["embed.weight"])
     assert is_hollow(module.blocks[0].scale)
@@ -204,10 +204,10 @@ def test_values_of_rank_zero_are_shared():
         is_first=False,
         share=lambda t: t.copy_(queue.pop(0)),
     )
-    other.give(other.names)
+    other.materialize(other.names)
     assert all(torch.equal(p, held[name]) for name, p in other._module.named_parameters())
-    values.take(["embed.weight"])
-    values.give(["blocks.0.scale"], alone=True)
+    values.free(["embed.weight"])
+    values.materialize(["blocks.0.scale"], alone=True)
     assert len(sent) == len(held)
     values.forget()
     assert values.names == frozenset()
