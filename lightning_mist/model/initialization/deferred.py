@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import become, quiet_fakes
+from lightning_mist.model.operators import written
 
 RECIPE = "_mist_recipe"
 """Attribute of a parameter without values that says how they are found; it goes where the parameter goes."""
@@ -108,24 +109,29 @@ class Recording:
         """Whether a fake tensor's storage was seen before."""
         return tensor.untyped_storage()._cdata in self._numbers
 
-    def note(self, function: Any, arguments: "_Arguments", output: Any) -> None:
-        """Keep an operator if it wrote to a storage or made one; views alone leave no trace."""
+    def note(self, function: Any, call: Any, written: Sequence[int], output: Any) -> None:
+        """Keep an operator if it wrote to a storage or made one; views alone leave no trace.
+
+        Args:
+            call: Its arguments as they were before it ran, with places for tensors.
+            written: The storages that it wrote to.
+        """
         makes = tuple(
             (index, self.place(leaf))
             for index, leaf in enumerate(tree_leaves(output))
             if isinstance(leaf, FakeTensor) and not self.knows(leaf)
         )
-        writes = [*arguments.writes, *(place.storage for _, place in makes)]
+        writes = [*written, *(place.storage for _, place in makes)]
         if not writes:
             return
-        reads = frozenset(leaf.storage for leaf in tree_leaves(arguments.call) if isinstance(leaf, _Place))
+        reads = frozenset(leaf.storage for leaf in tree_leaves(call) if isinstance(leaf, _Place))
         namespace, _, name = function._schema.name.partition("::")
         for storage in dict.fromkeys(writes):
             self._writers.setdefault(storage, []).append(len(self.operations))
         self.operations.append(
             _Operation(
                 name=(namespace, name, function._overloadname),
-                call=arguments.call,
+                call=call,
                 reads=reads,
                 makes=makes,
                 is_random=torch.Tag.nondeterministic_seeded in function.tags,
@@ -196,12 +202,6 @@ class _GeneratorOn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arguments:
-    call: Any
-    writes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Recorded:
     """The values of a parameter whose construction was recorded."""
 
@@ -235,20 +235,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
-        is_real = any(not isinstance(tensor, FakeTensor) for tensor in written)
+        changed = list(written(func, args, kwargs))
+        is_real = any(not isinstance(tensor, FakeTensor) for tensor in changed)
         if is_real or torch.Tag.data_dependent_output in func.tags:
             result = self._really(func, args, kwargs)
-            return written[0] if is_real else result
+            return changed[0] if is_real else result
         if torch.Tag.dynamic_output_shape in func.tags:
             result = self._really(func, args, kwargs)
             return tree_map(lambda leaf: self._constant(leaf) if isinstance(leaf, Tensor) else leaf, result)
-        arguments = _Arguments(
-            call=tree_map(self._argument, (args, kwargs)),
-            writes=tuple(self.recording.place(tensor).storage for tensor in written),
-        )
+        call = tree_map(self._argument, (args, kwargs))
+        storages = [self.recording.place(tensor).storage for tensor in changed]
         output = func(*args, **kwargs)
-        self.recording.note(func, arguments, output)
+        self.recording.note(func, call, storages, output)
         return output
 
     def _argument(self, leaf: Any) -> Any:
@@ -264,8 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A fake for a real tensor."""
         clone = torch.ops.aten.clone.default
         output: Tensor = clone(tensor)
-        arguments = _Arguments(call=((_Constant(tensor, tensor._version),), {}), writes=())
-        self.recording.note(clone, arguments, output)
+        self.recording.note(clone, ((_Constant(tensor, tensor._version),), {}), (), output)
         return output
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -277,17 +274,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_unflatten(leaves, structure)
         with _disable_current_modes(), torch.no_grad():
             return func(*args, **kwargs)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments that it changes."""
-    found: list[Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
 
 
 class _Copies(TorchFunctionMode):
