@@ -95,32 +95,22 @@ class KernelRegistry:
             # torch says once that a kernel of its own is overridden, which is what is wanted here.
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for kernel in self._kernels:
-                call = self._autograd(kernel) if kernel.key == "AutogradCPU" else self._autocast(kernel)
-                library.impl(kernel.operator, call, kernel.key, with_keyset=True)
+                library.impl(kernel.operator, self._call(kernel), kernel.key, with_keyset=True)
 
-    def _autograd(self, kernel: Kernel) -> Callable[..., Any]:
+    def _call(self, kernel: Kernel) -> Callable[..., Any]:
         operator, compute = overload_of(kernel.operator), kernel.compute
+        is_cast = kernel.key == "AutocastCPU"
         has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
-        after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutogradCPU)
+        after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, kernel.key))
 
         def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
             target = self._target()
-            if target is not None and any(isinstance(leaf, FakeTensor) for leaf in args):
+            if is_cast or (target is not None and any(isinstance(leaf, FakeTensor) for leaf in args)):
                 result = compute(target, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            return (
-                operator.decompose(*args, **kwargs) if has_parts else operator.redispatch(keys & after, *args, **kwargs)
-            )
-
-        return call
-
-    def _autocast(self, kernel: Kernel) -> Callable[..., Any]:
-        operator, compute = overload_of(kernel.operator), kernel.compute
-        after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
-
-        def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            result = compute(self._target(), *args, **kwargs)
-            return operator.redispatch(keys & after, *args, **kwargs) if result is NotImplemented else result
+            if has_parts and not is_cast:
+                return operator.decompose(*args, **kwargs)
+            return operator.redispatch(keys & after, *args, **kwargs)
 
         return call

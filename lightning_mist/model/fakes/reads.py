@@ -69,14 +69,13 @@ class Guesses:
     """Counts the numbers that had to be guessed, by the line that read them."""
 
     def __init__(self) -> None:
-        self._reads: dict[str, int] = {}
-        self._rounds: dict[str, int] = {}
-        self._operators: dict[str, int] = {}
+        self._counts: dict[str, tuple[int, int, int]] = {}
+        """By line: reads, rounds of operators and reads, operators that had run at the last read."""
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
         """How often each line read a number, in the order of the first reads."""
-        return tuple(self._reads.items())
+        return tuple((line, reads) for line, (reads, _, _) in self._counts.items())
 
     def note(self, operators: int) -> str:
         """Count a read by the line of the user's code that is running.
@@ -88,15 +87,14 @@ class Guesses:
             Why the line can only be a loop that waits for another value, if so; nothing otherwise.
         """
         line = user_line()
-        self._reads[line] = self._reads.get(line, 0) + 1
-        if self._operators.get(line) != operators:
-            self._rounds[line] = self._rounds.get(line, 0) + 1
-            self._operators[line] = operators
-        if self._reads[line] <= _MOST_READS and self._rounds[line] <= _MOST_ROUNDS:
+        reads, rounds, before = self._counts.get(line, (0, 0, -1))
+        reads, rounds = reads + 1, rounds + (before != operators)
+        self._counts[line] = reads, rounds, operators
+        if reads <= _MOST_READS and rounds <= _MOST_ROUNDS:
             return ""
         return (
-            f"the step has read values into Python {self._reads[line]} times at {line}: a loop that ends by a value "
-            "has no fixed cost, and no end without values; let it end after a number of rounds"
+            f"the step has read values into Python {reads} times at {line}: a loop that ends by a value has no fixed "
+            "cost, and no end without values; let it end after a number of rounds"
         )
 
 

@@ -34,37 +34,22 @@ Samples = dict[tuple[int, bool, int], list[float]]
 """Seconds by part, direction (whether backward) and rows."""
 
 
-class _Clock:
-    """Moments of work on a device, of which marking makes it wait for nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._ops = ops_of(device)
-        self._events: list[Any] = []
-
-    def mark(self) -> None:
-        self._events.append(self._ops.record(timed=True))
-
-    def times(self) -> list[float]:
-        """Seconds since the first moment marked after the last call, at every one of them."""
-        events, self._events = self._events, []
-        self._ops.synchronize()
-        return [self._ops.seconds(events[0], event) for event in events]
-
-
 @dataclass(slots=True)
 class _Timer:
     blocks: tuple[nn.Module, ...]
     twins: tuple[int | None, ...]
     call: Callable[[Any], Any]
-    clock: _Clock
+    device: torch.device
 
     def step(self, batch: Any) -> Iterator[tuple[int, bool, float]]:
-        """One step; part, direction and seconds of everything between two marks."""
-        marks: list[tuple[int, bool]] = []
+        """One step; part, direction and seconds of everything between two marks, which wait for nothing."""
+        ops = ops_of(self.device)
+        parts: list[tuple[int, bool]] = []
+        marks: list[Any] = []
 
         def enter(part: int, backward: bool) -> None:
-            marks.append((part, backward))
-            self.clock.mark()
+            parts.append((part, backward))
+            marks.append(ops.record(timed=True))
 
         walk = Walk(self.blocks, self.twins, enter, recompute=False, mode=None, keep_values=True)
         with walk.step(), torch.enable_grad():
@@ -73,10 +58,10 @@ class _Timer:
             loss = loss_of(value)
             walk.begin_backward()
             loss.backward()  # type: ignore[no-untyped-call]
-            self.clock.mark()
-        times = self.clock.times()
-        for (part, backward), (start, end) in zip(marks, pairwise(times), strict=True):
-            yield part, backward, end - start
+            marks.append(ops.record(timed=True))
+        ops.synchronize()
+        for (part, backward), (start, end) in zip(parts, pairwise(marks), strict=True):
+            yield part, backward, ops.seconds(start, end)
 
 
 def _kinds(
@@ -193,7 +178,7 @@ def time_layers(
     kinds = _kinds(module, module_map, blocks, call, batches[sizes[0]])
     with isolated(module):
         substitute_parameters(module, None, {})
-        timer = _Timer(blocks=blocks, twins=kinds.twins(), call=call, clock=_Clock(device))
+        timer = _Timer(blocks=blocks, twins=kinds.twins(), call=call, device=device)
         try:
             samples = _measure(timer, batches, budget_seconds, progress, most_calls)
         except TraceError:
