@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mist import MistStrategy
 from lightning_mist.errors import MistError
-from lightning_mist.model.initialization.deferred import deferred_construction
+from lightning_mist.model.initialization.construction import deferred_construction
 from lightning_mist.model.initialization.initial_values import InitialValues, find_sources
 from lightning_mist.plan import StageMesh
 from lightning_mist.runtime.parameters.absent import at_work

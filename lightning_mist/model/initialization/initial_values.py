@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import become, renew_flat_weights
-from lightning_mist.model.initialization.deferred import RECIPE, construction_seed, recipe_of
+from lightning_mist.model.initialization.construction import RECIPE, construction_seed, recipe_of
 from lightning_mist.model.trace import module_key
 from lightning_mist.tensors import is_hollow
 

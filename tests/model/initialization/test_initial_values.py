@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.initialization.deferred import deferred_construction
+from lightning_mist.model.initialization.construction import deferred_construction
 from lightning_mist.model.initialization.initial_values import (
     InitialValues,
     OnRankZero,

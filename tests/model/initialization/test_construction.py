@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.initialization.deferred import deferred_construction, recipe_of
+from lightning_mist.model.initialization.construction import deferred_construction, recipe_of
 
 
 def built(make, number=0):
