@@ -283,7 +283,7 @@ class Recorder(TorchFunctionMode):
         return guess_read(name, args, tensors[0], truth=self._guess, number=1.0 + self._attempt / 4)
 
     def _index(self, name: str, func: Any, args: Any) -> tuple[Any, Any]:
-        """The same indexing with masks as positions: those of a known mask, or all of them where it is not known."""
+        """An indexing with its masks as positions: those of a known mask, or all of them where it is not known."""
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
         masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
         for mask in masks:

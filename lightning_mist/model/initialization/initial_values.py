@@ -41,7 +41,7 @@ class Loaded:
     tensor: Tensor
 
     def value(self, seed: int) -> Tensor:
-        """See :class:`Source`."""
+        """The values, as of any :class:`Source`."""
         return self.tensor
 
 
@@ -52,7 +52,7 @@ class OnRankZero:
     tensor: Tensor | None
 
     def value(self, seed: int) -> Tensor:
-        """See :class:`Source`; on rank 0 only."""
+        """The values, as of any :class:`Source`; on rank 0 only."""
         assert self.tensor is not None
         return self.tensor
 
@@ -71,7 +71,7 @@ class Reset:
     run: Callable[[], Any]
 
     def value(self, seed: int) -> Tensor:
-        """See :class:`Source`."""
+        """The values, as of any :class:`Source`."""
         held = {name: p for name, p in self.owner._parameters.items() if p is not None}
         data = {name: p.data for name, p in held.items()}
         state = torch.get_rng_state()

@@ -141,7 +141,7 @@ class LayerEvents:
     recomputed_later: PartEvents
 
     def way(self, *, recomputed: bool, first: bool) -> PartEvents:
-        """One of them."""
+        """Events of the part when it is recomputed or not, in the first backward of a batch or a later one."""
         if recomputed:
             return self.recomputed_first if first else self.recomputed_later
         return self.first if first else self.later

@@ -30,7 +30,7 @@ OperatorKind = Literal[
 """
 
 KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
-"""All of them."""
+"""All kinds of work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class TensorSpec:
 
     @property
     def bytes(self) -> sympy.Expr:
-        """Its size in bytes."""
+        """Size in bytes, as an expression."""
         return sympy.Mul(sympy.Integer(self.itemsize), *self.shape)
 
 

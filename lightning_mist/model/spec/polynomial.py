@@ -33,12 +33,12 @@ class Polynomial:
 
     @classmethod
     def constant(cls, value: int) -> "Polynomial":
-        """The same for all sizes."""
+        """A polynomial of one value for all sizes."""
         return cls(_ONE, (value,))
 
     @property
     def expression(self) -> sympy.Expr:
-        """As a sympy expression in :data:`MICROBATCH` and :data:`SEQUENCE`."""
+        """The polynomial as a sympy expression in :data:`MICROBATCH` and :data:`SEQUENCE`."""
         terms = (
             sympy.Rational(c, self.denominator) * MICROBATCH**i * SEQUENCE**j
             for c, (i, j) in zip(self.coefficients, self.powers, strict=True)
@@ -47,7 +47,7 @@ class Polynomial:
         return sympy.Add(*terms)
 
     def at(self, rows: int, length: int = 1) -> int:
-        """Its value for ``rows`` rows of ``length`` positions.
+        """The value for ``rows`` rows of ``length`` positions.
 
         Raises:
             ValueError: If that is no whole number, so that no tensor can have this size there.
@@ -58,7 +58,7 @@ class Polynomial:
         return value.numerator
 
     def exactly_at(self, rows: int, length: int = 1) -> Fraction:
-        """Its value, which need not be whole between the sizes that a network allows."""
+        """The value as a fraction, which need not be whole between the sizes that a network allows."""
         total = sum(c * rows**i * length**j for c, (i, j) in zip(self.coefficients, self.powers, strict=True) if c)
         return Fraction(total, self.denominator)
 

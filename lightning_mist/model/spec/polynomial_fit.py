@@ -118,7 +118,7 @@ class Basis:
 
 
 def undominated(powers: tuple[Powers, ...], polynomials: Iterable[Coefficients]) -> list[Coefficients]:
-    """Those that no other one exceeds for all rows and lengths from 1 on.
+    """Polynomials that no other one exceeds for all rows and lengths from 1 on.
 
     Such is a difference without negative coefficients in ``b - 1`` and ``s - 1``.
 

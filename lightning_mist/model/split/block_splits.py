@@ -273,7 +273,7 @@ def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, out
 
 
 def _with_sequence(subject: _Subject, found: Found, degree: int) -> Found:
-    """The same with the way to enter it in parts along the sequence, or the reason why there is none."""
+    """A found split with the way to enter it in parts along the sequence, or the reason why there is none."""
     entry, outcome = subject.entry, Outcome(reason=None)
     if isinstance(entry, str):
         return replace(found, whole_sequence=entry)

@@ -13,7 +13,7 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 summed in another order: a few hundred roundings of 1e-16 or 6e-8."""
 
 _COARSE_TOLERANCE = 5e-2
-"""The same for 16-bit numbers: 2^-8 per rounding, some ten of them."""
+"""Largest relative difference of 16-bit numbers: 2^-8 per rounding, some ten of them."""
 
 _FLOOR = 1e-3
 """Tensors whose entries are all below this part of the largest of any are compared as if they were that large: some

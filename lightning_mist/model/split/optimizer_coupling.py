@@ -331,7 +331,7 @@ def _make_late(
 def _half_step(
     toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], dim: int, half: int
 ) -> tuple[Tensor, State]:
-    """The same for one half of one parameter."""
+    """Value and state of one half of one parameter after the steps."""
     cut = [[_half(gradient, dim, half) for gradient in step] for step in gradients]
     return _step(toy, [_half(value, dim, half) for value in values], cut)[0]
 

@@ -186,7 +186,7 @@ def _set_gradients(subject: Subject, *, exist: bool) -> None:
 
 
 def _forget(subject: Subject) -> None:
-    """As the runtime does behind a step and around what it repeats: what ranks have gathered is not kept for later."""
+    """Drop what ranks have gathered, as the runtime does behind a step and around what it repeats."""
     if subject.view is not None:
         subject.view.context.forget()
 

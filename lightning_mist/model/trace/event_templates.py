@@ -83,7 +83,7 @@ class _Steps:
         return tuple(sorted({name for storage in given for name in _weights(storage, part)}))
 
     def _twins(self, backward: Sequence[Storage], follower: int | None) -> Sequence[Storage | None]:
-        """The same allocations of the part behind, which is preceded by one of its kind."""
+        """For each allocation that of the next part, which is preceded by one of its kind; ``None`` if they differ."""
         others = [s for s in self._run.storages if s.part == follower and s.cause != "forward"]
         if [s.operator for s in others] != [s.operator for s in backward]:
             return [None] * len(backward)
