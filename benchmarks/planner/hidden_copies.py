@@ -22,7 +22,7 @@ from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.copies import CopyTimes, run_copies
-from lightning_mist.schedule.lower import lower
+from lightning_mist.schedule.lowering import lower
 from lightning_mist.schedule.stage_units import batch_lines
 from lightning_mist.tuner import tune
 

@@ -27,8 +27,8 @@ from lightning_mist.cost.time import StageSeconds
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, ScheduleName
 from lightning_mist.schedule import StepRules
-from lightning_mist.schedule.clock import finish, finish_at, run
 from lightning_mist.schedule.program import Program, program_of
+from lightning_mist.schedule.program_clock import finish, finish_at, run
 from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
 from lightning_mist.schedule.seconds import StageSeconds as SlotSeconds
 from lightning_mist.schedule.sweep import can_sweep, sweep

@@ -19,7 +19,7 @@ from lightning_mist.report.timeline import (
     windows_of,
 )
 from lightning_mist.schedule import simulate_plan
-from lightning_mist.schedule.critical import CriticalPath, critical_path
+from lightning_mist.schedule.critical_path import CriticalPath, critical_path
 from lightning_mist.units import format_seconds
 
 KINDS: dict[BarKind, tuple[str, str]] = {

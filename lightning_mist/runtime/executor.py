@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
+from lightning_mist.runtime.batch_run import BatchRun, Place
 from lightning_mist.runtime.communication import Microbatch, Neighbours, Transport, Work
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import HostPlace, HostPool, Lanes
 from lightning_mist.runtime.offload import OffloadedState
 from lightning_mist.runtime.parameters import CastKeeper, parts_of
-from lightning_mist.runtime.pipeline import BatchRun, Place
 from lightning_mist.runtime.recording import Recorder
 from lightning_mist.runtime.stage import GhostStage, RankStages, make_walk
 from lightning_mist.runtime.support import check_supported

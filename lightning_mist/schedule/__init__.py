@@ -2,14 +2,14 @@
 
 from lightning_mist.schedule.action import Action, ActionKind, Schedule
 from lightning_mist.schedule.arrivals import arrived_sends
-from lightning_mist.schedule.check import check
-from lightning_mist.schedule.clock import StepRules
-from lightning_mist.schedule.generate import generate
+from lightning_mist.schedule.chrome_trace import Level, Span, to_chrome_trace
 from lightning_mist.schedule.in_flight import Held, held_counts, in_flight, in_flight_counts, waiting, waiting_counts
-from lightning_mist.schedule.lower import lower
+from lightning_mist.schedule.lowering import lower
+from lightning_mist.schedule.orders import generate
+from lightning_mist.schedule.program_clock import StepRules
 from lightning_mist.schedule.seconds import StageSeconds
-from lightning_mist.schedule.simulate import Simulation, simulate, simulate_plan
-from lightning_mist.schedule.trace import Level, Span, to_chrome_trace
+from lightning_mist.schedule.simulation import Simulation, simulate, simulate_plan
+from lightning_mist.schedule.validation import check
 
 __all__ = [
     "Action",

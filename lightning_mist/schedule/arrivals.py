@@ -8,7 +8,7 @@ example, the activation of microbatch ``g`` tells a stage which of its gradients
 from collections import defaultdict
 
 from lightning_mist.schedule.action import SENDS, Action, Schedule, receive_of
-from lightning_mist.schedule.lower import consumers
+from lightning_mist.schedule.lowering import consumers
 
 
 def arrived_sends(schedule: Schedule) -> tuple[dict[Action, tuple[Action, ...]], ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_mist.schedule.action import COMPUTATIONS, TAIL, Action, ActionKind
-from lightning_mist.schedule.moves import ROOMS
+from lightning_mist.schedule.offload_actions import ROOMS
 
 _What: TypeAlias = tuple[str, int, int | None, int | None]
 """Kind of state, stage, unit, and microbatch."""

@@ -19,8 +19,8 @@ from lightning_mist.schedule.action import (
     Schedule,
     num_stages_of,
 )
-from lightning_mist.schedule.generate import Order, generate_orders
-from lightning_mist.schedule.lower import posting_positions
+from lightning_mist.schedule.lowering import posting_positions
+from lightning_mist.schedule.orders import Order, generate_orders
 
 KINDS = (
     ActionKind.FORWARD,
@@ -77,7 +77,7 @@ def slot_of(stage: int, kind: ActionKind, microbatch: int, last: int) -> int:
 def program_of(
     num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b", *, num_groups: int | None = None
 ) -> Program:
-    """The program of a schedule with its transfers, as :func:`~lightning_mist.schedule.lower.lower` places them.
+    """The program of a schedule with its transfers, as :func:`~lightning_mist.schedule.lowering.lower` places them.
 
     Args:
         num_stages: Number of stages.
@@ -93,7 +93,7 @@ def program_of_lists(schedule: Schedule) -> Program:
     """The program of lists of actions.
 
     Args:
-        schedule: Lists that pass :func:`~lightning_mist.schedule.check.check`; computations only, or lowered.
+        schedule: Lists that pass :func:`~lightning_mist.schedule.validation.check`; computations only, or lowered.
     """
     orders, places = [], []
     for actions in schedule:

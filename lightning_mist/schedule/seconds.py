@@ -7,8 +7,8 @@ from itertools import pairwise
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule.action import ActionKind
-from lightning_mist.schedule.clock import Epilogue
 from lightning_mist.schedule.program import KINDS
+from lightning_mist.schedule.program_clock import Epilogue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The units of a plan's stages: which parameters they have, what of them is sharded, reduced and moved.
 
-What happens between units is said in :mod:`lightning_mist.schedule.units`.
+What happens between units is said in :mod:`lightning_mist.schedule.shard_units`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,8 +11,8 @@ from math import prod
 from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.schedule.action import HEAD, TAIL, Action
-from lightning_mist.schedule.moves import Key, check_update, moved_names, update_actions
-from lightning_mist.schedule.units import StageUnits, expand
+from lightning_mist.schedule.offload_actions import Key, check_update, moved_names, update_actions
+from lightning_mist.schedule.shard_units import StageUnits, expand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Stage ``i`` of ``P`` begins with ``w = P - 1 - i`` forwards. After them come rounds, as many as there are microbatches:
 in round ``n`` it runs forward ``w + n``, as long as there is one, then backward ``n``; under ZB-H1 that is ``I``, and
-``W`` follows as soon as :mod:`~lightning_mist.schedule.generate` lets it.
+``W`` follows as soon as :mod:`~lightning_mist.schedule.orders` lets it.
 
 Within a round the last stage comes first. Its forward ``w + n`` is, one stage ahead, forward ``w' + n - 1`` of the
 round before, the last one that ran there; backward ``n`` is, one stage behind, that of the same round. So what a

@@ -1,7 +1,7 @@
 """Interleaved 1F1B on a clock without lists of actions, as :mod:`~lightning_mist.schedule.sweep` does it for others.
 
 ``P`` groups of devices have ``V`` chunks each. Group ``i`` runs forwards number 0, 1, 2.. and backwards likewise
-(:mod:`~lightning_mist.schedule.generate`): first ``w`` forwards, then in round ``n`` forward ``w + n``, as long as
+(:mod:`~lightning_mist.schedule.orders`): first ``w`` forwards, then in round ``n`` forward ``w + n``, as long as
 there is one, and backward ``n``. Forward ``k`` waits for forward ``k`` of the group in front, which ran there two
 rounds before, since that one warms up with two forwards more; on the first group, but for the first chunk, for forward
 ``k - P`` of the last one. Backward ``k`` waits for backward ``k`` of the group behind; on the last group, but for the

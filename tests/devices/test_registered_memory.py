@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_mist.devices.accelerator import AcceleratorOps
+from lightning_mist.runtime.host_memory.copy_streams import Lanes
 from lightning_mist.runtime.host_memory.host_pool import HostPool, is_host
-from lightning_mist.runtime.host_memory.lanes import Lanes
 from tests.devices.kinds import CARD
 
 

@@ -18,7 +18,7 @@ from lightning_mist.errors import MistError
 from lightning_mist.model.initialization.construction import deferred_construction
 from lightning_mist.model.initialization.initial_values import InitialValues, find_sources
 from lightning_mist.plan import StageMesh
-from lightning_mist.runtime.parameters.absent import at_work
+from lightning_mist.runtime.parameters.absent_parameters import at_work
 from tests.integration.equality_worker import Project, Tokens, plan
 from tests.machine import assume_profile
 

@@ -31,7 +31,7 @@ from lightning_mist.plan import (
 from lightning_mist.runtime.communication.transport import Transport, Work
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
-from lightning_mist.runtime.parameters.optimizer import (
+from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
     gather_optimizer_state,
     global_grad_norm,
@@ -40,8 +40,7 @@ from lightning_mist.runtime.parameters.optimizer import (
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
 from lightning_mist.runtime.stage.stages import make_stages
 from lightning_mist.schedule import Action
-from lightning_mist.schedule.lower import lower
-from lightning_mist.tensors import batch_rows, slice_rows
+from lightning_mist.schedule.lowering import lower
 from tests.memory_transport import InMemoryWorld, drive
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

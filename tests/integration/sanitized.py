@@ -15,7 +15,7 @@ from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
-from lightning_mist.runtime.host_memory.lanes import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import Lanes
 from tests.integration.parity import make_optimizer
 
 STEPS = 4

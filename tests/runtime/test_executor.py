@@ -8,7 +8,7 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import StageMesh
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gradients.weight_gradients import WeightGradients
-from lightning_mist.runtime.stage.ghosts import GhostStage
+from lightning_mist.runtime.stage.pipeline_stage import GhostStage
 from lightning_mist.schedule import ActionKind
 from tests import zoo
 from tests.integration.parity import Rank, actions_of, loss_of, make_plan, map_of, microbatches

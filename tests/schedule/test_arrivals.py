@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.schedule import arrived_sends, generate, lower
 from lightning_mist.schedule.action import SENDS
-from lightning_mist.schedule.lower import add_transfers
+from lightning_mist.schedule.lowering import add_transfers
 from tests.plans import plans
 from tests.schedule.text import parse
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.schedule import StageSeconds, StepRules
-from lightning_mist.schedule.clock import run
 from lightning_mist.schedule.program import program_of
+from lightning_mist.schedule.program_clock import run
 from lightning_mist.schedule.seconds import crossing_seconds, slot_seconds
 from lightning_mist.schedule.sweep import can_sweep, sweep
 

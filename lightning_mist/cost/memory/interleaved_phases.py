@@ -22,7 +22,7 @@ import numpy as np
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.memory.stage_bytes import StageNeeds
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, generate
-from lightning_mist.schedule.lower import add_transfers
+from lightning_mist.schedule.lowering import add_transfers
 
 Situation = tuple[int, bool, frozenset[int], tuple[tuple[str, int, int], ...]]
 """Stage that computes, whether forward, stages whose gradients exist, and what there is of every stage: kind, stage and

@@ -12,8 +12,8 @@ from typing import Literal
 from lightning_mist.plan import ScheduleName
 from lightning_mist.schedule import Action, ActionKind, arrived_sends
 from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS
-from lightning_mist.schedule.generate import generate_orders
-from lightning_mist.schedule.lower import add_transfers
+from lightning_mist.schedule.lowering import add_transfers
+from lightning_mist.schedule.orders import generate_orders
 
 PhaseKind = Literal["forward", "first backward", "backward", "input backward", "weight backward", "transfer"]
 

@@ -18,8 +18,8 @@ from lightning_mist.plan.mesh import (
     tied_groups,
 )
 from lightning_mist.plan.sharding import deal_buckets
+from lightning_mist.schedule.shard_units import StageUnits
 from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, plan_units
-from lightning_mist.schedule.units import StageUnits
 
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""

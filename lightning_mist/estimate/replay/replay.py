@@ -24,7 +24,7 @@ from lightning_mist.model.events import Block, Label, Mark, StageTemplate, Tape
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
 from lightning_mist.schedule import Schedule, generate
-from lightning_mist.schedule.lower import add_transfers, add_update
+from lightning_mist.schedule.lowering import add_transfers, add_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from lightning_mist.plan.calls import describe_value
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.checks.gradient_differences import FLOOR, GradientDifferences
 from lightning_mist.runtime.gradients import WeightGradients
-from lightning_mist.runtime.random import get_random_state, set_random_state
+from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import GhostStage, StageOutput
 from lightning_mist.tensors import batch_rows, copy_batch, slice_rows
 

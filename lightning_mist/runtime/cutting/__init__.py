@@ -1,11 +1,11 @@
 """Cutting a batch so that the parts train as the whole does: proved from what the step computes, guarded in flight."""
 
-from lightning_mist.runtime.cutting.classes import Way, is_close
+from lightning_mist.runtime.cutting.combination import Way, is_close
 from lightning_mist.runtime.cutting.mode import WAY_OUT, CutMode, check_counts, cutting
 from lightning_mist.runtime.cutting.proof import prove
-from lightning_mist.runtime.cutting.replay import Values
-from lightning_mist.runtime.cutting.results import Result, alike, best_way, leaves_of_result, together
 from lightning_mist.runtime.cutting.rules import CutRules, ResultKey
+from lightning_mist.runtime.cutting.step_results import Result, alike, best_way, leaves_of_result, together
+from lightning_mist.runtime.cutting.tape_replay import Values
 
 __all__ = [
     "WAY_OUT",

@@ -6,9 +6,9 @@ import torch
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
 from lightning_mist.runtime.cutting.errors import UncuttableError
-from lightning_mist.runtime.cutting.replay import Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.tape import Entry, Tape
-from lightning_mist.runtime.cutting.traced import BATCH, Ref
+from lightning_mist.runtime.cutting.tape_replay import Values, ancestors, run_entry
+from lightning_mist.runtime.cutting.traced_numbers import BATCH, Ref
 
 _DRAWS = 256
 """How often a decision by random numbers is tried: one that is taken once in twenty times is seen but in one of half a

@@ -1,7 +1,7 @@
 """Running a recorded step on a whole batch and on its parts side by side, and mending parts where they differ.
 
 For every value that depends on parameters it is seen how that of the whole follows from those of the parts: row by row,
-as a mean, or as a sum. Where nothing of that holds, three repairs are tried; see :mod:`.patches`. A value that nothing
+as a mean, or as a sum. Where nothing of that holds, three repairs are tried; see :mod:`.repairs`. A value that nothing
 explains spoils all that is made of it, whatever it weighs in the loss now: a term that is tiny, or zero, or starts
 later, counts as any other.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
-from lightning_mist.runtime.cutting.classes import Way, split_like, ways
-from lightning_mist.runtime.cutting.patches import (
+from lightning_mist.runtime.cutting.combination import Way, split_like, ways
+from lightning_mist.runtime.cutting.repairs import (
     CLASS_LOSSES,
     SELECTING,
     Count,
@@ -28,9 +28,9 @@ from lightning_mist.runtime.cutting.patches import (
     selections,
     shape_way,
 )
-from lightning_mist.runtime.cutting.replay import Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.tape import Entry, Number, Tape
-from lightning_mist.runtime.cutting.traced import BATCH, Origin, Ref, refs_of
+from lightning_mist.runtime.cutting.tape_replay import Values, ancestors, run_entry
+from lightning_mist.runtime.cutting.traced_numbers import BATCH, Origin, Ref, refs_of
 
 _ARITHMETIC = frozenset(
     (

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import user_line
 from lightning_mist.runtime.cutting.arguments import rebuilt
-from lightning_mist.runtime.cutting.classes import tolerance_of
-from lightning_mist.runtime.cutting.patches import Count, Over, Whole, scaled
-from lightning_mist.runtime.cutting.replay import Values
+from lightning_mist.runtime.cutting.combination import tolerance_of
+from lightning_mist.runtime.cutting.repairs import Count, Over, Whole, scaled
 from lightning_mist.runtime.cutting.rules import CutRules, Site
 from lightning_mist.runtime.cutting.tape import name_of, occurrence
-from lightning_mist.runtime.patches import quiet_in_blocks
+from lightning_mist.runtime.cutting.tape_replay import Values
+from lightning_mist.runtime.shared_patch import quiet_in_blocks
 
 _REDUCTIONS = (
     "sum",

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
-from lightning_mist.runtime.cutting.replay import ancestors
 from lightning_mist.runtime.cutting.tape import Tape
-from lightning_mist.runtime.cutting.traced import BATCH, Ref
+from lightning_mist.runtime.cutting.tape_replay import ancestors
+from lightning_mist.runtime.cutting.traced_numbers import BATCH, Ref
 
 _LOOKUPS = frozenset(
     (

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.cutting.classes import Way
-from lightning_mist.runtime.cutting.patches import Count, Over, Patch, Whole
+from lightning_mist.runtime.cutting.combination import Way
 from lightning_mist.runtime.cutting.portable import bound_values, portable_values
-from lightning_mist.runtime.cutting.replay import Slice, Values
+from lightning_mist.runtime.cutting.repairs import Count, Over, Patch, Whole
 from lightning_mist.runtime.cutting.tape import Number, batch_tensors
-from lightning_mist.runtime.cutting.traced import Ref, refs_of
+from lightning_mist.runtime.cutting.tape_replay import Slice, Values
+from lightning_mist.runtime.cutting.traced_numbers import Ref, refs_of
 
 ResultKey = tuple[Hashable, ...]
 """``("loss",)``, ``("extra", name, ...)`` or ``("log", name, occurrence)``."""

@@ -18,8 +18,16 @@ from torch.utils._pytree import tree_flatten
 from lightning_mist.devices import ops_of
 from lightning_mist.plan.calls import call_site, user_line, without_caches
 from lightning_mist.runtime.cutting.arguments import is_writing, rebuilt
-from lightning_mist.runtime.cutting.traced import BATCH, TRACED, Read, Ref, goes_by_values, plain, refs_of, traced
-from lightning_mist.tensors import leaves
+from lightning_mist.runtime.cutting.traced_numbers import (
+    BATCH,
+    TRACED,
+    Read,
+    Ref,
+    goes_by_values,
+    plain,
+    refs_of,
+    traced,
+)
 
 Depends = Literal["nothing", "data", "parameters"]
 

@@ -9,7 +9,7 @@ import torch
 from torch._guards import TracingContext
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.patches import SharedPatch
+from lightning_mist.runtime.shared_patch import SharedPatch
 
 _HERE = threading.local()
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.runtime.host_memory.host_pool import room_for, views_into
-from lightning_mist.schedule.moves import ROOMS
+from lightning_mist.schedule.offload_actions import ROOMS
 
 
 class Rooms:

@@ -1,7 +1,7 @@
 """What is kept in host memory and comes to the device for as long as it is used."""
 
 from lightning_mist.runtime.offload.activations import OffloadedActivations
-from lightning_mist.runtime.offload.gradients import OffloadedGradients
+from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.offload.placing import offload_optimizer_state
 

@@ -2,7 +2,7 @@
 
 Between steps ``optimizer.state`` holds the tensors in host memory. For its unit's update a parameter's state lies in a
 room on the device. State that the optimizer makes, in its first step or when it replaces a tensor, leaves from where it
-was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.moves`.
+was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.offload_actions`.
 
 A deferred step is pending until the next batch's first forward has come through all units. Until a unit is updated its
 parameters have the values of the step before: whoever uses one has the whole step taken first.
@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
 from lightning_mist.runtime.host_memory import HostPool, Lanes, Rooms, is_host, let_go
-from lightning_mist.runtime.offload.gradients import OffloadedGradients
+from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.unit_steps import UnitSteps
 from lightning_mist.runtime.parameters import UnitGather, UnitKey, UnitShards, at_work, come_back, leave
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
-from lightning_mist.schedule.moves import ROOMS
+from lightning_mist.schedule.offload_actions import ROOMS
 
 _Place = tuple[nn.Parameter, str]
 """A parameter and the name of one of its state's tensors."""

@@ -9,7 +9,7 @@ from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.host_memory import HostPool, Lanes
-from lightning_mist.runtime.offload.gradients import OffloadedGradients
+from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.parameters import UnitGather, UnitShards
 from lightning_mist.schedule import ActionKind

@@ -1,11 +1,18 @@
 """Parameters and buffers of a rank: sharded, gathered, cast, updated, and absent ones."""
 
-from lightning_mist.runtime.parameters.absent import AbsentGradient, at_work, come_back, held_at, leave, works
+from lightning_mist.runtime.parameters.absent_parameters import (
+    AbsentGradient,
+    at_work,
+    come_back,
+    held_at,
+    leave,
+    works,
+)
 from lightning_mist.runtime.parameters.buckets import Bucket, check_dense, make_buckets
 from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
-from lightning_mist.runtime.parameters.optimizer import (
+from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
     clip_by_value,
     gather_optimizer_state,
@@ -14,9 +21,9 @@ from lightning_mist.runtime.parameters.optimizer import (
     local_optimizer_state,
     restrict_optimizer,
 )
-from lightning_mist.runtime.parameters.shards import UnitKey, UnitShards
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
 from lightning_mist.runtime.parameters.unit_gather import UnitGather
+from lightning_mist.runtime.parameters.unit_shards import UnitKey, UnitShards
 
 __all__ = [
     "AbsentGradient",

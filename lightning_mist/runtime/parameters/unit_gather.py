@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.absent import come_back
+from lightning_mist.runtime.parameters.absent_parameters import come_back
 from lightning_mist.runtime.parameters.buckets import Bucket
-from lightning_mist.runtime.parameters.shards import UnitKey
+from lightning_mist.runtime.parameters.unit_shards import UnitKey
 
 
 class UnitGather:

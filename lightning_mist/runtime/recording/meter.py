@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
 from lightning_mist.runtime.host_memory import is_host
-from lightning_mist.runtime.patches import SharedPatch
+from lightning_mist.runtime.shared_patch import SharedPatch
 
 
 class MemoryMeter(Protocol):

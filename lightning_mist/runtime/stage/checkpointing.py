@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_mist.runtime.parameters import no_kept_casts
-from lightning_mist.runtime.patches import SharedPatch
+from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.tensor_parallel import SplitTensor
 

@@ -8,8 +8,8 @@ from torch import nn
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.communication import Transport, TransportGroup
-from lightning_mist.runtime.stage.ghosts import GhostStage
-from lightning_mist.runtime.stage.slots import hollow
+from lightning_mist.runtime.stage.fake_parameters import hollow
+from lightning_mist.runtime.stage.pipeline_stage import GhostStage
 from lightning_mist.runtime.stage.stage_split import StageSplit
 
 

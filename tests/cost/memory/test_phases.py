@@ -2,7 +2,7 @@ import pytest
 
 from lightning_mist.cost.memory.phases import _phases_of_stages, phases_in_order, stage_phases
 from lightning_mist.schedule import arrived_sends, generate, in_flight
-from lightning_mist.schedule.lower import add_transfers
+from lightning_mist.schedule.lowering import add_transfers
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -18,8 +18,8 @@ from lightning_mist.cost.time.zero_seconds import (
     unsharding,
 )
 from lightning_mist.schedule import ActionKind
-from lightning_mist.schedule.generate import generate
-from lightning_mist.schedule.units import StageUnits, expand
+from lightning_mist.schedule.orders import generate
+from lightning_mist.schedule.shard_units import StageUnits, expand
 from tests.specs import profile, spec
 
 NETWORK = spec(3)

@@ -3,7 +3,7 @@ import torch
 
 from lightning_mist.estimate.replay.rank_state import ALIGNMENT_BYTES, RankView
 from lightning_mist.model import trace_model
-from lightning_mist.runtime.parameters import shards
+from lightning_mist.runtime.parameters import unit_shards as shards
 from tests import zoo
 from tests.cost.events import with_events
 from tests.integration.parity import Rank, make_plan, map_of

@@ -7,8 +7,8 @@ import torch
 
 from lightning_mist.devices import HostOps
 from lightning_mist.errors import PlanError
+from lightning_mist.runtime.host_memory.copy_streams import Lanes
 from lightning_mist.runtime.host_memory.host_pool import ALIGNMENT_BYTES, HostPool, is_host
-from lightning_mist.runtime.host_memory.lanes import Lanes
 from lightning_mist.runtime.recording.meter import StorageMeter
 
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
 from lightning_mist.errors import TraceError
+from lightning_mist.runtime.host_memory.copy_streams import Lanes
 from lightning_mist.runtime.host_memory.host_pool import HostPool
-from lightning_mist.runtime.host_memory.lanes import Lanes
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.recording.meter import StorageMeter
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.moves import with_activations
+from lightning_mist.schedule.offload_actions import with_activations
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.host_memory.lanes import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import Lanes
 
 
 class _Weak:

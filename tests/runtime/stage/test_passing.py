@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_mist.runtime.stage.passing import InputSpec, StageOutput
-from tests.runtime.stage.test_ghosts import Pipeline, calls
+from tests.runtime.stage.test_pipeline_stage import Pipeline, calls
 
 
 @pytest.mark.parametrize("name", ["nano", "skips"])

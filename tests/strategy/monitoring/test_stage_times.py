@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import predict
-from lightning_mist.runtime.recording.recorder import Recorded
+from lightning_mist.runtime.recording.action_recorder import Recorded
 from lightning_mist.schedule import Action
 from lightning_mist.strategy.monitoring.stage_times import (
     Measured,

@@ -8,9 +8,9 @@ from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.model import map_module, trace_model
 from lightning_mist.schedule import ActionKind
-from lightning_mist.schedule.lower import lower
+from lightning_mist.schedule.lowering import lower
+from lightning_mist.schedule.shard_units import expand
 from lightning_mist.schedule.stage_units import expanded_units, plan_units
-from lightning_mist.schedule.units import expand
 from lightning_mist.strategy.planning import overheads
 from tests.specs import profile
 

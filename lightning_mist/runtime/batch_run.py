@@ -1,0 +1,394 @@
+"""One batch on its way through the actions of one rank: what is received, computed, kept and sent."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_mist.errors import TraceError
+from lightning_mist.plan import LiveTensor
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.checks import batch_signature
+from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch, Neighbours, Portion, Transport, Work
+from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
+from lightning_mist.runtime.parameters import CastKeeper
+from lightning_mist.runtime.random_state import get_random_state, seed_random, set_random_state
+from lightning_mist.runtime.stage import GhostStage, InputSpec, RankStages, StageOutput, UnitWalk
+from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.action import INPUT_BACKWARDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What every batch of a rank has in common.
+
+    Attributes:
+        mesh: The rank's place in the plan.
+        stages: The parts of the module it computes.
+        live: For each boundary between stages, by the stage before it, the tensors that cross it.
+        neighbours: With whom it shares rows.
+        reducer: Reduces gradients.
+        transport: Connects the ranks.
+        device: Where it computes.
+        casts: Whether casts of weights are kept.
+        tags_per_boundary: More than the tensors that cross any boundary.
+        arrivals: Which sends each computation finds arrived; see
+            :func:`~lightning_mist.schedule.arrivals.arrived_sends`.
+        walk: Does what comes between the layers, from ZeRO-2 on.
+    """
+
+    mesh: Mesh
+    stages: RankStages
+    live: tuple[tuple[LiveTensor, ...], ...]
+    neighbours: Neighbours
+    reducer: GradientReducer
+    transport: Transport
+    device: torch.device
+    casts: CastKeeper
+    tags_per_boundary: int
+    arrivals: Mapping[Action, tuple[Action, ...]]
+    walk: UnitWalk | None = None
+
+
+_STATE = LiveTensor(key="random state", shape=(), dtype="uint8", requires_grad=False, batch_dim=None)
+"""How a random state crosses a boundary."""
+
+_Key = tuple[int, int]
+"""A stage and the index of a microbatch."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """Live tensors on their way to this stage."""
+
+    specs: tuple[InputSpec, ...]
+    crossings: list[Crossing] = field(default_factory=list)
+    parts: list[list[list[Tensor]]] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    state: Tensor | None = None
+
+    def take(self) -> tuple[tuple[InputSpec, Crossing, Tensor], ...]:
+        """The tensors that have arrived; what they were put together from is no longer kept."""
+        parts, self.parts = self.parts, []
+        self.works.clear()
+        joined = [crossing.join(parts.pop(0)) for crossing in self.crossings]
+        return tuple(zip(self.specs, self.crossings, joined, strict=True))
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """What a stage keeps of the tensors it handed on, until their gradients arrive."""
+
+    tensors: tuple[Tensor, ...]
+    layout: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
+    crossings: tuple[Crossing, ...]
+    is_connected: tuple[bool, ...]
+    end: GraphEnd | None
+    gradients: list[list[list[Tensor]]] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+
+    def take(self) -> list[Tensor | None]:
+        """The gradients that have arrived, for the tensors that a graph hangs on; they are no longer kept here."""
+        parts, self.gradients = self.gradients, []
+        self.works.clear()
+        found: list[Tensor | None] = []
+        for crossing, is_connected in zip(self.crossings, self.is_connected, strict=True):
+            part = parts.pop(0)
+            if is_connected:
+                found.append(crossing.join(part) if part else None)
+        return found
+
+
+class BatchRun:
+    """One batch on its way through the actions of one rank.
+
+    Args:
+        place: The rank.
+        microbatches: Its microbatches by index.
+        step: The user's step on a microbatch.
+        loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
+        keeps_graph: Whether backwards will come.
+        made: Called whenever the last stage has launched all of what the step returned.
+
+    Attributes:
+        outputs: Per microbatch what the step returned, on the last stage.
+        random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        microbatches: Sequence[Microbatch],
+        step: Callable[[Microbatch], Any],
+        *,
+        loss_scale: float | Tensor,
+        keeps_graph: bool,
+        made: Callable[[], None] | None = None,
+    ) -> None:
+        self._place, self._neighbours, self._made = place, place.neighbours, made
+        self._stages, self._transport = place.stages, place.transport
+        self._last = place.mesh.plan.num_stages - 1
+        self._microbatches, self._step = microbatches, step
+        self._loss_scale, self._keeps_graph = loss_scale, keeps_graph
+        self.outputs: list[Any] = [None] * len(microbatches)
+        self.random_states: list[Tensor | None] = [None] * len(microbatches)
+        # Everything on its way is known by stage and microbatch.
+        self._incoming: dict[_Key, _Incoming] = {}
+        self._received: dict[_Key, tuple[tuple[InputSpec, Crossing, Tensor], ...]] = {}
+        self._outgoing: dict[_Key, _Outgoing] = {}
+        self._states: dict[_Key, Tensor] = {}
+        self._markers: dict[_Key, Tensor | None] = {}
+        self._sends: dict[Action, list[Work]] = {}
+        self._posts: dict[ActionKind, Callable[[int, Microbatch], None]] = {
+            ActionKind.RECV_ACTIVATION: self._receive_activation,
+            ActionKind.SEND_ACTIVATION: self._send_activation,
+            ActionKind.RECV_GRADIENT: self._receive_gradient,
+            ActionKind.SEND_GRADIENT: self._send_gradient,
+        }
+
+    def perform(self, action: Action) -> Iterator[Work]:
+        """Run one action; the optimizer's step and what follows it are not the batch's."""
+        if action.kind is ActionKind.REDUCE_GRADIENTS:
+            yield from self._place.reducer.reduce()
+        elif action.kind is ActionKind.REDUCE_TIED:
+            yield from self._place.reducer.reduce_tied()
+        if action.microbatch is None:
+            return
+        walk = self._place.walk
+        if walk is not None:
+            walk.begin(action, marks=self._keeps_graph and action.kind is ActionKind.FORWARD)
+        yield from self._compute(action, self._microbatches[action.microbatch])
+        if walk is not None:
+            walk.finish()
+
+    def _compute(self, action: Action, microbatch: Microbatch) -> Iterator[Work]:
+        if self._neighbours.rows(microbatch) == 0:
+            # A small batch cut into many parts: this rank has no rows of it, and nobody waits for any.
+            return
+        if action.kind is ActionKind.FORWARD:
+            yield from self._forward(action.stage, microbatch)
+        elif action.kind in INPUT_BACKWARDS:
+            yield from self._backward(action, microbatch)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._deferral(action.stage).run(action.microbatch)
+        else:
+            self._posts[action.kind](action.stage, microbatch)
+
+    def finish(self) -> Iterator[Work]:
+        """Wait for everything that was sent: buffers must live until their receiver has them."""
+        for works in self._sends.values():
+            yield from works
+        self._sends.clear()
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def _receive_activation(self, stage: int, microbatch: Microbatch) -> None:
+        signature = (batch_signature(microbatch.value), self._keeps_graph)
+        with self._stages.at(stage) as part_of_module:
+            specs = part_of_module.input_specs(lambda: self._step(_copied(microbatch)), signature)
+        incoming = _Incoming(specs=specs)
+        for number, (spec, live) in enumerate(zip(specs, self._place.live[stage - 1], strict=True)):
+            crossing = self._neighbours.crossing(stage, stage - 1, microbatch, live, spec.length)
+            sources = crossing.arriving(self._neighbours.before(stage, microbatch, live.batch_dim))
+            like = torch.empty((), dtype=spec.dtype, device=spec.device)
+            tag = self._tag(stage - 1, microbatch, number)
+            incoming.parts.append(self._receive(crossing, sources, spec.shape, like, tag, incoming.works))
+            incoming.crossings.append(crossing)
+        if microbatch.random_state is not None:
+            crossing = self._neighbours.crossing(stage, stage - 1, microbatch, _STATE)
+            ((source,),) = crossing.arriving(self._neighbours.before(stage, microbatch, None))
+            incoming.state = torch.empty_like(microbatch.random_state)
+            tag = self._tag(stage - 1, microbatch, len(specs))
+            incoming.works.append(self._transport.irecv(incoming.state, source.rank, tag))
+        self._incoming[stage, microbatch.index] = incoming
+
+    def _receive(
+        self,
+        crossing: Crossing,
+        sources: Sequence[Sequence[Portion]],
+        shape: Sequence[int],
+        like: Tensor,
+        tag: int,
+        works: list[Work],
+    ) -> list[list[Tensor]]:
+        """Post the receives of all portions of a tensor; the buffers, by overlap."""
+        buffers = [[like.new_empty(crossing.shape(shape, portion)) for portion in row] for row in sources]
+        for row, portions in zip(buffers, sources, strict=True):
+            works += [
+                self._transport.irecv(part, portion.rank, tag) for part, portion in zip(row, portions, strict=True)
+            ]
+        return buffers
+
+    def _forward(self, stage: int, microbatch: Microbatch) -> Iterator[Work]:
+        index, device, key = microbatch.index, self._place.device, (stage, microbatch.index)
+        received: tuple[tuple[InputSpec, Crossing, Tensor], ...] = ()
+        state = microbatch.random_state
+        if stage > 0:
+            incoming = self._incoming.pop(key)
+            yield from incoming.works
+            received, state = incoming.take(), incoming.state
+            yield from self._release(Action(stage, ActionKind.FORWARD, index))
+        if self._keeps_graph:
+            for spec, _, tensor in received:
+                tensor.requires_grad_(spec.requires_grad)
+            self._received[key] = received
+        if state is not None:
+            set_random_state(state, device)
+        elif microbatch.seed is not None:
+            seed_random(device, microbatch.seed, stage, index)
+        walk = self._place.walk
+        inputs = tuple(tensor for *_, tensor in received)
+        with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, inputs):
+            self._start_walk()
+            output = part_of_module.forward(lambda: self._step(microbatch), inputs)
+        self._place.casts.look(stage, (output.tensors, output.value))
+        if walk is not None:
+            self._markers[key] = walk.take_marker()
+        after = None if state is None else get_random_state(device)
+        if stage == self._last:
+            self.outputs[index], self.random_states[index] = output.value, after
+            if self._made is not None:
+                self._made()
+            return
+        self._outgoing[key] = self._keep(stage, microbatch, output)
+        if after is not None:
+            self._states[key] = after
+
+    def _around_step(self, part: GhostStage, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return nullcontext() if self._place.walk is None else self._place.walk.around_step(part.ghosts, inputs)
+
+    def _keep(self, stage: int, microbatch: Microbatch, output: StageOutput) -> _Outgoing:
+        live_tensors, tensors = self._place.live[stage], output.tensors
+        connected = tuple(
+            self._keeps_graph and live.requires_grad and tensor.requires_grad
+            for live, tensor in zip(live_tensors, tensors, strict=True)
+        )
+        kept = [tensor for tensor, is_connected in zip(tensors, connected, strict=True) if is_connected]
+        return _Outgoing(
+            tensors=tensors,
+            layout=tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors),
+            crossings=tuple(
+                self._neighbours.crossing(stage, stage + 1, microbatch, live, length)
+                for live, length in zip(live_tensors, output.lengths, strict=True)
+            ),
+            is_connected=connected,
+            end=GraphEnd(kept) if kept else None,
+        )
+
+    def _send_activation(self, stage: int, microbatch: Microbatch) -> None:
+        key, outgoing = (stage, microbatch.index), self._outgoing[stage, microbatch.index]
+        works = []
+        for number, (crossing, tensor) in enumerate(zip(outgoing.crossings, outgoing.tensors, strict=True)):
+            targets = crossing.leaving(self._neighbours.after(stage, microbatch, crossing.batch_dim))
+            works += self._send(crossing, targets, tensor, self._tag(stage, microbatch, number))
+        state = self._states.pop(key, None)
+        if state is not None:
+            crossing, tag = self._neighbours.crossing(stage, stage + 1, microbatch, _STATE), len(outgoing.crossings)
+            targets = crossing.leaving(self._neighbours.after(stage, microbatch, None))
+            works += self._send(crossing, targets, state, self._tag(stage, microbatch, tag))
+        self._sends[Action(stage, ActionKind.SEND_ACTIVATION, microbatch.index)] = works
+        # The graph keeps what its backward needs; the tensors themselves may go once they have been sent.
+        outgoing.tensors = ()
+        if not self._keeps_graph:
+            del self._outgoing[key]
+
+    def _send(self, crossing: Crossing, targets: Sequence[Portion], tensor: Tensor, tag: int) -> list[Work]:
+        return [self._transport.isend(crossing.cut(tensor, portion), portion.rank, tag) for portion in targets]
+
+    # Backward --------------------------------------------------------------------------------------------------------
+
+    def _receive_gradient(self, stage: int, microbatch: Microbatch) -> None:
+        outgoing = self._outgoing[stage, microbatch.index]
+        for number, (live, crossing) in enumerate(zip(self._place.live[stage], outgoing.crossings, strict=True)):
+            if not live.requires_grad:
+                outgoing.gradients.append([])
+                continue
+            shape, dtype, device = outgoing.layout[number]
+            sources = crossing.arriving(self._neighbours.after(stage, microbatch, crossing.batch_dim))
+            like, tag = torch.empty((), dtype=dtype, device=device), self._tag(stage, microbatch, number)
+            outgoing.gradients.append(self._receive(crossing, sources, shape, like, tag, outgoing.works))
+
+    def _deferral(self, stage: int) -> WeightGradients:
+        deferral = self._stages[stage].deferral
+        assert deferral is not None
+        return deferral
+
+    def _backward(self, action: Action, microbatch: Microbatch) -> Iterator[Work]:
+        stage, key = action.stage, (action.stage, microbatch.index)
+        is_split = action.kind is ActionKind.BACKWARD_INPUT
+        collecting = self._deferral(stage).collecting(microbatch.index) if is_split else nullcontext()
+        if stage == self._last:
+            with self._stages.at(stage), collecting:
+                self._backward_loss(microbatch)
+            return
+        outgoing = self._outgoing.pop(key)
+        yield from outgoing.works
+        yield from self._release(action)
+        gradients = outgoing.take()
+        if outgoing.end is not None:
+            with self._stages.at(stage), collecting:
+                self._start_walk()
+                outgoing.end.backward(gradients, self._markers.pop(key, None))
+
+    def _backward_loss(self, microbatch: Microbatch) -> None:
+        loss = _loss_of(self.outputs[microbatch.index])
+        if loss is not None and loss.requires_grad:
+            # As a product, since a scale on a device is no number for `full_like`.
+            weight = torch.full_like(loss, microbatch.weight) * self._loss_scale
+            marker = self._markers.pop((self._last, microbatch.index), None)
+            self._start_walk()
+            ends = [(loss, weight), *([] if marker is None else [(marker, None)])]
+            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
+        # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
+        self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])
+
+    def _start_walk(self) -> None:
+        if self._place.walk is not None:
+            self._place.walk.start()
+
+    def _send_gradient(self, stage: int, microbatch: Microbatch) -> None:
+        works = []
+        for number, (spec, crossing, tensor) in enumerate(self._received.pop((stage, microbatch.index))):
+            if not spec.requires_grad:
+                continue
+            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            targets = crossing.leaving(self._neighbours.before(stage, microbatch, crossing.batch_dim))
+            works += self._send(crossing, targets, gradient, self._tag(stage - 1, microbatch, number))
+        self._sends[Action(stage, ActionKind.SEND_GRADIENT, microbatch.index)] = works
+
+    def _release(self, action: Action) -> Iterator[Work]:
+        """Wait for the sends that have arrived when the wait of ``action`` is over, which frees their buffers."""
+        for send in self._place.arrivals.get(action, ()):
+            yield from self._sends.pop(send, [])
+
+    def _tag(self, boundary: int, microbatch: Microbatch, tensor: int) -> int:
+        """Tag of a microbatch's ``tensor`` on its way over a boundary, or, behind the last one, of its random state.
+
+        Two ranks may exchange over several boundaries in the same direction, so the boundary is part of the tag.
+        """
+        return (microbatch.index * self._last + boundary) * self._place.tags_per_boundary + tensor
+
+
+def _copied(microbatch: Microbatch) -> Microbatch:
+    """A microbatch on which a step may run although it will run again: it may pop entries or write into tensors."""
+    return replace(microbatch, value=copy.deepcopy(microbatch.value))
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss in what a step returned.
+
+    Raises:
+        TraceError: If it is of a kind that no trainer takes.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None or isinstance(loss, Tensor):
+        return loss
+    raise TraceError(
+        f"the step returned a {type(loss).__name__} as its loss: a loss is a tensor, a dictionary with a tensor under "
+        "'loss', or None"
+    )

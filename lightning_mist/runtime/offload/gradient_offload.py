@@ -1,0 +1,360 @@
+"""Gradients in host memory: added up there over a batch's microbatches, and on the device for their update only.
+
+A unit's sum lies in a room on the device while its backward runs, what the backward made is added, and it is written
+back. What is then asked of all gradients, a factor or a clipping, is kept and done when they are fetched for the
+update; norms are taken before they leave. Which actions come when the schedule says; see
+:mod:`lightning_mist.schedule.offload_actions`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.errors import ScheduleError
+from lightning_mist.plan import ZeroStage
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.communication import Transport
+from lightning_mist.runtime.host_memory import HostPool, Lanes, Rooms, let_go
+from lightning_mist.runtime.offload.gradient_sum import GradientSum
+from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense
+from lightning_mist.schedule.offload_actions import ROOMS
+from lightning_mist.schedule.stage_units import ShardUnit
+
+
+class OffloadedGradients:
+    """The gradients of a rank that are in host memory.
+
+    Args:
+        mesh: The rank's place.
+        parameters: Its stages' parameters by canonical name.
+        units: The units of its stages.
+        moved: Names of the parameters whose gradients are moved.
+        backwards: How many backwards each of its stages has in a batch.
+        lanes: Copies between the device and the host.
+        pool: The host memory.
+        transport: Connects the ranks.
+
+    Attributes:
+        names: Of the parameters whose gradients are moved.
+        found: Whether a gradient was not finite, as a number on the device, if that was asked for.
+        checks: Whether to ask.
+    """
+
+    found: Tensor | None = None
+    checks = False
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        units: Mapping[UnitKey, ShardUnit],
+        moved: Collection[str],
+        backwards: Mapping[int, int],
+        *,
+        lanes: Lanes,
+        pool: HostPool,
+        transport: Transport,
+    ) -> None:
+        self._mesh, self._backwards, self._lanes = mesh, backwards, lanes
+        self._pool, self._transport = pool, transport
+        self._group = tuple(sorted(mesh.peers))
+        self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
+        # What several chunks of this rank use has several sums, and stays.
+        often = Counter(name for unit in units.values() for name in unit.reduced)
+        self.names = frozenset(name for name, count in often.items() if count == 1 and name in moved)
+        owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in mesh.held}
+        self._of: dict[UnitKey, list[GradientSum]] = {}
+        for key, unit in units.items():
+            together: dict[tuple[int | None, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+            for name in unit.reduced:
+                if name in self.names:
+                    together.setdefault((owners[name], parameters[name].dtype), []).append((name, parameters[name]))
+            for (owner, _), items in together.items():
+                is_mine = owner in (None, mesh.data_index)
+                # From ZeRO-2 on others' gradients never stay.
+                if is_mine or not self._shares:
+                    self._of.setdefault(key, []).append(GradientSum(Bucket.of(items, owner), is_mine=is_mine))
+        self._place_of = {item.bucket.names: (key, item) for key, sums in self._of.items() for item in sums}
+        self._at = {
+            parameter: (key, item, index)
+            for key, item in self._place_of.values()
+            for index, parameter in enumerate(item.bucket.parameters)
+        }
+        self._room_of = {key: index % ROOMS for index, key in enumerate(self._of)}
+        self._rooms = Rooms(lanes.ops.device)
+        self._left: dict[int, Any] = {}
+        self._arriving: dict[UnitKey, Any] = {}
+        self._stored: Counter[UnitKey] = Counter()
+        self._norms: dict[str, Tensor] = {}
+        self._changes: list[Callable[[list[Tensor]], object]] = []
+
+    def keep_layouts(self) -> None:
+        """Remember the shapes and strides of the parameters, of which some may lose their memory now."""
+        for _, item in self._place_of.values():
+            if not item.bucket.layouts:
+                item.lay_out(is_reduced=len(self._group) > 1)
+
+    # While a batch runs ----------------------------------------------------------------------------------------------
+
+    def begin(self, earlier: Collection[nn.Parameter] = ()) -> None:
+        """A batch begins.
+
+        Args:
+            earlier: Parameters to whose gradients of earlier batches this one's are added.
+        """
+        self._rooms.ensure([[item.form for item in sums] for sums in self._of.values()])
+        self._stored.clear()
+        self.found = None
+        for item in self._mine():
+            item.earlier_present = []
+            if not set(earlier).isdisjoint(item.bucket.parameters):
+                item.earlier, item.home = item.home, item.earlier
+                item.earlier_present = item.present
+
+    def load(self, key: UnitKey, *, owned: bool = False) -> None:
+        """Start to fetch a unit's sums, or of these only what this rank updates."""
+        there = [(flat, item.home) for flat, item in self._in_room(key) if item.is_mine or not owned]
+        pairs = [(flat, home) for flat, home in there if home is not None]
+        if pairs:
+            targets, sources = zip(*pairs, strict=True)
+            self._arriving[key] = self._lanes.load(targets, sources, after=[self._left.get(self._room_of[key])])
+
+    def add(self, key: UnitKey) -> None:
+        """Add the gradients that a unit's parameters have, and lose, to its sums."""
+        self._enter(key)
+        for item in self._of.get(key, ()):
+            check_dense(item.bucket, len(self._group))
+            for index, (parameter, view) in enumerate(zip(item.bucket.parameters, item.views(), strict=True)):
+                gradient, is_first = parameter.grad, self._stored[key] == 0
+                if gradient is None:
+                    if is_first:
+                        view.zero_()
+                    continue
+                self._lanes.uses([gradient], [view])
+                view.copy_(gradient) if is_first else view.add_(gradient)
+                item.present[index] = True
+                parameter.grad = None
+
+    def arrived(self, bucket: Bucket, fresh: Tensor, present: list[bool]) -> bool:
+        """Add what ranks have reduced to this one; False if that is not moved."""
+        key, item = self._place_of.get(bucket.names, (None, None))
+        if key is None or item is None:
+            return False
+        self._enter(key)
+        assert item.flat is not None
+        self._lanes.uses([fresh], [item.flat])
+        item.flat.add_(fresh) if self._stored[key] else item.flat.copy_(fresh)
+        item.present = _either(item.present, present)
+        return True
+
+    def is_there(self, key: UnitKey) -> bool:
+        """Whether a unit's gradients have been added to its sums."""
+        return all(item.flat is not None for item in self._of.get(key, ()))
+
+    def reduce(self, key: UnitKey) -> None:
+        """Add a unit's gradients to its sums, and start to average these over ranks (before ZeRO-2)."""
+        self.add(key)
+        for item in self._of.get(key, ()):
+            assert item.flat is not None
+            item.flat[: item.bucket.numel].mul_(1.0 / self._mesh.plan.world_size)
+            for flag, is_present in zip(item.flat[item.bucket.numel :], item.present, strict=True):
+                flag.fill_(float(is_present))
+            if item.bucket.owner is None:
+                item.work = self._transport.all_reduce(item.flat, self._group)
+            else:
+                item.work = self._transport.reduce(item.flat, self._mesh.peers[item.bucket.owner], self._group)
+
+    def store(self, key: UnitKey) -> None:
+        """Start to write a unit's sums back; they are complete after the last backward of its stage."""
+        if key not in self._of:
+            return
+        if not self._shares and self._of[key][0].work is None:
+            self.add(key)
+        self._stored[key] += 1
+        is_last = self._stored[key] == self._backwards[key[0]]
+        leaving = [item for item in self._of[key] if item.is_mine or not is_last]
+        for item in self._of[key]:
+            if item.work is not None:
+                item.work.wait()
+            elif is_last and not self._shares and self._mesh.plan.world_size > 1:
+                assert item.flat is not None
+                item.flat.mul_(1.0 / self._mesh.plan.world_size)
+            item.work = None
+            if is_last and item.is_mine:
+                self._look(item, item.views())
+        for item in leaving:
+            if item.home is None:
+                (item.home,) = self._pool.take([item.form])
+        homes, flats = [item.home for item in leaving], [item.flat for item in leaving]
+        self._left[self._room_of[key]] = self._lanes.store(homes, flats)  # type: ignore[arg-type]
+        for item in self._of[key]:
+            item.flat = None
+
+    def finish(self) -> None:
+        """A batch has ended.
+
+        Raises:
+            ScheduleError: If a parameter got a gradient after those of its unit had left.
+        """
+        for parameter, (_, item, index) in self._at.items():
+            if parameter.grad is not None:
+                raise ScheduleError(
+                    f"{item.bucket.names[index]} got a gradient after those of its unit had left for host memory: a "
+                    "parameter's gradient must be complete when the backward of the first layer that uses it has run"
+                )
+
+    def forget(self) -> None:
+        """Leave everything where a batch ended in an error."""
+        self._arriving.clear()
+        for _, item in self._place_of.values():
+            item.flat, item.work = None, None
+
+    def end(self) -> None:
+        """Leave gradients where they are made from now on."""
+        for parameter in self._at:
+            if type(parameter.grad) is AbsentGradient:
+                parameter.grad = None
+
+    def _in_room(self, key: UnitKey) -> list[tuple[Tensor, GradientSum]]:
+        if key not in self._of:
+            return []
+        views = self._rooms.views(self._room_of[key], [item.form for item in self._of[key]])
+        return list(zip(views, self._of[key], strict=True))
+
+    def _enter(self, key: UnitKey, *, begins: bool = True) -> None:
+        """Let a unit's sums be in its room; a batch's begin with nothing."""
+        if self.is_there(key):
+            return
+        # A room that nothing was fetched into may still be read from.
+        self._lanes.wait(self._arriving.pop(key, self._left.get(self._room_of[key])))
+        for flat, item in self._in_room(key):
+            item.flat = flat
+            if begins and self._stored[key] == 0:
+                item.present = [False] * len(item.bucket.names)
+
+    def _look(self, item: GradientSum, views: list[Tensor]) -> None:
+        """Take norms, and see whether all is finite."""
+        device, there = self._lanes.ops.device, views[0].device
+        norms = [norm.to(device) for norm in torch._foreach_norm(views)]
+        self._norms.update(zip(item.bucket.names, norms, strict=True))
+        if self.checks:
+            found = torch.zeros((), device=there)
+            torch._amp_foreach_non_finite_check_and_unscale_(views, found, torch.ones((), device=there))
+            self.found = found.to(device) if self.found is None else self.found + found.to(device)
+
+    # Between batches -------------------------------------------------------------------------------------------------
+
+    def install(self, factor: Tensor) -> None:
+        """Let parameters say that they have gradients: those of the batch, times a factor, and of earlier ones."""
+        if any(item.earlier_present for item in self._mine()):
+            self._put_together(factor)
+        else:
+            self._changes.clear()
+            if not (factor.device.type == "cpu" and factor == 1.0):
+                self.multiply(factor)
+        for item in self._mine():
+            for parameter, is_there in zip(item.bucket.parameters, self._there(item), strict=True):
+                parameter.grad = AbsentGradient.of(parameter) if is_there else None
+
+    def _put_together(self, factor: Tensor) -> None:
+        """Add this batch's gradients to those of earlier batches, in host memory."""
+        self._lanes.settle()
+        for item in self._mine():
+            if item.earlier is None or not item.earlier_present:
+                continue
+            assert item.home is not None
+            before = self._there_in(item.earlier, item.earlier_present)
+            now = self._there(item)
+            values, earlier = item.home[: item.bucket.numel], item.earlier[: item.bucket.numel]
+            for change in self._changes:
+                change([earlier])
+            values.mul_(factor.to(values.device)).add_(earlier)
+            item.home[item.bucket.numel :].add_(item.earlier[item.bucket.numel :])
+            item.present = _either(before, now)
+            self._look(item, item.bucket.views(item.home))
+            let_go(item.home, item.earlier)
+        self._changes.clear()
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply all gradients, when they are fetched."""
+        if self._norms:
+            scaled = torch._foreach_mul(list(self._norms.values()), factor)
+            self._norms = dict(zip(self._norms, scaled, strict=True))
+        self.change(lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
+
+    def change(self, change: Callable[[list[Tensor]], object]) -> None:
+        """Change all gradients in place, when they are fetched."""
+        self._changes.append(change)
+
+    def norms(self) -> Mapping[str, Tensor]:
+        """Norms of the gradients by name; 0 of those that are not there."""
+        return self._norms
+
+    def take(self, key: UnitKey) -> dict[nn.Parameter, Tensor]:
+        """Gradients of a unit that were fetched for its update; call :meth:`done` behind that."""
+        found: dict[nn.Parameter, Tensor] = {}
+        if not any(item.is_mine and item.home is not None for item in self._of.get(key, ())):
+            return found
+        self._enter(key, begins=False)
+        for item in self._of[key]:
+            if item.is_mine:
+                pairs = zip(item.bucket.parameters, item.views(), self._there(item), strict=True)
+                found |= {parameter: view for parameter, view, is_there in pairs if is_there}
+        self._lanes.uses(writes=list(found.values()))
+        for change in self._changes if found else ():
+            change(list(found.values()))
+        return found
+
+    def done(self, key: UnitKey) -> None:
+        """A unit is updated: its room is free."""
+        if key in self._of:
+            self._left[self._room_of[key]] = self._lanes.ops.record()
+            for item in self._of[key]:
+                item.flat = None
+
+    # What several stages hold ----------------------------------------------------------------------------------------
+
+    def lend(self, names: Collection[str]) -> None:
+        """Give parameters their gradients on the device, for these to be summed over stages."""
+        self._lanes.settle()
+        for item, index in self._named(names):
+            if self._there(item)[index]:
+                assert item.home is not None
+                view = item.bucket.views(item.home)[index]
+                item.bucket.parameters[index].grad = view.to(self._lanes.ops.device, copy=True)
+
+    def take_back(self, names: Collection[str]) -> None:
+        """Take gradients back that were lent."""
+        for item, index in self._named(names):
+            parameter = item.bucket.parameters[index]
+            if parameter.grad is not None and item.is_mine:
+                assert item.home is not None
+                item.bucket.views(item.home)[index].copy_(parameter.grad)
+                item.home[item.bucket.numel :][index:][:1] = 1.0
+                item.present[index] = True
+                (self._norms[item.bucket.names[index]],) = torch._foreach_norm([parameter.grad])
+            parameter.grad = None
+
+    def _named(self, names: Collection[str]) -> Iterator[tuple[GradientSum, int]]:
+        return ((item, index) for _, item, index in self._at.values() if item.bucket.names[index] in names)
+
+    def _mine(self) -> Iterator[GradientSum]:
+        return (item for _, item in self._place_of.values() if item.is_mine)
+
+    def _there(self, item: GradientSum) -> list[bool]:
+        """Which of the parameters have a gradient, on any rank."""
+        return self._there_in(item.home, item.present)
+
+    def _there_in(self, home: Tensor | None, present: list[bool]) -> list[bool]:
+        if home is None or all(present) or len(self._group) == 1:
+            return present
+        # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
+        self._lanes.settle()
+        return [count > 0 for count in home[len(home) - len(present) :].tolist()]
+
+
+def _either(one: list[bool], other: list[bool]) -> list[bool]:
+    return [a or b for a, b in zip(one, other, strict=True)] if one else other

@@ -1,0 +1,350 @@
+"""Values of parameters that are there only while they are used: with another rank (ZeRO-3), or in host memory.
+
+Under ZeRO-3 each is whole with one data-parallel rank, and with others only while they are used. What is offloaded is
+in its owner's host memory, and on no device but while it is used; without ZeRO-3 every rank is the owner of all.
+
+The parameters of a unit that have one owner lie side by side in one flat storage. The owner's stays. On other ranks
+``UNSHARD`` gives the storage its memory and starts to fill it from the owner, ``RESHARD`` takes the memory away. The
+storage is one and the same object all the time, so that what autograd saved of a parameter (views of it) is right again
+when backward has unsharded the unit. A parameter that is sharded is not a number everywhere: whoever computes with it
+all the same sees it.
+
+Neither step changes a parameter's version, by which autograd tells values that were overwritten: setting ``.data``
+keeps it, and the flat storage is written through a tensor that has a version of its own.
+
+Streams on a device: everything happens on the stream that computes, but for the transfer itself, which its backend runs
+on a stream of its own. A transfer begins behind what was to be computed before ``UNSHARD``, so it may write where an
+earlier unit's memory was; :meth:`UnitShards.ready` makes the computing stream wait for it. So memory that ``RESHARD``
+gives back is used again only behind the computation that read it, and nothing needs to be kept alive by hand.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.plan import ZeroStage
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.communication import Transport, Work
+from lightning_mist.runtime.host_memory import HostPool, Lanes, let_go
+from lightning_mist.runtime.parameters.absent_parameters import come_back, leave
+from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
+from lightning_mist.schedule.stage_units import ShardUnit
+
+UnitKey = tuple[int, int]
+"""Stage and unit."""
+
+_ALIGNMENT_BYTES = 16
+"""Where a parameter may begin in a flat storage: what kernels with vector loads ask for, and what torch's own flat
+parameters keep to (``_get_aligned_numel`` in ``torch/distributed/fsdp/_flat_param.py``)."""
+
+
+class _Shard:
+    """Parameters that the same units use and one rank owns, in one flat storage.
+
+    Attributes:
+        first: The first unit that uses them.
+        is_resident: Whether the values are here all the time.
+        is_attached: Whether the parameters are views of the storage.
+        home: The values in host memory, if that is where they are, and they are this rank's.
+        arriving: The end of their copy to the device, or of the values' way from another rank.
+        leaving: The end of their copy to host memory.
+    """
+
+    def __init__(self, bucket: Bucket, first: UnitKey, *, is_owned: bool, is_moved: bool, where: str) -> None:
+        self.bucket, self.first, self.is_owned, self._where = bucket, first, is_owned, where
+        self.is_moved = is_owned and is_moved
+        self.is_resident = is_owned and not is_moved
+        self.users = 0
+        self.refuses_use = self.is_attached = False
+        self.work: Work | None = None
+        self.home: Tensor | None = None
+        self.arriving: Any = None
+        self.leaving: Any = None
+        like = bucket.parameters[0]
+        self._storage = torch.empty(0, dtype=like.dtype, device=like.device).untyped_storage()
+        # Made once: they stay right whether the storage has its memory or not.
+        self.flat = torch.empty(0, dtype=like.dtype, device=like.device)
+        self._nbytes = 0
+        self._views: list[Tensor] = []
+        self._nothing: list[Tensor] = []
+
+    def lay_out(self) -> None:
+        """Take the shapes and strides that the parameters have now."""
+        self.bucket = self.bucket.with_layouts()
+        alignment = max(1, _ALIGNMENT_BYTES // self.flat.element_size())
+        size = padded_numel(self.bucket.layouts, alignment)
+        self._nbytes = size * self.flat.element_size()
+        self.allocate()
+        nothing = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        self.flat = nothing.set_(self._storage, 0, (size,), (1,))
+        self._views = views_like(self.flat, self.bucket.layouts, alignment=alignment)
+        fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
+        one = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
+        self._nothing = [one.expand(layout.shape) for layout in self.bucket.layouts]
+
+    def allocate(self) -> None:
+        """Give the storage its memory."""
+        self._storage.resize_(self._nbytes)
+
+    def take(self) -> None:
+        """Move the parameters' values into the storage."""
+        torch._foreach_copy_(self._views, [parameter.data for parameter in self.bucket.parameters])
+        self.attach()
+
+    def send_home(self, pool: HostPool) -> None:
+        """Move the parameters' values into host memory."""
+        if self.home is None or len(self.home) != len(self.flat):
+            (self.home,) = pool.take([self.flat])
+        for view, parameter in zip(self.views_of(self.home), self.bucket.parameters, strict=True):
+            view.copy_(parameter.data)
+        let_go(self.home)
+        self.free()
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Views of the parameters' shapes into a flat tensor like the storage's."""
+        return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self._views]
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Values in host memory by name."""
+        return {} if self.home is None else dict(zip(self.bucket.names, self.views_of(self.home), strict=True))
+
+    def attach(self) -> None:
+        """Let the parameters be views of the storage."""
+        self.is_attached = True
+        come_back(self.bucket.parameters)
+        for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
+            parameter.data = view
+
+    def free(self) -> None:
+        """Take the memory away."""
+        self.is_attached = False
+        for parameter, nothing in zip(self.bucket.parameters, self._nothing, strict=True):
+            parameter.data = nothing
+        if self.refuses_use:
+            named = dict(zip(self.bucket.names, self.bucket.parameters, strict=True))
+            leave(named, lambda _: self._where, keeps_gradient=self.is_moved)
+        self._storage.resize_(0)
+
+    def detach(self) -> None:
+        """Give every parameter a memory of its own again."""
+        for parameter in self.bucket.parameters:
+            parameter.data = parameter.data.clone()
+        self._storage.resize_(0)
+
+
+class UnitShards:
+    """The parameters of a rank whose values are not here all the time.
+
+    Args:
+        mesh: The rank's place.
+        parameters: Its stages' parameters by canonical name.
+        units: The units of its stages, by stage and unit.
+        transport: Connects the ranks.
+        moved: The parameters whose values are in their owner's host memory, by canonical name.
+        lanes: Copies between the device and the host.
+        pool: Host memory.
+
+    Attributes:
+        is_engaged: Whether values are away; before :meth:`engage` every rank has all.
+        away: The parameters whose values are not here all the time, by canonical name.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        units: Mapping[UnitKey, ShardUnit],
+        transport: Transport,
+        moved: Collection[str] = (),
+        lanes: Lanes | None = None,
+        pool: HostPool | None = None,
+    ) -> None:
+        self._mesh, self._transport, self._lanes, self._pool = mesh, transport, lanes, pool
+        self._group = tuple(sorted(mesh.peers))
+        self._is_shared = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
+        users: dict[str, list[UnitKey]] = {}
+        for key, unit in units.items():
+            for name in unit.names:
+                users.setdefault(name, []).append(key)
+        together: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
+        for item in mesh.held:
+            p, is_moved = parameters[item.name], item.name in moved
+            owner = item.owner(mesh.stage) if self._is_shared else mesh.data_index
+            if self._is_shared or is_moved:
+                key_of = (tuple(users[item.name]), owner, is_moved, p.requires_grad or not is_moved, p.dtype, p.device)
+                together.setdefault(key_of, []).append((item.name, p))
+        self._shards: list[_Shard] = []
+        self._of: dict[UnitKey, list[_Shard]] = {key: [] for key in units}
+        for (keys, owner, is_moved, *_), items in together.items():
+            shard = _Shard(
+                Bucket.of(items, owner),
+                keys[0],
+                is_owned=owner == mesh.data_index,
+                is_moved=is_moved,
+                where=self._where(owner, is_moved=is_moved),
+            )
+            self._shards.append(shard)
+            for key in keys:
+                self._of[key].append(shard)
+        others = [shard.bucket for shard in self._shards if not shard.is_resident]
+        self.away = {n: p for bucket in others for n, p in zip(bucket.names, bucket.parameters, strict=True)}
+        self.is_engaged = False
+        self._abandoned: list[tuple[_Shard, Work]] = []
+        self._leaving: list[_Shard] = []
+
+    def _where(self, owner: int, *, is_moved: bool) -> str:
+        if owner == self._mesh.data_index and is_moved:
+            return "in host memory (offload.parameters)"
+        return f"on rank {self._mesh.peers[owner]} (zero_stage 3)"
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The flat tensors of all parameters, whether they have their memory or not."""
+        return [shard.flat for shard in self._shards]
+
+    def refuse_use(self) -> None:
+        """From now on whoever uses a parameter that is away is told so.
+
+        See :mod:`~lightning_mist.runtime.parameters.absent_parameters`.
+        """
+        for shard in self._shards:
+            shard.refuses_use = True
+
+    def engage(self) -> None:
+        """Free the values that other ranks own, which must be equal on all ranks, and move home what is offloaded.
+
+        Nothing if they are away already.
+        """
+        if self.is_engaged:
+            return
+        self.is_engaged = True
+        with torch.no_grad():
+            for shard in self._shards:
+                shard.lay_out()
+                if shard.is_resident:
+                    shard.take()
+                elif shard.is_moved:
+                    assert self._pool is not None
+                    shard.send_home(self._pool)
+                else:
+                    shard.free()
+
+    def disengage(self) -> None:
+        """Let go of the owned parameters, which become ordinary ones; those that are away must be given values."""
+        if not self.is_engaged:
+            return
+        self.is_engaged = False
+        with torch.no_grad():
+            for shard in self._shards:
+                if shard.is_resident:
+                    shard.detach()
+
+    def home_values(self) -> dict[str, Tensor]:
+        """Values of this rank's own in host memory by canonical name; others may still be on their way there."""
+        return {name: value for shard in self._shards for name, value in shard.values().items()}
+
+    def unshard(self, key: UnitKey) -> None:
+        """Start to fetch the parameters of a unit; :meth:`ready` waits for them."""
+        for shard in self._of[key]:
+            shard.users += 1
+            if shard.users == 1:
+                if not shard.is_attached:
+                    self._fetch(shard)
+                if self._is_shared:
+                    # Others get what has arrived.
+                    self._arrived(shard)
+                    assert shard.bucket.owner is not None
+                    source = self._mesh.peers[shard.bucket.owner]
+                    shard.work = self._transport.broadcast(shard.flat, source, self._group)
+
+    def ready(self, key: UnitKey) -> None:
+        """Wait until the parameters of an unsharded unit, if it has any, have their values."""
+        for shard in self._of.get(key, ()):
+            self._settle(shard)
+            if not shard.is_resident:
+                shard.attach()
+
+    def reshard(self, key: UnitKey) -> None:
+        """Free the parameters of a unit that no other unsharded unit uses."""
+        for shard in self._of[key]:
+            shard.users -= 1
+            if shard.users == 0:
+                self._settle(shard)
+                if shard.leaving is not None:
+                    self._at_home(shard)
+                    self._leaving.remove(shard)
+                if not shard.is_resident:
+                    shard.free()
+
+    def fetch(self, key: UnitKey) -> None:
+        """Start to fetch this rank's own parameters of a unit from host memory, for their update."""
+        for shard in self._updated(key):
+            self._fetch(shard)
+
+    def fetched(self, key: UnitKey) -> None:
+        """Wait for what was fetched."""
+        for shard in self._updated(key):
+            self._settle(shard)
+            shard.attach()
+
+    def store(self, key: UnitKey) -> None:
+        """Start to write what was updated back to host memory; what was written back before is freed."""
+        self.settle()
+        assert self._lanes is not None
+        for shard in self._updated(key):
+            assert shard.home is not None
+            shard.leaving = self._lanes.store([shard.home], [shard.flat])
+            self._leaving.append(shard)
+
+    def settle(self) -> None:
+        """Free what is written back, when it is."""
+        for shard in self._leaving:
+            self._at_home(shard)
+            if shard.users == 0:
+                shard.free()
+        self._leaving.clear()
+
+    def _at_home(self, shard: _Shard) -> None:
+        assert self._lanes is not None
+        self._lanes.wait(shard.leaving)
+        shard.leaving = None
+
+    def _updated(self, key: UnitKey) -> list[_Shard]:
+        """What is updated with a unit: of parameters that several units use, the first of these."""
+        shards = [shard for shard in self._of.get(key, ()) if shard.is_moved and shard.first == key]
+        return [shard for shard in shards if shard.bucket.parameters[0].requires_grad]
+
+    def _fetch(self, shard: _Shard) -> None:
+        if not shard.is_resident:
+            shard.allocate()
+        if shard.is_moved:
+            assert self._lanes is not None
+            assert shard.home is not None
+            # Its memory was another's until all that was launched so far has run.
+            shard.arriving = self._lanes.load([shard.flat], [shard.home], after=[self._lanes.ops.record()])
+
+    def _arrived(self, shard: _Shard) -> None:
+        if shard.arriving is not None:
+            assert self._lanes is not None
+            self._lanes.wait(shard.arriving)
+            shard.arriving = None
+
+    def abandon(self) -> None:
+        """Shard everything where a batch ended in an error; what is under way is not waited for, peers may be gone."""
+        for shard in self._shards:
+            if shard.work is not None:
+                # Its memory must stay: the transfer may still write there.
+                self._abandoned.append((shard, shard.work))
+            elif shard.users and not shard.is_resident:
+                self._arrived(shard)
+                shard.free()
+            shard.users, shard.work = 0, None
+
+    def _settle(self, shard: _Shard) -> None:
+        self._arrived(shard)
+        if shard.work is not None:
+            work, shard.work = shard.work, None
+            work.wait()

@@ -1,0 +1,398 @@
+"""One stage of an unmodified module.
+
+Every stage runs the user's whole step. Parameters of other stages are replaced by *ghosts*: fake tensors, which have a
+shape but no values. Whatever depends on them is a fake too, so the step runs at no cost up to the stage: blocks before
+it are answered with ghosts of what they would return. On entry to the stage's first block the ghosts that are still
+needed turn into the tensors that were received, wherever they are referred to. On entry to the first block of the next
+stage the step is left by an exception, and the values that are still needed there are handed over. Everything that
+does not depend on parameters (masks, positions, targets) is computed by every stage for itself.
+
+A value that was not carried stays a ghost, and a ghost among the results is an error: a wrong cut is not silent.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten
+
+from lightning_mist.errors import TraceError
+from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
+from lightning_mist.plan.module_map import LiveTensor, ModuleMap
+from lightning_mist.runtime.gradients import WeightGradients
+from lightning_mist.runtime.random_state import get_random_state, set_random_state
+from lightning_mist.runtime.shared_patch import inside_block
+from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
+from lightning_mist.runtime.stage.fake_parameters import GhostSlots, hollow
+from lightning_mist.runtime.stage.passing import InputSpec, StageOutput
+from lightning_mist.runtime.stage.skipped_blocks import SkippedBlocks
+from lightning_mist.runtime.stage.stage_split import StageSplit
+from lightning_mist.runtime.stage.step_run import (
+    BlockObserver,
+    StepExit,
+    StepRun,
+    Watcher,
+    become,
+    enter_graph,
+    quiet_ghosts,
+)
+
+
+class GhostStage:
+    """One stage of a module.
+
+    Args:
+        module: The user's module with all its parameters.
+        module_map: Its map; from the same module.
+        bounds: The layer range of every stage.
+        index: This stage.
+        checkpointed_layers: How many of the stage's first blocks are recomputed in backward.
+        split: How the stage is split over tensor-parallel ranks; its parameters must be this rank's parts while it is
+            attached. None if it is not.
+
+    Attributes:
+        module: As given.
+        parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
+        foreign: All others.
+        ghosts: Makes the ghosts of values that only stages before this one compute; None of the first stage.
+        split: How the stage is split over tensor-parallel ranks, if it is.
+        observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
+        deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
+
+    Raises:
+        TraceError: If the map is of another module, or rules out what is asked for.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    foreign: dict[str, nn.Parameter]
+    observer: BlockObserver | None = None
+    deferral: WeightGradients | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        module_map: ModuleMap,
+        bounds: tuple[tuple[int, int], ...],
+        index: int,
+        *,
+        checkpointed_layers: int = 0,
+        split: StageSplit | None = None,
+    ) -> None:
+        self.module, self._map, self._bounds, self.index = module, module_map, bounds, index
+        self.split = split
+        self._first, self._end = bounds[index]
+        self._num_stages = len(bounds)
+        self._checkpointed = range(self._first, self._first + checkpointed_layers)
+        self._check()
+        named = dict(module.named_parameters())
+        owners = module_map.owners(bounds)
+        self.parameters = {name: p for name, p in named.items() if index in owners[name]}
+        self.foreign = {name: p for name, p in named.items() if name not in self.parameters}
+        self._device = next((p.device for p in named.values()), torch.device("cpu"))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ghosts = mode if index > 0 else None
+        self._slots = GhostSlots(module, module_map, bounds, index, frozenset(self.parameters), mode)
+        self._split_slots = () if split is None else split.slots_of(module, module_map)
+        modules = dict(module.named_modules())
+        self._blocks = [modules[name] for name in module_map.blocks]
+        self._skipped = SkippedBlocks(self._blocks, mode, module_map.leaking_blocks)
+        self._receives = module_map.cuts[self._first - 1] if index > 0 else ()
+        self._sends = module_map.cuts[self._end - 1] if index < self._num_stages - 1 else ()
+        self._wanted = frozenset(live.key for live in (*self._receives, *self._sends))
+        self._inner = frozenset(key[1] for key in self._wanted if isinstance(key, tuple) and key[0] == "inner")
+        self._is_watched = not all(is_block_value(key) for key in self._wanted) or (
+            index > 0 and module_map.indexes_by_mask
+        )
+        self._specs: dict[Hashable, tuple[InputSpec, ...]] = {}
+        self._originals: dict[int, Callable[..., Any]] = {}
+        self._run: StepRun | None = None
+
+    def _check(self) -> None:
+        names = tuple(name for name, _ in self.module.named_parameters())
+        mapped = tuple(use.name for use in self._map.parameters)
+        if names != mapped:
+            different = sorted(set(names) ^ set(mapped))
+            raise TraceError(
+                f"the module has {len(names)} parameters and its map {len(mapped)}, of which {different[:3]} differ: "
+                "the map must be of the same module"
+            )
+        reasons = self._map.excludes("pipeline")
+        if self._num_stages > 1 and reasons:
+            raise TraceError(f"{self._num_stages} stages: {reasons[0]}. Use a plan with one stage")
+        reasons = self._map.excludes("checkpointing")
+        if self._checkpointed and reasons:
+            raise TraceError(f"checkpointed_layers = {len(self._checkpointed)}: {reasons[0]}. Use 0")
+        if self._num_stages > 1 and self._bounds[-1][1] != len(self._map.blocks):
+            raise TraceError(
+                f"the stages hold {self._bounds[-1][1]} layers, the module has {len(self._map.blocks)}: they must agree"
+            )
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the module is this stage; afterwards it is exactly as before."""
+        if self._originals:
+            raise RuntimeError(f"stage {self.index} is attached already: leave the context first")
+        wrapped = []
+        with ExitStack() as stack:
+            stack.enter_context(self._slots.filled())
+            if self.split is not None:
+                stack.enter_context(self.split.presented(self._split_slots, self.parameters))
+            try:
+                for position in range(len(self._blocks)):
+                    space = self._blocks[position].__dict__
+                    wrapped.append((space, space.get("forward")))
+                    self._originals[position] = self._blocks[position].forward
+                    space["forward"] = self._wrap(position)
+                yield
+            finally:
+                self._originals.clear()
+                for space, forward in wrapped:
+                    space.pop("forward", None)
+                    if forward is not None:
+                        space["forward"] = forward
+
+    def hollow(self) -> None:
+        """Free the storage of the parameters that other stages hold; see :func:`hollow`."""
+        hollow(self.foreign.values())
+
+    def input_specs(self, call: Callable[[], Any], signature: Hashable) -> tuple[InputSpec, ...]:
+        """What the stage will receive for a call, in the order of the map's cut; nothing on stage 0.
+
+        The call is run up to the stage's first block unless one of the same signature was. Random generators are left
+        as they were. The stage must be attached.
+
+        Args:
+            call: Runs the user's step on its batch; what it does to its batch it will do again in :meth:`forward`.
+            signature: Equal for batches whose tensors have equal shapes.
+
+        Raises:
+            TraceError: If the step does not get there, or lacks a value that it had in the trace.
+        """
+        if self.index == 0:
+            return ()
+        key = (signature, torch.is_grad_enabled(), self.module.training, *self._context())
+        specs = self._specs.get(key)
+        if specs is None:
+            run = StepRun(self._wanted, None, get_random_state(self._device))
+            self._enter(run, call)
+            self._continue_random(run)
+            specs = tuple(self._spec(live, run.objects[live.key]) for live in self._receives)
+            self._specs[key] = specs
+        return specs
+
+    def _spec(self, live: LiveTensor, tensor: Tensor) -> InputSpec:
+        return InputSpec(
+            shape=self._held_shape(live, tensor),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=live.requires_grad and torch.is_grad_enabled(),
+            length=_length(live, tensor),
+        )
+
+    def forward(self, call: Callable[[], Any], received: Sequence[Tensor]) -> StageOutput:
+        """Run the stage's part of the user's step. The stage must be attached.
+
+        Random numbers that the stage's part draws continue from the generators' states at this call.
+
+        Args:
+            call: Runs the user's step on its batch.
+            received: The tensors that :meth:`input_specs` announced; leaves, in which gradients will arrive.
+
+        Raises:
+            TraceError: If the step runs its blocks in another order than in the trace, ends before the stage does, or
+                gives a result that depends on a parameter of another stage.
+        """
+        if self._num_stages == 1 and not self._originals:
+            return StageOutput(tensors=(), value=call())
+        state = get_random_state(self._device) if self.index > 0 else None
+        run = StepRun(self._wanted, received, state)
+        value, is_complete = self._enter(run, call)
+        if self.split is not None:
+            value = self.split.whole(value)
+        if self._num_stages == 1:
+            return StageOutput(tensors=(), value=value)
+        if self.index == self._num_stages - 1:
+            if run.region != self._end - 1:
+                # Whoever computes another rank's batch cannot know that this rank would have taken another way.
+                raise TraceError(
+                    f"the step returned after layer {run.region} without calling layer {run.region + 1} "
+                    f"({self._map.blocks[run.region + 1]}): every step must call every block, on every rank"
+                )
+            self._check_value(value)
+            return StageOutput(tensors=(), value=value)
+        if is_complete:
+            raise TraceError(
+                f"the step returned after layer {run.region} without calling layer {self._end} "
+                f"({self._map.blocks[self._end]}), where stage {self.index} ends: every step must call every block, "
+                "and may not catch BaseException around them"
+            )
+        tensors = tuple(self._sent(run, live) for live in self._sends)
+        lengths = tuple(_length(live, tensor) for live, tensor in zip(self._sends, tensors, strict=True))
+        if self.split is not None:
+            pairs = zip(self._sends, tensors, strict=True)
+            tensors = tuple(self.split.leaving(live, tensor) for live, tensor in pairs)
+        return StageOutput(tensors=tensors, lengths=lengths, value=None)
+
+    def _enter(self, run: StepRun, call: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run the step; its value, and whether it ran to its end."""
+        if not self._originals:
+            raise RuntimeError(f"stage {self.index} is not attached: run it inside attached()")
+        self._run = run
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(neutral_checkpointing())
+                if self.split is not None:
+                    stack.enter_context(self.split.stepping())
+                if self.index > 0:
+                    stack.enter_context(quiet_ghosts())
+                # The watcher must see what comes out of the deferral.
+                stack.enter_context(self._deferring())
+                if self._is_watched:
+                    stack.enter_context(Watcher(run))
+                value, is_complete = call(), True
+        except StepExit:
+            value, is_complete = None, False
+        finally:
+            self._run = None
+        if run.error is not None:
+            raise run.error
+        if run.region < self._first and self._num_stages > 1:
+            raise TraceError(
+                f"the step returned after layer {run.region} without calling layer {self._first} "
+                f"({self._map.blocks[self._first]}), where stage {self.index} begins: every step must call every block"
+            )
+        return value, is_complete
+
+    def _deferring(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.deferral is None else self.deferral.watching()
+
+    def _wrap(self, position: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            run, original = self._run, self._originals[position]
+            if run is None or run.inside is not None:
+                return original(*args, **kwargs)
+            if self._num_stages > 1:
+                self._arrive(run, position)
+            return self._run_block(run, position, original, args, kwargs)
+
+        # Compiled code that contains blocks must not look into this, but leave blocks to it.
+        return cast("Callable[..., Any]", torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
+
+    def _arrive(self, run: StepRun, position: int) -> None:
+        """Check the order of blocks, leave the step at the stage's end, and take in what was received."""
+        if position != run.region + 1:
+            raise run.fail(
+                f"layer {position} ({self._map.blocks[position]}) was called after layer {run.region}: blocks must run "
+                "in the order of the trace, each once"
+            )
+        if position == self._end:
+            raise StepExit
+        run.region = position
+        if position == self._first and self.index > 0:
+            if run.received is None:
+                for live in self._receives:
+                    self._found(run, live)
+                raise StepExit
+            self._receive(run, run.received)
+
+    def _run_block(
+        self, run: StepRun, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if torch.is_grad_enabled() or self._num_stages > 1:
+            args, kwargs = without_caches(args, kwargs)
+        is_local = position >= self._first or self._num_stages == 1
+        if is_local and self.split is not None:
+            args, kwargs = self.split.enter_block(position, args, kwargs)
+        observer = self.observer if is_local else None
+        if observer is not None:
+            observer.before_block(position)
+        run.inside, run.is_quiet = position, is_local and position not in self._inner
+        try:
+            with inside_block():
+                if not is_local:
+                    context = (self._blocks[position].training, *self._context())
+                    output = self._skipped.answer(position, original, args, kwargs, context)
+                elif position in self._checkpointed and torch.is_grad_enabled():
+                    output = checkpoint_block(original, args, kwargs, self.split, within=self._deferring)
+                else:
+                    output = original(*args, **kwargs)
+        finally:
+            run.inside, run.is_quiet = None, False
+        if observer is not None:
+            observer.after_block(position)
+        if self._wanted:
+            for leaf, value in enumerate(tree_flatten(output)[0]):
+                if block_value(position, leaf) in self._wanted and isinstance(value, Tensor):
+                    run.objects[block_value(position, leaf)] = value
+        return output
+
+    def _context(self) -> tuple[Hashable, ...]:
+        kind = self._device.type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def _found(self, run: StepRun, live: LiveTensor) -> Tensor:
+        tensor = run.objects.get(live.key)
+        if tensor is None:
+            raise run.fail(
+                f"stage {self.index}: the {describe_value(live.key)} was not computed in this step, but it was in the "
+                "trace: every step must take the same path through the model's code"
+            )
+        return tensor
+
+    def _receive(self, run: StepRun, received: Sequence[Tensor]) -> None:
+        """Turn the ghosts of what crosses the cut into what was received."""
+        if len(received) != len(self._receives):
+            raise run.fail(f"stage {self.index} was given {len(received)} tensors: {len(self._receives)} cross its cut")
+        for live, tensor in zip(self._receives, received, strict=True):
+            ghost = self._found(run, live)
+            if self._held_shape(live, ghost) != tuple(tensor.shape) or ghost.dtype != tensor.dtype:
+                raise run.fail(
+                    f"stage {self.index} received the {describe_value(live.key)} as {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}, but its own batch gives {ghost.dtype} of shape {tuple(ghost.shape)}: the "
+                    "stages must run the same batch"
+                )
+            entered = enter_graph(tensor) if live.requires_grad and run.has_grad else tensor.detach()
+            if self.split is not None:
+                entered = self.split.arrived(live, entered, tuple(ghost.shape))
+            become(ghost, entered)
+        self._continue_random(run)
+
+    def _held_shape(self, live: LiveTensor, tensor: Tensor) -> tuple[int, ...]:
+        """The shape in which this rank holds a tensor that crosses a boundary."""
+        shape = tuple(tensor.shape)
+        return shape if self.split is None else self.split.held_shape(live, shape)
+
+    def _continue_random(self, run: StepRun) -> None:
+        """Forget what the step drew before this stage: blocks of other stages drew nothing here."""
+        if run.random_state is not None:
+            set_random_state(run.random_state, self._device)
+
+    def _sent(self, run: StepRun, live: LiveTensor) -> Tensor:
+        tensor = run.objects.get(live.key)
+        if tensor is None or isinstance(tensor, FakeTensor):
+            what = "was not computed in this step" if tensor is None else "depends on a value that was not carried"
+            raise TraceError(
+                f"stage {self.index}: the {describe_value(live.key)} {what}: every step must take the same path "
+                "through the model's code as the trace"
+            )
+        if tensor.requires_grad and not live.requires_grad:
+            raise TraceError(
+                f"stage {self.index}: the {describe_value(live.key)} requires a gradient now and did not in the trace: "
+                "parameters may not be unfrozen after planning; plan again with them unfrozen"
+            )
+        return tensor
+
+    def _check_value(self, value: Any) -> None:
+        for leaf in tree_flatten(value)[0]:
+            if isinstance(leaf, FakeTensor):
+                raise TraceError(
+                    f"stage {self.index}: what the step returned (shape {tuple(leaf.shape)}) depends on a parameter "
+                    "of another stage through a value that was not carried: this step took another path than the trace"
+                )
+
+
+def _length(live: LiveTensor, tensor: Tensor) -> int:
+    return 1 if live.sequence_dim is None else tensor.shape[live.sequence_dim]

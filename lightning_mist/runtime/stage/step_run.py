@@ -1,0 +1,145 @@
+"""One run of the user's step on a stage: where it is, and the values found so far that cross a cut."""
+
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_mist.errors import TraceError
+from lightning_mist.plan.calls import ValueNames, results, select
+from lightning_mist.runtime.shared_patch import SharedPatch
+
+_INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
+
+
+class StepExit(BaseException):
+    """Leaves the user's step; passes ``except Exception``."""
+
+
+class StepRun:
+    """One run of the step.
+
+    Args:
+        wanted: Names of the values that cross a cut of the stage.
+        received: The tensors received for the first cut; None for a run that only asks what they will be.
+        random_state: The generators' state at the start of the run.
+
+    Attributes:
+        objects: The values found so far, by name.
+        region: Position of the block entered last.
+        inside: Position of the block that runs now.
+        has_grad: Whether gradients were enabled when the run began.
+        is_quiet: Whether nothing that is wanted can be made now.
+        error: What went wrong, to be raised once the step is left.
+    """
+
+    def __init__(
+        self, wanted: frozenset[Hashable], received: Sequence[Tensor] | None, random_state: Tensor | None
+    ) -> None:
+        self.wanted, self.received, self.random_state = wanted, received, random_state
+        self.names = ValueNames()
+        self.objects: dict[Hashable, Tensor] = {}
+        self.region = -1
+        self.inside: int | None = None
+        self.has_grad = torch.is_grad_enabled()
+        self.is_quiet = False
+        self.error: TraceError | None = None
+
+    def fail(self, message: str) -> StepExit:
+        """An exception that user code does not swallow; the error is raised once the step is left."""
+        self.error = TraceError(message)
+        return StepExit()
+
+
+class BlockObserver(Protocol):
+    """Is told when a stage's forward enters and leaves its blocks; recomputation in backward is not told."""
+
+    def before_block(self, position: int) -> None:
+        """The step is about to run a block of the stage."""
+
+    def after_block(self, position: int) -> None:
+        """The step has run a block of the stage."""
+
+
+class Watcher(TorchFunctionMode):
+    """Finds wanted values among the results of torch functions, and indexes ghosts by known masks."""
+
+    def __init__(self, run: StepRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run, kwargs = self._run, kwargs or {}
+        if run.is_quiet:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", type(func).__name__)
+        if name in _INDEXING and isinstance(args[0], FakeTensor):
+            func, args = select(name, func, args, _is_known_mask)
+        output = func(*args, **kwargs)
+        made = [leaf for leaf in results(name, args, output) if isinstance(leaf, Tensor)]
+        if made:
+            base = run.names.next("glue" if run.inside is None else "inner", run.region, name)
+            for leaf, tensor in enumerate(made):
+                key = (*base, leaf)
+                if key in run.wanted:
+                    run.objects[key] = tensor
+        return output
+
+
+def _is_known_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype == torch.bool and not isinstance(item, FakeTensor)
+
+
+def become(target: Tensor, source: Tensor) -> None:
+    """Turn the object ``target`` into the tensor ``source``, wherever it is referred to.
+
+    torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
+    to a ghost that no longer exists.
+    """
+    target.__class__, source.__class__ = source.__class__, target.__class__
+    target.__dict__, source.__dict__ = source.__dict__, target.__dict__
+    torch._C._swap_tensor_impl(target, source)
+
+
+def quiet_ghosts() -> AbstractContextManager[None]:
+    """Inside, torch does not warn about the gradients of tensors that meet a ghost.
+
+    It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
+    and not where they are errors.
+    """
+    return _QUIET
+
+
+@contextmanager
+def _ignore_gradients_of_inner_tensors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+        yield
+
+
+_QUIET = SharedPatch(_ignore_gradients_of_inner_tensors)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def enter_graph(tensor: Tensor) -> Tensor:
+    """A received leaf as an inner node of the graph, sharing its memory.
+
+    A step may write in place into what crosses a cut, as it may in the uncut module, but not into a leaf or its view.
+    """
+    tensor.requires_grad_(True)
+    with torch.enable_grad():
+        return _Enter.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,0 +1,252 @@
+"""Running the very lists of a schedule on a clock instead of on devices.
+
+How transfers move, what waits for what, and when the optimizer steps is said in
+:mod:`~lightning_mist.schedule.program_clock`, which does the arithmetic: here are spans, for pictures and for people.
+
+For ``S`` stages and ``G`` microbatches that take ``t`` each, 1F1B and GPipe without transfers take ``(G - 1 + S) t``,
+which is ``(G - 1) max t + sum t``, the closed form of the cost model. Stages that differ take no longer than that if
+forward and backward are in one ratio on all of them; else the closed form may be too short, and only
+``(G - 1) (max forward + max backward) + sum t`` is never exceeded.
+
+Equal stages whose backward is ``I`` and ``W`` take ``G (F + I + W) + (S - 1) (F + I - W)`` under ZB-H1 if ``F = I = W``
+and ``G >= S``, and less than under 1F1B whenever ``W`` takes any time. ``V`` chunks on each of ``P`` groups, of ``t``
+each, take ``(G V + P - 1) t`` under interleaved 1F1B.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_mist.plan import Plan
+from lightning_mist.schedule.action import (
+    COMPUTATIONS,
+    INPUT_BACKWARDS,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    num_stages_of,
+)
+from lightning_mist.schedule.chrome_trace import Span
+from lightning_mist.schedule.lowering import lower
+from lightning_mist.schedule.program import Program, program_of_lists
+from lightning_mist.schedule.program_clock import Epilogue, EpilogueTimes, StepRules, Times, finish, run
+from lightning_mist.schedule.seconds import (
+    StageSeconds,
+    crossing_seconds,
+    plan_seconds,
+    predicted_terms,
+    slot_seconds,
+)
+from lightning_mist.schedule.validation import check
+
+__all__ = ["Simulation", "StageSeconds", "simulate", "simulate_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What running a schedule on a clock showed; all times are seconds since the start.
+
+    Attributes:
+        makespan: When the last action of any stage ended.
+        spans: Start and end of every action, group by group in the order of its list; a send or receive spans the time
+            in which its transfer moves.
+        busy: For each group of devices, how long it computed, reduced, stepped and gathered.
+        bubble: For each group, how long it did nothing of this before the makespan.
+        in_flight: For each group, ``(time, count)`` whenever its number of microbatches in flight changes. A microbatch
+            counts once for every chunk it is in, until its ``B`` or ``I`` has ended.
+    """
+
+    makespan: float
+    spans: tuple[tuple[Span, ...], ...]
+    busy: tuple[float, ...]
+    bubble: tuple[float, ...]
+    in_flight: tuple[tuple[tuple[float, int], ...], ...]
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    *,
+    activation_seconds: Sequence[float] = (),
+    gradient_seconds: Sequence[float] = (),
+    sent_activation_seconds: Sequence[float] = (),
+    sent_gradient_seconds: Sequence[float] = (),
+    rules: StepRules | None = None,
+) -> Simulation:
+    """Run a schedule on a clock.
+
+    Args:
+        schedule: For each group of devices its actions; computations only (a neighbour's result is there at once), or
+            lowered.
+        stages: How long each stage's actions take; what a group does once per batch, its first stage's say.
+        activation_seconds: For each boundary between stages, how long the activations of one microbatch take to cross
+            it; empty for no time.
+        gradient_seconds: The same for gradients on their way back.
+        sent_activation_seconds: For each boundary, how long its sender takes where transfers move within computation;
+            empty for as long as its receiver, ``activation_seconds``.
+        sent_gradient_seconds: The same for gradients.
+        rules: How transfers move, and whom the optimizer's step waits for; by default transfers move beside
+            computation, and each group steps by itself.
+
+    Raises:
+        ValueError: If a sequence has not one entry per stage or boundary, or a time is negative or not finite.
+        ScheduleError: If the schedule breaks a rule.
+    """
+    num_stages = num_stages_of(schedule)
+    boundaries = num_stages - 1
+    activation_seconds = tuple(activation_seconds) or (0.0,) * boundaries
+    gradient_seconds = tuple(gradient_seconds) or (0.0,) * boundaries
+    sent_activation_seconds = tuple(sent_activation_seconds) or activation_seconds
+    sent_gradient_seconds = tuple(sent_gradient_seconds) or gradient_seconds
+    for name, given, needed in (
+        ("stages", len(stages), num_stages),
+        ("activation_seconds", len(activation_seconds), boundaries),
+        ("gradient_seconds", len(gradient_seconds), boundaries),
+        ("sent_activation_seconds", len(sent_activation_seconds), boundaries),
+        ("sent_gradient_seconds", len(sent_gradient_seconds), boundaries),
+    ):
+        if given != needed:
+            raise ValueError(f"{name} has {given} entries: a schedule of {num_stages} stages needs {needed}")
+    forwards = sum(
+        action.kind is ActionKind.FORWARD and action.stage == 0 for actions in schedule for action in actions
+    )
+    check(schedule, forwards)
+    rules = rules or StepRules()
+    program, crossings = program_of_lists(schedule), crossing_seconds(activation_seconds, gradient_seconds)
+    sending = crossing_seconds(sent_activation_seconds, sent_gradient_seconds)
+    seconds = _Durations(stages, crossings, sending, forwards - 1, schedule)
+    times = run(program, slot_seconds(stages), crossings, rules, sending_seconds=sending)
+    present = {action.kind for actions in schedule for action in actions}
+    epilogues = [seconds.epilogue(group, actions) for group, actions in enumerate(schedule)]
+    end = finish(program, times, epilogues, rules, is_tied=ActionKind.REDUCE_TIED in present)
+    spans = tuple(_spans(group, actions, program, times, end, seconds) for group, actions in enumerate(schedule))
+    return _summary(spans)
+
+
+def simulate_plan(plan: Plan) -> Simulation:
+    """Run a plan's own schedule with the seconds that were predicted for it, by the rules of its prediction.
+
+    What a prediction has no terms for is made up as :func:`~lightning_mist.schedule.seconds.predicted_terms` says. The
+    makespan is the predicted step, unless the prediction is of a version that did not run the schedule on a clock; of
+    lists so long that predicting cut them it is within half a percent.
+
+    Raises:
+        PlanError: If nothing was predicted.
+    """
+    seconds = plan_seconds(plan, predicted_terms(plan))
+    assert plan.predicted is not None
+    return simulate(
+        lower(plan, tied=any(stage.reduce_tied > 0 for stage in seconds.stages)),
+        seconds.stages,
+        activation_seconds=seconds.activations,
+        gradient_seconds=seconds.gradients,
+        sent_activation_seconds=seconds.sent_activations,
+        sent_gradient_seconds=seconds.sent_gradients,
+        rules=StepRules(transfers=plan.predicted.transfers, update_after=plan.predicted.update_after),
+    )
+
+
+class _Durations:
+    """Seconds of every action; refuses those that are no times."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageSeconds],
+        receiving: Sequence[float],
+        sending: Sequence[float],
+        last: int,
+        schedule: Schedule,
+    ) -> None:
+        self._stages, self._receiving, self._sending, self._last = stages, receiving, sending, last
+        for action in (action for actions in schedule for action in actions):
+            duration = self.of(action)
+            if not 0.0 <= duration < float("inf"):
+                raise ValueError(f"{action} takes {duration} seconds: times are finite and not negative")
+
+    def of(self, action: Action) -> float:
+        """Seconds of an action."""
+        stage = self._stages[action.stage]
+        if action.kind in COMPUTATIONS:
+            return stage.of(action.kind, is_first=action.microbatch == 0, is_last=action.microbatch == self._last)
+        if action.kind in SENDS:
+            return self._sending[_crossing(action)]
+        if action.kind in RECEIVES:
+            return self._receiving[_crossing(action)]
+        return {
+            ActionKind.REDUCE_GRADIENTS: stage.reduce,
+            ActionKind.REDUCE_TIED: stage.reduce_tied,
+            ActionKind.OPTIMIZER_STEP: stage.step,
+            ActionKind.GATHER_PARAMETERS: stage.gather,
+        }.get(action.kind, 0.0)
+
+    def epilogue(self, group: int, actions: Sequence[Action]) -> Epilogue:
+        """What a group's list has of what happens once per batch."""
+        found = {action.kind: self.of(action) for action in actions if action.microbatch is None}
+        return Epilogue(
+            reduce=found.get(ActionKind.REDUCE_GRADIENTS, 0.0),
+            tied=found.get(ActionKind.REDUCE_TIED, 0.0),
+            step=found.get(ActionKind.OPTIMIZER_STEP, 0.0),
+            gather=found.get(ActionKind.GATHER_PARAMETERS, 0.0),
+        )
+
+
+def _crossing(action: Action) -> int:
+    """The crossing of a send or receive."""
+    before = {
+        ActionKind.SEND_ACTIVATION: 2 * action.stage,
+        ActionKind.RECV_ACTIVATION: 2 * action.stage - 2,
+        ActionKind.SEND_GRADIENT: 2 * action.stage - 1,
+        ActionKind.RECV_GRADIENT: 2 * action.stage + 1,
+    }
+    return before[action.kind]
+
+
+def _spans(
+    group: int, actions: Sequence[Action], program: Program, times: Times, end: EpilogueTimes, seconds: _Durations
+) -> tuple[Span, ...]:
+    """Start and end of every action of a group."""
+    starts = iter(times.starts[group])
+    passed = [0] * len(program.links), [0] * len(program.links)
+    link_of = {crossing: link for link, crossings in enumerate(program.links) for crossing in crossings}
+    once = {
+        ActionKind.REDUCE_GRADIENTS: (end.reduce[group], None),
+        ActionKind.REDUCE_TIED: (end.tied, end.tied_seconds),
+        ActionKind.OPTIMIZER_STEP: (end.step[group], None),
+        ActionKind.GATHER_PARAMETERS: (end.gather[group], None),
+    }
+    result = []
+    for action in actions:
+        if action.kind in SENDS or action.kind in RECEIVES:
+            count, link = passed[action.kind in SENDS], link_of[_crossing(action)]
+            number, count[link] = count[link], count[link] + 1
+            result.append(Span(group, action, times.departures[link][number], times.arrivals[link][number]))
+            continue
+        start, takes = (next(starts), None) if action.kind in COMPUTATIONS else once[action.kind]
+        result.append(Span(group, action, start, start + (seconds.of(action) if takes is None else takes)))
+    return tuple(result)
+
+
+def _summary(spans: tuple[tuple[Span, ...], ...]) -> Simulation:
+    makespan = max(span.end for line in spans for span in line)
+    busy: list[float] = []
+    in_flight: list[tuple[tuple[float, int], ...]] = []
+    for line in spans:
+        own = [span for span in line if span.action.kind not in SENDS | RECEIVES]
+        busy.append(sum(span.end - span.start for span in own))
+        count, counts = 0, []
+        for span in own:
+            if span.action.kind is ActionKind.FORWARD:
+                count += 1
+                counts.append((span.start, count))
+            elif span.action.kind in INPUT_BACKWARDS:
+                count -= 1
+                counts.append((span.end, count))
+        in_flight.append(tuple(counts))
+    return Simulation(
+        makespan=makespan,
+        spans=spans,
+        busy=tuple(busy),
+        bubble=tuple(makespan - seconds for seconds in busy),
+        in_flight=tuple(in_flight),
+    )

@@ -1,0 +1,324 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.plan import ParameterSplit
+from lightning_mist.plan.mesh import make_mesh
+from lightning_mist.runtime.parameters.optimizer_cut import (
+    clip_by_norm,
+    clip_by_value,
+    full_optimizer_state,
+    gather_optimizer_state,
+    global_grad_norm,
+    load_full_optimizer_state,
+    local_optimizer_state,
+    restrict_optimizer,
+)
+from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of, speakers_of
+from tests.memory_transport import InMemoryWorld, drive
+from tests.plan.test_mesh import make_map, make_plan
+from tests.runtime.parameters.test_tensor_parts import split_map, split_plan
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+    "adamw loop": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=False, amsgrad=True),
+    "adamw fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2, momentum=0.5),
+}
+
+
+def _module():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 30), nn.LayerNorm(30), nn.Linear(30, 4))
+
+
+def _groups(module):
+    parameters = list(module.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _step(module, optimizer, seed):
+    x = torch.randn(6, 20, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    module(x).square().mean().backward()
+    optimizer.step()
+
+
+def _assert_equal(a, b):
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for number, entry in a["state"].items():
+        assert entry.keys() == b["state"][number].keys()
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][number][key])), (number, key)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_pieces_is_the_state_of_the_whole(name):
+    whole = _module()
+    optimizer = OPTIMIZERS[name](_groups(whole))
+    modules = [copy.deepcopy(whole) for _ in range(3)]
+    cuts = []
+    for index, module in enumerate(modules):
+        part = OPTIMIZERS[name](_groups(module))
+        # Rank 2 owns nothing of the second group: only matrices.
+        owned = [p for i, p in enumerate(module.parameters()) if (2 if i == 0 else i % 2) == index]
+        cuts.append(restrict_optimizer(part, owned))
+    for seed in range(3):
+        _step(whole, optimizer, seed)
+        for module, cut in zip(modules, cuts, strict=True):
+            _step(module, cut.optimizer, seed)
+        _share(modules)
+    full = full_optimizer_state(cuts[0], [local_optimizer_state(cut) for cut in cuts])
+    _assert_equal(full, optimizer.state_dict())
+    world = InMemoryWorld(3)
+    gathered = drive(
+        [gather_optimizer_state(cut, t, destination=1) for cut, t in zip(cuts, world.transports, strict=True)]
+    )
+    assert gathered[0] is gathered[2] is None
+    _assert_equal(gathered[1], optimizer.state_dict())
+
+
+def _share(modules):
+    """After each step every rank has what the owners updated."""
+    with torch.no_grad():
+        for i, copies in enumerate(zip(*(module.parameters() for module in modules), strict=True)):
+            owner = 2 if i == 0 else i % 2
+            for parameter in copies:
+                parameter.copy_(copies[owner])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_piece_continues_from_the_state_of_the_whole(name):
+    whole = _module()
+    optimizer = OPTIMIZERS[name](_groups(whole))
+    _step(whole, optimizer, 0)
+    piece = copy.deepcopy(whole)
+    part = OPTIMIZERS[name](_groups(piece))
+    owned = list(piece.parameters())[::2]
+    cut = restrict_optimizer(part, owned)
+    load_full_optimizer_state(cut, copy.deepcopy(optimizer.state_dict()))
+    assert set(part.state) == set(owned)
+    _step(whole, optimizer, 1)
+    _step(piece, part, 1)
+    for i, (p, q) in enumerate(zip(whole.parameters(), piece.parameters(), strict=True)):
+        assert torch.equal(p, q) == (i % 2 == 0)
+
+
+def test_restricting_keeps_groups_for_schedulers_and_can_be_undone():
+    module = _module()
+    optimizer = OPTIMIZERS["adamw"](_groups(module))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    _step(module, optimizer, 0)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    lists = [group["params"] for group in optimizer.param_groups]
+    owned = list(module.parameters())[:1]
+    cut = restrict_optimizer(optimizer, owned)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+    assert list(optimizer.state) == owned
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5e-2
+    cut.restore()
+    for group, parameters, same in zip(optimizer.param_groups, before, lists, strict=True):
+        assert group["params"] is same
+        assert all(p is q for p, q in zip(group["params"], parameters, strict=True))
+
+
+def test_names_of_parameters_are_cut_and_restored():
+    module = _module()
+    optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1, momentum=0.9)
+    whole = [name for name, _ in module.named_parameters()]
+    cut = restrict_optimizer(optimizer, [module[1].weight])
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight"]
+    full = full_optimizer_state(cut, [])
+    assert full["param_groups"][0]["param_names"] == whole
+    load_full_optimizer_state(cut, full)
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight"]
+    cut.restore()
+    assert optimizer.param_groups[0]["param_names"] == whole
+
+
+def test_state_of_another_layout_is_refused():
+    module = _module()
+    cut = restrict_optimizer(OPTIMIZERS["adamw"](_groups(module)), [module[0].weight])
+    with pytest.raises(ValueError, match=r"groups of \[8\] parameters, this one of \[3, 5\]"):
+        load_full_optimizer_state(cut, OPTIMIZERS["adamw"](module.parameters()).state_dict())
+
+
+def _split_modules():
+    """A module, and for each of two ranks one with its parts of both inner matrices and their biases."""
+    whole = _module()
+    splits = {
+        "0.weight": ParameterSplit(name="0.weight", dim=0, factors=((3, False), (10, True))),
+        "0.bias": ParameterSplit(name="0.bias", dim=0, factors=((3, False), (10, True))),
+        "1.weight": ParameterSplit(name="1.weight", dim=1, factors=((3, False), (10, True))),
+    }
+    modules, parts = [], []
+    for index in range(2):
+        module = copy.deepcopy(whole)
+        named = dict(module.named_parameters())
+        mine = {
+            named[name]: Part(split=split, degree=2, index=index, shape=tuple(named[name].shape))
+            for name, split in splits.items()
+        }
+        for parameter, part in mine.items():
+            parameter.data = part.take(parameter.detach())
+        modules.append(module)
+        parts.append(mine)
+    return whole, modules, parts
+
+
+def _give_gradients(module, seed, parts=None):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        part = (parts or {}).get(parameter)
+        gradient = torch.randn(parameter.shape if part is None else part.shape, generator=generator)
+        parameter.grad = gradient if part is None else part.take(gradient)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_parts_is_the_state_of_the_whole(name):
+    whole, modules, parts = _split_modules()
+    optimizer = OPTIMIZERS[name](_groups(whole))
+    cuts = [
+        restrict_optimizer(OPTIMIZERS[name](_groups(module)), list(module.parameters()), mine)
+        for module, mine in zip(modules, parts, strict=True)
+    ]
+
+    def step(seed):
+        _give_gradients(whole, seed)
+        optimizer.step()
+        for module, cut, mine in zip(modules, cuts, parts, strict=True):
+            _give_gradients(module, seed, mine)
+            cut.optimizer.step()
+
+    step(0)
+    step(1)
+    world = InMemoryWorld(2)
+    states = drive([gather_optimizer_state(cut, t) for cut, t in zip(cuts, world.transports, strict=True)])
+    assert states[1] is None
+    wanted = optimizer.state_dict()
+    assert states[0]["param_groups"] == wanted["param_groups"]
+    for number, entry in wanted["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(states[0]["state"][number][key], value, rtol=1e-6, atol=1e-8)
+    # Loaded again, the parts go on as the whole does.
+    for cut in cuts:
+        cut.optimizer.state.clear()
+        load_full_optimizer_state(cut, copy.deepcopy(wanted))
+    step(2)
+    for parameter, *split in zip(*(module.parameters() for module in (whole, *modules)), strict=True):
+        for index, other in enumerate(split):
+            part = parts[index].get(other)
+            torch.testing.assert_close(other, parameter if part is None else part.take(parameter), rtol=1e-5, atol=1e-6)
+    cuts[0].restore()
+    assert set(cuts[0].optimizer.state) == set(modules[0].parameters()) - set(parts[0])
+
+
+def test_state_from_the_start_becomes_that_of_a_part():
+    """Adagrad makes its state at once, when parameters are still whole."""
+    _, modules, parts = _split_modules()
+    module, mine = modules[1], parts[1]
+    for parameter, part in mine.items():
+        parameter.data = torch.zeros(part.shape)
+    optimizer = OPTIMIZERS["adagrad"](_groups(module))
+    cut = restrict_optimizer(optimizer, list(module.parameters()), mine)
+    for parameter, part in mine.items():
+        parameter.data = part.take(parameter.detach())
+        assert optimizer.state[parameter]["sum"].shape == parameter.shape
+    assert optimizer.state[module[2].weight]["sum"].shape == (30,)
+    _give_gradients(module, 0, mine)
+    cut.optimizer.step()
+
+
+def test_parts_that_the_optimizer_does_not_know_have_no_state():
+    """Frozen parameters are shared out too."""
+    _, modules, parts = _split_modules()
+    cuts = []
+    for index, (module, mine) in enumerate(zip(modules, parts, strict=True)):
+        optimizer = OPTIMIZERS["adamw"]([module[0].weight, module[2].weight])
+        cuts.append(restrict_optimizer(optimizer, [module[0].weight, module[2].weight], mine))
+        _give_gradients(module, 0, mine)
+        optimizer.step()
+        assert len(optimizer.state) == 2, index
+    world = InMemoryWorld(2)
+    state, _ = drive([gather_optimizer_state(cut, t) for cut, t in zip(cuts, world.transports, strict=True)])
+    assert [tuple(state["state"][number]["exp_avg"].shape) for number in range(2)] == [(30, 20), (30,)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_norm_counts_each_part_once(norm_type, zero):
+    plan, module_map = split_plan([(2, 2), (1, 1)], zero=zero), split_map(2, tied=(0, 1))
+    gradients = {n: torch.randn(shape) for n, shape in SHAPES.items() if n not in ("frozen", "unused")}
+    order = ["tied", "w1", "w0", "unused"]
+    expected = torch.nn.utils.get_total_norm([gradients[n] for n in order if n in gradients], norm_type)
+    world, runs = InMemoryWorld(plan.world_size), []
+    for rank, transport in enumerate(world.transports):
+        mesh, parts = make_mesh(plan, rank, module_map), parts_of(plan, rank, module_map)
+        parameters = {n: nn.Parameter(torch.zeros(shape)) for n, shape in SHAPES.items()}
+        for name, part in parts.items():
+            parameters[name].data = part.take(parameters[name].detach())
+        for item in mesh.held:
+            if item.name in gradients:
+                part = parts.get(item.name)
+                value = gradients[item.name]
+                parameters[item.name].grad = value.clone() if part is None else part.take(value)
+        speakers = speakers_of(plan, mesh.parameters, module_map)
+        runs.append(global_grad_norm(mesh, parameters, speakers, transport, names=order, norm_type=norm_type))
+    totals = drive(runs)
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    torch.testing.assert_close(totals[0], expected, rtol=1e-6, atol=0)
+
+
+SHAPES = {"w0": (10, 1), "w1": (10, 2), "tied": (7,), "frozen": (99,), "unused": (3,)}
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_is_that_of_a_single_process_to_the_bit(norm_type, zero, dtype):
+    plan, module_map = make_plan([2, 3], zero=zero, num_microbatches=5), make_map(2, tied=(0, 1))
+    gradients = {
+        name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items() if name not in ("frozen", "unused")
+    }
+    order = ["tied", "w1", "w0", "unused"]
+    expected = torch.nn.utils.get_total_norm([gradients[n] for n in order if n in gradients], norm_type)
+    world = InMemoryWorld(plan.world_size)
+    runs = []
+    for rank, transport in enumerate(world.transports):
+        mesh = make_mesh(plan, rank, module_map)
+        parameters = {n: nn.Parameter(torch.zeros(shape, dtype=dtype)) for n, shape in SHAPES.items()}
+        speakers = speakers_of(plan, mesh.parameters, module_map)
+        for item in mesh.owned:
+            if item.name in gradients:
+                parameters[item.name].grad = gradients[item.name].clone()
+        runs.append(global_grad_norm(mesh, parameters, speakers, transport, names=order, norm_type=norm_type))
+    for total in drive(runs):
+        assert total.dtype is expected.dtype
+        assert torch.equal(total, expected)
+
+
+def test_norm_without_any_gradient_is_zero():
+    mesh = make_mesh(make_plan([1]), 0, make_map(1))
+    parameters = {n: nn.Parameter(torch.zeros(shape)) for n, shape in SHAPES.items()}
+    speakers = speakers_of(mesh.plan, mesh.parameters, make_map(1))
+    (total,) = drive([global_grad_norm(mesh, parameters, speakers, InMemoryWorld(1).transports[0])])
+    assert total.item() == 0.0
+
+
+def test_clipping():
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
+    parameters[0].grad = torch.tensor([3.0, 4.0, 0.0])
+    clip_by_norm(parameters, 2.5, torch.tensor(5.0))
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5, 2.0, 0.0]), rtol=1e-6, atol=0)
+    clip_by_value(parameters, 1.75)
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5, 1.75, 0.0]), rtol=1e-6, atol=0)
+    assert parameters[1].grad is None
