@@ -23,7 +23,7 @@ Notice = Callable[[Talk, str], bool]
 
 _OURS = "lightning_mist"
 _BETWEEN = frozenset(("torch", "contextlib", "functools"))
-_SPEAKING = tuple(f"lightning_mist.{name}" for name in ("strategy", "hardware", "cli", "runtime.transport"))
+_SPEAKING = tuple(f"lightning_mist.{name}" for name in ("strategy", "hardware", "cli", "runtime.communication"))
 """Where this package talks to other processes itself; elsewhere it only passes on what user code does."""
 
 _LIBRARIES = frozenset(("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"))

@@ -1,11 +1,11 @@
 """What happens between the layers of a stage: walking a computation's lines while it runs.
 
-The schedule says what each forward and backward consists of (:func:`lightning_mist.schedule.shard_units.expand`). In forward
-the walk goes on when the step enters a layer. For backward, forward leaves a *marker* at every change of units: a node
-of a chain of its own through the graph. Autograd runs the nodes of a graph in the reverse order of their making, and
-nodes that accumulate gradients as soon as they can. So when a marker's turn comes, the backward of everything behind it
-has run, the gradients there are complete, and nothing before it has begun; whatever the layers hand to each other,
-and whether or not it needs a gradient.
+The schedule says what each forward and backward consists of (:func:`lightning_mist.schedule.shard_units.expand`). In
+forward the walk goes on when the step enters a layer. For backward, forward leaves a *marker* at every change of units:
+a node of a chain of its own through the graph. Autograd runs the nodes of a graph in the reverse order of their making,
+and nodes that accumulate gradients as soon as they can. So when a marker's turn comes, the backward of everything
+behind it has run, the gradients there are complete, and nothing before it has begun; whatever the layers hand to each
+other, and whether or not it needs a gradient.
 """
 
 from collections import Counter, deque
