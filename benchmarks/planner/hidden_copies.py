@@ -10,6 +10,7 @@ import argparse
 from dataclasses import replace
 
 from benchmarks.planner.apart import PRECISION, spec_of
+from benchmarks.planner.copies_clock import CopyTimes, batch_lines, run_copies
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.cost import StageCostModel
@@ -21,9 +22,7 @@ from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, TAIL
-from lightning_mist.schedule.copies import CopyTimes, run_copies
 from lightning_mist.schedule.lowering import lower
-from lightning_mist.schedule.stage_units import batch_lines
 from lightning_mist.tuner import tune
 
 CASES = [

@@ -3,7 +3,6 @@
 from lightning_mist.schedule.action import Action, ActionKind, Schedule
 from lightning_mist.schedule.arrivals import arrived_sends
 from lightning_mist.schedule.chrome_trace import Level, Span, to_chrome_trace
-from lightning_mist.schedule.in_flight import Held, held_counts, in_flight, in_flight_counts, waiting, waiting_counts
 from lightning_mist.schedule.lowering import lower
 from lightning_mist.schedule.orders import generate
 from lightning_mist.schedule.program_clock import StepRules
@@ -14,7 +13,6 @@ from lightning_mist.schedule.validation import check
 __all__ = [
     "Action",
     "ActionKind",
-    "Held",
     "Level",
     "Schedule",
     "Simulation",
@@ -24,13 +22,8 @@ __all__ = [
     "arrived_sends",
     "check",
     "generate",
-    "held_counts",
-    "in_flight",
-    "in_flight_counts",
     "lower",
     "simulate",
     "simulate_plan",
     "to_chrome_trace",
-    "waiting",
-    "waiting_counts",
 ]

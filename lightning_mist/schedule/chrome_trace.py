@@ -60,16 +60,7 @@ def to_chrome_trace(
         events.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
         events += [_metadata(rank, lane, "thread_name", name=text) for lane, text in enumerate(_LANES)]
     events += [_event(span) for span in spans]
-    events += [
-        {
-            "name": level.name,
-            "ph": "C",
-            "ts": level.time * _MICROSECONDS,
-            "pid": level.rank,
-            "args": dict(level.amounts),
-        }
-        for level in levels
-    ]
+    events += [_counter(level) for level in levels]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False) + "\n"
 
 

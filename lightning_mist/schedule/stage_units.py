@@ -5,14 +5,13 @@ What happens between units is said in :mod:`lightning_mist.schedule.shard_units`
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 
 from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.schedule.action import HEAD, TAIL, Action
 from lightning_mist.schedule.offload_actions import Key, check_update, moved_names, update_actions
-from lightning_mist.schedule.shard_units import StageUnits, expand
+from lightning_mist.schedule.shard_units import StageUnits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,18 +253,3 @@ def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action,
     actions = update_actions(list(units), moved, gathers=is_shared and defers_update(plan, module_map, group))
     check_update(actions, units, moved)
     return actions
-
-
-def batch_lines(plan: Plan, module_map: ModuleMap, group: int, actions: Sequence[Action]) -> tuple[Action, ...]:
-    """All that a group of devices does for one batch of many, by units.
-
-    Args:
-        plan: The plan.
-        module_map: Where parameters are used.
-        group: The group of devices.
-        actions: Its lowered list.
-    """
-    units = expanded_units(plan, module_map, plan_units(plan, module_map, group))
-    update, defers = stage_update(plan, module_map, group), defers_update(plan, module_map, group)
-    lines = expand(actions, units, update if defers else ())
-    return (*chain.from_iterable(lines), *(() if defers else update))

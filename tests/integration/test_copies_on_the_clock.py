@@ -8,11 +8,11 @@ import torch
 
 from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import make_plan
+from benchmarks.planner.copies_clock import batch_lines, run_copies
 from lightning_mist.plan import Exclusion, ZeroStage
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.schedule import ActionKind
-from lightning_mist.schedule.copies import run_copies
-from lightning_mist.schedule.stage_units import batch_lines, moved_parameters, shard_units, updated_units
+from lightning_mist.schedule.stage_units import moved_parameters, shard_units, updated_units
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import make_optimizer
 from tests.integration.test_parity_offload import FIRST, PLANS

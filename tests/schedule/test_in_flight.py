@@ -1,5 +1,6 @@
-from lightning_mist.schedule import generate, held_counts, in_flight, in_flight_counts, waiting, waiting_counts
+from lightning_mist.schedule import generate
 from lightning_mist.schedule.lowering import add_transfers, add_update
+from tests.schedule.in_flight import held_counts, in_flight, in_flight_counts, waiting, waiting_counts
 from tests.schedule.text import parse
 
 

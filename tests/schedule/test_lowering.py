@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.schedule import check, generate, in_flight, lower
+from lightning_mist.schedule import check, generate, lower
 from lightning_mist.schedule.action import COMPUTATIONS, RECEIVES, SENDS
 from lightning_mist.schedule.lowering import add_transfers, add_update
 from tests.plans import plans
+from tests.schedule.in_flight import in_flight
 from tests.schedule.text import lines, parse, show
 
 

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.schedule import check, generate, held_counts, in_flight, waiting
+from lightning_mist.schedule import check, generate
+from tests.schedule.in_flight import held_counts, in_flight, waiting
 from tests.schedule.text import lines, show
 
 

@@ -9,9 +9,9 @@ from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.schedule import generate
 from lightning_mist.schedule.action import SENDS
-from lightning_mist.schedule.in_flight import in_flight_counts
 from lightning_mist.schedule.lowering import add_transfers, add_update
 from lightning_mist.schedule.simulation import StageSeconds, simulate, simulate_plan
+from tests.schedule.in_flight import in_flight_counts
 from tests.schedule.text import parse
 
 seconds = st.integers(0, 50).map(float)

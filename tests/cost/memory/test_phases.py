@@ -1,8 +1,9 @@
 import pytest
 
 from lightning_mist.cost.memory.phases import _phases_of_stages, phases_in_order, stage_phases
-from lightning_mist.schedule import arrived_sends, generate, in_flight
+from lightning_mist.schedule import arrived_sends, generate
 from lightning_mist.schedule.lowering import add_transfers
+from tests.schedule.in_flight import in_flight
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.planner.copies_clock import run_copies
 from lightning_mist.schedule import Action
-from lightning_mist.schedule.copies import run_copies
 
 
 def times_of(text, *, seconds=1.0, nbytes=1.0, rates=(1.0, 1.0), batches=1):

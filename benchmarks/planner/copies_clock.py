@@ -13,10 +13,14 @@ were updated when the next ones leave. At the end of a batch all of these have l
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
+from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.schedule.action import COMPUTATIONS, TAIL, Action, ActionKind
 from lightning_mist.schedule.offload_actions import ROOMS
+from lightning_mist.schedule.shard_units import expand
+from lightning_mist.schedule.stage_units import defers_update, expanded_units, plan_units, stage_update
 
 _What: TypeAlias = tuple[str, int, int | None, int | None]
 """Kind of state, stage, unit, and microbatch."""
@@ -233,3 +237,11 @@ def _finals(actions: Sequence[Action]) -> set[int]:
 def _what(action: Action) -> _What:
     kind = "P" if action.kind in (ActionKind.UNSHARD, ActionKind.RESHARD) else action.kind.value.rpartition("_")[2]
     return kind, action.stage, action.unit, action.microbatch
+
+
+def batch_lines(plan: Plan, module_map: ModuleMap, group: int, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """All that a group of devices does for one batch of many, by units, from its lowered list."""
+    units = expanded_units(plan, module_map, plan_units(plan, module_map, group))
+    update, defers = stage_update(plan, module_map, group), defers_update(plan, module_map, group)
+    lines = expand(actions, units, update if defers else ())
+    return (*chain.from_iterable(lines), *(() if defers else update))
