@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.checks import batch_signature
+from lightning_mist.runtime.batches import batch_signature
 from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch, Neighbours, Portion, Transport, Work
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.parameters import CastKeeper
@@ -38,7 +38,7 @@ class Place:
         casts: Whether casts of weights are kept.
         tags_per_boundary: More than the tensors that cross any boundary.
         arrivals: Which sends each computation finds arrived; see
-            :func:`~lightning_mist.schedule.arrivals.arrived_sends`.
+            :func:`~lightning_mist.schedule.lowering.arrived_sends`.
         walk: Does what comes between the layers, from ZeRO-2 on.
     """
 

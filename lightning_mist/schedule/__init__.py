@@ -1,9 +1,8 @@
 """When things happen: lists of actions. No torch, no Lightning."""
 
 from lightning_mist.schedule.action import Action, ActionKind, Schedule
-from lightning_mist.schedule.arrivals import arrived_sends
 from lightning_mist.schedule.chrome_trace import Level, Span, to_chrome_trace
-from lightning_mist.schedule.lowering import lower
+from lightning_mist.schedule.lowering import arrived_sends, lower
 from lightning_mist.schedule.orders import generate
 from lightning_mist.schedule.program_clock import StepRules
 from lightning_mist.schedule.seconds import StageSeconds

@@ -3,12 +3,13 @@
 What happens between units is said in :mod:`lightning_mist.schedule.shard_units`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
+from lightning_mist.plan.render import ranges
 from lightning_mist.schedule.action import HEAD, TAIL, Action
 from lightning_mist.schedule.offload_actions import Key, check_update, moved_names, update_actions
 from lightning_mist.schedule.shard_units import StageUnits
@@ -253,3 +254,42 @@ def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action,
     actions = update_actions(list(units), moved, gathers=is_shared and defers_update(plan, module_map, group))
     check_update(actions, units, moved)
     return actions
+
+
+_WHOLE_PARAMETERS = {"parameters": False, "gradients": True, "optimizer": True}
+"""Kinds of state that move by whole parameters, and whether only trained ones have it."""
+
+
+def ratio_notes(plan: Plan, module_map: ModuleMap, group: int) -> Iterator[str]:
+    """What the ratios of a group of devices do not move of their units, for people; one line for each kind.
+
+    Args:
+        plan: The plan.
+        module_map: Where parameters are used.
+        group: The group; its chunks agree in their ratios.
+    """
+    mine = {unit for stage in plan.chunks(group) for unit in unit_order(module_map, plan.bounds, stage)}
+    frozen = {use.name for use in module_map.parameters if not use.requires_grad}
+    for kind, trained in _WHOLE_PARAMETERS.items():
+        ratio = getattr(plan.stages[group].offload, kind)
+        moved = moved_parameters(plan, module_map, group, ratio, trained=trained)
+        idle, known = list[int](), frozen if trained else set[str]()
+        for unit in shard_units(module_map, ((0, len(module_map.blocks)),), 0):
+            owned = set(unit.names) - known
+            known = known | owned
+            if ratio and owned and unit.unit in mine and owned.isdisjoint(moved):
+                idle.append(unit.unit)
+        if idle:
+            yield (
+                f"offload.{kind} = {ratio:g} moves nothing of {_named(idle)}: whole parameters move, and each there "
+                "is a larger share of its unit"
+            )
+
+
+def _named(units: list[int]) -> str:
+    layers = [unit for unit in units if unit not in (HEAD, TAIL)]
+    words = ["the head"] * (HEAD in units)
+    if layers:
+        words.append(f"layer{'s' * (len(layers) > 1)} {ranges(layers)}")
+    words += ["the tail"] * (TAIL in units)
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

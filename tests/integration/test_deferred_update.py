@@ -55,7 +55,7 @@ def make_optimizer(module, name):
 
 
 def at_once():
-    return mock.patch("lightning_mist.runtime.offload.placing.defers_update", return_value=False)
+    return mock.patch("lightning_mist.runtime.offload.optimizer_state.defers_update", return_value=False)
 
 
 def clip(engine, optimizer, scaler):

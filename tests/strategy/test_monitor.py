@@ -10,7 +10,7 @@ import lightning_mist.strategy.monitor as monitor_module
 from lightning_mist.estimate import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
-from lightning_mist.runtime.checks.signature import batch_signature
+from lightning_mist.runtime.batches import batch_signature
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.monitoring.report import Better
 from lightning_mist.strategy.monitoring.stage_times import StageTimes

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_mist.runtime.communication.tensor_group import TransportGroup
+from lightning_mist.runtime.stage.stage_split import TransportGroup
 from lightning_mist.tensor_parallel import CountingGroup, run_ranks
 from tests.memory_transport import InMemoryWorld, drive
 

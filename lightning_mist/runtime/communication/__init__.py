@@ -1,9 +1,7 @@
 """How tensors get from rank to rank, and how one failing rank ends all."""
 
-from lightning_mist.runtime.communication.boundary import Crossing, GraphEnd, Portion
+from lightning_mist.runtime.communication.boundary import Crossing, GraphEnd, Microbatch, Neighbours, Portion
 from lightning_mist.runtime.communication.failure import FailureWatcher, start_watcher
-from lightning_mist.runtime.communication.neighbours import Microbatch, Neighbours
-from lightning_mist.runtime.communication.tensor_group import TransportGroup
 from lightning_mist.runtime.communication.transport import DistributedTransport, TensorWork, Transport, Work, complete
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "Portion",
     "TensorWork",
     "Transport",
-    "TransportGroup",
     "Work",
     "complete",
     "start_watcher",

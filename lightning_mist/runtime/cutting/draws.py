@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
-from lightning_mist.runtime.cutting.errors import UncuttableError
 from lightning_mist.runtime.cutting.tape import Entry, Tape
-from lightning_mist.runtime.cutting.tape_replay import Values, ancestors, run_entry
+from lightning_mist.runtime.cutting.tape_replay import UncuttableError, Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.traced_numbers import BATCH, Ref
 
 _DRAWS = 256

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mist.runtime.cutting.arguments import rebuilt
-from lightning_mist.runtime.cutting.errors import UncuttableError
 from lightning_mist.runtime.cutting.tape import Entry, Fixed, Number, Tape
-from lightning_mist.runtime.cutting.tape_replay import Values
+from lightning_mist.runtime.cutting.tape_replay import UncuttableError, Values
 from lightning_mist.runtime.cutting.traced_numbers import BATCH, Computed, Read, Ref, Rows
 
 _SPACES: tuple[Any, ...] = (Tensor, torch, F, torch._C._nn, torch.special, torch.linalg)

@@ -19,7 +19,6 @@ from lightning_mist.runtime.checks import GradientDifferences, Steady, loss_of
 from lightning_mist.runtime.cutting.arguments import leaves_in, rebuilt
 from lightning_mist.runtime.cutting.combination import is_close, tolerance_of
 from lightning_mist.runtime.cutting.draws import refuse_draws
-from lightning_mist.runtime.cutting.errors import UncuttableError
 from lightning_mist.runtime.cutting.follow import Findings, Follower, Variant
 from lightning_mist.runtime.cutting.mode import SUSPICIOUS
 from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
@@ -27,7 +26,7 @@ from lightning_mist.runtime.cutting.portable import portable_entry, sizes_by_bat
 from lightning_mist.runtime.cutting.rules import CutRules, Site, needed, portable_site
 from lightning_mist.runtime.cutting.step_results import Result, best_way, read_results, result_ways
 from lightning_mist.runtime.cutting.tape import Entry, Number, Recorder, Tape, batch_tensors
-from lightning_mist.runtime.cutting.tape_replay import Slice, Values, ancestors, run_entry
+from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.traced_numbers import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 

@@ -12,6 +12,10 @@ from lightning_mist.runtime.cutting.tape import Entry, Fixed, Number, Tape, made
 from lightning_mist.runtime.cutting.traced_numbers import BATCH, Ref, number_of, refs_of
 
 
+class UncuttableError(Exception):
+    """Why a batch stays whole."""
+
+
 class Values:
     """The tensors of a step for one batch.
 

@@ -1,4 +1,4 @@
-"""Copies between the device and host memory: one stream for each direction.
+"""Copies between the device and host memory: one stream for each direction, and where copies land on the device.
 
 A lane never waits for the caller, and the caller never for a lane, but by events: whoever uses what a copy writes, or
 writes or frees what it reads, has waited for the event that the copy gave. So no allocator has to be told of streams.
@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_mist.devices import DeviceOps
-from lightning_mist.runtime.host_memory.host_pool import let_go
+from lightning_mist.runtime.host_memory.host_pool import let_go, room_for, views_into
+from lightning_mist.schedule.offload_actions import ROOMS
 
 
 class Lanes:
@@ -90,3 +92,33 @@ def _nothing() -> None:
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Rooms:
+    """The rooms of one kind of state.
+
+    Args:
+        device: Where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._size = device, 0
+        self._buffers: list[Tensor] = []
+
+    def ensure(self, units: Sequence[Sequence[Tensor]]) -> bool:
+        """Make rooms in which any of the units has its place, if they are not as large; nothing may be in them.
+
+        Returns:
+            Whether they are new.
+        """
+        size = max(map(room_for, units), default=0)
+        if size <= self._size:
+            return False
+        self._buffers.clear()
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(ROOMS)]
+        self._size = size
+        return True
+
+    def views(self, index: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Views into a room, like the tensors that are to come there."""
+        return views_into(self._buffers[index % ROOMS], like)

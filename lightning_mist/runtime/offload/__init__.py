@@ -2,7 +2,6 @@
 
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
-from lightning_mist.runtime.offload.optimizer_state import OffloadedState
-from lightning_mist.runtime.offload.placing import offload_optimizer_state
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState, offload_optimizer_state
 
 __all__ = ["OffloadedActivations", "OffloadedGradients", "OffloadedState", "offload_optimizer_state"]

@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
+from lightning_mist.plan import ModuleMap
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.host_memory import HostPool, Lanes, Rooms, is_host, let_go
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.unit_steps import UnitSteps
@@ -26,6 +29,7 @@ from lightning_mist.runtime.parameters import UnitGather, UnitKey, UnitShards, a
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
 from lightning_mist.schedule.offload_actions import ROOMS
+from lightning_mist.schedule.stage_units import defers_update, moved_parameters, stage_update, updated_units
 
 _Place = tuple[nn.Parameter, str]
 """A parameter and the name of one of its state's tensors."""
@@ -294,3 +298,50 @@ def _words(key: UnitKey) -> str:
 
 def _is_like(home: Tensor | None, value: Tensor) -> bool:
     return home is not None and home.shape == value.shape and home.dtype == value.dtype
+
+
+def offload_optimizer_state(
+    optimizer: Optimizer,
+    mesh: Mesh,
+    module_map: ModuleMap,
+    parameters: Mapping[str, nn.Parameter],
+    lanes: Lanes,
+    pool: HostPool,
+    shards: UnitShards | None,
+    gradients: OffloadedGradients | None,
+    transport: Transport,
+) -> OffloadedState | None:
+    """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing.
+
+    Args:
+        optimizer: The user's optimizer over what this rank updates.
+        mesh: The rank's place.
+        module_map: Where parameters are used.
+        parameters: The parameters of the rank's stages by canonical name.
+        lanes: Copies between its device and the host.
+        pool: The host memory.
+        shards: The values of parameters that are not on the device all the time.
+        gradients: Gradients that are in host memory.
+        transport: Connects the ranks.
+    """
+    plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
+    if not (ratios.optimizer or ratios.parameters or ratios.gradients):
+        return None
+    state = moved_parameters(plan, module_map, mesh.stage, ratios.optimizer, trained=True)
+    units = updated_units(plan, module_map, mesh.stage)
+    actions, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
+    is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for action in actions)
+    gather = UnitGather(mesh, parameters, units, transport) if is_given_out else None
+    owned = {item.name for item in mesh.owned}
+    return OffloadedState(
+        optimizer,
+        {key: [parameters[name] for name in of_unit if name in owned] for key, of_unit in units.items()},
+        {parameters[name] for name in state if name in owned},
+        actions,
+        lanes=lanes,
+        pool=pool,
+        shards=shards if ratios.parameters else None,
+        gradients=gradients,
+        gather=gather,
+        stale={key: {name: parameters[name] for name in of_unit} for key, of_unit in units.items()} if defers else None,
+    )

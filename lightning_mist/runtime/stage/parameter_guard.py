@@ -5,21 +5,25 @@ penalty on weights that starts later, a weight that is logged) would see somethi
 
 Before the first layer of a later stage the step does again what the stages before have done, for its form alone: what
 it makes of such a parameter there is a ghost, as what it makes of parameters of other stages is.
+
+Nor may a step run a backward of its own while parameters behind it are freed.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import leaves_of, user_line
-from lightning_mist.tensors import is_hollow
+from lightning_mist.runtime.shared_patch import SharedPatch
 
 _READS = frozenset(
     ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
@@ -103,3 +107,44 @@ class Glue:
         if self._watch is not None and torch.overrides._get_current_function_mode() is self._watch:  # type: ignore[no-untyped-call]
             watch, self._watch = self._watch, None
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+_HERE = threading.local()
+
+
+@contextmanager
+def refused_backward() -> Iterator[None]:
+    """Inside, this thread may not run a backward; see :class:`~lightning_mist.errors.TraceError`."""
+    _HERE.is_in_step = True
+    try:
+        with _GUARDED:
+            yield
+    finally:
+        _HERE.is_in_step = False
+
+
+@contextmanager
+def _guarded_backward() -> Iterator[None]:
+    """Inside, a thread that runs a user's step may not run a backward; ``torch.autograd`` has no hook for it."""
+    module: Any = torch.autograd
+    original = module._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A compiler that traces a part of the step differentiates what it has traced, on tensors without values.
+        is_compiling = TracingContext.try_get() is not None
+        if getattr(_HERE, "is_in_step", False) and not is_compiling:
+            raise TraceError(
+                "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3, and "
+                "where parameters are offloaded, those of the layers behind it are freed by then; use zero_stage=2 and "
+                "offload.parameters=0"
+            )
+        return original(*args, **kwargs)
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original
+
+
+_GUARDED = SharedPatch(_guarded_backward)

@@ -27,11 +27,12 @@ from lightning_mist.runtime.random_state import get_random_state, set_random_sta
 from lightning_mist.runtime.shared_patch import inside_block
 from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
 from lightning_mist.runtime.stage.fake_parameters import GhostSlots, hollow
-from lightning_mist.runtime.stage.passing import InputSpec, StageOutput
 from lightning_mist.runtime.stage.skipped_blocks import SkippedBlocks
 from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.runtime.stage.step_run import (
     BlockObserver,
+    InputSpec,
+    StageOutput,
     StepExit,
     StepRun,
     Watcher,

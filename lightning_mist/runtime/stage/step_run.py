@@ -1,8 +1,9 @@
-"""One run of the user's step on a stage: where it is, and the values found so far that cross a cut."""
+"""One run of the user's step on a stage: what it takes and gives, where it is, and which values cross a cut."""
 
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,41 @@ from torch.overrides import TorchFunctionMode
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import ValueNames, results, select
 from lightning_mist.runtime.shared_patch import SharedPatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """A tensor that a stage will receive.
+
+    Attributes:
+        shape: Its shape for this call.
+        dtype: Its element type.
+        device: Where it must be.
+        requires_grad: Whether a gradient must be sent back.
+        length: Size of the whole tensor along the dimension of the sequence; 1 if it has none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    length: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutput:
+    """What a stage's forward gave.
+
+    Attributes:
+        tensors: The tensors to send, in the order of the map's cut, attached to the graph; empty on the last stage.
+        lengths: For each of them the size of the whole tensor along the dimension of the sequence; 1 if it has none.
+        value: What the user's step returned, on the last stage.
+    """
+
+    tensors: tuple[Tensor, ...]
+    value: Any
+    lengths: tuple[int, ...] = ()
+
 
 _INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
 

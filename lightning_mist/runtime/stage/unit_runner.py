@@ -22,11 +22,11 @@ from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
-from lightning_mist.runtime.gradients import UnitGradients, refused_backward
+from lightning_mist.runtime.gradients import UnitGradients
 from lightning_mist.runtime.host_memory import HostPool, Lanes
 from lightning_mist.runtime.offload import OffloadedActivations, OffloadedGradients, OffloadedState
 from lightning_mist.runtime.parameters import UnitKey, UnitShards
-from lightning_mist.runtime.stage.parameter_guard import Glue
+from lightning_mist.runtime.stage.parameter_guard import Glue, refused_backward
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.shard_units import StageUnits, check_units, expand

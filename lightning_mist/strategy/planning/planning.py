@@ -24,7 +24,8 @@ from lightning_mist.plan import (
     row_slice,
     to_json,
 )
-from lightning_mist.runtime.checks import batch_signature, check_stages, refuse_unchecked
+from lightning_mist.runtime.batches import batch_rows, batch_signature, slice_rows
+from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import machine

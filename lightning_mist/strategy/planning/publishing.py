@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.plan import ModuleMap, Plan, render, save, split_notes
-from lightning_mist.schedule.ratios import ratio_notes
+from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:

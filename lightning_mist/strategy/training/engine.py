@@ -19,9 +19,9 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values
-from lightning_mist.runtime.communication import Transport, complete
+from lightning_mist.runtime.communication import Microbatch, Transport, complete
 from lightning_mist.runtime.cutting import CutRules
-from lightning_mist.runtime.executor import Executor, Microbatch
+from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.runtime.parameters import (
     AbsentGradient,

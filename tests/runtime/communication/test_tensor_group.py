@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.runtime.communication.tensor_group import TransportGroup
+from lightning_mist.runtime.stage.stage_split import TransportGroup
 from tests.memory_transport import InMemoryWorld, drive
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
-from lightning_mist.runtime.host_memory.copy_streams import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import Lanes, Rooms
 from lightning_mist.runtime.host_memory.host_pool import HostPool, is_host
-from lightning_mist.runtime.host_memory.rooms import Rooms
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.recording.meter import StorageMeter
 from lightning_mist.schedule.offload_actions import update_actions

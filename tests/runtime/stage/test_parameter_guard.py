@@ -36,7 +36,7 @@ def away(*shape):
 )
 def test_a_use_of_what_is_away_is_refused(use):
     parameter = away(2, 3)
-    with Glue({"net.weight": parameter}).watched(), pytest.raises(TraceError, match=r"net\.weight at .*test_glue"):
+    with Glue({"net.weight": parameter}).watched(), pytest.raises(TraceError, match=r"net\.weight at .*test_parameter_guard"):
         use(parameter)
 
 
@@ -54,7 +54,7 @@ def test_before_the_first_layer_of_a_later_stage_it_makes_ghosts():
                 use()
         glue.leave()
         glue.enter()
-        with pytest.raises(TraceError, match=r"net\.weight at .*test_glue"):
+        with pytest.raises(TraceError, match=r"net\.weight at .*test_parameter_guard"):
             parameter.pow(2)
 
 

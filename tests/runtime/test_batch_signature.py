@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_mist.runtime.checks.signature import batch_signature
+from lightning_mist.runtime.batches import batch_signature
 
 
 @dataclass
