@@ -1,7 +1,8 @@
 """What a device does beside computing: streams, events, memory. The one place that knows of kinds of devices."""
 
 from lightning_mist.devices.host import HostOps
-from lightning_mist.devices.ops import DeviceOps, MemoryUse, Observer, ops_of, used_generators
+from lightning_mist.devices.lookup import ops_of, used_generators
+from lightning_mist.devices.ops import DeviceOps, MemoryUse, Observer
 from lightning_mist.devices.transfer import Homeward, packed, read, to_device, unpacked
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mist.devices.ops import MemoryUse, ops_of
+from lightning_mist.devices.ops import MemoryUse
 
 _HIGH_PRIORITY = -1
 
@@ -20,9 +20,6 @@ class AcceleratorOps:
         self.device = device
         self.synchronizations = 0
         self._module: Any = torch.get_device_module(device)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ops_of, (self.device,)
 
     def stream(self, *, high_priority: bool = False) -> Any:
         """See :class:`DeviceOps`."""

@@ -12,12 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_mist.devices.ops import Observer, ops_of
+from lightning_mist.devices.ops import Observer
 
 _LONGEST_DELAY = 2e-4
 """Seconds; longer than most things that tests launch take."""
@@ -122,10 +121,6 @@ class HostOps:
         self._events = itertools.count(1)
         self._numbers = itertools.count(1)
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Streams and who observes them stay in their process.
-        return ops_of, (self.device,)
 
     def stream(self, *, high_priority: bool = False) -> HostStream:
         """See :class:`DeviceOps`."""

@@ -7,7 +7,6 @@ meant: torch's current stream on a device, the calling thread on a host.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -104,31 +103,3 @@ class DeviceOps(Protocol):
 
     def generator(self) -> torch.Generator | None:
         """The default random generator of the device; ``None`` if it is the host's."""
-
-
-_KINDS_WITH_GENERATORS = ("cuda", "xpu")
-"""Devices whose modules tell whether they are in use, and list their generators, which those of others (mps) do not."""
-
-
-def used_generators() -> list[torch.Generator]:
-    """The default generators of the devices that this process has begun to use: none, if it has used no device."""
-    modules = [getattr(torch, kind, None) for kind in _KINDS_WITH_GENERATORS]
-    used = [module for module in modules if module is not None and module.is_initialized()]
-    return [generator for module in used for generator in module.default_generators]
-
-
-@cache
-def _ops_of(kind: str, index: int | None) -> DeviceOps:
-    from lightning_mist.devices.accelerator import AcceleratorOps
-    from lightning_mist.devices.host import HostOps
-
-    device = torch.device(kind) if index is None else torch.device(kind, index)
-    return HostOps(device) if kind == "cpu" else AcceleratorOps(device)
-
-
-def ops_of(device: torch.device) -> DeviceOps:
-    """What a device can do; one and the same object for a device."""
-    index = None if device.type == "cpu" else device.index
-    if index is None and device.type != "cpu":
-        index = torch.get_device_module(device).current_device()
-    return _ops_of(device.type, index)

@@ -36,7 +36,10 @@ def away(*shape):
 )
 def test_a_use_of_what_is_away_is_refused(use):
     parameter = away(2, 3)
-    with Glue({"net.weight": parameter}).watched(), pytest.raises(TraceError, match=r"net\.weight at .*test_parameter_guard"):
+    with (
+        Glue({"net.weight": parameter}).watched(),
+        pytest.raises(TraceError, match=r"net\.weight at .*test_parameter_guard"),
+    ):
         use(parameter)
 
 
