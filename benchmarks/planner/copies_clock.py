@@ -3,7 +3,7 @@
 The rank computes, exchanges with others, copies to its device and to host memory, each in the order of the list. A
 copy, like an exchange, begins when the list has come to its action and its lane is free, and also
 
-* a load into a room when what was there has left it, or was used up;
+* a load into a buffer when what was there has left it, or was used up;
 * a store when what it writes back has been computed.
 
 Computing waits for what arrives where it is used, parameters that ranks give out when they are given out; for what
@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.schedule.action import COMPUTATIONS, TAIL, Action, ActionKind
-from lightning_mist.schedule.offload_actions import ROOMS
+from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 from lightning_mist.schedule.shard_units import expand
 from lightning_mist.schedule.stage_units import defers_update, expanded_units, plan_units, stage_update
 
@@ -130,12 +130,12 @@ class _Run:
         self._unsharded: set[_What] = set()
         self._left: dict[_What | tuple[str, int], float] = {}
         self._reduced = 0.0
-        self._room: dict[_What, tuple[str, int]] = {}
+        self._buffer: dict[_What, tuple[str, int]] = {}
         for kind in ("O", "G"):
-            # Units with anything in rooms of this rank, in the order of forward.
+            # Units with anything in buffers of this rank, in the order of forward.
             moved = {_what(a) for actions in batches for a in actions if _what(a)[0] == kind and nbytes(a, False) > 0.0}
             ordered = sorted(moved, key=lambda what: (what[1], what[2] == TAIL, what[2]))
-            self._room.update((what, (kind, index % ROOMS)) for index, what in enumerate(ordered))
+            self._buffer.update((what, (kind, index % NUM_BUFFERS)) for index, what in enumerate(ordered))
 
     def wait(self, *times: float) -> None:
         """Let what is computed from here on wait."""
@@ -151,7 +151,7 @@ class _Run:
         if action.kind in COMPUTATIONS or action.kind is ActionKind.UPDATE:
             self._compute(action)
         elif verb == "LOAD":
-            self._arriving[what] = self._copy(action, "load", self._left.get(self._room.get(what, what), 0.0))
+            self._arriving[what] = self._copy(action, "load", self._left.get(self._buffer.get(what, what), 0.0))
             if what[0] == "P":
                 self._fetched[what] = self._nbytes(action, self.is_final)
         elif action.kind is ActionKind.UNSHARD:
@@ -180,7 +180,7 @@ class _Run:
             self.computed.append((start, start + duration))
         if is_update:
             used = "G", *key, None
-            self._left[self._room.get(used, used)] = self.lanes["compute"]
+            self._left[self._buffer.get(used, used)] = self.lanes["compute"]
 
     def _unshard(self, action: Action, what: _What) -> None:
         # What was fetched for the update is there still.
@@ -198,7 +198,7 @@ class _Run:
         elif kind == "G":
             self.wait(self._arriving.pop(what, 0.0), self._reduced)
         end = self._copy(action, "store")
-        self._left[self._room.get(what, what)] = end
+        self._left[self._buffer.get(what, what)] = end
         if kind == "O":
             self.wait(self.leaving.get("O", 0.0))
         if kind in ("O", "P"):

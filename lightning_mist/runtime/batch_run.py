@@ -18,13 +18,13 @@ from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch,
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.parameters import CastKeeper
 from lightning_mist.runtime.random_state import get_random_state, seed_random, set_random_state
-from lightning_mist.runtime.stage import GhostStage, InputSpec, RankStages, StageOutput, UnitWalk
+from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, StageOutput, UnitRunner
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankContext:
     """What every batch of a rank has in common.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
         tags_per_boundary: More than the tensors that cross any boundary.
         arrivals: Which sends each computation finds arrived; see
             :func:`~lightning_mist.schedule.lowering.arrived_sends`.
-        walk: Does what comes between the layers, from ZeRO-2 on.
+        runner: Does what comes between the layers, from ZeRO-2 on.
     """
 
     mesh: Mesh
@@ -52,7 +52,7 @@ class Place:
     casts: CastKeeper
     tags_per_boundary: int
     arrivals: Mapping[Action, tuple[Action, ...]]
-    walk: UnitWalk | None = None
+    runner: UnitRunner | None = None
 
 
 _STATE = LiveTensor(key="random state", shape=(), dtype="uint8", requires_grad=False, batch_dim=None)
@@ -108,7 +108,7 @@ class BatchRun:
     """One batch on its way through the actions of one rank.
 
     Args:
-        place: The rank.
+        context: The rank.
         microbatches: Its microbatches by index.
         step: The user's step on a microbatch.
         loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
@@ -122,7 +122,7 @@ class BatchRun:
 
     def __init__(
         self,
-        place: Place,
+        context: RankContext,
         microbatches: Sequence[Microbatch],
         step: Callable[[Microbatch], Any],
         *,
@@ -130,9 +130,9 @@ class BatchRun:
         keeps_graph: bool,
         made: Callable[[], None] | None = None,
     ) -> None:
-        self._place, self._neighbours, self._made = place, place.neighbours, made
-        self._stages, self._transport = place.stages, place.transport
-        self._last = place.mesh.plan.num_stages - 1
+        self._context, self._neighbours, self._made = context, context.neighbours, made
+        self._stages, self._transport = context.stages, context.transport
+        self._last = context.mesh.plan.num_stages - 1
         self._microbatches, self._step = microbatches, step
         self._loss_scale, self._keeps_graph = loss_scale, keeps_graph
         self.outputs: list[Any] = [None] * len(microbatches)
@@ -154,17 +154,17 @@ class BatchRun:
     def perform(self, action: Action) -> Iterator[Work]:
         """Run one action; the optimizer's step and what follows it are not the batch's."""
         if action.kind is ActionKind.REDUCE_GRADIENTS:
-            yield from self._place.reducer.reduce()
+            yield from self._context.reducer.reduce()
         elif action.kind is ActionKind.REDUCE_TIED:
-            yield from self._place.reducer.reduce_tied()
+            yield from self._context.reducer.reduce_tied()
         if action.microbatch is None:
             return
-        walk = self._place.walk
-        if walk is not None:
-            walk.begin(action, marks=self._keeps_graph and action.kind is ActionKind.FORWARD)
+        runner = self._context.runner
+        if runner is not None:
+            runner.begin(action, marks=self._keeps_graph and action.kind is ActionKind.FORWARD)
         yield from self._compute(action, self._microbatches[action.microbatch])
-        if walk is not None:
-            walk.finish()
+        if runner is not None:
+            runner.finish()
 
     def _compute(self, action: Action, microbatch: Microbatch) -> Iterator[Work]:
         if self._neighbours.rows(microbatch) == 0:
@@ -192,7 +192,7 @@ class BatchRun:
         with self._stages.at(stage) as part_of_module:
             specs = part_of_module.input_specs(lambda: self._step(_copied(microbatch)), signature)
         incoming = _Incoming(specs=specs)
-        for number, (spec, live) in enumerate(zip(specs, self._place.live[stage - 1], strict=True)):
+        for number, (spec, live) in enumerate(zip(specs, self._context.live[stage - 1], strict=True)):
             crossing = self._neighbours.crossing(stage, stage - 1, microbatch, live, spec.length)
             sources = crossing.arriving(self._neighbours.before(stage, microbatch, live.batch_dim))
             like = torch.empty((), dtype=spec.dtype, device=spec.device)
@@ -225,7 +225,7 @@ class BatchRun:
         return buffers
 
     def _forward(self, stage: int, microbatch: Microbatch) -> Iterator[Work]:
-        index, device, key = microbatch.index, self._place.device, (stage, microbatch.index)
+        index, device, key = microbatch.index, self._context.device, (stage, microbatch.index)
         received: tuple[tuple[InputSpec, Crossing, Tensor], ...] = ()
         state = microbatch.random_state
         if stage > 0:
@@ -241,14 +241,14 @@ class BatchRun:
             set_random_state(state, device)
         elif microbatch.seed is not None:
             seed_random(device, microbatch.seed, stage, index)
-        walk = self._place.walk
+        runner = self._context.runner
         inputs = tuple(tensor for *_, tensor in received)
         with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, inputs):
-            self._start_walk()
+            self._start_runner()
             output = part_of_module.forward(lambda: self._step(microbatch), inputs)
-        self._place.casts.look(stage, (output.tensors, output.value))
-        if walk is not None:
-            self._markers[key] = walk.take_marker()
+        self._context.casts.look(stage, (output.tensors, output.value))
+        if runner is not None:
+            self._markers[key] = runner.take_marker()
         after = None if state is None else get_random_state(device)
         if stage == self._last:
             self.outputs[index], self.random_states[index] = output.value, after
@@ -259,11 +259,13 @@ class BatchRun:
         if after is not None:
             self._states[key] = after
 
-    def _around_step(self, part: GhostStage, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        return nullcontext() if self._place.walk is None else self._place.walk.around_step(part.ghosts, inputs)
+    def _around_step(self, part: PipelineStage, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        return (
+            nullcontext() if self._context.runner is None else self._context.runner.around_step(part.fake_mode, inputs)
+        )
 
     def _keep(self, stage: int, microbatch: Microbatch, output: StageOutput) -> _Outgoing:
-        live_tensors, tensors = self._place.live[stage], output.tensors
+        live_tensors, tensors = self._context.live[stage], output.tensors
         connected = tuple(
             self._keeps_graph and live.requires_grad and tensor.requires_grad
             for live, tensor in zip(live_tensors, tensors, strict=True)
@@ -304,7 +306,7 @@ class BatchRun:
 
     def _receive_gradient(self, stage: int, microbatch: Microbatch) -> None:
         outgoing = self._outgoing[stage, microbatch.index]
-        for number, (live, crossing) in enumerate(zip(self._place.live[stage], outgoing.crossings, strict=True)):
+        for number, (live, crossing) in enumerate(zip(self._context.live[stage], outgoing.crossings, strict=True)):
             if not live.requires_grad:
                 outgoing.gradients.append([])
                 continue
@@ -332,7 +334,7 @@ class BatchRun:
         gradients = outgoing.take()
         if outgoing.end is not None:
             with self._stages.at(stage), collecting:
-                self._start_walk()
+                self._start_runner()
                 outgoing.end.backward(gradients, self._markers.pop(key, None))
 
     def _backward_loss(self, microbatch: Microbatch) -> None:
@@ -341,15 +343,15 @@ class BatchRun:
             # As a product, since a scale on a device is no number for `full_like`.
             weight = torch.full_like(loss, microbatch.weight) * self._loss_scale
             marker = self._markers.pop((self._last, microbatch.index), None)
-            self._start_walk()
+            self._start_runner()
             ends = [(loss, weight), *([] if marker is None else [(marker, None)])]
             torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
         self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])
 
-    def _start_walk(self) -> None:
-        if self._place.walk is not None:
-            self._place.walk.start()
+    def _start_runner(self) -> None:
+        if self._context.runner is not None:
+            self._context.runner.start()
 
     def _send_gradient(self, stage: int, microbatch: Microbatch) -> None:
         works = []
@@ -363,7 +365,7 @@ class BatchRun:
 
     def _release(self, action: Action) -> Iterator[Work]:
         """Wait for the sends that have arrived when the wait of ``action`` is over, which frees their buffers."""
-        for send in self._place.arrivals.get(action, ()):
+        for send in self._context.arrivals.get(action, ()):
             yield from self._sends.pop(send, [])
 
     def _tag(self, boundary: int, microbatch: Microbatch, tensor: int) -> int:
@@ -371,7 +373,7 @@ class BatchRun:
 
         Two ranks may exchange over several boundaries in the same direction, so the boundary is part of the tag.
         """
-        return (microbatch.index * self._last + boundary) * self._place.tags_per_boundary + tensor
+        return (microbatch.index * self._last + boundary) * self._context.tags_per_boundary + tensor
 
 
 def _copied(microbatch: Microbatch) -> Microbatch:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.batch_run import BatchRun, Place
+from lightning_mist.runtime.batch_run import BatchRun, RankContext
 from lightning_mist.runtime.communication import Microbatch, Neighbours, Transport, Work
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
-from lightning_mist.runtime.host_memory import HostPlace, HostPool, Lanes
+from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
 from lightning_mist.runtime.parameters import CastKeeper, parts_of
 from lightning_mist.runtime.recording import Recorder
-from lightning_mist.runtime.stage import GhostStage, RankStages, make_walk
+from lightning_mist.runtime.stage import PipelineStage, RankStages, make_unit_runner
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, lower
 from lightning_mist.schedule.action import INPUT_BACKWARDS
@@ -52,7 +52,7 @@ class Executor:
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
         recorder: Measures the actions while it is on.
-        lanes: Copies between the device and host memory.
+        streams: Copies between the device and host memory.
         pool: Host memory for what is moved there.
         state_pool: The same for parameters and optimizer state, or files.
         results_made: Called whenever the last stage has launched all of what the step returned.
@@ -68,7 +68,7 @@ class Executor:
         self,
         plan: Plan,
         rank: int,
-        stages: Sequence[GhostStage],
+        stages: Sequence[PipelineStage],
         module_map: ModuleMap,
         transport: Transport,
         actions: Sequence[Action],
@@ -82,24 +82,24 @@ class Executor:
         self.mesh = make_mesh(plan, rank, module_map)
         parameter = next(iter(self.parameters.values()), None)
         device = torch.device("cpu") if parameter is None else parameter.device
-        self.lanes = Lanes(ops_of(device))
+        self.streams = CopyStreams(ops_of(device))
         place = host or HostPlace()
-        self.pool = HostPool(self.lanes.ops, place.budget)
-        self.state_pool = HostPool(self.lanes.ops, place.budget, place.directory) if place.directory else self.pool
+        self.pool = HostPool(self.streams.ops, place.budget)
+        self.state_pool = HostPool(self.streams.ops, place.budget, place.directory) if place.directory else self.pool
         module = stages[0].module
         held = (*module.parameters(), *module.buffers())
-        self._walk = make_walk(
-            *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.lanes),
+        self._runner = make_unit_runner(
+            *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.streams),
             pools=(self.pool, self.state_pool),
             held=held,
         )
-        self.shards = None if self._walk is None else self._walk.shards
+        self.shards = None if self._runner is None else self._runner.shards
         for stage in stages:
-            stage.observer = self._walk
+            stage.observer = self._runner
             if Action(stage.index, ActionKind.BACKWARD_INPUT, 0) in self.actions:
                 stage.deferral = WeightGradients(stage.parameters)
-        gradients = None if self._walk is None else self._walk.gradients
-        self.gradients = None if self._walk is None else self._walk.moved
+        gradients = None if self._runner is None else self._runner.gradients
+        self.gradients = None if self._runner is None else self._runner.moved
         self.reducer = GradientReducer(
             *(self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)),
             moved=() if self.gradients is None else self.gradients.names,
@@ -110,7 +110,7 @@ class Executor:
         self.random_states: list[Tensor | None] = []
         self.recorder = Recorder(device)
         live = tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
-        self._place = Place(
+        self._context = RankContext(
             mesh=self.mesh,
             stages=self.stages,
             live=live,
@@ -120,7 +120,7 @@ class Executor:
             device=device,
             casts=CastKeeper(may_keep=plan.num_microbatches > 1 and gradients is None),
             tags_per_boundary=max((len(tensors) for tensors in live), default=0) + 1,
-            walk=self._walk,
+            runner=self._runner,
             arrivals=arrived_sends(lower(plan, tied=False))[self.mesh.stage],
         )
 
@@ -156,7 +156,7 @@ class Executor:
         self._check_start(microbatches)
         final = self._final_gradients()
         batch = BatchRun(
-            self._place, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final), made=self.results_made
+            self._context, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final), made=self.results_made
         )
         self.outputs, self.random_states = batch.outputs, batch.random_states
         self.engage()
@@ -164,7 +164,7 @@ class Executor:
             self.gradients.checks = isinstance(loss_scale, Tensor)
             self.gradients.begin(earlier)
         try:
-            with self._place.casts.batch(), self.stages.attached():
+            with self._context.casts.batch(), self.stages.attached():
                 for position, action in enumerate(self.actions):
                     names = final.get(position, frozenset())
                     yield from self.recorder.around(action, self._perform(batch, action, names))
@@ -174,8 +174,8 @@ class Executor:
             raise
         finally:
             self.reducer.disarm()
-        if self._walk is not None:
-            self._walk.end()
+        if self._runner is not None:
+            self._runner.end()
         if self.gradients is not None:
             self.gradients.finish()
 
@@ -195,8 +195,8 @@ class Executor:
 
     def _abandon(self) -> None:
         """Leave everything where a batch ended in an error."""
-        if self._walk is not None:
-            self._walk.abandon()
+        if self._runner is not None:
+            self._runner.abandon()
         for stage in self.stages:
             if stage.deferral is not None:
                 stage.deferral.forget()
@@ -208,25 +208,25 @@ class Executor:
 
     def engage(self) -> None:
         """Free the values of parameters that other ranks own (ZeRO-3), or that are in host memory."""
-        if self._walk is not None:
+        if self._runner is not None:
             self.reducer.keep_layouts()
             if self.gradients is not None:
                 self.gradients.keep_layouts()
-            self._walk.engage()
+            self._runner.engage()
 
     def home_values(self) -> dict[str, Tensor]:
         """Values of this rank's parameters that are in host memory, by canonical name."""
         if self.shards is None or not self.shards.is_engaged:
             return {}
         if found := self.shards.home_values():
-            self.lanes.settle()
+            self.streams.settle()
         return found
 
     def take_update(self, update: OffloadedState) -> None:
         """The optimizer's step is taken unit by unit, in the next batch where the plan says so."""
         self._update = update
-        if self._walk is not None and update.defers:
-            self._walk.take_update(update)
+        if self._runner is not None and update.defers:
+            self._runner.take_update(update)
 
     def gather_parameters(self) -> Iterator[Work]:
         """After the optimizer's step: give the stage's ranks what others of them updated (ZeRO-1, ZeRO-2)."""

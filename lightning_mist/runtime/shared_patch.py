@@ -41,7 +41,7 @@ class SharedPatch:
                 change.__exit__(None, None, None)
 
 
-class BlockObserver(Protocol):
+class QuietMode(Protocol):
     """A mode that watches calls of torch functions outside of a network's blocks.
 
     Attributes:
@@ -56,14 +56,14 @@ class BlockObserver(Protocol):
 
 
 class _Active(threading.local):
-    mode: BlockObserver | None = None
+    mode: QuietMode | None = None
 
 
 _ACTIVE = _Active()
 
 
 @contextmanager
-def quiet_in_blocks(mode: BlockObserver) -> Iterator[None]:
+def quiet_in_blocks(mode: QuietMode) -> Iterator[None]:
     """Let a mode be left inside blocks, see :func:`inside_block`."""
     before, _ACTIVE.mode = _ACTIVE.mode, mode
     try:

@@ -1,8 +1,8 @@
 """Moves between a device and host memory: when what is kept there is fetched, used and written back.
 
 As with ``UNSHARD``, an action *starts* a copy; what uses the copy waits for it. What is fetched lies in one of two
-rooms on the device, which follow each other: a unit's optimizer state is fetched while the unit before is updated, and
-written back while the next one is::
+buffers on the device, which follow each other: a unit's optimizer state is fetched while the unit before is updated,
+and written back while the next one is::
 
     0LOAD_O:0 0LOAD_O:1 0UPDATE:0 0STORE_O:0 0LOAD_O:2 0UPDATE:1 0STORE_O:1 0UPDATE:2 0STORE_O:2
 
@@ -32,8 +32,8 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.plan.sharding import moved_of_unit
 from lightning_mist.schedule.action import COMPUTATIONS, INPUT_BACKWARDS, Action, ActionKind
 
-ROOMS = 2
-"""Rooms on the device for each kind of state: for what is used, and for what is fetched ahead or written back."""
+NUM_BUFFERS = 2
+"""Buffers on the device for each kind of state: for what is used, and for what is fetched ahead or written back."""
 
 USED_UP = ("G",)
 """Kinds of state that an update needs and leaves nothing of: gradients."""
@@ -145,7 +145,7 @@ def check_deferred(flat: Sequence[Action]) -> None:
 
 
 def check_update(actions: Sequence[Action], units: Collection[Key], moved: Mapping[str, Collection[Key]]) -> None:
-    """Check that every unit is updated once, with all it needs on the device, in rooms that are free, and back at last.
+    """Check that every unit is updated once, with all it needs in free buffers on the device, and is back at last.
 
     Raises:
         ScheduleError: At the first broken rule, with the actions up to the offending one.
@@ -184,7 +184,7 @@ def _broken_rule(
     if what == "LOAD":
         if key in there[kind] or key in updated:
             return "this was fetched already"
-        return f"there are {ROOMS} rooms, and none is free" if len(there[kind]) == ROOMS else ""
+        return f"there are {NUM_BUFFERS} buffers, and none is free" if len(there[kind]) == NUM_BUFFERS else ""
     if what == "UPDATE":
         if key in updated:
             return "this unit was updated already"
@@ -271,7 +271,7 @@ _REDUCE = ActionKind.REDUCE_GRADIENTS
 
 
 def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:
-    """Check that sums of gradients are fetched before they are added to, in rooms that are free, and are home at last.
+    """Check that sums of gradients are fetched into free buffers before they are added to, and are home at last.
 
     Args:
         flat: A rank's expanded list, without updates.
@@ -298,8 +298,8 @@ def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]
         key = stage, unit
         if action.kind is ActionKind.LOAD_GRADIENTS:
             there.add(key)
-            if len(there) > ROOMS:
-                _fail(flat, position, f"there are {ROOMS} rooms, and none is free")
+            if len(there) > NUM_BUFFERS:
+                _fail(flat, position, f"there are {NUM_BUFFERS} buffers, and none is free")
         elif action.kind is ActionKind.STORE_GRADIENTS:
             if key not in owed or (key in known) != (key in there):
                 _fail(flat, position, "these gradients are not there to leave")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_mist.devices.accelerator import AcceleratorOps
-from lightning_mist.runtime.host_memory.copy_streams import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
 from lightning_mist.runtime.host_memory.host_pool import HostPool, is_host
 from tests.devices.kinds import CARD
 
@@ -81,11 +81,11 @@ def test_memory_that_cannot_be_registered_is_an_error():
 @pytest.mark.gpu
 def test_memory_outlives_the_copies_that_streams_have_been_asked_for():
     ops, size = AcceleratorOps(CARD), 1 << 26
-    lanes = Lanes(ops)
+    streams = CopyStreams(ops)
     there = torch.zeros(size, dtype=torch.uint8, device=CARD)
     for number in range(1, 9):
         (home,) = HostPool(ops).take([there])
         home.fill_(number)
-        lanes.wait(lanes.load([there], [home], after=[ops.record()]))
+        streams.wait(streams.load([there], [home], after=[ops.record()]))
         del home  # The copy has just begun.
         assert bool((there == number).all())

@@ -130,10 +130,9 @@ def _train(
     stages = rank.executor.stages
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
-    lanes, pool = rank.executor.lanes, rank.executor.pool
-    lanes, pool = rank.executor.lanes, rank.executor.pool
+    streams, pool = rank.executor.streams, rank.executor.pool
     moved = offload_optimizer_state(
-        *(optimizer, rank.executor.mesh, module_map, stages.parameters, lanes, pool, rank.executor.shards),
+        *(optimizer, rank.executor.mesh, module_map, stages.parameters, streams, pool, rank.executor.shards),
         *(rank.executor.gradients, rank.executor.transport),
     )
     if moved is not None:

@@ -15,7 +15,7 @@ from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
-from lightning_mist.runtime.host_memory.copy_streams import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
 from tests.integration.parity import make_optimizer
 
 STEPS = 4
@@ -42,7 +42,7 @@ def train(layout, device):
             optimizer.step()
             complete(engine.executor.gather_parameters())
         engine.module_values()
-        return engine.executor.lanes.loaded_bytes
+        return engine.executor.streams.loaded_bytes
 
     return sum(on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work))
 
@@ -56,7 +56,7 @@ def main():
     if options.device.type == "cpu":
         # The sanitizer asks for the stream of every operator.
         torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
-    with mock.patch.object(Lanes, "wait") if options.without_waits else nullcontext():
+    with mock.patch.object(CopyStreams, "wait") if options.without_waits else nullcontext():
         moved = [train(layout, options.device) for layout in LAYOUTS]
     print(f"trained, moved {moved}")
 

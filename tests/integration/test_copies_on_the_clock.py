@@ -28,17 +28,17 @@ STEPS = 4
 
 
 def recorded(engine, batches):
-    """What lanes copied in every batch, by the action that began it."""
+    """What streams copied in every batch, by the action that began it."""
     executor, found, now = engine.executor, [], []
     optimizer = make_optimizer(engine.module)
     engine.take_optimizer(optimizer)
     engine.hollow()
-    lanes, walk = executor.lanes, executor._walk
-    copy = lanes._copy
+    streams, walk = executor.streams, executor._runner
+    copy = streams._copy
 
     def copied(stream, targets, sources, after):
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sources)
-        found[-1].append((now[-1], stream is lanes._load, nbytes))
+        found[-1].append((now[-1], stream is streams._load, nbytes))
         return copy(stream, targets, sources, after)
 
     def noted(perform):
@@ -49,7 +49,7 @@ def recorded(engine, batches):
 
         return performed
 
-    lanes._copy = copied
+    streams._copy = copied
     actors = [(walk, "_perform"), (executor._update, "perform")]
     actors = [(actor, name) for actor, name in actors if actor is not None]
     for actor, name in actors:
@@ -62,7 +62,7 @@ def recorded(engine, batches):
         complete(engine.executor.gather_parameters())
     copies = list(found[-1])
     executor.flush()
-    del lanes._copy
+    del streams._copy
     for actor, name in actors:
         delattr(actor, name)
     # What one action copies in several pieces is one copy on the clock, and nothing is none.

@@ -19,7 +19,7 @@ from tests.integration.parity import Rank
 from tests.integration.test_parity import PLANS, plan_for, prepared
 from tests.memory_transport import InMemoryWorld, drive
 
-# Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
+# Torch hides this one itself when a fake meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 
 CPU = torch.device("cpu")

@@ -46,7 +46,7 @@ def train(label, device, *, moves):
             optimizer.step()
             complete(engine.executor.gather_parameters())
         values = {name: value.to(device) for name, value in engine.module_values().items()}
-        return losses, values, engine.executor.lanes.loaded_bytes
+        return losses, values, engine.executor.streams.loaded_bytes
 
     return on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work)
 

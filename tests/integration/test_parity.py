@@ -28,7 +28,7 @@ from tests.memory_transport import InMemoryWorld, drive
 from tests.plans import plans
 from tests.tiers import examples, tiered
 
-# Torch hides this one itself when a ghost meets a tensor of the stage, but cannot where warnings are errors.
+# Torch hides this one itself when a fake meets a tensor of the stage, but cannot where warnings are errors.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 
 ROWS = 12

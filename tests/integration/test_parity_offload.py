@@ -11,7 +11,7 @@ from benchmarks.parity.plans import OFFLOADING, Group, Layout, make_plan
 from lightning_mist.devices import HostOps
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
-from lightning_mist.runtime.host_memory.copy_streams import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
 from lightning_mist.runtime.host_memory.host_pool import HostPlace
 from lightning_mist.strategy.training.starting import make_engine
 from tests.devices.happens_before import HappensBefore
@@ -175,14 +175,14 @@ class AtOnce(HostOps):
 
 
 BROKEN = {
-    "what arrives is not waited for": ("wait", lambda lanes, event: None),
+    "what arrives is not waited for": ("wait", lambda streams, event: None),
     "memory is filled before it is free": (
         "load",
-        lambda lanes, targets, sources, after=(): lanes._copy(lanes._load, targets, sources, ()),
+        lambda streams, targets, sources, after=(): streams._copy(streams._load, targets, sources, ()),
     ),
     "what leaves is not there yet": (
         "store",
-        lambda lanes, targets, sources: lanes._copy(lanes._store, targets, sources, ()),
+        lambda streams, targets, sources: streams._copy(streams._store, targets, sources, ()),
     ),
 }
 
@@ -192,6 +192,6 @@ BROKEN = {
 def test_every_wait_is_needed(what, label):
     name, broken = BROKEN[what]
     races = HappensBefore()
-    with mock.patch.object(Lanes, name, broken):
+    with mock.patch.object(CopyStreams, name, broken):
         trained(PLANS[label], AtOnce(observer=races))
     assert races.races

@@ -8,7 +8,7 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import StageMesh
 from lightning_mist.runtime.executor import Executor, Microbatch
 from lightning_mist.runtime.gradients.weight_gradients import WeightGradients
-from lightning_mist.runtime.stage.pipeline_stage import GhostStage
+from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from lightning_mist.schedule import ActionKind
 from tests import zoo
 from tests.integration.parity import Rank, actions_of, loss_of, make_plan, map_of, microbatches
@@ -143,7 +143,7 @@ def test_a_plan_that_cannot_run_is_refused():
     plan = replace(plan, stages=(replace(plan.stages[0], mesh=mesh, microbatch_size=8),))
     module, make_batch = zoo.make("plain")
     module_map = map_of(module, make_batch(4))
-    stage = GhostStage(module, module_map, plan.bounds, 0)
+    stage = PipelineStage(module, module_map, plan.bounds, 0)
     with pytest.raises(PlanError, match=r"stages\[0\]\.context_parallel_degree = 2"):
         Executor(plan, 0, [stage], module_map, InMemoryWorld(2).transports[0], actions_of(plan, module_map, 0))
 

@@ -73,7 +73,7 @@ def test_a_list_without_one_of_its_actions_is_refused(data):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0LOAD_O:0 0LOAD_O:1 0LOAD_O:head", "0LOAD_O:head: there are 2 rooms, and none is free: ... 0LOAD_O:0"),
+        ("0LOAD_O:0 0LOAD_O:1 0LOAD_O:head", "0LOAD_O:head: there are 2 buffers, and none is free: ... 0LOAD_O:0"),
         ("0LOAD_O:0 0LOAD_O:0", "0LOAD_O:0: this was fetched already"),
         ("0UPDATE:0", "0UPDATE:0: what this needs is in host memory"),
         ("0UPDATE:tail 0UPDATE:tail", "0UPDATE:tail: this unit was updated already"),

@@ -18,8 +18,7 @@ from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.checks.gradient_differences import FLOOR, GradientDifferences
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
-from lightning_mist.runtime.stage import GhostStage, StageOutput
-from lightning_mist.tensors import batch_rows, copy_batch, slice_rows
+from lightning_mist.runtime.stage import PipelineStage, StageOutput
 
 Call = Callable[[Any], Any]
 
@@ -176,7 +175,7 @@ def _run_stages(
     outputs: list[tuple[list[Tensor], StageOutput]] = []
     sent: tuple[Tensor, ...] = ()
     for index in range(len(bounds)):
-        stage = GhostStage(module, module_map, bounds, index)
+        stage = PipelineStage(module, module_map, bounds, index)
         stage.deferral = deferral
 
         def step() -> Any:

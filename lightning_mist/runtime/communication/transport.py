@@ -250,7 +250,7 @@ class DistributedTransport:
         # Objects are gathered by blocking calls; a group apart keeps them out of the order of other collectives.
         told = [group for group in wanted if talking is None or group in (world, *talking)]
         self._object_groups = {group: self._made(group, "gloo") for group in told}
-        self._lanes = {
+        self._channels = {
             # Each has options of its own: making a group writes to them.
             pair: self._made(pair, backend, None if self._is_host else message_options(timeout))
             for pair in pairs
@@ -273,30 +273,30 @@ class DistributedTransport:
 
     def close(self) -> None:
         """Destroy the groups of this transport that this rank is in."""
-        for group in (*self._groups.values(), *self._object_groups.values(), *self._lanes.values()):
+        for group in (*self._groups.values(), *self._object_groups.values(), *self._channels.values()):
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
-        self._groups, self._object_groups, self._lanes = {}, {}, {}
+        self._groups, self._object_groups, self._channels = {}, {}, {}
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
         """Send a contiguous tensor; it must not change until the work is complete."""
         check_contiguous(tensor, "send")
-        lane = self._lane(self.rank, destination, tensor)
-        return _PendingWork(dist.isend(tensor, destination, group=lane, tag=tag), tensor)
+        channel = self._channel(self.rank, destination, tensor)
+        return _PendingWork(dist.isend(tensor, destination, group=channel, tag=tag), tensor)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Receive into a contiguous tensor."""
         check_contiguous(tensor, "receive")
-        return _PendingWork(dist.irecv(tensor, source, group=self._lane(source, self.rank, tensor), tag=tag), tensor)
+        return _PendingWork(dist.irecv(tensor, source, group=self._channel(source, self.rank, tensor), tag=tag), tensor)
 
-    def _lane(self, source: int, destination: int, tensor: Tensor) -> Any:
+    def _channel(self, source: int, destination: int, tensor: Tensor) -> Any:
         """What a message travels on."""
         is_away = tensor.device.type == "cpu" and not self._is_host
-        lane = self._lanes.get((source, destination))
-        if lane is None or is_away:
+        channel = self._channels.get((source, destination))
+        if channel is None or is_away:
             return self._group_of(tensor, tuple(range(self.world_size)))
         self.posted += 1
-        return lane
+        return channel
 
     def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
         """Reduce a contiguous tensor over the group, in place."""

@@ -1,7 +1,8 @@
 """Copies between the device and host memory: one stream for each direction, and where copies land on the device.
 
-A lane never waits for the caller, and the caller never for a lane, but by events: whoever uses what a copy writes, or
-writes or frees what it reads, has waited for the event that the copy gave. So no allocator has to be told of streams.
+A stream never waits for the caller, and the caller never for a stream, but by events: whoever uses what a copy writes,
+or writes or frees what it reads, has waited for the event that the copy gave. So no allocator has to be told of
+streams.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_mist.devices import DeviceOps
-from lightning_mist.runtime.host_memory.host_pool import let_go, room_for, views_into
-from lightning_mist.schedule.offload_actions import ROOMS
+from lightning_mist.runtime.host_memory.host_pool import let_go, padded_bytes, views_into
+from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 
 
-class Lanes:
+class CopyStreams:
     """The two copy streams of a device.
 
     Args:
@@ -94,8 +95,8 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Rooms:
-    """The rooms of one kind of state.
+class DeviceBuffers:
+    """The buffers of one kind of state.
 
     Args:
         device: Where they are.
@@ -106,19 +107,19 @@ class Rooms:
         self._buffers: list[Tensor] = []
 
     def ensure(self, units: Sequence[Sequence[Tensor]]) -> bool:
-        """Make rooms in which any of the units has its place, if they are not as large; nothing may be in them.
+        """Make buffers in which any of the units has its place, if they are not as large; nothing may be in them.
 
         Returns:
             Whether they are new.
         """
-        size = max(map(room_for, units), default=0)
+        size = max(map(padded_bytes, units), default=0)
         if size <= self._size:
             return False
         self._buffers.clear()
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(ROOMS)]
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)]
         self._size = size
         return True
 
     def views(self, index: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Views into a room, like the tensors that are to come there."""
-        return views_into(self._buffers[index % ROOMS], like)
+        """Views into a buffer, like the tensors that are to come there."""
+        return views_into(self._buffers[index % NUM_BUFFERS], like)

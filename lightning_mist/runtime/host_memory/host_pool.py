@@ -20,7 +20,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.units import format_bytes
 
 ALIGNMENT_BYTES = 64
-"""Where a tensor begins in a mapping or in a room: a cache line, and what kernels with vector loads ask for."""
+"""Where a tensor begins in a mapping or in a buffer: a cache line, and what kernels with vector loads ask for."""
 
 
 def padded(nbytes: int) -> int:
@@ -44,7 +44,7 @@ def views_into(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-def room_for(tensors: Sequence[Tensor]) -> int:
+def padded_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes that :func:`views_into` needs."""
     return sum(padded(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
@@ -85,7 +85,7 @@ class HostPool:
         """
         # Whoever counts what is made here would count it as the device's, on a CPU.
         with _disable_current_modes():
-            return views_into(self.take_bytes(room_for(like)), like)
+            return views_into(self.take_bytes(padded_bytes(like)), like)
 
     def take_bytes(self, nbytes: int) -> Tensor:
         """So many bytes of host memory; they stay whose they are.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.host_memory import HostPool, Lanes, room_for, views_into
+from lightning_mist.runtime.host_memory import CopyStreams, HostPool, padded_bytes, views_into
 from lightning_mist.schedule import Action, ActionKind
 
 SMALLEST_BYTES = 1024
@@ -103,13 +103,15 @@ class OffloadedActivations:
     Args:
         ratios: The share of every storage's elements that is moved, by stage.
         held: The module's parameters and buffers.
-        lanes: Copies between the device and the host.
+        streams: Copies between the device and the host.
         pool: The host memory.
     """
 
-    def __init__(self, ratios: Mapping[int, float], held: Sequence[Tensor], lanes: Lanes, pool: HostPool) -> None:
-        self._ratios, self._held, self._lanes, self._pool = ratios, held, lanes, pool
-        self._ops = lanes.ops
+    def __init__(
+        self, ratios: Mapping[int, float], held: Sequence[Tensor], streams: CopyStreams, pool: HostPool
+    ) -> None:
+        self._ratios, self._held, self._streams, self._pool = ratios, held, streams, pool
+        self._ops = streams.ops
         self._now: _Key | None = None
         self._never: set[int] = set()
         self._casts: set[tuple[torch.Size, torch.dtype]] = set()
@@ -149,7 +151,7 @@ class OffloadedActivations:
         key = action.stage, action.microbatch, action.unit
         self._now = key if moves else None
         if action.kind is not ActionKind.FORWARD:
-            self._lanes.wait(self._loaded.pop(key, None))
+            self._streams.wait(self._loaded.pop(key, None))
 
     def perform(self, action: Action) -> None:
         """Begin, or end, the copies of one unit."""
@@ -160,7 +162,7 @@ class OffloadedActivations:
     def forget(self) -> None:
         """A batch has ended: what no backward has asked for is gone with its graph."""
         for event in self._loaded.values():
-            self._lanes.wait(event)  # An error came before its backward: the copy writes where others will.
+            self._streams.wait(event)  # An error came before its backward: the copy writes where others will.
         for key, moved in self._moved.items():
             self._give_back(key, moved)
         self._moved.clear()
@@ -241,9 +243,9 @@ class OffloadedActivations:
         if not moving:
             return
         tails = [tail for _, tail in moving]
-        moved.block = block = self._block(key, room_for(tails))
+        moved.block = block = self._block(key, padded_bytes(tails))
         homes = views_into(block, tails)
-        event = self._lanes.store(homes, tails)
+        event = self._streams.store(homes, tails)
         for (kept, _), home in zip(moving, homes, strict=True):
             kept.home, kept.left = home, event
 
@@ -255,7 +257,7 @@ class OffloadedActivations:
                 continue
             kept.check()
             kept.versions.clear()
-            self._lanes.wait(kept.left)
+            self._streams.wait(kept.left)
             kept.left = None
             first = kept.nbytes - kept.home.numel()
             kept.rest = kept.whole[:first].clone() if first else None
@@ -278,7 +280,7 @@ class OffloadedActivations:
             sources.append(kept.home)
             kept.whole, kept.home = whole, None
         if targets:
-            self._loaded[key] = self._lanes.load(targets, sources, after=[self._ops.record()])
+            self._loaded[key] = self._streams.load(targets, sources, after=[self._ops.record()])
         moved = self._moved.pop(key, None)
         if moved is not None:
             self._give_back(key, moved)

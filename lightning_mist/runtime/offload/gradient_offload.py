@@ -1,6 +1,6 @@
 """Gradients in host memory: added up there over a batch's microbatches, and on the device for their update only.
 
-A unit's sum lies in a room on the device while its backward runs, what the backward made is added, and it is written
+A unit's sum lies in a buffer on the device while its backward runs, what the backward made is added, and it is written
 back. What is then asked of all gradients, a factor or a clipping, is kept and done when they are fetched for the
 update; norms are taken before they leave. Which actions come when the schedule says; see
 :mod:`lightning_mist.schedule.offload_actions`.
@@ -17,10 +17,10 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
-from lightning_mist.runtime.host_memory import HostPool, Lanes, Rooms, let_go
+from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, let_go
 from lightning_mist.runtime.offload.gradient_sum import GradientSum
 from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense
-from lightning_mist.schedule.offload_actions import ROOMS
+from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import ShardUnit
 
 
@@ -33,7 +33,7 @@ class OffloadedGradients:
         units: The units of its stages.
         moved: Names of the parameters whose gradients are moved.
         backwards: How many backwards each of its stages has in a batch.
-        lanes: Copies between the device and the host.
+        streams: Copies between the device and the host.
         pool: The host memory.
         transport: Connects the ranks.
 
@@ -54,11 +54,11 @@ class OffloadedGradients:
         moved: Collection[str],
         backwards: Mapping[int, int],
         *,
-        lanes: Lanes,
+        streams: CopyStreams,
         pool: HostPool,
         transport: Transport,
     ) -> None:
-        self._mesh, self._backwards, self._lanes = mesh, backwards, lanes
+        self._mesh, self._backwards, self._streams = mesh, backwards, streams
         self._pool, self._transport = pool, transport
         self._group = tuple(sorted(mesh.peers))
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
@@ -83,8 +83,8 @@ class OffloadedGradients:
             for key, item in self._place_of.values()
             for index, parameter in enumerate(item.bucket.parameters)
         }
-        self._room_of = {key: index % ROOMS for index, key in enumerate(self._of)}
-        self._rooms = Rooms(lanes.ops.device)
+        self._buffer_of = {key: index % NUM_BUFFERS for index, key in enumerate(self._of)}
+        self._buffers = DeviceBuffers(streams.ops.device)
         self._left: dict[int, Any] = {}
         self._arriving: dict[UnitKey, Any] = {}
         self._stored: Counter[UnitKey] = Counter()
@@ -105,7 +105,7 @@ class OffloadedGradients:
         Args:
             earlier: Parameters to whose gradients of earlier batches this one's are added.
         """
-        self._rooms.ensure([[item.form for item in sums] for sums in self._of.values()])
+        self._buffers.ensure([[item.form for item in sums] for sums in self._of.values()])
         self._stored.clear()
         self.found = None
         for item in self._mine():
@@ -116,11 +116,11 @@ class OffloadedGradients:
 
     def load(self, key: UnitKey, *, owned: bool = False) -> None:
         """Start to fetch a unit's sums, or of these only what this rank updates."""
-        there = [(flat, item.home) for flat, item in self._in_room(key) if item.is_mine or not owned]
+        there = [(flat, item.home) for flat, item in self._in_buffer(key) if item.is_mine or not owned]
         pairs = [(flat, home) for flat, home in there if home is not None]
         if pairs:
             targets, sources = zip(*pairs, strict=True)
-            self._arriving[key] = self._lanes.load(targets, sources, after=[self._left.get(self._room_of[key])])
+            self._arriving[key] = self._streams.load(targets, sources, after=[self._left.get(self._buffer_of[key])])
 
     def add(self, key: UnitKey) -> None:
         """Add the gradients that a unit's parameters have, and lose, to its sums."""
@@ -133,7 +133,7 @@ class OffloadedGradients:
                     if is_first:
                         view.zero_()
                     continue
-                self._lanes.uses([gradient], [view])
+                self._streams.uses([gradient], [view])
                 view.copy_(gradient) if is_first else view.add_(gradient)
                 item.present[index] = True
                 parameter.grad = None
@@ -145,7 +145,7 @@ class OffloadedGradients:
             return False
         self._enter(key)
         assert item.flat is not None
-        self._lanes.uses([fresh], [item.flat])
+        self._streams.uses([fresh], [item.flat])
         item.flat.add_(fresh) if self._stored[key] else item.flat.copy_(fresh)
         item.present = _either(item.present, present)
         return True
@@ -189,7 +189,7 @@ class OffloadedGradients:
             if item.home is None:
                 (item.home,) = self._pool.take([item.form])
         homes, flats = [item.home for item in leaving], [item.flat for item in leaving]
-        self._left[self._room_of[key]] = self._lanes.store(homes, flats)  # type: ignore[arg-type]
+        self._left[self._buffer_of[key]] = self._streams.store(homes, flats)  # type: ignore[arg-type]
         for item in self._of[key]:
             item.flat = None
 
@@ -218,26 +218,26 @@ class OffloadedGradients:
             if type(parameter.grad) is AbsentGradient:
                 parameter.grad = None
 
-    def _in_room(self, key: UnitKey) -> list[tuple[Tensor, GradientSum]]:
+    def _in_buffer(self, key: UnitKey) -> list[tuple[Tensor, GradientSum]]:
         if key not in self._of:
             return []
-        views = self._rooms.views(self._room_of[key], [item.form for item in self._of[key]])
+        views = self._buffers.views(self._buffer_of[key], [item.form for item in self._of[key]])
         return list(zip(views, self._of[key], strict=True))
 
     def _enter(self, key: UnitKey, *, begins: bool = True) -> None:
-        """Let a unit's sums be in its room; a batch's begin with nothing."""
+        """Let a unit's sums be in its buffer; a batch's begin with nothing."""
         if self.is_there(key):
             return
-        # A room that nothing was fetched into may still be read from.
-        self._lanes.wait(self._arriving.pop(key, self._left.get(self._room_of[key])))
-        for flat, item in self._in_room(key):
+        # A buffer that nothing was fetched into may still be read from.
+        self._streams.wait(self._arriving.pop(key, self._left.get(self._buffer_of[key])))
+        for flat, item in self._in_buffer(key):
             item.flat = flat
             if begins and self._stored[key] == 0:
                 item.present = [False] * len(item.bucket.names)
 
     def _look(self, item: GradientSum, views: list[Tensor]) -> None:
         """Take norms, and see whether all is finite."""
-        device, there = self._lanes.ops.device, views[0].device
+        device, there = self._streams.ops.device, views[0].device
         norms = [norm.to(device) for norm in torch._foreach_norm(views)]
         self._norms.update(zip(item.bucket.names, norms, strict=True))
         if self.checks:
@@ -261,7 +261,7 @@ class OffloadedGradients:
 
     def _put_together(self, factor: Tensor) -> None:
         """Add this batch's gradients to those of earlier batches, in host memory."""
-        self._lanes.settle()
+        self._streams.settle()
         for item in self._mine():
             if item.earlier is None or not item.earlier_present:
                 continue
@@ -303,15 +303,15 @@ class OffloadedGradients:
             if item.is_mine:
                 pairs = zip(item.bucket.parameters, item.views(), self._there(item), strict=True)
                 found |= {parameter: view for parameter, view, is_there in pairs if is_there}
-        self._lanes.uses(writes=list(found.values()))
+        self._streams.uses(writes=list(found.values()))
         for change in self._changes if found else ():
             change(list(found.values()))
         return found
 
     def done(self, key: UnitKey) -> None:
-        """A unit is updated: its room is free."""
+        """A unit is updated: its buffer is free."""
         if key in self._of:
-            self._left[self._room_of[key]] = self._lanes.ops.record()
+            self._left[self._buffer_of[key]] = self._streams.ops.record()
             for item in self._of[key]:
                 item.flat = None
 
@@ -319,12 +319,12 @@ class OffloadedGradients:
 
     def lend(self, names: Collection[str]) -> None:
         """Give parameters their gradients on the device, for these to be summed over stages."""
-        self._lanes.settle()
+        self._streams.settle()
         for item, index in self._named(names):
             if self._there(item)[index]:
                 assert item.home is not None
                 view = item.bucket.views(item.home)[index]
-                item.bucket.parameters[index].grad = view.to(self._lanes.ops.device, copy=True)
+                item.bucket.parameters[index].grad = view.to(self._streams.ops.device, copy=True)
 
     def take_back(self, names: Collection[str]) -> None:
         """Take gradients back that were lent."""
@@ -352,7 +352,7 @@ class OffloadedGradients:
         if home is None or all(present) or len(self._group) == 1:
             return present
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
-        self._lanes.settle()
+        self._streams.settle()
         return [count > 0 for count in home[len(home) - len(present) :].tolist()]
 
 

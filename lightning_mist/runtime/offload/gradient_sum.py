@@ -17,7 +17,7 @@ class GradientSum:
         home: The flat tensor in host memory.
         present: Which of them this rank had.
         earlier, earlier_present: The same of earlier batches, to which this one's will be added.
-        flat: The flat tensor in a room, while it is there.
+        flat: The flat tensor in a buffer, while it is there.
         work: Their way to other ranks.
     """
 
@@ -40,6 +40,6 @@ class GradientSum:
         self.form = torch.empty(size, dtype=dtype, device="meta")
 
     def views(self) -> list[Tensor]:
-        """A view of each gradient in its room."""
+        """A view of each gradient in its buffer."""
         assert self.flat is not None
         return self.bucket.views(self.flat)

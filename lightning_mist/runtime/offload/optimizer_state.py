@@ -1,8 +1,8 @@
 """Optimizer state in host memory: fetched unit by unit for the update, and written back behind it.
 
 Between steps ``optimizer.state`` holds the tensors in host memory. For its unit's update a parameter's state lies in a
-room on the device. State that the optimizer makes, in its first step or when it replaces a tensor, leaves from where it
-was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.offload_actions`.
+buffer on the device. State that the optimizer makes, in its first step or when it replaces a tensor, leaves from where
+it was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.offload_actions`.
 
 A deferred step is pending until the next batch's first forward has come through all units. Until a unit is updated its
 parameters have the values of the step before: whoever uses one has the whole step taken first.
@@ -22,13 +22,13 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
-from lightning_mist.runtime.host_memory import HostPool, Lanes, Rooms, is_host, let_go
+from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, is_host, let_go
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.unit_steps import UnitSteps
-from lightning_mist.runtime.parameters import UnitGather, UnitKey, UnitShards, at_work, come_back, leave
+from lightning_mist.runtime.parameters import UnitGather, UnitKey, UnitShards, at_work, make_absent, make_present
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
-from lightning_mist.schedule.offload_actions import ROOMS
+from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import defers_update, moved_parameters, stage_update, updated_units
 
 _Place = tuple[nn.Parameter, str]
@@ -43,7 +43,7 @@ class OffloadedState:
         units: What it updates of each unit.
         moved: The parameters whose state is in host memory.
         actions: The update of everything, by units.
-        lanes: Copies between the device and the host.
+        streams: Copies between the device and the host.
         pool: The host memory.
         shards: The values of parameters, if some are in host memory.
         gradients: Gradients that are in host memory.
@@ -65,7 +65,7 @@ class OffloadedState:
         moved: Collection[nn.Parameter],
         actions: Sequence[Action],
         *,
-        lanes: Lanes,
+        streams: CopyStreams,
         pool: HostPool,
         shards: UnitShards | None = None,
         gradients: OffloadedGradients | None = None,
@@ -76,11 +76,11 @@ class OffloadedState:
         self._process = os.getpid()
         self._optimizer, self._units, self.actions = optimizer, units, tuple(actions)
         self.moved = frozenset(moved)
-        self._device, self._lanes, self._pool = lanes.ops.device, lanes, pool
-        self._rooms, self._shards = Rooms(self._device), shards
-        self._room_of = {key: index for index, key in enumerate(self._movers())}
+        self._device, self._streams, self._pool = streams.ops.device, streams, pool
+        self._buffers, self._shards = DeviceBuffers(self._device), shards
+        self._buffer_of = {key: index for index, key in enumerate(self._movers())}
         self._home: dict[_Place, Tensor] = {}
-        # The end of the last copy out of each room. A unit is always in the same one, and copies out end in the order
+        # The end of the last copy out of each buffer. A unit is always in the same one, and copies out end in the order
         # in which they began: then what it left there before is at home too.
         self._left: dict[int, Any] = {}
         self._arriving: dict[UnitKey, tuple[Any, dict[_Place, Tensor]]] = {}
@@ -113,9 +113,9 @@ class OffloadedState:
     def update(self) -> None:
         """Update everything, unit by unit; or, of a deferred step, keep what it needs until then."""
         self.flush()
-        if self._rooms.ensure([list(self._at_home(self._units[key]).values()) for key in self._movers()]):
+        if self._buffers.ensure([list(self._at_home(self._units[key]).values()) for key in self._movers()]):
             # Their memory was another's until all that was launched so far has run.
-            self._left = dict.fromkeys(range(ROOMS), self._lanes.ops.record())
+            self._left = dict.fromkeys(range(NUM_BUFFERS), self._streams.ops.record())
         self._todo.update(self.actions)
         if self._stale is None:
             self.flush()
@@ -123,7 +123,7 @@ class OffloadedState:
         self._steps.freeze()
         for key, parameters in self._stale.items():
             where = f"those of the step before until {_words(key)} runs"
-            leave(parameters, lambda _, where=where: where, keeps_gradient=True, arrive=self._arrive)  # type: ignore[misc]
+            make_absent(parameters, lambda _, where=where: where, keeps_gradient=True, arrive=self._arrive)  # type: ignore[misc]
 
     def flush(self) -> None:
         """Do all that is left of a step, in its order; where updated parameters are given out all ranks do."""
@@ -187,7 +187,7 @@ class OffloadedState:
 
     def settle(self) -> None:
         """Wait until all state in host memory has its values: before anybody reads it."""
-        self._lanes.settle()
+        self._streams.settle()
 
     def send_home(self, parameters: Iterable[nn.Parameter]) -> None:
         """Move state to host memory that is on the device, where it did not come from there.
@@ -218,21 +218,21 @@ class OffloadedState:
         homes = self._at_home(self._units.get(key, ()))
         if not homes:
             return
-        views = self._rooms.views(room := self._room_of[key], list(homes.values()))
-        event = self._lanes.load(views, list(homes.values()), after=[self._left.get(room % ROOMS)])
+        views = self._buffers.views(buffer := self._buffer_of[key], list(homes.values()))
+        event = self._streams.load(views, list(homes.values()), after=[self._left.get(buffer % NUM_BUFFERS)])
         self._arriving[key] = event, dict(zip(homes, views, strict=True))
 
     def _update(self, key: UnitKey) -> None:
         if self._stale is not None:
-            come_back(self._stale[key].values() if self._gather is None else self._units.get(key, ()))
+            make_present(self._stale[key].values() if self._gather is None else self._units.get(key, ()))
         event, views = self._arriving.pop(key, (None, {}))
-        self._lanes.wait(event)
+        self._streams.wait(event)
         if self._shards is not None:
             self._shards.fetched(key)
         for place, view in views.items():
             self._set(place, view)
         parameters = self._units.get(key, ())
-        self._lanes.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
+        self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
         if self._gradients is None:
             self._steps.of(parameters)
             return
@@ -244,17 +244,17 @@ class OffloadedState:
         if not fresh:
             return
         homes = self._homes(fresh)
-        event = self._lanes.store(homes, list(fresh.values()))
-        self._left[self._room_of[key] % ROOMS] = event
+        event = self._streams.store(homes, list(fresh.values()))
+        self._left[self._buffer_of[key] % NUM_BUFFERS] = event
         for place, home in zip(fresh, homes, strict=True):
             self._set(place, home)
-        # What was not in the room may go when the copy has ended: one unit later.
+        # What was not in the buffer may go when the copy has ended: one unit later.
         gone, self._leaving = self._leaving, [(event, list(fresh.values()))]
         self._free(gone)
 
     def _free(self, leaving: list[tuple[Any, list[Tensor]]]) -> None:
         for event, tensors in leaving:
-            self._lanes.wait(event)
+            self._streams.wait(event)
             tensors.clear()
         leaving.clear()
 
@@ -274,7 +274,7 @@ class OffloadedState:
         return {place: value for place, value in self._entries(parameters) if is_host(value.untyped_storage())}
 
     def _fresh(self, parameters: Iterable[nn.Parameter]) -> dict[_Place, Tensor]:
-        """Tensors of state that are on the device, in a room or where the optimizer has made them."""
+        """Tensors of state that are on the device, in a buffer or where the optimizer has made them."""
         return {
             place: value
             for place, value in self._entries(parameters)
@@ -305,7 +305,7 @@ def offload_optimizer_state(
     mesh: Mesh,
     module_map: ModuleMap,
     parameters: Mapping[str, nn.Parameter],
-    lanes: Lanes,
+    streams: CopyStreams,
     pool: HostPool,
     shards: UnitShards | None,
     gradients: OffloadedGradients | None,
@@ -318,7 +318,7 @@ def offload_optimizer_state(
         mesh: The rank's place.
         module_map: Where parameters are used.
         parameters: The parameters of the rank's stages by canonical name.
-        lanes: Copies between its device and the host.
+        streams: Copies between its device and the host.
         pool: The host memory.
         shards: The values of parameters that are not on the device all the time.
         gradients: Gradients that are in host memory.
@@ -338,7 +338,7 @@ def offload_optimizer_state(
         {key: [parameters[name] for name in of_unit if name in owned] for key, of_unit in units.items()},
         {parameters[name] for name in state if name in owned},
         actions,
-        lanes=lanes,
+        streams=streams,
         pool=pool,
         shards=shards if ratios.parameters else None,
         gradients=gradients,

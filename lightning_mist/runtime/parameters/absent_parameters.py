@@ -133,7 +133,7 @@ class AbsentGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def leave(
+def make_absent(
     parameters: Mapping[str, nn.Parameter],
     where: Callable[[str], str],
     *,
@@ -164,7 +164,7 @@ def held_at(plan: Plan, module_map: ModuleMap, name: str) -> str:
     return f"on {ranks} (stage {stage} of {plan.num_stages})"
 
 
-def come_back(parameters: Iterable[nn.Parameter]) -> None:
+def make_present(parameters: Iterable[nn.Parameter]) -> None:
     """Let parameters be ordinary ones again."""
     for parameter in parameters:
         if type(parameter) is AbsentParameter:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.absent_parameters import come_back
+from lightning_mist.runtime.parameters.absent_parameters import make_present
 from lightning_mist.runtime.parameters.buckets import Bucket
 from lightning_mist.runtime.parameters.unit_shards import UnitKey
 
@@ -64,6 +64,6 @@ class UnitGather:
         """Wait for a unit's parameters, and take over those of others."""
         for bucket, flat, work in self._under_way.pop(key, ()):
             work.wait()
-            come_back(bucket.parameters)
+            make_present(bucket.parameters)
             if bucket.owner != self._mesh.data_index:
                 torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))

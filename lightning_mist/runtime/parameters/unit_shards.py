@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.host_memory import HostPool, Lanes, let_go
-from lightning_mist.runtime.parameters.absent_parameters import come_back, leave
+from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
+from lightning_mist.runtime.parameters.absent_parameters import make_absent, make_present
 from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
 from lightning_mist.schedule.stage_units import ShardUnit
 
@@ -114,7 +114,7 @@ class _Shard:
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
         self.is_attached = True
-        come_back(self.bucket.parameters)
+        make_present(self.bucket.parameters)
         for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
             parameter.data = view
 
@@ -125,7 +125,7 @@ class _Shard:
             parameter.data = nothing
         if self.refuses_use:
             named = dict(zip(self.bucket.names, self.bucket.parameters, strict=True))
-            leave(named, lambda _: self._where, keeps_gradient=self.is_moved)
+            make_absent(named, lambda _: self._where, keeps_gradient=self.is_moved)
         self._storage.resize_(0)
 
     def detach(self) -> None:
@@ -144,7 +144,7 @@ class UnitShards:
         units: The units of its stages, by stage and unit.
         transport: Connects the ranks.
         moved: The parameters whose values are in their owner's host memory, by canonical name.
-        lanes: Copies between the device and the host.
+        streams: Copies between the device and the host.
         pool: Host memory.
 
     Attributes:
@@ -159,10 +159,10 @@ class UnitShards:
         units: Mapping[UnitKey, ShardUnit],
         transport: Transport,
         moved: Collection[str] = (),
-        lanes: Lanes | None = None,
+        streams: CopyStreams | None = None,
         pool: HostPool | None = None,
     ) -> None:
-        self._mesh, self._transport, self._lanes, self._pool = mesh, transport, lanes, pool
+        self._mesh, self._transport, self._streams, self._pool = mesh, transport, streams, pool
         self._group = tuple(sorted(mesh.peers))
         self._is_shared = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
         users: dict[str, list[UnitKey]] = {}
@@ -293,10 +293,10 @@ class UnitShards:
     def store(self, key: UnitKey) -> None:
         """Start to write what was updated back to host memory; what was written back before is freed."""
         self.settle()
-        assert self._lanes is not None
+        assert self._streams is not None
         for shard in self._updated(key):
             assert shard.home is not None
-            shard.leaving = self._lanes.store([shard.home], [shard.flat])
+            shard.leaving = self._streams.store([shard.home], [shard.flat])
             self._leaving.append(shard)
 
     def settle(self) -> None:
@@ -308,8 +308,8 @@ class UnitShards:
         self._leaving.clear()
 
     def _at_home(self, shard: _Shard) -> None:
-        assert self._lanes is not None
-        self._lanes.wait(shard.leaving)
+        assert self._streams is not None
+        self._streams.wait(shard.leaving)
         shard.leaving = None
 
     def _updated(self, key: UnitKey) -> list[_Shard]:
@@ -321,15 +321,15 @@ class UnitShards:
         if not shard.is_resident:
             shard.allocate()
         if shard.is_moved:
-            assert self._lanes is not None
+            assert self._streams is not None
             assert shard.home is not None
             # Its memory was another's until all that was launched so far has run.
-            shard.arriving = self._lanes.load([shard.flat], [shard.home], after=[self._lanes.ops.record()])
+            shard.arriving = self._streams.load([shard.flat], [shard.home], after=[self._streams.ops.record()])
 
     def _arrived(self, shard: _Shard) -> None:
         if shard.arriving is not None:
-            assert self._lanes is not None
-            self._lanes.wait(shard.arriving)
+            assert self._streams is not None
+            self._streams.wait(shard.arriving)
             shard.arriving = None
 
     def abandon(self) -> None:

@@ -1,19 +1,19 @@
 """One stage of an unmodified module: what it computes, what it skips, and what crosses its ends."""
 
-from lightning_mist.runtime.stage.pipeline_stage import GhostStage
+from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from lightning_mist.runtime.stage.stage_split import TransportGroup
 from lightning_mist.runtime.stage.stages import RankStages, make_stages, no_caches
 from lightning_mist.runtime.stage.step_run import InputSpec, StageOutput
-from lightning_mist.runtime.stage.unit_runner import UnitWalk, make_walk
+from lightning_mist.runtime.stage.unit_runner import UnitRunner, make_unit_runner
 
 __all__ = [
-    "GhostStage",
     "InputSpec",
+    "PipelineStage",
     "RankStages",
     "StageOutput",
     "TransportGroup",
-    "UnitWalk",
+    "UnitRunner",
     "make_stages",
-    "make_walk",
+    "make_unit_runner",
     "no_caches",
 ]

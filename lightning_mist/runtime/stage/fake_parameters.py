@@ -1,4 +1,4 @@
-"""Parameters of other stages replaced by ghosts: fake tensors with their shape and no values."""
+"""Parameters of other stages replaced by fake tensors, which have their shape and no values."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.tensors import is_hollow
 
 
-class GhostSlots:
-    """The places of a module where a stage has a ghost instead of a parameter.
+class FakeParameters:
+    """The places of a module where a stage has a fake instead of a parameter.
 
     Tied parameters are replaced only where another stage uses them: an embedding that is also the head is real in the
-    head of the last stage and a ghost in its embedding, which would otherwise be computed there too.
+    head of the last stage and a fake in its embedding, which would otherwise be computed there too.
 
     Args:
         module: The user's module with all its parameters.
@@ -25,7 +25,7 @@ class GhostSlots:
         bounds: The layer range of every stage.
         index: The stage.
         held: Names of the parameters that the stage holds.
-        mode: Makes the ghosts.
+        mode: Makes the fakes.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class GhostSlots:
         modules, named = dict(module.named_modules()), dict(module.named_parameters())
         self._slots: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
         for use in module_map.parameters:
-            ghost: nn.Parameter | None = None
+            fake: nn.Parameter | None = None
             for module_name, attribute, regions in use.slots:
                 stages = {module_map.stage_of(region, bounds) for region in regions}
                 if index in stages or (not stages and use.name in held):
                     continue
-                ghost = ghost if ghost is not None else _ghost_of(named[use.name], use.shape, mode)
-                self._slots.append((modules[module_name]._parameters, attribute, ghost, named[use.name]))
+                fake = fake if fake is not None else _fake_of(named[use.name], use.shape, mode)
+                self._slots.append((modules[module_name]._parameters, attribute, fake, named[use.name]))
         changed = {id(space) for space, *_ in self._slots}
         self._recurrent = [
             child for child in modules.values() if isinstance(child, nn.RNNBase) and id(child._parameters) in changed
@@ -54,9 +54,9 @@ class GhostSlots:
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Inside, the slots hold ghosts."""
-        for space, name, ghost, _ in self._slots:
-            space[name] = ghost
+        """Inside, the slots hold fakes."""
+        for space, name, fake, _ in self._slots:
+            space[name] = fake
         weights = [(child, child._flat_weights) for child in self._recurrent]
         for child in self._recurrent:
             # Recurrent layers keep their weights in a list besides.
@@ -70,8 +70,9 @@ class GhostSlots:
                 space[name] = parameter
 
 
-def _ghost_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMode) -> nn.Parameter:
-    """A ghost of the whole parameter, of which this rank may have a part only, or nothing."""
+def _fake_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMode) -> nn.Parameter:
+    """A fake of the whole parameter, of which this rank may have a part only, or nothing."""
+    is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
     with mode:
         if parameter.shape != shape or (is_hollow(parameter) and not parameter.is_meta):
             data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)

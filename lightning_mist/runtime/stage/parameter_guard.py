@@ -4,7 +4,7 @@ Under ZeRO-3 a rank has the parameters of a layer while the layer runs. A step t
 penalty on weights that starts later, a weight that is logged) would see something that is not a number.
 
 Before the first layer of a later stage the step does again what the stages before have done, for its form alone: what
-it makes of such a parameter there is a ghost, as what it makes of parameters of other stages is.
+it makes of such a parameter there is a fake, as what it makes of parameters of other stages is.
 
 Nor may a step run a backward of its own while parameters behind it are freed.
 """
@@ -38,9 +38,9 @@ _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, names: Mapping[int, str], ghosts: FakeTensorMode | None) -> None:
+    def __init__(self, names: Mapping[int, str], fake_mode: FakeTensorMode | None) -> None:
         super().__init__()
-        self._names, self._ghosts = names, ghosts
+        self._names, self._fake_mode = names, fake_mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -53,14 +53,14 @@ class _Watch(TorchFunctionMode):
         return output
 
     def _hidden(self, parameter: nn.Parameter, output: Any, given: Iterable[Any]) -> Any:
-        """What a function made of a parameter's missing values, as a ghost."""
-        ghosts, known = self._ghosts, {id(leaf) for leaf in given}
-        if ghosts is None or any(not isinstance(leaf, Tensor) or id(leaf) in known for leaf in leaves_of(output)):
+        """What a function made of a parameter's missing values, as a fake."""
+        fake_mode, known = self._fake_mode, {id(leaf) for leaf in given}
+        if fake_mode is None or any(not isinstance(leaf, Tensor) or id(leaf) in known for leaf in leaves_of(output)):
             self._refuse(parameter)
 
         def hide(tensor: Tensor) -> Tensor:
-            assert ghosts is not None
-            return tensor if isinstance(tensor, FakeTensor) else ghosts.from_tensor(tensor.detach())
+            assert fake_mode is not None
+            return tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor.detach())
 
         return tree_map_only(Tensor, hide, output)
 
@@ -72,7 +72,11 @@ class _Watch(TorchFunctionMode):
         )
 
 
-class Glue:
+def _is_away(parameter: nn.Parameter) -> bool:
+    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
+
+
+class ParameterGuard:
     """Watches a step between its layers, and not inside them, where every operator would take longer.
 
     Args:
@@ -84,22 +88,22 @@ class Glue:
         self._watch: _Watch | None = None
 
     @contextmanager
-    def watched(self, ghosts: FakeTensorMode | None = None) -> Iterator[None]:
+    def watched(self, fake_mode: FakeTensorMode | None = None) -> Iterator[None]:
         """Around a step.
 
         Args:
-            ghosts: Makes ghosts of what is made of such parameters before the stage's first layer.
+            fake_mode: Makes fakes of what is made of such parameters before the stage's first layer.
         """
-        self.enter(ghosts)
+        self.enter(fake_mode)
         try:
             yield
         finally:
             self.leave()
 
-    def enter(self, ghosts: FakeTensorMode | None = None) -> None:
-        """The step is between layers from here on; with ``ghosts`` before the first of the stage."""
+    def enter(self, fake_mode: FakeTensorMode | None = None) -> None:
+        """The step is between layers from here on; with ``fake_mode`` before the first of the stage."""
         if self._watch is None and self._names:
-            self._watch = _Watch(self._names, ghosts)
+            self._watch = _Watch(self._names, fake_mode)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:

@@ -1,13 +1,13 @@
 """One stage of an unmodified module.
 
-Every stage runs the user's whole step. Parameters of other stages are replaced by *ghosts*: fake tensors, which have a
-shape but no values. Whatever depends on them is a fake too, so the step runs at no cost up to the stage: blocks before
-it are answered with ghosts of what they would return. On entry to the stage's first block the ghosts that are still
-needed turn into the tensors that were received, wherever they are referred to. On entry to the first block of the next
-stage the step is left by an exception, and the values that are still needed there are handed over. Everything that
-does not depend on parameters (masks, positions, targets) is computed by every stage for itself.
+Every stage runs the user's whole step. Parameters of other stages are replaced by *fakes*: tensors of torch's fake
+mode, which have a shape but no values. Whatever depends on them is a fake too, so the step runs at no cost up to the
+stage: blocks before it are answered with fakes of what they would return. On entry to the stage's first block the fakes
+that are still needed turn into the tensors that were received, wherever they are referred to. On entry to the first
+block of the next stage the step is left by an exception, and the values that are still needed there are handed over.
+Everything that does not depend on parameters (masks, positions, targets) is computed by every stage for itself.
 
-A value that was not carried stays a ghost, and a ghost among the results is an error: a wrong cut is not silent.
+A value that was not carried stays a fake, and a fake among the results is an error: a wrong cut is not silent.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,7 +26,7 @@ from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.shared_patch import inside_block
 from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
-from lightning_mist.runtime.stage.fake_parameters import GhostSlots, hollow
+from lightning_mist.runtime.stage.fake_parameters import FakeParameters, hollow
 from lightning_mist.runtime.stage.skipped_blocks import SkippedBlocks
 from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.runtime.stage.step_run import (
@@ -38,11 +38,11 @@ from lightning_mist.runtime.stage.step_run import (
     Watcher,
     become,
     enter_graph,
-    quiet_ghosts,
+    quiet_fakes,
 )
 
 
-class GhostStage:
+class PipelineStage:
     """One stage of a module.
 
     Args:
@@ -58,7 +58,7 @@ class GhostStage:
         module: As given.
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
         foreign: All others.
-        ghosts: Makes the ghosts of values that only stages before this one compute; None of the first stage.
+        fake_mode: Makes the fakes of values that only stages before this one compute; None of the first stage.
         split: How the stage is split over tensor-parallel ranks, if it is.
         observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
         deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
@@ -94,8 +94,8 @@ class GhostStage:
         self.foreign = {name: p for name, p in named.items() if name not in self.parameters}
         self._device = next((p.device for p in named.values()), torch.device("cpu"))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.ghosts = mode if index > 0 else None
-        self._slots = GhostSlots(module, module_map, bounds, index, frozenset(self.parameters), mode)
+        self.fake_mode = mode if index > 0 else None
+        self._slots = FakeParameters(module, module_map, bounds, index, frozenset(self.parameters), mode)
         self._split_slots = () if split is None else split.slots_of(module, module_map)
         modules = dict(module.named_modules())
         self._blocks = [modules[name] for name in module_map.blocks]
@@ -248,7 +248,7 @@ class GhostStage:
                 if self.split is not None:
                     stack.enter_context(self.split.stepping())
                 if self.index > 0:
-                    stack.enter_context(quiet_ghosts())
+                    stack.enter_context(quiet_fakes())
                 # The watcher must see what comes out of the deferral.
                 stack.enter_context(self._deferring())
                 if self._is_watched:
@@ -344,21 +344,21 @@ class GhostStage:
         return tensor
 
     def _receive(self, run: StepRun, received: Sequence[Tensor]) -> None:
-        """Turn the ghosts of what crosses the cut into what was received."""
+        """Turn the fakes of what crosses the cut into what was received."""
         if len(received) != len(self._receives):
             raise run.fail(f"stage {self.index} was given {len(received)} tensors: {len(self._receives)} cross its cut")
         for live, tensor in zip(self._receives, received, strict=True):
-            ghost = self._found(run, live)
-            if self._held_shape(live, ghost) != tuple(tensor.shape) or ghost.dtype != tensor.dtype:
+            fake = self._found(run, live)
+            if self._held_shape(live, fake) != tuple(tensor.shape) or fake.dtype != tensor.dtype:
                 raise run.fail(
                     f"stage {self.index} received the {describe_value(live.key)} as {tensor.dtype} of shape "
-                    f"{tuple(tensor.shape)}, but its own batch gives {ghost.dtype} of shape {tuple(ghost.shape)}: the "
+                    f"{tuple(tensor.shape)}, but its own batch gives {fake.dtype} of shape {tuple(fake.shape)}: the "
                     "stages must run the same batch"
                 )
             entered = enter_graph(tensor) if live.requires_grad and run.has_grad else tensor.detach()
             if self.split is not None:
-                entered = self.split.arrived(live, entered, tuple(ghost.shape))
-            become(ghost, entered)
+                entered = self.split.arrived(live, entered, tuple(fake.shape))
+            become(fake, entered)
         self._continue_random(run)
 
     def _held_shape(self, live: LiveTensor, tensor: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Answers for blocks that a stage does not hold: ghosts of what they would return."""
+"""Answers for blocks that a stage does not hold: fakes of what they would return."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ _MAX_RECIPES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How to answer for a block; without structure the block must run on ghosts each time."""
+    """How to answer for a block; without structure the block must run on fakes each time."""
 
     leaves: tuple[tuple[Any, ...], ...]
     structure: TreeSpec | None
 
 
 class SkippedBlocks:
-    """Runs a block on ghosts the first time it sees arguments of some form, and answers from memory afterwards.
+    """Runs a block on fakes the first time it sees arguments of some form, and answers from memory afterwards.
 
     Blocks of one class that gave equal answers the first time share their memory, so that batches of many lengths cost
     one block's run each. Should they differ for another form after all, the stage is given a tensor of another shape
@@ -32,7 +32,7 @@ class SkippedBlocks:
 
     Args:
         blocks: All blocks in execution order.
-        mode: Makes the ghosts.
+        mode: Makes the fakes.
         leaking: Positions of blocks that have to run each time, since others read values inside them.
     """
 
@@ -50,7 +50,7 @@ class SkippedBlocks:
         kwargs: dict[str, Any],
         context: Hashable,
     ) -> Any:
-        """What a block returns, in ghosts.
+        """What a block returns, in fakes.
 
         Args:
             position: The block.

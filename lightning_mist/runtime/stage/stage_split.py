@@ -67,7 +67,7 @@ class StageSplit:
 
     @contextmanager
     def presented(self, slots: Sequence[Slot], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Inside, slots show the whole shape of the parts that they hold; those with a ghost stay as they are.
+        """Inside, slots show the whole shape of the parts that they hold; those with a fake stay as they are.
 
         Args:
             slots: From :meth:`slots_of`.

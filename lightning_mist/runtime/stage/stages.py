@@ -12,7 +12,7 @@ from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.stage.fake_parameters import hollow
-from lightning_mist.runtime.stage.pipeline_stage import GhostStage
+from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from lightning_mist.runtime.stage.stage_split import StageSplit, TransportGroup
 
 
@@ -34,18 +34,18 @@ class RankStages:
     parameters: dict[str, nn.Parameter]
     foreign: dict[str, nn.Parameter]
 
-    def __init__(self, stages: Sequence[GhostStage]) -> None:
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._stages = {stage.index: stage for stage in stages}
         every = {**stages[0].parameters, **stages[0].foreign}
         held = {name for stage in stages for name in stage.parameters}
         self.parameters = {name: parameter for name, parameter in every.items() if name in held}
         self.foreign = {name: parameter for name, parameter in every.items() if name not in held}
 
-    def __iter__(self) -> Iterator[GhostStage]:
+    def __iter__(self) -> Iterator[PipelineStage]:
         """The stages, ascending."""
         return iter(self._stages.values())
 
-    def __getitem__(self, index: int) -> GhostStage:
+    def __getitem__(self, index: int) -> PipelineStage:
         """One stage by its index in the plan."""
         return self._stages[index]
 
@@ -65,7 +65,7 @@ class RankStages:
             yield
 
     @contextmanager
-    def at(self, index: int) -> Iterator[GhostStage]:
+    def at(self, index: int) -> Iterator[PipelineStage]:
         """Around one computation of a stage, inside :meth:`attached`: the module is this stage."""
         stage = self._stages[index]
         if len(self._stages) == 1:
@@ -81,7 +81,7 @@ class RankStages:
 
 def make_stages(
     module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport
-) -> tuple[GhostStage, ...]:
+) -> tuple[PipelineStage, ...]:
     """The stages that ``rank`` runs under ``plan``, ascending.
 
     Args:
@@ -101,7 +101,7 @@ def make_stages(
             sequence_parallel=mesh.sequence_parallel,
         )
     return tuple(
-        GhostStage(
+        PipelineStage(
             module,
             module_map,
             plan.bounds,

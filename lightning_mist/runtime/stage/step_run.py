@@ -103,7 +103,7 @@ class BlockObserver(Protocol):
 
 
 class Watcher(TorchFunctionMode):
-    """Finds wanted values among the results of torch functions, and indexes ghosts by known masks."""
+    """Finds wanted values among the results of torch functions, and indexes fakes by known masks."""
 
     def __init__(self, run: StepRun) -> None:
         super().__init__()
@@ -135,15 +135,15 @@ def become(target: Tensor, source: Tensor) -> None:
     """Turn the object ``target`` into the tensor ``source``, wherever it is referred to.
 
     torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
-    to a ghost that no longer exists.
+    to a fake that no longer exists.
     """
     target.__class__, source.__class__ = source.__class__, target.__class__
     target.__dict__, source.__dict__ = source.__dict__, target.__dict__
     torch._C._swap_tensor_impl(target, source)
 
 
-def quiet_ghosts() -> AbstractContextManager[None]:
-    """Inside, torch does not warn about the gradients of tensors that meet a ghost.
+def quiet_fakes() -> AbstractContextManager[None]:
+    """Inside, torch does not warn about the gradients of tensors that meet a fake.
 
     It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
     and not where they are errors.

@@ -1,4 +1,4 @@
-"""What happens between the layers of a stage: walking a computation's lines while it runs.
+"""What happens between the layers of a stage: running a computation's lines while it computes.
 
 The schedule says what each forward and backward consists of (:func:`lightning_mist.schedule.shard_units.expand`). In
 forward the walk goes on when the step enters a layer. For backward, forward leaves a *marker* at every change of units:
@@ -23,17 +23,17 @@ from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import UnitGradients
-from lightning_mist.runtime.host_memory import HostPool, Lanes
+from lightning_mist.runtime.host_memory import CopyStreams, HostPool
 from lightning_mist.runtime.offload import OffloadedActivations, OffloadedGradients, OffloadedState
 from lightning_mist.runtime.parameters import UnitKey, UnitShards
-from lightning_mist.runtime.stage.parameter_guard import Glue, refused_backward
+from lightning_mist.runtime.stage.parameter_guard import ParameterGuard, refused_backward
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.shard_units import StageUnits, check_units, expand
 from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, moved_parameters, plan_units
 
 
-class UnitWalk:
+class UnitRunner:
     """Walks the lines of one action after another.
 
     Args:
@@ -43,7 +43,7 @@ class UnitWalk:
         gradients: Their gradients, from ZeRO-2 on.
         device: Where the rank computes.
         last_layer: Position of the module's last layer, behind which its tail begins.
-        glue: Watches the step between layers.
+        guard: Watches the step between layers.
         activations: What layers keep for backward, if that is moved.
         moved: Gradients that are in host memory.
 
@@ -64,7 +64,7 @@ class UnitWalk:
         *,
         device: torch.device,
         last_layer: int,
-        glue: Glue | None = None,
+        guard: ParameterGuard | None = None,
         activations: OffloadedActivations | None = None,
         moved: OffloadedGradients | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class UnitWalk:
         self._units: set[int | None] = set()
         self._unit: int | None = None
         self._marker: Tensor | None = None
-        self._glue, self._is_guarded = glue or Glue({}), False
+        self._guard, self._is_guarded = guard or ParameterGuard({}), False
         self._activations, self.moved = activations, moved
 
     def take_update(self, update: OffloadedState) -> None:
@@ -95,7 +95,7 @@ class UnitWalk:
         """Take up an action of the rank's list.
 
         Args:
-            action: The action; one without lines has none to walk.
+            action: The action; one without lines has none to run.
             marks: Whether it is a forward whose backward will come.
         """
         self._watch(False)
@@ -112,28 +112,28 @@ class UnitWalk:
             self._reach(self._left[0].unit)
 
     @contextmanager
-    def around_step(self, ghosts: FakeTensorMode | None = None, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
+    def around_step(self, fake_mode: FakeTensorMode | None = None, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         """Around the user's step: uses of parameters that are freed, in a backward inside it say, are refused.
 
         Args:
-            ghosts: Of a later stage: before its first layer such uses make ghosts.
+            fake_mode: Of a later stage: before its first layer such uses make fakes.
             inputs: What a later stage has received; it stays until its gradient leaves.
         """
         with ExitStack() as stack:
-            self._watch(ghosts is None)
+            self._watch(fake_mode is None)
             stack.callback(self._watch, False)
             if self.shards is not None and len(self._units) > 1:
-                stack.enter_context(self._guarded(ghosts))
+                stack.enter_context(self._guarded(fake_mode))
             if self._activations is not None:
                 flats = () if self.shards is None else self.shards.flats
                 stack.enter_context(self._activations.hooks((*inputs, *flats)))
             yield
 
     @contextmanager
-    def _guarded(self, ghosts: FakeTensorMode | None) -> Iterator[None]:
+    def _guarded(self, fake_mode: FakeTensorMode | None) -> Iterator[None]:
         self._is_guarded = True
         try:
-            with refused_backward(), self._glue.watched(ghosts):
+            with refused_backward(), self._guard.watched(fake_mode):
                 yield
         finally:
             self._is_guarded = False
@@ -141,13 +141,13 @@ class UnitWalk:
     def before_block(self, position: int) -> None:
         """The step is about to run a layer of the stage."""
         self._watch(True)
-        self._glue.leave()
+        self._guard.leave()
         self._enter(position)
 
     def after_block(self, position: int) -> None:
         """The step has run a layer of the stage."""
         if self._is_guarded:
-            self._glue.enter()
+            self._guard.enter()
         if position == self._last_layer:
             self._enter(TAIL)
 
@@ -184,7 +184,7 @@ class UnitWalk:
             self._activations.forget()
 
     def _watch(self, is_watched: bool) -> None:
-        """Whether values of parameters are of interest to who uses them now: what makes ghosts is not."""
+        """Whether values of parameters are of interest to who uses them now: what makes fakes is not."""
         if self.update is not None:
             self.update.is_watched = is_watched
 
@@ -257,18 +257,18 @@ class UnitWalk:
             self.shards.reshard(key)
 
 
-def make_walk(
+def make_unit_runner(
     mesh: Mesh,
     module_map: ModuleMap,
     parameters: Mapping[str, nn.Parameter],
     transport: Transport,
     actions: Sequence[Action],
     device: torch.device,
-    lanes: Lanes,
+    streams: CopyStreams,
     pools: tuple[HostPool, HostPool],
     held: Sequence[Tensor] = (),
-) -> UnitWalk | None:
-    """The walk of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
+) -> UnitRunner | None:
+    """The runner of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
 
     Args:
         mesh: The rank's place.
@@ -277,7 +277,7 @@ def make_walk(
         transport: Connects the ranks.
         actions: Its lowered list.
         device: Where it computes.
-        lanes: Copies between it and the host.
+        streams: Copies between it and the host.
         pools: Host memory for activations, and for parameters.
         held: Parameters and buffers of the module, which no layer keeps for itself.
     """
@@ -290,18 +290,18 @@ def make_walk(
     ratio = plan.stages[mesh.stage].offload.parameters
     moved = moved_parameters(plan, module_map, mesh.stage, ratio, trained=False)
     is_needed = any(item.sharded for item in units.values())
-    shards = UnitShards(mesh, parameters, by_key, transport, moved, lanes, pools[1]) if is_needed else None
-    moved_gradients = _moved_gradients(mesh, module_map, parameters, by_key, actions, lanes, pools[0], transport)
+    shards = UnitShards(mesh, parameters, by_key, transport, moved, streams, pools[1]) if is_needed else None
+    moved_gradients = _moved_gradients(mesh, module_map, parameters, by_key, actions, streams, pools[0], transport)
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
-    return UnitWalk(
+    return UnitRunner(
         partial(_lines_of, actions, units),
         shards,
         UnitGradients(mesh, parameters, by_key, transport, moved_gradients) if reduces else None,
         device=device,
         last_layer=len(module_map.blocks) - 1,
-        glue=None if shards is None else Glue(shards.away),
-        activations=OffloadedActivations(ratios, held, lanes, pools[0]) if ratios else None,
+        guard=None if shards is None else ParameterGuard(shards.away),
+        activations=OffloadedActivations(ratios, held, streams, pools[0]) if ratios else None,
         moved=moved_gradients,
     )
 
@@ -312,7 +312,7 @@ def _moved_gradients(
     parameters: Mapping[str, nn.Parameter],
     units: Mapping[UnitKey, ShardUnit],
     actions: Sequence[Action],
-    lanes: Lanes,
+    streams: CopyStreams,
     pool: HostPool,
     transport: Transport,
 ) -> OffloadedGradients | None:
@@ -321,7 +321,9 @@ def _moved_gradients(
     if ratio == 0.0 or not backwards:
         return None
     moved = moved_parameters(mesh.plan, module_map, mesh.stage, ratio, trained=True)
-    return OffloadedGradients(mesh, parameters, units, moved, backwards, lanes=lanes, pool=pool, transport=transport)
+    return OffloadedGradients(
+        mesh, parameters, units, moved, backwards, streams=streams, pool=pool, transport=transport
+    )
 
 
 def _lines_of(
@@ -344,12 +346,12 @@ class _Marker(torch.autograd.Function):
     """The place in a graph where forward left one unit for the next."""
 
     @staticmethod
-    def forward(ctx: Any, marker: Tensor, walk: UnitWalk, left: int | None) -> Tensor:
-        ctx.walk, ctx.left = walk, left
+    def forward(ctx: Any, marker: Tensor, runner: UnitRunner, left: int | None) -> Tensor:
+        ctx.runner, ctx.left = runner, left
         return marker.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         if ctx.left is not None:
-            ctx.walk._reach(ctx.left)
+            ctx.runner._reach(ctx.left)
         return gradients[0], None, None

@@ -28,9 +28,9 @@ from lightning_mist.runtime.parameters import (
     BufferSync,
     ParameterGatherer,
     at_work,
-    come_back,
     held_at,
-    leave,
+    make_absent,
+    make_present,
     parts_of,
     works,
 )
@@ -216,7 +216,7 @@ class Engine(WholeGradients):
     def release_optimizer(self) -> Callable[[Transport], dict[str, Any]] | None:
         """Give the optimizer all its parameters back; see :meth:`OwnedOptimizer.release`. ``None`` if there is none."""
         state = None if self._optimizer is None else self._optimizer.release()
-        come_back(self.stages.every.values())
+        make_present(self.stages.every.values())
         return state
 
     @works
@@ -250,7 +250,7 @@ class Engine(WholeGradients):
         self.stages.hollow()
         for name in self._parts:
             self._take_part(name)
-        leave(self.stages.foreign, lambda name: held_at(self.plan, self.module_map, name))
+        make_absent(self.stages.foreign, lambda name: held_at(self.plan, self.module_map, name))
         self.executor.engage()
         self.is_filled = False
         self._guard()
@@ -262,7 +262,7 @@ class Engine(WholeGradients):
             return
         self.executor.flush()
         every, absent = self.stages.every, self._absent()
-        come_back(every.values())
+        make_present(every.values())
 
         def deliver(name: str, value: Tensor) -> None:
             if name in absent:

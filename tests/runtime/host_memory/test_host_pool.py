@@ -7,7 +7,7 @@ import torch
 
 from lightning_mist.devices import HostOps
 from lightning_mist.errors import PlanError
-from lightning_mist.runtime.host_memory.copy_streams import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
 from lightning_mist.runtime.host_memory.host_pool import ALIGNMENT_BYTES, HostPool, is_host
 from lightning_mist.runtime.recording.meter import StorageMeter
 
@@ -61,16 +61,20 @@ def resident_bytes():
 
 def test_what_is_in_files_takes_no_memory_when_it_has_been_copied(tmp_path):
     ops, size = HostOps(), 1 << 26
-    pool, lanes, room = HostPool(ops, budget=0, directory=tmp_path / "new"), Lanes(ops), torch.full((size // 4,), 2.0)
+    pool, streams, room = (
+        HostPool(ops, budget=0, directory=tmp_path / "new"),
+        CopyStreams(ops),
+        torch.full((size // 4,), 2.0),
+    )
     homes = [pool.take([room])[0] for _ in range(3)]
     before = resident_bytes()
     for home in homes:
-        lanes.store([home], [room])
-    lanes.settle()
+        streams.store([home], [room])
+    streams.settle()
     assert resident_bytes() - before < size // 4
     back = torch.empty_like(room)
     for home in homes:
-        lanes.wait(lanes.load([back], [home]))
+        streams.wait(streams.load([back], [home]))
         assert torch.equal(back, room)
         assert is_host(home.untyped_storage())
     assert resident_bytes() - before < size + size // 4

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.host_memory.copy_streams import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
 from lightning_mist.runtime.host_memory.host_pool import HostPool
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.recording.meter import StorageMeter
@@ -53,10 +53,10 @@ class Walk:
     """Layers one after another with what the schedule says between them."""
 
     def __init__(self, layers, ops, *, ratio=1.0, pool=None):
-        self.layers, self.lanes = layers, Lanes(ops)
+        self.layers, self.streams = layers, CopyStreams(ops)
         self.pool = HostPool(ops) if pool is None else pool
         held = [p for layer in layers for p in (*layer.parameters(), *layer.buffers())]
-        self.activations = OffloadedActivations({0: ratio}, held, self.lanes, self.pool)
+        self.activations = OffloadedActivations({0: ratio}, held, self.streams, self.pool)
         self.units = range(len(layers))
 
     def lines(self, kind, microbatch):
@@ -150,7 +150,7 @@ def test_nothing_but_events_orders_the_copies(ratio):
 
 def test_what_leaves_is_kept_until_it_has_left():
     ops = HostOps(seed=3)
-    with weak_copies(), mock.patch.object(Lanes, "wait", return_value=None):
+    with weak_copies(), mock.patch.object(CopyStreams, "wait", return_value=None):
         # What a graph keeps is gone with it.
         Walk(make_layers(), ops).forward(inputs())
         with pytest.raises(RuntimeError, match="freed while it was copied"):
@@ -158,8 +158,8 @@ def test_what_leaves_is_kept_until_it_has_left():
 
 
 BROKEN = {
-    "what is stored is not computed yet": ("store", lambda lanes, t, s: lanes._copy(lanes._store, t, s, ())),
-    "what is loaded has not left": ("load", lambda lanes, t, s, after: lanes._copy(lanes._load, t, s, ())),
+    "what is stored is not computed yet": ("store", lambda streams, t, s: streams._copy(streams._store, t, s, ())),
+    "what is loaded has not left": ("load", lambda streams, t, s, after: streams._copy(streams._load, t, s, ())),
 }
 
 
@@ -168,7 +168,7 @@ def test_every_wait_is_needed(what):
     name, broken = BROKEN[what]
     layers, races = make_layers(), HappensBefore()
     ops = HostOps(observer=races)
-    with mock.patch.object(Lanes, name, broken):
+    with mock.patch.object(CopyStreams, name, broken):
         walk = Walk(layers, ops)
         for number in range(3):
             with _told(ops):
@@ -219,7 +219,7 @@ def test_layers_take_no_memory_of_the_device_until_their_backward():
     kept = ROWS * WIDTH * 4 * 6
     assert peaks[0.0] - peaks[0.5] == pytest.approx((peaks[0.0] - peaks[1.0]) / 2, rel=0.1)
     assert peaks[0.0] - peaks[1.0] > 4 * kept
-    assert walk.pool.nbytes == pytest.approx(walk.lanes.stored_bytes / 2, rel=0.05)
+    assert walk.pool.nbytes == pytest.approx(walk.streams.stored_bytes / 2, rel=0.05)
 
 
 def test_what_arrives_when_a_batch_fails_is_waited_for():
@@ -228,8 +228,8 @@ def test_what_arrives_when_a_batch_fails_is_waited_for():
     walk = Walk(make_layers(), ops)
     y = walk.forward(inputs())
     whole = []
-    load = walk.lanes.load
-    walk.lanes.load = lambda targets, sources, after: (whole.extend(targets), load(targets, sources, after))[1]
+    load = walk.streams.load
+    walk.streams.load = lambda targets, sources, after: (whole.extend(targets), load(targets, sources, after))[1]
     walk.activations.perform(Action(0, ActionKind.LOAD_ACTIVATIONS, 0, 1))
     walk.activations.forget()
     ops.launch(lambda: None, writes=whole)
@@ -264,8 +264,8 @@ def test_one_storage_moves_once_however_many_layers_save_it():
     walk = Walk(layers, ops)
     walk.backward(walk.forward(inputs()).sum())
     # Each layer keeps its input, the tanh and the sigmoid.
-    assert walk.lanes.stored_bytes == 9 * ROWS * WIDTH * 4
-    assert walk.lanes.loaded_bytes == walk.lanes.stored_bytes
+    assert walk.streams.stored_bytes == 9 * ROWS * WIDTH * 4
+    assert walk.streams.loaded_bytes == walk.streams.stored_bytes
 
 
 def test_a_small_view_of_a_large_storage_stays():
@@ -278,7 +278,7 @@ def test_a_small_view_of_a_large_storage_stays():
     walk = Walk(make_layers(2, Masked), HostOps())
     x = inputs()
     y = walk.forward(x)
-    assert walk.lanes.stored_bytes <= ROWS * WIDTH * 4
+    assert walk.streams.stored_bytes <= ROWS * WIDTH * 4
     walk.backward(y.sum())
     assert torch.equal(x.grad, big[:ROWS] ** 2)
 
@@ -324,5 +324,5 @@ def test_casts_of_weights_are_not_moved():
     walk = Walk(layers, HostOps())
     with torch.autocast("cpu", torch.bfloat16):
         y = walk.forward(inputs())
-    assert walk.lanes.stored_bytes == ROWS * WIDTH * 2 * 3
+    assert walk.streams.stored_bytes == ROWS * WIDTH * 2 * 3
     walk.backward(y.float().sum())

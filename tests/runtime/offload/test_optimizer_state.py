@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
-from lightning_mist.runtime.host_memory.copy_streams import Lanes, Rooms
+from lightning_mist.runtime.host_memory.copy_streams import CopyStreams, DeviceBuffers
 from lightning_mist.runtime.host_memory.host_pool import HostPool, is_host
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.recording.meter import StorageMeter
@@ -35,7 +35,7 @@ def offloaded(parameters, optimizer, ops, *, moved=None, pool=None):
     keys = [key for key, (parameter,) in units.items() if any(parameter is item for item in moved)]
     pool = pool or HostPool(ops)
     return OffloadedState(
-        optimizer, units, moved, update_actions(list(units), {"O": keys}), lanes=Lanes(ops), pool=pool
+        optimizer, units, moved, update_actions(list(units), {"O": keys}), streams=CopyStreams(ops), pool=pool
     )
 
 
@@ -91,28 +91,28 @@ def test_nothing_but_events_orders_the_copies(moved):
 def test_rooms_are_made_where_memory_may_be_in_use():
     """An allocator gives out at once what computing has used last, and may not have begun to use."""
     races = HappensBefore()
-    ops, ensure = HostOps(seed=1, observer=races), Rooms.ensure
+    ops, ensure = HostOps(seed=1, observer=races), DeviceBuffers.ensure
 
-    def made(rooms, units):
-        before = list(map(id, rooms._buffers))
-        result = ensure(rooms, units)
-        ops.launch(lambda: None, writes=[room for room in rooms._buffers if id(room) not in before])
+    def made(buffers, units):
+        before = list(map(id, buffers._buffers))
+        result = ensure(buffers, units)
+        ops.launch(lambda: None, writes=[buffer for buffer in buffers._buffers if id(buffer) not in before])
         return result
 
-    with mock.patch.object(Rooms, "ensure", made):
+    with mock.patch.object(DeviceBuffers, "ensure", made):
         train(ops)
     assert races.races == []
 
 
 BROKEN = {
-    "what arrives is not waited for": ("wait", lambda lanes, event: None),
-    "a room is filled before it is empty": (
+    "what arrives is not waited for": ("wait", lambda streams, event: None),
+    "a buffer is filled before it is empty": (
         "load",
-        lambda lanes, targets, sources, after: lanes._copy(lanes._load, targets, sources, ()),
+        lambda streams, targets, sources, after: streams._copy(streams._load, targets, sources, ()),
     ),
     "state leaves before it is updated": (
         "store",
-        lambda lanes, targets, sources: lanes._copy(lanes._store, targets, sources, ()),
+        lambda streams, targets, sources: streams._copy(streams._store, targets, sources, ()),
     ),
 }
 
@@ -121,7 +121,7 @@ BROKEN = {
 def test_every_wait_is_needed(what):
     name, broken = BROKEN[what]
     races = HappensBefore()
-    with mock.patch.object(Lanes, name, broken):
+    with mock.patch.object(CopyStreams, name, broken):
         train(HostOps(observer=races))
     assert races.races
 
@@ -206,6 +206,6 @@ def test_the_device_holds_two_units_of_state():
     state.settle()
     unit = side * side * 4
     base = 2 * UNITS * unit
-    # Two rooms of two moments, and what a step of AdamW takes beside for one parameter: twice its size.
+    # Two buffers of two moments, and what a step of AdamW takes beside for one parameter: twice its size.
     assert base + 4 * unit <= max(peaks) <= base + 6.1 * unit
     assert max(peaks[1:]) <= base + 6.1 * unit

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.host_memory.copy_streams import Lanes
+from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
 
 
 class _Weak:
@@ -35,11 +35,11 @@ class _Weak:
 
 @contextmanager
 def weak_copies() -> Iterator[None]:
-    """Inside, lanes hold no tensors."""
-    original = Lanes._copy
+    """Inside, streams hold no tensors."""
+    original = CopyStreams._copy
 
-    def copy(lanes: Lanes, stream: Any, targets: Any, sources: Any, after: Any) -> Any:
-        return original(lanes, stream, [_Weak(t) for t in targets], [_Weak(s) for s in sources], after)  # type: ignore[misc]
+    def copy(streams: CopyStreams, stream: Any, targets: Any, sources: Any, after: Any) -> Any:
+        return original(streams, stream, [_Weak(t) for t in targets], [_Weak(s) for s in sources], after)  # type: ignore[misc]
 
-    with mock.patch.object(Lanes, "_copy", copy):
+    with mock.patch.object(CopyStreams, "_copy", copy):
         yield

@@ -10,9 +10,9 @@ from lightning_mist.errors import PlanError
 from lightning_mist.runtime.parameters.absent_parameters import (
     AbsentParameter,
     at_work,
-    come_back,
     held_at,
-    leave,
+    make_absent,
+    make_present,
     works,
 )
 from tests.plan.test_mesh import make_map, make_plan
@@ -39,7 +39,7 @@ def absent():
     net = nn.Linear(3, 2)
     for parameter in net.parameters():
         parameter.data = torch.full((), float("nan")).expand(parameter.shape)
-    leave(dict(net.named_parameters()), lambda name: f"on rank 1, where {name} is")
+    make_absent(dict(net.named_parameters()), lambda name: f"on rank 1, where {name} is")
     return net
 
 
@@ -69,7 +69,7 @@ def test_the_engine_may_use_them_in_every_way_and_gives_them_back():
         assert copy.deepcopy(net.weight).isnan().all()
     assert works(lambda: net.weight.isnan().all())()
     assert type(net.weight) is AbsentParameter
-    come_back(net.parameters())
+    make_present(net.parameters())
     assert type(net.weight) is nn.Parameter
     assert vars(net.weight) == {}
     assert net(torch.zeros(1, 3)).isnan().all()

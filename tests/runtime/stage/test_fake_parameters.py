@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.runtime.stage.fake_parameters import GhostSlots
+from lightning_mist.runtime.stage.fake_parameters import FakeParameters
 from tests import zoo
 from tests.integration.parity import map_of
 
@@ -32,11 +32,11 @@ BOUNDS = ((0, 1), (1, 2))
 def slots_of(module, batch, index, bounds=BOUNDS):
     module_map = map_of(module, batch)
     held = frozenset(name for name, stages in module_map.owners(bounds).items() if index in stages)
-    return GhostSlots(module, module_map, bounds, index, held, FakeTensorMode(allow_non_fake_inputs=True))
+    return FakeParameters(module, module_map, bounds, index, held, FakeTensorMode(allow_non_fake_inputs=True))
 
 
-def ghosts(module):
-    """Slots with a ghost; a tied parameter has two slots."""
+def fakes(module):
+    """Slots with a fake; a tied parameter has two slots."""
     return {
         f"{name}.{attribute}".removeprefix(".")
         for name, child in module.named_modules()
@@ -56,9 +56,9 @@ def test_ghosts_stand_where_other_stages_compute(index, expected):
     module = Tied()
     before = {id(child): dict(child._parameters) for child in module.modules()}
     slots = slots_of(module, torch.ones(4, 3), index)
-    assert ghosts(module) == set()
+    assert fakes(module) == set()
     with slots.filled():
-        assert ghosts(module) == expected
+        assert fakes(module) == expected
     for child in module.modules():
         assert list(child._parameters) == list(before[id(child)])
         assert all(child._parameters[name] is parameter for name, parameter in before[id(child)].items())
@@ -67,7 +67,7 @@ def test_ghosts_stand_where_other_stages_compute(index, expected):
 def test_one_stage_has_no_ghosts():
     module = Tied()
     with slots_of(module, torch.ones(4, 3), 0, ((0, 2),)).filled():
-        assert ghosts(module) == set()
+        assert fakes(module) == set()
 
 
 def test_ghosts_have_the_form_of_their_parameter_and_no_gradient():
@@ -97,4 +97,4 @@ def test_an_error_inside_brings_the_parameters_back():
     module = Tied()
     with pytest.raises(KeyError), slots_of(module, torch.ones(4, 3), 0).filled():
         raise KeyError
-    assert ghosts(module) == set()
+    assert fakes(module) == set()

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.stage.parameter_guard import Glue
+from lightning_mist.runtime.stage.parameter_guard import ParameterGuard
 
 
 class Mode(TorchFunctionMode):
@@ -37,7 +37,7 @@ def away(*shape):
 def test_a_use_of_what_is_away_is_refused(use):
     parameter = away(2, 3)
     with (
-        Glue({"net.weight": parameter}).watched(),
+        ParameterGuard({"net.weight": parameter}).watched(),
         pytest.raises(TraceError, match=r"net\.weight at .*test_parameter_guard"),
     ):
         use(parameter)
@@ -45,18 +45,18 @@ def test_a_use_of_what_is_away_is_refused(use):
 
 def test_before_the_first_layer_of_a_later_stage_it_makes_ghosts():
     parameter, other = away(2, 3), torch.ones(2, 3)
-    glue = Glue({"net.weight": parameter})
-    with glue.watched(FakeTensorMode(allow_non_fake_inputs=True)):
+    guard = ParameterGuard({"net.weight": parameter})
+    with guard.watched(FakeTensorMode(allow_non_fake_inputs=True)):
         made = parameter.pow(2).sum()
         assert isinstance(made, FakeTensor)
         assert isinstance(made + other.sum(), FakeTensor)
         assert [type(item) for item in torch.unbind(parameter)] == [FakeTensor] * 2
-        # What would be something that is no number, and not a ghost, is refused there too.
+        # What would be something that is no number, and not a fake, is refused there too.
         for use in (lambda: other.add_(parameter), parameter[0, 0].item, parameter.tolist):
             with pytest.raises((TraceError, DataDependentOutputException)):
                 use()
-        glue.leave()
-        glue.enter()
+        guard.leave()
+        guard.enter()
         with pytest.raises(TraceError, match=r"net\.weight at .*test_parameter_guard"):
             parameter.pow(2)
 
@@ -75,24 +75,24 @@ def test_before_the_first_layer_of_a_later_stage_it_makes_ghosts():
 )
 def test_asking_for_its_form_is_no_use(ask):
     parameter = away(2, 3)
-    with Glue({"weight": parameter}).watched():
+    with ParameterGuard({"weight": parameter}).watched():
         ask(parameter)
 
 
 def test_what_is_here_and_what_is_not_watched_may_be_used():
     here, other = nn.Parameter(torch.ones(2, 3)), away(2, 3)
-    with Glue({"weight": here}).watched():
+    with ParameterGuard({"weight": here}).watched():
         (here * 2).sum()
         other + 1
 
 
 def test_layers_are_not_watched():
     parameter = away(2, 3)
-    glue = Glue({"weight": parameter})
-    with glue.watched():
-        glue.leave()
+    guard = ParameterGuard({"weight": parameter})
+    with guard.watched():
+        guard.leave()
         parameter + 1
-        glue.enter()
+        guard.enter()
         with pytest.raises(TraceError):
             parameter + 1
     parameter + 1
@@ -100,11 +100,11 @@ def test_layers_are_not_watched():
 
 def test_modes_of_the_users_own_stay_in_order():
     parameter = away(2, 3)
-    glue = Glue({"weight": parameter})
-    with glue.watched():
+    guard = ParameterGuard({"weight": parameter})
+    with guard.watched():
         with Mode():
-            glue.leave()
-            glue.enter()
+            guard.leave()
+            guard.enter()
         with pytest.raises(TraceError):
             parameter + 1
     parameter + 1

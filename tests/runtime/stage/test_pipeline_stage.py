@@ -8,7 +8,7 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.module_map import map_module
 from lightning_mist.runtime.batches import copy_batch, slice_rows
-from lightning_mist.runtime.stage.pipeline_stage import GhostStage
+from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from tests import zoo
 
 TOLERANCE = 1e-10
@@ -40,7 +40,7 @@ class Pipeline:
         self.bounds = bounds or bounds_of(len(self.map.blocks), stages)
         self.modules = [zoo.make(name)[0] for _ in self.bounds]
         self.stages = [
-            GhostStage(module, self.map, self.bounds, index, checkpointed_layers=min(checkpointed, end - first))
+            PipelineStage(module, self.map, self.bounds, index, checkpointed_layers=min(checkpointed, end - first))
             for index, (module, (first, end)) in enumerate(zip(self.modules, self.bounds, strict=True))
         ]
         for stage in self.stages:
@@ -254,7 +254,7 @@ def test_one_stage_runs_the_step_itself():
     module, make_batch = zoo.make("plain")
     batch = make_batch(2)
     found = map_module(module, zoo.step(module), batch)
-    stage = GhostStage(module, found, ((0, 4),), 0)
+    stage = PipelineStage(module, found, ((0, 4),), 0)
     before = everything_of(module)
     with stage.attached():
         output = stage.forward(lambda: "anything", ())
@@ -407,7 +407,7 @@ def test_unfreezing_after_planning_is_an_error():
     batch = make_batch(3)
     found = map_module(module, zoo.step(module), batch)
     assert [[live.requires_grad for live in cut] for cut in found.cuts] == [[False], [False], [True]]
-    stage = GhostStage(module, found, ((0, 2), (2, 4)), 0)
+    stage = PipelineStage(module, found, ((0, 2), (2, 4)), 0)
     module.blocks[1].requires_grad_(True)
     with stage.attached(), pytest.raises(TraceError, match="requires a gradient now and did not in the trace"):
         stage.forward(lambda: zoo.step(module)(batch), ())
@@ -417,11 +417,11 @@ def test_what_the_map_excludes_is_refused():
     module, make_batch = zoo.make("peeking")
     found = map_module(module, zoo.step(module), make_batch(3))
     with pytest.raises(TraceError, match=r"2 stages: \.item\(\) at .* Use a plan with one stage"):
-        GhostStage(module, found, ((0, 2), (2, 4)), 0)
+        PipelineStage(module, found, ((0, 2), (2, 4)), 0)
     module, make_batch = zoo.make("closure")
     found = map_module(module, zoo.step(module), make_batch(3))
     with pytest.raises(TraceError, match=r"checkpointed_layers = 1: block blocks\.0 reads a tensor that is not one of"):
-        GhostStage(module, found, ((0, 4),), 0, checkpointed_layers=1)
+        PipelineStage(module, found, ((0, 4),), 0, checkpointed_layers=1)
 
 
 def test_a_map_of_another_module_is_refused():
@@ -431,7 +431,7 @@ def test_a_map_of_another_module_is_refused():
     del other.head.bias
     other.head.bias = None
     with pytest.raises(TraceError, match=r"9 parameters|the map must be of the same module"):
-        GhostStage(other, found, ((0, 4),), 0)
+        PipelineStage(other, found, ((0, 4),), 0)
 
 
 def test_a_stage_is_attached_once():

@@ -39,7 +39,7 @@ def test_slots_show_the_whole_shape_inside_and_hold_the_part_again_afterwards():
             step="training_step", blocks=(), outputs=(), cuts=(),
             parameters=(use("a.weight", ("a", "weight"), ("tied", "weight")), use("b.weight", ("b", "weight"))),
         )  # fmt: skip
-        ghost = module["tied"]._parameters["weight"] = nn.Parameter(torch.zeros(4, 4))
+        fake = module["tied"]._parameters["weight"] = nn.Parameter(torch.zeros(4, 4))
         parameters = {"a.weight": part, "b.weight": module["b"].weight}
         split = split_of(group)
         slots = split.slots_of(module, module_map)
@@ -48,7 +48,7 @@ def test_slots_show_the_whole_shape_inside_and_hold_the_part_again_afterwards():
             shown = module["a"].weight
             assert isinstance(shown, SplitTensor)
             assert shown.shape == (4, 4)
-            assert module["tied"].weight is ghost
+            assert module["tied"].weight is fake
             assert type(module["b"].weight) is nn.Parameter
         assert module["a"].weight is part
 

@@ -8,13 +8,13 @@ from lightning_mist.errors import TraceError
 from lightning_mist.runtime.stage.step_run import StepExit, StepRun, Watcher, become, enter_graph
 
 
-def ghost(*shape):
+def fake(*shape):
     with FakeTensorMode(allow_non_fake_inputs=True):
         return torch.empty(*shape)
 
 
 def test_a_ghost_becomes_what_was_received_wherever_it_is_held():
-    h = ghost(2, 3)
+    h = fake(2, 3)
     holder = {"list": [h], "view": h[0]}
     become(h, torch.ones(2, 3))
     assert type(holder["list"][0]) is torch.Tensor
@@ -24,7 +24,7 @@ def test_a_ghost_becomes_what_was_received_wherever_it_is_held():
 
 def test_a_real_tensor_that_met_a_ghost_may_become_another():
     acc = torch.zeros(3)
-    _ = acc * ghost(3)
+    _ = acc * fake(3)
     become(acc, torch.ones(3))
     assert acc.sum() == 3
 
@@ -62,7 +62,7 @@ def test_wanted_values_are_found_by_name():
 
 
 def test_ghosts_are_indexed_by_masks_with_values():
-    h, mask = ghost(3, 4), torch.tensor([True, False, True])
+    h, mask = fake(3, 4), torch.tensor([True, False, True])
     with Watcher(StepRun(frozenset(), None, None)):
         assert h[mask].shape == (2, 4)
         assert torch.masked_select(h, mask[:, None]).shape == (8,)

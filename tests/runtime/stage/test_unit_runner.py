@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.recording.meter import StorageMeter
-from lightning_mist.runtime.stage.unit_runner import UnitWalk
+from lightning_mist.runtime.stage.unit_runner import UnitRunner
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.action import HEAD
 from tests import zoo
@@ -32,26 +32,26 @@ LINES = {
 
 
 @pytest.fixture
-def walk():
+def runner():
     lines = {Action.parse(key): tuple(map(Action.parse, text.split())) for key, text in LINES.items()}
     recorder = Recorder()
-    found = UnitWalk(lambda _: lines, recorder, recorder, device=torch.device("cpu"), last_layer=1)
+    found = UnitRunner(lambda _: lines, recorder, recorder, device=torch.device("cpu"), last_layer=1)
     return found, recorder.notes
 
 
-def forward(walk, notes, values, blocks=(0, 1)):
+def forward(runner, notes, values, blocks=(0, 1)):
     """A head and blocks that multiply by their values."""
-    walk.begin(Action.parse("0F0"), marks=True)
-    walk.start()
+    runner.begin(Action.parse("0F0"), marks=True)
+    runner.start()
     notes.append("head")
     x = values[0] * 2.0
     for position in blocks:
-        walk.before_block(position)
+        runner.before_block(position)
         notes.append(f"block {position}")
         x = x * values[position + 1]
-        walk.after_block(position)
-    walk.finish()
-    return x, walk.take_marker()
+        runner.after_block(position)
+    runner.finish()
+    return x, runner.take_marker()
 
 
 def note_gradients(values, notes):
@@ -59,18 +59,18 @@ def note_gradients(values, notes):
         value.register_post_accumulate_grad_hook(lambda _, index=index: notes.append(f"gradient {index - 1}"))
 
 
-def test_forward_and_backward_keep_to_the_lines(walk):
-    walk, notes = walk
+def test_forward_and_backward_keep_to_the_lines(runner):
+    runner, notes = runner
     values = [torch.ones((), requires_grad=True) for _ in range(3)]
-    x, marker = forward(walk, notes, values)
+    x, marker = forward(runner, notes, values)
     expected = f"unshard {HEAD},unshard 0,ready {HEAD},head,reshard {HEAD},unshard 1,ready 0,block 0,ready 1,block 1"
     assert notes == expected.split(",")
     notes.clear()
     note_gradients(values, notes)
-    walk.begin(Action.parse("0B0"), marks=False)
-    walk.start()
+    runner.begin(Action.parse("0B0"), marks=False)
+    runner.start()
     torch.autograd.backward([x, marker])
-    walk.finish()
+    runner.finish()
     expected = (
         f"ready 1,gradient 1,reduce 1,reshard 1,unshard {HEAD},ready 0,gradient 0,reduce 0,reshard 0,ready {HEAD},"
         f"gradient -1,reshard {HEAD}"
@@ -78,53 +78,53 @@ def test_forward_and_backward_keep_to_the_lines(walk):
     assert notes == expected.split(",")
 
 
-def test_values_that_need_no_gradient_change_nothing(walk):
+def test_values_that_need_no_gradient_change_nothing(runner):
     """The markers are a chain of their own: frozen layers at the bottom do not hide where backward is."""
-    walk, notes = walk
+    runner, notes = runner
     values = [torch.ones(()), torch.ones(()), torch.ones((), requires_grad=True)]
-    x, marker = forward(walk, notes, values)
+    x, marker = forward(runner, notes, values)
     notes.clear()
-    walk.begin(Action.parse("0B0"), marks=False)
-    walk.start()
+    runner.begin(Action.parse("0B0"), marks=False)
+    runner.start()
     torch.autograd.backward([x, marker])
     assert notes[-1] == f"ready {HEAD}"
 
 
-def test_two_forwards_before_their_backwards(walk):
-    walk, notes = walk
+def test_two_forwards_before_their_backwards(runner):
+    runner, notes = runner
     values = [torch.ones((), requires_grad=True) for _ in range(3)]
-    ends = [forward(walk, notes, values) for _ in range(2)]
+    ends = [forward(runner, notes, values) for _ in range(2)]
     for x, marker in ends:
         notes.clear()
-        walk.begin(Action.parse("0B0"), marks=False)
-        walk.start()
+        runner.begin(Action.parse("0B0"), marks=False)
+        runner.start()
         torch.autograd.backward([x, marker])
-        walk.finish()
+        runner.finish()
         assert [note for note in notes if "reduce" in note] == ["reduce 1", "reduce 0"]
 
 
 @pytest.mark.parametrize("action", LINES)
-def test_a_rank_without_rows_does_all_that_its_peers_wait_for(walk, action):
-    walk, notes = walk
-    walk.begin(Action.parse(action), marks=True)
-    walk.finish()
+def test_a_rank_without_rows_does_all_that_its_peers_wait_for(runner, action):
+    runner, notes = runner
+    runner.begin(Action.parse(action), marks=True)
+    runner.finish()
     words = {"UNSHARD": "unshard", "RESHARD": "reshard", "REDUCE": "reduce"}
     lines = [Action.parse(text) for text in LINES[action].split()]
     assert notes == [f"{words[line.kind.value]} {line.unit}" for line in lines if line.microbatch is None]
 
 
-def test_a_layer_that_is_left_out_is_passed_over(walk):
-    walk, notes = walk
-    forward(walk, notes, [torch.ones((), requires_grad=True)] * 3, blocks=(1,))
+def test_a_layer_that_is_left_out_is_passed_over(runner):
+    runner, notes = runner
+    forward(runner, notes, [torch.ones((), requires_grad=True)] * 3, blocks=(1,))
     assert "ready 0" not in notes
     assert [note for note in notes if "unshard" in note] == [f"unshard {HEAD}", "unshard 0", "unshard 1"]
 
 
 @pytest.mark.parametrize("blocks", [(1, 0), (0, 0)])
-def test_layers_in_another_order_are_refused(walk, blocks):
-    walk, notes = walk
+def test_layers_in_another_order_are_refused(runner, blocks):
+    runner, notes = runner
     with pytest.raises(TraceError, match=r"layer 0 was called after a later one, or twice.*zero_stage=1"):
-        forward(walk, notes, [torch.ones((), requires_grad=True)] * 3, blocks=blocks)
+        forward(runner, notes, [torch.ones((), requires_grad=True)] * 3, blocks=blocks)
 
 
 class _Wide(nn.Module):
