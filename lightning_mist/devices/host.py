@@ -25,12 +25,7 @@ _LONGEST_DELAY = 2e-4
 class HostEvent:
     """A point in a stream's work.
 
-    Args:
-        number: Of all events of the host.
-        is_ahead: Whether it is still to happen; else it happens now.
-
     Attributes:
-        number: As given.
         at: When it happened, in seconds of ``time.perf_counter``.
     """
 
@@ -59,12 +54,7 @@ class HostStream:
     """A thread that works off what it is given, in order, and ends when nobody can give it any more.
 
     Args:
-        number: Of all streams of the host.
         delays: Draws how long work comes late; never if there is none.
-
-    Attributes:
-        number: As given.
-        errors: What work has raised.
     """
 
     def __init__(self, number: int, delays: random.Random | None) -> None:
@@ -106,7 +96,6 @@ class HostOps:
     """See :class:`~lightning_mist.devices.ops.DeviceOps`.
 
     Args:
-        device: The CPU.
         seed: Of random delays; there are none without.
         observer: Told what is asked of streams.
     """

@@ -70,8 +70,6 @@ class DeviceOps(Protocol):
         Args:
             work: Launches operators or copies that do not block.
             stream: Where; without one it is where computing happens.
-            reads: Tensors that it reads.
-            writes: Tensors that it writes.
         """
 
     def record(self, stream: Any = None, *, timed: bool = False) -> Any:

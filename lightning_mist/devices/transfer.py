@@ -15,8 +15,6 @@ def packed(tensors: Sequence[Tensor], device: torch.device, nbytes: int | None =
     """The bytes of tensors one after the other, of any types.
 
     Args:
-        tensors: The tensors, on the device.
-        device: Where they are.
         nbytes: How long the result is, if not as long as they are; what is left over is undefined.
     """
     parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
@@ -40,11 +38,7 @@ def unpacked(buffer: Tensor, kinds: Iterable[tuple[tuple[int, ...], torch.dtype]
 
 
 class Homeward:
-    """Brings values from a device home, behind what made them and not behind what was launched since.
-
-    Args:
-        ops: The device.
-    """
+    """Brings values from a device home, behind what made them and not behind what was launched since."""
 
     def __init__(self, ops: DeviceOps) -> None:
         self._ops, self._stream = ops, ops.stream(high_priority=True)

@@ -28,18 +28,10 @@ class RankContext:
     """What every batch of a rank has in common.
 
     Attributes:
-        mesh: The rank's place in the plan.
-        stages: The parts of the module it computes.
         live: For each boundary between stages, by the stage before it, the tensors that cross it.
-        neighbours: With whom it shares rows.
-        reducer: Reduces gradients.
-        transport: Connects the ranks.
-        device: Where it computes.
-        casts: Whether casts of weights are kept.
         tags_per_boundary: More than the tensors that cross any boundary.
         arrivals: Which sends each computation finds arrived; see
             :func:`~lightning_mist.schedule.lowering.arrived_sends`.
-        runner: Does what comes between the layers, from ZeRO-2 on.
     """
 
     mesh: Mesh
@@ -108,16 +100,9 @@ class BatchRun:
     """One batch on its way through the actions of one rank.
 
     Args:
-        context: The rank.
-        microbatches: Its microbatches by index.
-        step: The user's step on a microbatch.
         loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
         keeps_graph: Whether backwards will come.
         made: Called whenever the last stage has launched all of what the step returned.
-
-    Attributes:
-        outputs: Per microbatch what the step returned, on the last stage.
-        random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
     """
 
     def __init__(

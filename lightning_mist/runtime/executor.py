@@ -33,27 +33,17 @@ class Executor:
     """Runs the actions of one rank, batch after batch.
 
     Args:
-        plan: The plan.
-        rank: This global rank.
         stages: The parts of the module that this rank computes, ascending: one, or its chunks; see
             :func:`~lightning_mist.runtime.stage.stages.make_stages`.
-        module_map: Where the module can be cut.
         transport: Connects the ranks; its groups must include
             :func:`~lightning_mist.plan.mesh.process_groups` of the plan.
         actions: This rank's lowered list. Without backwards it only evaluates.
-        host: Where in host memory what is moved there may be.
 
     Attributes:
-        mesh: This rank's place in the plan.
-        stages: The parts of the module that this rank computes, and their parameters.
-        reducer: Reduces gradients, gathers parameters.
         shards: Values of parameters that are with their owners only, under ZeRO-3.
         gradients: Gradients that are in host memory.
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
-        recorder: Measures the actions while it is on.
-        streams: Copies between the device and host memory.
-        pool: Host memory for what is moved there.
         state_pool: The same for parameters and optimizer state, or files.
         results_made: Called whenever the last stage has launched all of what the step returned.
 
@@ -145,7 +135,6 @@ class Executor:
         owners only, before and after.
 
         Args:
-            microbatches: This rank's microbatches by index.
             step: The user's step on a microbatch: returns a loss, a dictionary with ``"loss"``, or None.
             loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
             earlier: Parameters that have a gradient of earlier batches in host memory, which is to be kept.

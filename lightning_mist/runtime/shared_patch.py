@@ -42,11 +42,7 @@ class SharedPatch:
 
 
 class QuietMode(Protocol):
-    """A mode that watches calls of torch functions outside of a network's blocks.
-
-    Attributes:
-        is_quiet: Whether nothing is watched now.
-    """
+    """A mode that watches calls of torch functions outside of a network's blocks."""
 
     is_quiet: bool
 

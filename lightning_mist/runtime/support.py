@@ -18,8 +18,6 @@ def executed_offload(
 
     Args:
         offload: The kinds that were asked for; None where that was left to the devices.
-        device_kind: ``"cuda"``, or ``"cpu"``, whose own memory is the host's.
-        has_files: Whether there is a folder for what is offloaded.
     """
     possible = tuple(OFFLOADS) if device_kind == "cuda" else _IN_FILES if has_files else ()
     left = tuple(name for name in possible if offload is None or name in offload)
@@ -30,10 +28,6 @@ def executed_offload(
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
     """Refuse a plan that asks for something the runtime cannot do.
-
-    Args:
-        plan: The plan.
-        module_map: Says how the module may be split.
 
     Raises:
         PlanError: Naming the stage, the setting and the nearest setting that runs.
@@ -53,9 +47,6 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     """What the runtime does not execute yet of a plan, for people; empty if it executes all of it.
 
     How a module can be split is another question: :func:`check_supported` asks it too.
-
-    Args:
-        plan: The plan.
     """
     found = [f"schedule {plan.schedule} with {plan.num_stages} stages on one group of devices"] * _is_alone(plan)
     stages_of: dict[str, list[int]] = {}

@@ -33,9 +33,6 @@ def critical_path(simulation: Simulation) -> CriticalPath:
     It is followed from the last action back: to whatever ended last of what it had to wait for, which is what its
     devices did before, the message that it consumes, and for an optimizer's step also what other groups do before
     theirs.
-
-    Args:
-        simulation: A schedule on a clock.
     """
     graph = _Graph(simulation)
     at: Span | None = max((span for lane in graph.lanes for span in lane), key=lambda span: span.end)

@@ -33,7 +33,6 @@ def lower(plan: Plan, *, tied: bool) -> Schedule:
     """Everything that each group of devices of a plan does for one batch, in order.
 
     Args:
-        plan: The plan.
         tied: Whether any parameter is held by more than one group.
 
     Returns:
@@ -69,8 +68,6 @@ def add_update(schedule: Schedule, *, tied: bool, gathers: Sequence[bool]) -> Sc
     """Append what happens after the last backward.
 
     Args:
-        schedule: Lists that end with a backward or its send.
-        tied: Whether to sum gradients of parameters that several groups hold.
         gathers: For each group, whether updated parameters must be distributed after the step.
     """
     kinds = [ActionKind.REDUCE_GRADIENTS, *[ActionKind.REDUCE_TIED] * tied, ActionKind.OPTIMIZER_STEP]
@@ -96,7 +93,6 @@ def posting_positions(used: Sequence[int], earliest: Sequence[int]) -> list[int]
 
     Args:
         used: Position of the computation that waits for it, for each receive in the order of their sends.
-        earliest: The first position before which it can be posted.
     """
     # No receive is posted after one whose message was sent later, and none before its own forward has run.
     wanted = [max(position - 1, first) for position, first in zip(used, earliest, strict=True)]
@@ -145,9 +141,6 @@ def _receives_before(actions: Sequence[Action], arriving: Sequence[Sequence[Acti
 
 def arrived_sends(schedule: Schedule) -> tuple[dict[Action, tuple[Action, ...]], ...]:
     """For each group of devices, which of its sends each of its computations finds arrived.
-
-    Args:
-        schedule: Lowered lists that pass the check.
 
     Returns:
         Per group a dictionary from ``F``, ``B`` or ``I`` to the sends that have arrived once its wait is over and that

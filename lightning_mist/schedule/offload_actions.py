@@ -61,7 +61,6 @@ def update_actions(
     """The optimizer's step unit by unit, with what is fetched before and written back behind.
 
     Args:
-        units: Units that have something to update, in their order.
         moved: Those of them that have optimizer state (``"O"``), parameters (``"P"``) and gradients (``"G"``) in host
             memory.
         gathers: Whether what was updated is then given to other ranks, unit by unit.
@@ -91,7 +90,6 @@ def with_update(lines: Sequence[Sequence[Action]], update: Sequence[Action]) -> 
 
     Args:
         lines: What each action of a rank's list consists of, by units.
-        update: The update of all its units; see :func:`update_actions`.
     """
     pending = _by_unit(update)
     result: list[list[Action]] = []
@@ -201,9 +199,6 @@ def with_activations(
     """Put the moves of activations between the lines of one action.
 
     Args:
-        lines: The computations of a stage's units, and what comes between.
-        order: The stage's units in the order of forward.
-        moved: Those of them that move something.
         is_trained: Whether the stage has backwards; what is only evaluated keeps nothing.
     """
     if not is_trained or not moved:
@@ -238,9 +233,6 @@ def with_gradients(
     """Put the moves of gradients between the lines of one action.
 
     Args:
-        lines: The computations of a stage's units, and what comes between.
-        order: The stage's units in the order of forward.
-        moved: Those of them that move something.
         is_first: Whether it is the first backward of a batch, before which there is nothing to fetch.
         is_reduced: Whether ranks reduce gradients behind it.
     """
@@ -275,7 +267,6 @@ def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]
 
     Args:
         flat: A rank's expanded list, without updates.
-        moved: Units of each stage that move something.
 
     Raises:
         ScheduleError: At the first broken rule, with the actions up to the offending one.
@@ -312,10 +303,6 @@ def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]
 
 def check_activations(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:
     """Check that what is kept for backward is there when backward needs it, and leaves in the order of things.
-
-    Args:
-        flat: A rank's expanded list.
-        moved: Units of each stage that move something.
 
     Raises:
         ScheduleError: At the first broken rule, with the actions up to the offending one.

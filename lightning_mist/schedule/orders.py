@@ -36,9 +36,6 @@ def generate(
     """The forwards and backwards of every group of devices in order, nothing else.
 
     Args:
-        num_stages: Number of pipeline stages, at least 1.
-        num_microbatches: Number of microbatches per batch, at least 1.
-        name: Which schedule.
         num_groups: Number of groups of devices that share the stages; as many as stages if None. Only
             ``"interleaved-1f1b"`` gives a group several stages.
 

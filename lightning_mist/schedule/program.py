@@ -45,8 +45,6 @@ class Program:
     """What groups of devices do for one batch up to the last backward.
 
     Attributes:
-        num_stages: Number of stages.
-        lines: For each group its computations.
         first: For each group what it posts before the first of them.
         links: For each link the crossing of each of its messages, in the order in which they are sent.
         senders: For each link the group that sends.
@@ -62,14 +60,7 @@ class Program:
 
 
 def slot_of(stage: int, kind: ActionKind, microbatch: int, last: int) -> int:
-    """Number of all computations that take equally long.
-
-    Args:
-        stage: The stage.
-        kind: What it computes.
-        microbatch: Index of the microbatch.
-        last: Index of the last microbatch.
-    """
+    """Number of all computations that take equally long."""
     place = (microbatch == 0) + 2 * (microbatch == last)
     return (stage * len(KINDS) + _NUMBER[kind]) * PLACES + place
 
@@ -77,14 +68,7 @@ def slot_of(stage: int, kind: ActionKind, microbatch: int, last: int) -> int:
 def program_of(
     num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b", *, num_groups: int | None = None
 ) -> Program:
-    """The program of a schedule with its transfers, as :func:`~lightning_mist.schedule.lowering.lower` places them.
-
-    Args:
-        num_stages: Number of stages.
-        num_microbatches: Number of microbatches.
-        name: The schedule.
-        num_groups: Number of groups of devices; as many as stages if None.
-    """
+    """The program of a schedule with its transfers, as :func:`~lightning_mist.schedule.lowering.lower` places them."""
     orders = generate_orders(num_stages, num_microbatches, name, num_groups=num_groups)
     return _build(orders, num_stages, num_microbatches, None)
 

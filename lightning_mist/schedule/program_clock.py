@@ -95,11 +95,8 @@ def run(
     """Run a program up to the last backward of every group.
 
     Args:
-        program: The program.
-        slot_seconds: How long the computations of every slot take.
         crossing_seconds: How long one message of every crossing takes, or its receiver where transfers move within
             computation.
-        rules: How transfers move.
         sending_seconds: How long its sender takes there; as long as the receiver if ``None``.
 
     Raises:
@@ -194,11 +191,6 @@ class EpilogueTimes:
     """When what groups do once per batch starts; each ends when its seconds are over.
 
     Attributes:
-        reduce: For each group.
-        tied: For all at once.
-        tied_seconds: How long that takes.
-        step: For each group.
-        gather: For each group.
         makespan: When the last of all ends.
     """
 
@@ -216,10 +208,6 @@ def finish(
     """What comes after the last backward.
 
     Args:
-        program: The program.
-        times: When it ran.
-        epilogues: Seconds of each group.
-        rules: Whom the optimizer's step waits for.
         is_tied: Whether groups sum gradients of parameters that several of them hold.
     """
     # What was sent last over a link arrives last.
@@ -240,10 +228,7 @@ def finish_at(
     """What comes after the last backward.
 
     Args:
-        ends: For each group the end of its last backward.
         arrived: For each group when all that it sent has arrived: its buffers must live until then.
-        epilogues: Seconds of each group.
-        rules: Whom the optimizer's step waits for.
         is_tied: Whether groups sum gradients of parameters that several of them hold.
     """
     reduced = [end + item.reduce for end, item in zip(ends, epilogues, strict=True)]

@@ -16,18 +16,11 @@ class StageSeconds:
     """How long the actions of one stage take, in seconds.
 
     Attributes:
-        forward: Forward of one microbatch.
-        backward: Backward of one microbatch, recomputation included.
         weight: The part of the backward that makes gradients of weights, ``W`` where the two are apart; ``I`` is the
             rest.
-        first_forward: Forward of the first microbatch, if it takes another time.
         first_backward: Backward of the first microbatch, if it takes another time: gradients are made that later ones
             are added to. Where backwards are split it is ``W`` that is shorter or longer, but takes no less than 0.
-        last_backward: Backward of the last microbatch, if it takes another time.
-        reduce: ``REDUCE``, averaging gradients over data-parallel ranks.
         reduce_tied: ``REDUCE_TIED``; the longest of all stages counts.
-        step: ``STEP``, the optimizer.
-        gather: ``GATHER``, distributing updated parameters.
     """
 
     forward: float
@@ -47,13 +40,7 @@ class StageSeconds:
         return Epilogue(reduce=self.reduce, tied=self.reduce_tied, step=self.step, gather=self.gather)
 
     def of(self, kind: ActionKind, *, is_first: bool, is_last: bool) -> float:
-        """Seconds of a computation.
-
-        Args:
-            kind: Which one.
-            is_first: Whether it is about the first microbatch.
-            is_last: Whether it is about the last microbatch.
-        """
+        """Seconds of a computation."""
         if kind is ActionKind.FORWARD:
             return self.first_forward if is_first and self.first_forward is not None else self.forward
         backward, weight = self.backward, self.weight
@@ -137,10 +124,6 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
 
     Terms are those that :class:`~lightning_mist.plan.PredictedStage` has in its ``breakdown``; one that is missing
     takes no time. Unsharding is shared out evenly over forward and backward.
-
-    Args:
-        plan: The plan.
-        terms: For each of its stages the seconds of every term.
     """
     groups = plan.num_groups
     once = [

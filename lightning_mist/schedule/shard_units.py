@@ -67,7 +67,6 @@ def expand(
     """What each action of a rank's list consists of.
 
     Args:
-        actions: The rank's lowered list.
         units: Units of those of its stages that are expanded, by stage.
         update: The update of the batch before, if it happens in the first forwards of this one.
 

@@ -21,7 +21,6 @@ class ShardUnit:
 
     Attributes:
         unit: Position of its layer, or :data:`HEAD`, or :data:`TAIL`.
-        names: Canonical names of the parameters that it computes with.
         reduced: Those of them whose gradient is complete when its backward has run: no earlier unit of the stage uses
             them.
     """
@@ -37,11 +36,6 @@ def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stag
     A parameter that no part of the traced step used belongs to the layer it lies in, or else to all units of its stage:
     another step may use it anywhere. A module without layers, or that uses parameters in ways that are not seen, is one
     unit, its head.
-
-    Args:
-        module_map: Where parameters are used.
-        bounds: The layer range of every stage.
-        stage: The stage.
     """
     order = unit_order(module_map, bounds, stage)
     owners = module_map.owners(bounds)
@@ -96,8 +90,6 @@ def stage_units(
     """The units of a stage as the expansion needs them.
 
     Args:
-        units: Its units that have parameters.
-        stage: The stage.
         order: All its units; see :func:`unit_order`.
         moved: Names of parameters whose values are in host memory.
         gradients: Names of parameters whose gradients are.
@@ -124,11 +116,6 @@ def defers_update(plan: Plan, module_map: ModuleMap, stage: int) -> bool:
 
     It does where that hides copies, unless code of the user's may look at gradients or optimizer state behind a step.
     Who looks at parameters has the step taken first, which one rank alone can do but under ZeRO-1 and ZeRO-2.
-
-    Args:
-        plan: The plan.
-        module_map: What is ruled out.
-        stage: The stage.
     """
     item = plan.stages[stage]
     if max(item.offload.parameters, item.offload.gradients, item.offload.optimizer) == 0.0:
@@ -150,26 +137,14 @@ def walked_stages(plan: Plan, module_map: ModuleMap, group: int) -> tuple[int, .
 
 
 def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple[ShardUnit, ...]]:
-    """The units that have parameters of every stage of a group of devices whose computations are expanded.
-
-    Args:
-        plan: The plan.
-        module_map: Where parameters are used.
-        group: The group of devices.
-    """
+    """The units that have parameters of every stage of a group of devices whose computations are expanded."""
     return {stage: shard_units(module_map, plan.bounds, stage) for stage in walked_stages(plan, module_map, group)}
 
 
 def expanded_units(
     plan: Plan, module_map: ModuleMap, found: Mapping[int, Sequence[ShardUnit]]
 ) -> dict[int, StageUnits]:
-    """Units as the expansion needs them.
-
-    Args:
-        plan: The plan.
-        module_map: Where parameters are used.
-        found: What :func:`plan_units` gave.
-    """
+    """Units as the expansion needs them."""
     return {
         stage: stage_units(
             units,
@@ -188,11 +163,7 @@ def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float
     A parameter belongs to the first unit of the whole module that uses it, whatever the stages.
 
     Args:
-        plan: The plan.
-        module_map: Where parameters are used.
-        stage: The stage.
         ratio: Share of each unit's bytes that may be moved.
-        trained: Whether only trained parameters count.
     """
     if ratio == 0.0:
         return frozenset()
@@ -213,13 +184,7 @@ def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float
 
 
 def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tuple[str, ...]]:
-    """What the ranks of a group update of each unit together; each parameter with its first.
-
-    Args:
-        plan: The plan.
-        module_map: Where parameters are used.
-        group: The group of devices.
-    """
+    """What the ranks of a group update of each unit together; each parameter with its first."""
     known: set[str] = set()
     found: dict[Key, tuple[str, ...]] = {}
     for stage in plan.chunks(group):
@@ -232,13 +197,7 @@ def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tu
 
 
 def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action, ...]:
-    """The optimizer's step of a group of devices unit by unit; empty where it moves nothing that a step needs.
-
-    Args:
-        plan: The plan.
-        module_map: Where parameters are used.
-        group: The group of devices.
-    """
+    """The optimizer's step of a group of devices unit by unit; empty where it moves nothing that a step needs."""
     stage, units = plan.stages[group], updated_units(plan, module_map, group)
     kinds = {
         "O": moved_parameters(plan, module_map, group, stage.offload.optimizer, trained=True),
@@ -264,8 +223,6 @@ def ratio_notes(plan: Plan, module_map: ModuleMap, group: int) -> Iterator[str]:
     """What the ratios of a group of devices do not move of their units, for people; one line for each kind.
 
     Args:
-        plan: The plan.
-        module_map: Where parameters are used.
         group: The group; its chunks agree in their ratios.
     """
     mine = {unit for stage in plan.chunks(group) for unit in unit_order(module_map, plan.bounds, stage)}

@@ -48,11 +48,7 @@ def sweep(
     """When a pipeline's stages have run their last computation, with transfers beside computation.
 
     Args:
-        stages: Seconds of each stage's computations.
-        activations: For each boundary seconds of moving a microbatch's activations.
-        gradients: The same for gradients on their way back.
         num_microbatches: Number of microbatches, at least as many as stages.
-        name: The schedule, one that :func:`can_sweep` knows.
     """
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD if name == "1f1b" else ActionKind.BACKWARD_INPUT
     lanes = _Lanes.of(len(stages), activations, gradients)
@@ -112,11 +108,8 @@ class _Lanes:
     Attributes:
         activations: Seconds of a transfer over the boundary in front of each stage.
         gradients: The same over the boundary behind it.
-        ends: End of its last computation.
         before: End of the computation before that one.
         handed: End of its last forward.
-        arrived: When the last activations have arrived.
-        returned: When the last gradients have.
         weighted: Microbatches whose gradients of weights have been made.
     """
 

@@ -40,15 +40,7 @@ def sweep_chunks(
     num_microbatches: int,
     num_groups: int,
 ) -> LastTimes:
-    """When groups of devices have run their last computation under interleaved 1F1B, with transfers beside computation.
-
-    Args:
-        stages: Seconds of each stage's computations.
-        activations: For each boundary seconds of moving a microbatch's activations.
-        gradients: The same for gradients on their way back.
-        num_microbatches: Number of microbatches.
-        num_groups: Number of groups; see :func:`can_sweep_chunks`.
-    """
+    """When groups of devices end their last computation under interleaved 1F1B, with transfers beside computation."""
     lanes = _lanes(stages, activations, gradients, num_microbatches, num_groups)
     total, last = num_microbatches * len(stages) // num_groups, num_groups - 1
     ahead = [last - group - lane.warm_up for group, lane in enumerate(lanes)]
@@ -71,18 +63,11 @@ class _Lane:
 
     Attributes:
         warm_up: Forwards before its first backward.
-        forwards: Seconds of each of its forwards.
-        backwards: Of each of its backwards.
         moved: Seconds of moving what each forward waits for.
         brought: What each backward waits for.
         handed: When that has been sent which each forward waits for.
         sent: What each backward waits for.
-        forward_ends: Where ends of forwards are written, which another group waits for.
-        backward_ends: Of backwards.
-        end: End of its last computation.
         before: End of the computation before that one.
-        arrived: When the last activations have arrived.
-        returned: When the last gradients have.
     """
 
     warm_up: int

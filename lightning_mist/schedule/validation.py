@@ -52,7 +52,6 @@ def check(schedule: Schedule, num_microbatches: int) -> None:
 
     Args:
         schedule: For each group of devices its actions; either computations only, or lowered.
-        num_microbatches: Number of microbatches per batch.
 
     Raises:
         ScheduleError: At the first broken rule, with the groups' lists and a pointer at the offending action.
@@ -73,11 +72,7 @@ def check(schedule: Schedule, num_microbatches: int) -> None:
 class Rules:
     """What a schedule's own form asks of it.
 
-    Args:
-        schedule: For each group of devices its actions.
-
     Attributes:
-        num_stages: Number of stages.
         is_lowered: Whether the lists hold anything but computations.
     """
 
@@ -126,7 +121,6 @@ def format_grid(schedule: Schedule, pointer: tuple[int, int] | None = None) -> s
     """The lists as text, one line per group of devices (``stage`` where each runs one), aligned by position.
 
     Args:
-        schedule: The lists.
         pointer: Group and position to mark with carets on the line below.
     """
     noun = "stage" if num_stages_of(schedule) == len(schedule) else "group"

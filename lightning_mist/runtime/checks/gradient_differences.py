@@ -18,7 +18,6 @@ class GradientDifferences:
     the difference. Inside, gradients belong to this object; afterwards there are none.
 
     Args:
-        module: The module.
         keeps_at_home: Whether gradients are kept in host memory, and are on the device one at a time.
     """
 

@@ -33,12 +33,7 @@ _COARSE_TOLERANCE = 5e-2
 class Steady(TorchFunctionMode):
     """Inside, dropout drops nothing, and it is noted whether 16-bit arithmetic took part.
 
-    Args:
-        device: Where the module is.
-        without_dropout: Whether dropout is to drop nothing.
-
     Attributes:
-        is_coarse: Whether 16-bit arithmetic took part.
         is_dropping: Whether something would have been dropped.
     """
 
@@ -90,11 +85,6 @@ def check_stages(
     Stages run alone, so it makes no difference which of them will share devices as chunks.
 
     Args:
-        module: The user's module with all its parameters.
-        module_map: Its map.
-        bounds: The layer range of every stage.
-        call: Runs the user's step on a batch.
-        batch: A small batch.
         splits_backwards: Whether gradients of weights are made after those of all inputs, as zero-bubble schedules do.
         divided: The stages whose ranks share out rows otherwise than those of the next stage.
         keeps_at_home: Whether gradients are kept in host memory, and are on the device one at a time.
@@ -238,8 +228,6 @@ def refuse_unchecked(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...],
     """Refuse values that only :func:`check_stages` could show to be the same for all rows, where it is not asked.
 
     Args:
-        module_map: The map.
-        bounds: The layer range of every stage.
         divided: The stages whose ranks share out rows otherwise than those of the next stage.
 
     Raises:

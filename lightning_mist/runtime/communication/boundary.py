@@ -41,10 +41,7 @@ class Portion:
     """What of a tensor is exchanged with one rank.
 
     Attributes:
-        rank: The other rank.
-        overlap: The rows.
         start: Where it begins along the sequence, counted from the start of this rank's part.
-        size: How much of the sequence it is.
     """
 
     rank: int
@@ -58,11 +55,7 @@ class Crossing:
     """How one tensor of one microbatch crosses a boundary, seen from one rank.
 
     Attributes:
-        batch_dim: The dimension that grows with the batch, or None.
         rows: Rows of this rank's part of the microbatch.
-        mine: How this rank's side holds the tensor.
-        theirs: How the other side does.
-        index: This rank's tensor-parallel index.
         sequence_dim: The dimension that either side may hold in parts, or None.
         length: Size of the whole tensor along it; 1 if there is none.
     """
@@ -140,9 +133,6 @@ class GraphEnd:
 
     Keeping the tensors that were sent would keep their memory until backward. Their graph hangs on an empty scalar
     instead, whose backward hands out the gradients that :meth:`backward` is given.
-
-    Args:
-        tensors: Tensors that require a gradient; not kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -183,7 +173,6 @@ class Microbatch:
         value: The rank's rows of the owner's batch, or the whole batch, untouched.
         weight: Share of these rows in the owner's batch.
         owner: Global rank that loaded the batch.
-        index: Index of the microbatch.
         batch_rows: Rows of the owner's whole batch; None if they cannot be counted (then nothing is cut).
         random_state: State of the owner's generators, for whole batches; it travels from stage to stage.
         seed: Otherwise the seed of this part; None leaves the generators alone.
@@ -199,11 +188,7 @@ class Microbatch:
 
 
 class Neighbours:
-    """With whom a rank shares the rows of each microbatch; worked out once per size of batch.
-
-    Args:
-        mesh: The rank's place.
-    """
+    """With whom a rank shares the rows of each microbatch; worked out once per size of batch."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -240,10 +225,6 @@ class Neighbours:
         """How a tensor crosses the boundary between ``stage``, one of this rank's, and the stage before or after.
 
         Args:
-            stage: The stage.
-            other: Index of the other stage.
-            microbatch: The microbatch.
-            live: The tensor.
             length: Size of the whole tensor along its sequence dimension, if it has one.
         """
         return Crossing(

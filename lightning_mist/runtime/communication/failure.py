@@ -60,13 +60,8 @@ class FailureWatcher:
     number.
 
     Args:
-        peers: Connects the ranks.
         number: How many watchers this rank has started, with this one.
         end: Ends the process, saying why; called in the watcher's thread.
-        poll_seconds: Time between looks.
-        grace_seconds: In place of :data:`GRACE_SECONDS`.
-        agree_seconds: In place of :data:`AGREE_SECONDS`.
-        told_seconds: In place of :data:`TOLD_SECONDS`.
     """
 
     def __init__(
@@ -104,7 +99,6 @@ class FailureWatcher:
         """Tell the other ranks that this one fails; only the first report of a rank counts.
 
         Args:
-            error: What failed.
             place: Where this rank is; ranks that fail at equal places may still talk to each other. ``None`` for a
                 place where they may not.
         """
@@ -144,9 +138,6 @@ class FailureWatcher:
         """Return once every rank has been told to end; if only some have been, end this process.
 
         For handlers of signals. Without this the ranks that were told would wait for those that were not.
-
-        Args:
-            number: The signal.
         """
         name = signal.Signals(number).name
         self._peers.say("told", self._number)
@@ -185,12 +176,7 @@ class FailureWatcher:
         return None
 
     def cause(self, error: BaseException, wait_seconds: float = 1.0) -> str | None:
-        """What failed on another rank before this error did here, if it may have come of that.
-
-        Args:
-            error: What failed here; an error of a broken connection comes as fast as what broke it.
-            wait_seconds: How long to wait for it.
-        """
+        """What failed on another rank before this error did here, if it may have come of that."""
         if self._has_failed or not isinstance(error, RuntimeError):
             return None
         until = time.monotonic() + wait_seconds
@@ -244,7 +230,6 @@ def start_watcher(*, is_one_machine: bool = True, **options: Any) -> FailureWatc
     """The watcher of this rank, on the default process group's store; ``None`` where there are no other ranks.
 
     Args:
-        is_one_machine: Whether all ranks run on this machine.
         **options: As for :class:`FailureWatcher`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -66,14 +66,6 @@ class Peers:
 
     Args:
         store: The store that all ranks reach; used now and not later.
-        rank: This rank.
-        world_size: Number of ranks.
-        is_one_machine: Whether all ranks run on this machine.
-
-    Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
-        on_signal: Is told of signals in the moment in which they come; see :meth:`hear_signals`.
     """
 
     on_signal: Callable[[int], None] | None = None
@@ -111,9 +103,7 @@ class Peers:
         """Let all ranks know something; this rank knows it at once.
 
         Args:
-            kind: What is said, in a word.
             number: Which time.
-            text: Anything more.
             wait_seconds: How long to wait until it has left this process.
         """
         self._notes.setdefault((kind, number), {}).setdefault(self.rank, text)

@@ -222,7 +222,6 @@ class DistributedTransport:
 
     Args:
         groups: Sorted global ranks of every group that collectives will run on; repetitions are made once.
-        device: Where this rank's tensors live.
         pairs: Pairs of ranks of which the first sends to the second, sorted.
         talking: Those groups that exchange objects and host tensors; all if None.
         timeout: How long gloo waits for a peer; torch's default if None.

@@ -43,9 +43,6 @@ def ways(whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int], *, toleran
     """All ways in which a whole batch's value may follow from those of its parts.
 
     Args:
-        whole: The value for the whole batch.
-        parts: Those for its parts.
-        rows: Their rows.
         tolerance: Largest relative difference; by default that of the element type.
     """
     if whole.layout is not torch.strided or any(part.dtype != whole.dtype for part in parts):

@@ -18,10 +18,6 @@ def refuse_draws(tape: Tape, wanted: Sequence[Ref]) -> None:
     """Refuse a step whose results go by random numbers other than those of dropout.
 
     Layers that are dropped at random with a probability of zero draw numbers too, by which nothing is decided.
-
-    Args:
-        tape: The recorded step.
-        wanted: Its results.
     """
     if not any(entry.is_random for entry in tape.entries):
         return

@@ -75,8 +75,6 @@ class Variant:
     """A batch to follow, and how it is cut.
 
     Attributes:
-        name: What is different about it.
-        leaves: Its tensors.
         rows: Rows of its parts.
         labels: Changes the labels of losses; None to leave them.
     """
@@ -124,7 +122,6 @@ class Follower:
     """Follows a tape.
 
     Args:
-        tape: The recorded step.
         wanted: The tensors and numbers that must be explained.
         findings: What is known already; what is found is added.
         tolerance: Largest relative difference of real numbers; None for that of their type.

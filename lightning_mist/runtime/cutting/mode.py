@@ -53,16 +53,13 @@ class CutMode(TorchFunctionMode):
     """Around the user's step on a part of a batch.
 
     Args:
-        rules: What was proved.
         whole: What the sites need from the whole batch.
-        part: The same from the part.
         first: Share of the batch's rows before the part.
         end: That up to its end.
 
     Attributes:
         counted: What means were taken over: of the part, of the whole, and where.
         wrong: Whether something counted other than was worked out from the batch, where the values are, and the line.
-        is_quiet: Whether nothing is watched now.
     """
 
     def __init__(self, rules: CutRules, whole: Values | None, part: Values | None, first: float, end: float) -> None:

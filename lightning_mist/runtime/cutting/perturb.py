@@ -25,12 +25,7 @@ _MOST_BYTES = 2 << 30
 
 
 class Perturber:
-    """Makes other batches of the form of one.
-
-    Args:
-        tape: A run of the step.
-        leaves: The tensors of its batch.
-    """
+    """Makes other batches of the form of one."""
 
     def __init__(self, tape: Tape, leaves: Sequence[Tensor]) -> None:
         self._leaves = list(leaves)

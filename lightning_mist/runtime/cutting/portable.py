@@ -22,7 +22,6 @@ class Portable:
 
     Args:
         space: Where it is found: the position of a namespace, or -1 for an attribute of tensors.
-        name: Its name there.
     """
 
     def __init__(self, space: int, name: str) -> None:
@@ -93,9 +92,6 @@ def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int) -> None
 
     Args:
         tape: The recorded step, which is changed.
-        whole: The tensors for a batch.
-        part: Those for a part of it.
-        leaves: Number of tensors in a batch.
     """
 
     def by_batch(origin: Any) -> Any:

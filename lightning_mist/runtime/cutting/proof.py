@@ -58,10 +58,7 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
     Calls the user's step twice. What it does to the module besides gradients is the caller's to undo.
 
     Args:
-        module: The user's module with all its parameters.
         blocks: Names of its repeated blocks.
-        step: Runs the user's step.
-        batch: A batch.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]

@@ -27,7 +27,6 @@ class Count:
     Attributes:
         source: The labels, or what selects values.
         ignored: The label that does not count; None where values are selected.
-        weight: Weights of the classes.
     """
 
     source: Ref
@@ -58,8 +57,6 @@ class Whole:
     """An argument that depends on the batch alone, and not row by row, is that of the whole batch.
 
     Attributes:
-        path: Where the argument is.
-        value: The argument as it was taken down.
         way: Along which rows a part has its own piece of it; None if every part uses all of it.
     """
 

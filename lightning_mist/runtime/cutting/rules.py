@@ -24,8 +24,6 @@ class Site:
 
     Attributes:
         key: What tells the call from others.
-        patches: What is different.
-        line: Where the user's code makes it.
     """
 
     key: tuple[Hashable, ...]
@@ -38,11 +36,8 @@ class CutRules:
     """How batches are cut.
 
     Attributes:
-        sites: The calls that compute something else.
         slice: Works out what they need from a batch; None if they need nothing.
         seen: The ways in which each result of a batch may follow from those of its parts.
-        results: How it follows.
-        leaves: Number of tensors in a batch.
         known: Functions that may look across rows, with the places where they were seen.
         has_dropout: Whether parts draw other masks of dropout than the whole batch would.
     """
@@ -75,10 +70,6 @@ class CutRules:
 
     def measure(self, batch: Any, rows: int) -> Values | None:
         """What the sites need from a batch.
-
-        Args:
-            batch: A whole batch, or a part of one.
-            rows: Its rows.
 
         Raises:
             TraceError: If the batch is not of the form that was looked at.

@@ -23,7 +23,6 @@ class Result:
 
     Attributes:
         key: ``("extra", name, ...)`` or ``("log", name, occurrence)``.
-        value: The value.
         origin: The tensor of the recorded step that it is, or what it was computed from.
     """
 
@@ -69,8 +68,6 @@ def read_results(
     """Results with the tensors that plain numbers among them were read from.
 
     Args:
-        whole: The results for some rows.
-        fewer: Those for fewer.
         reads: For pairs of numbers that were read, the tensor that they are from.
     """
     others = {result.key: result.value for result in fewer}
@@ -86,14 +83,7 @@ def read_results(
 def result_ways(
     whole: Sequence[Result], fewer: Sequence[Result], found: Findings, rows: tuple[int, int]
 ) -> dict[tuple[Hashable, ...], frozenset[Way]] | str:
-    """All ways in which every result of a batch may follow from those of its parts, or what does not.
-
-    Args:
-        whole: The results for some rows.
-        fewer: Those for fewer.
-        found: What is known of the step.
-        rows: Both numbers of rows.
-    """
+    """All ways in which every result of a batch may follow from those of its parts, or what does not."""
     others = {result.key: result for result in fewer}
     if len(others) != len(whole) or any(result.key not in others for result in whole):
         return "the step returns or logs other things for other rows"
@@ -151,10 +141,7 @@ def together(key: tuple[Hashable, ...], values: Sequence[Any], weights: Sequence
     """A batch's result from those of its parts.
 
     Args:
-        key: Which result.
-        values: Those of the parts.
         weights: Their shares of the rows.
-        way: How it follows.
 
     Raises:
         ValueError: If it was the same for all parts when the batch was looked at, and is not now.

@@ -99,17 +99,10 @@ class Entry:
     """One call.
 
     Attributes:
-        index: Its position.
-        name: The function's name.
-        function: The function.
         args: Its positional arguments, with :class:`Ref`, :class:`Fixed` and :class:`Number` in them.
-        kwargs: Its other arguments.
         depends: What its result depends on.
         key: What tells it from other calls in every run.
-        line: Where the user's code calls it.
-        has_grad: Whether gradients were enabled.
         autocast: Whether, and to what, operations were cast automatically.
-        is_random: Whether it drew random numbers.
         block: Position of the block that it is, if it is one.
         outputs: How many tensors it made.
         read: The value that it took out of torch, if it did.
@@ -141,11 +134,7 @@ class Tape:
     """The calls of one run of a step, in their order.
 
     Attributes:
-        device: Where the module is.
-        rows: Rows of the batch.
-        entries: The calls.
         kinds: For every tensor that was made, what it depends on.
-        dtypes: For every tensor its element type.
         stray: Where a value is used that depends on parameters and was made where nothing is taken down.
     """
 
@@ -185,18 +174,7 @@ def made_by(name: str, args: Sequence[Any], output: Any) -> list[Tensor]:
 
 
 class Recorder(TorchFunctionMode):
-    """Takes down a run of the step.
-
-    Args:
-        module: The module, whose parameters are known.
-        blocks: Its repeated blocks.
-        batch: The batch.
-        rows: The batch's rows.
-        device: Where the module is.
-
-    Attributes:
-        tape: The calls.
-    """
+    """Takes down a run of the step."""
 
     def __init__(
         self, module: nn.Module, blocks: Sequence[nn.Module], batch: Any, rows: int, device: torch.device

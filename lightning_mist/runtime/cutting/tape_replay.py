@@ -21,7 +21,6 @@ class Values:
 
     Args:
         leaves: The tensors of the batch; calls may write into them.
-        rows: Its rows.
     """
 
     def __init__(self, leaves: Sequence[Tensor], rows: int) -> None:
@@ -71,9 +70,6 @@ def run_entry(
     """Run one call; the tensors that it makes, which :attr:`values` then has too.
 
     Args:
-        entry: The call.
-        values: The tensors so far.
-        device: Where the module is.
         change: Gives another value for an argument, from its path and value.
     """
 
@@ -120,24 +116,14 @@ def ancestors(tape: Tape, wanted: Sequence[Ref]) -> list[Entry]:
 
 
 class Slice:
-    """Works out some tensors that depend on the batch alone, for any batch.
-
-    Args:
-        entries: The calls that make them.
-        device: Where the module is.
-    """
+    """Works out some tensors that depend on the batch alone, for any batch."""
 
     def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
         self.entries, self.device = tuple(entries), device
         self._writes = any(is_writing(entry.name) for entry in self.entries)
 
     def run(self, leaves: Sequence[Tensor], rows: int) -> Values:
-        """The tensors for a batch.
-
-        Args:
-            leaves: The batch's tensors, which stay as they are.
-            rows: Its rows.
-        """
+        """The tensors for a batch."""
         values = Values([leaf.clone() for leaf in leaves] if self._writes else leaves, rows)
         with torch.no_grad():
             for entry in self.entries:

@@ -26,9 +26,6 @@ class GradientReducer:
     """Turns the sums of weighted gradients on each rank into the mean over all ranks' batches.
 
     Args:
-        mesh: This rank's place.
-        parameters: The stage's parameters by canonical name.
-        transport: Connects the ranks.
         units: Reduces gradients unit by unit while backwards run (ZeRO-2, ZeRO-3); what it does is not done here.
         parts: Of which of the parameters this rank has a part.
         moved: Names of the parameters whose gradients are in host memory, and are not reduced here.
@@ -169,9 +166,6 @@ class GradientReducer:
         """Give every data-parallel rank the parameters that their owners updated (ZeRO-1, ZeRO-2).
 
         Nothing without sharding; nothing under ZeRO-3, where every unit is given out when it is used.
-
-        Args:
-            home: Values that are in host memory, by name.
         """
         zero_stage = self._mesh.plan.stages[self._mesh.stage].zero_stage
         if not self._mesh.is_sharded or zero_stage >= ZeroStage.PARAMETERS:

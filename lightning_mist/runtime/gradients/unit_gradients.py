@@ -41,10 +41,6 @@ class UnitGradients:
     """Sums of the gradients of a rank's units.
 
     Args:
-        mesh: The rank's place.
-        parameters: Its stages' parameters by canonical name.
-        units: The units of its stages, by stage and unit.
-        transport: Connects the ranks.
         moved: Takes what is in host memory of them.
     """
 

@@ -34,9 +34,7 @@ class _Product:
     """One product whose weight's gradient waits.
 
     Attributes:
-        weight: The weight.
         value: What it was multiplied with, in the type in which it was.
-        gradient: The gradient of the product.
         has_outputs_first: Whether the weight's first dimension is that of the outputs, as in ``F.linear``.
     """
 
@@ -54,14 +52,7 @@ class _Product:
 
 
 class WeightGradients:
-    """The gradients of a stage's weights that wait for their time.
-
-    Args:
-        parameters: The stage's parameters by name.
-
-    Attributes:
-        parameters: The same.
-    """
+    """The gradients of a stage's weights that wait for their time."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters

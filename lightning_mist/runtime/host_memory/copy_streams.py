@@ -18,16 +18,7 @@ from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 
 
 class CopyStreams:
-    """The two copy streams of a device.
-
-    Args:
-        ops: The device.
-
-    Attributes:
-        ops: As given.
-        loaded_bytes: Copied to the device so far.
-        stored_bytes: Copied to the host so far.
-    """
+    """The two copy streams of a device."""
 
     def __init__(self, ops: DeviceOps) -> None:
         self.ops = ops
@@ -45,8 +36,6 @@ class CopyStreams:
         """Copy from host memory to the device.
 
         Args:
-            targets: Tensors on the device.
-            sources: Tensors of the same forms in host memory.
             after: Events to wait for before; None among them is nothing.
 
         Returns:
@@ -96,11 +85,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 class DeviceBuffers:
-    """The buffers of one kind of state.
-
-    Args:
-        device: Where they are.
-    """
+    """The buffers of one kind of state."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._size = device, 0

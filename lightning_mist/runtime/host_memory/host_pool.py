@@ -29,12 +29,7 @@ def padded(nbytes: int) -> int:
 
 
 def views_into(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive aligned views into bytes, of the shapes and types of others, and of their strides if these are dense.
-
-    Args:
-        buffer: Bytes.
-        like: What the views are like.
-    """
+    """Consecutive aligned views into bytes, of the shapes and types of others, and of their strides where dense."""
     views, start = [], 0
     for tensor in like:
         nbytes = tensor.numel() * tensor.element_size()
@@ -66,12 +61,8 @@ class HostPool:
     """A rank's host memory for what it moves.
 
     Args:
-        ops: The device whose copies it serves.
         budget: Bytes of memory that it may take; any number without.
         directory: If given, what it has is in files there, mapped into memory; only for a CPU.
-
-    Attributes:
-        nbytes: Bytes that it has taken.
     """
 
     def __init__(self, ops: DeviceOps, budget: int | None = None, directory: Path | None = None) -> None:

@@ -103,8 +103,6 @@ class OffloadedActivations:
     Args:
         ratios: The share of every storage's elements that is moved, by stage.
         held: The module's parameters and buffers.
-        streams: Copies between the device and the host.
-        pool: The host memory.
     """
 
     def __init__(
@@ -127,11 +125,7 @@ class OffloadedActivations:
         }
 
     def hooks(self, held: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Around a forward: autograd hands over what it saves.
-
-        Args:
-            held: Further tensors that others hold.
-        """
+        """Around a forward: autograd hands over what it saves; what is ``held`` by others stays."""
         self._now = None
         held = [tensor for tensor in (*self._held, *held) if tensor.layout is torch.strided]
         self._never = {tensor.untyped_storage()._cdata for tensor in held}
@@ -143,7 +137,6 @@ class OffloadedActivations:
         """A unit computes: what is saved in its forward is its own, and what its backward needs is waited for.
 
         Args:
-            action: The unit's forward or backward.
             moves: Whether it is a forward of which something will be moved.
         """
         assert action.microbatch is not None

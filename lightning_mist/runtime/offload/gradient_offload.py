@@ -28,17 +28,10 @@ class OffloadedGradients:
     """The gradients of a rank that are in host memory.
 
     Args:
-        mesh: The rank's place.
-        parameters: Its stages' parameters by canonical name.
-        units: The units of its stages.
         moved: Names of the parameters whose gradients are moved.
         backwards: How many backwards each of its stages has in a batch.
-        streams: Copies between the device and the host.
-        pool: The host memory.
-        transport: Connects the ranks.
 
     Attributes:
-        names: Of the parameters whose gradients are moved.
         found: Whether a gradient was not finite, as a number on the device, if that was asked for.
         checks: Whether to ask.
     """
@@ -100,11 +93,7 @@ class OffloadedGradients:
     # While a batch runs ----------------------------------------------------------------------------------------------
 
     def begin(self, earlier: Collection[nn.Parameter] = ()) -> None:
-        """A batch begins.
-
-        Args:
-            earlier: Parameters to whose gradients of earlier batches this one's are added.
-        """
+        """A batch begins, whose gradients are added to those that ``earlier`` parameters have of batches before."""
         self._buffers.ensure([[item.form for item in sums] for sums in self._of.values()])
         self._stored.clear()
         self.found = None

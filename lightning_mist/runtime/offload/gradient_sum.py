@@ -8,16 +8,13 @@ from lightning_mist.runtime.parameters import Bucket
 
 
 class GradientSum:
-    """Gradients of parameters that one rank updates, of one unit.
+    """Gradients of one unit that one rank updates: at ``home`` in host memory, ``flat`` in a device buffer meanwhile.
 
     Attributes:
         form: Like the flat tensor that holds them; where ranks reduce them, behind them one number for each that says
             how many ranks had one.
-        is_mine: Whether they end on this rank.
-        home: The flat tensor in host memory.
         present: Which of them this rank had.
         earlier, earlier_present: The same of earlier batches, to which this one's will be added.
-        flat: The flat tensor in a buffer, while it is there.
         work: Their way to other ranks.
     """
 

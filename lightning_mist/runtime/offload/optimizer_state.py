@@ -39,20 +39,14 @@ class OffloadedState:
     """The optimizer state of a rank of which some is in host memory.
 
     Args:
-        optimizer: The user's optimizer over what the rank updates.
         units: What it updates of each unit.
         moved: The parameters whose state is in host memory.
         actions: The update of everything, by units.
-        streams: Copies between the device and the host.
-        pool: The host memory.
         shards: The values of parameters, if some are in host memory.
-        gradients: Gradients that are in host memory.
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
     Attributes:
-        moved: As given.
-        actions: As given.
         is_watched: Whether who uses a parameter whose values are old is to find new ones.
     """
 
@@ -190,11 +184,7 @@ class OffloadedState:
         self._streams.settle()
 
     def send_home(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Move state to host memory that is on the device, where it did not come from there.
-
-        Args:
-            parameters: Whose state, as far as it is to be there.
-        """
+        """Move state to host memory that is on the device, where it did not come from there."""
         for parameter in parameters:
             fresh = self._fresh([parameter])
             for place, home in zip(fresh, self._homes(fresh), strict=True):
@@ -315,14 +305,6 @@ def offload_optimizer_state(
 
     Args:
         optimizer: The user's optimizer over what this rank updates.
-        mesh: The rank's place.
-        module_map: Where parameters are used.
-        parameters: The parameters of the rank's stages by canonical name.
-        streams: Copies between its device and the host.
-        pool: The host memory.
-        shards: The values of parameters that are not on the device all the time.
-        gradients: Gradients that are in host memory.
-        transport: Connects the ranks.
     """
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
     if not (ratios.optimizer or ratios.parameters or ratios.gradients):

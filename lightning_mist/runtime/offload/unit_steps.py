@@ -62,7 +62,6 @@ class UnitSteps:
         """Update these parameters alone.
 
         Args:
-            parameters: Some of those in the groups.
             gradients: Gradients of some of them, which have stand-ins in their place.
         """
         chosen = set(parameters)

@@ -17,8 +17,6 @@ class Bucket:
     """Parameters of one dtype on one device that travel together.
 
     Attributes:
-        names: Their canonical names.
-        parameters: The parameters.
         owner: Data-parallel index that owns them; None if every rank updates them.
         layouts: For each parameter a tensor without memory, of its shape and strides; empty where the parameters
             themselves always have memory to show them.
@@ -61,7 +59,6 @@ class Bucket:
         A missing gradient counts as zeros, and the number is then 0 and not 1. Parameters have no gradient afterwards.
 
         Args:
-            scale: Factor on the gradients.
             ranks: How many ranks the gradients are reduced over, for the error message.
 
         Returns:
@@ -95,7 +92,6 @@ def check_dense(bucket: Bucket, ranks: int) -> None:
     """Refuse gradients that cannot be put into a flat buffer.
 
     Args:
-        bucket: The parameters.
         ranks: How many ranks the gradients are reduced over, for the error message.
 
     Raises:
@@ -118,8 +114,6 @@ def views_like(flat: Tensor, tensors: Sequence[Tensor], *, alignment: int = 1) -
     """Consecutive views into a flat buffer, of the tensors' shapes and, where these are dense, their strides.
 
     Args:
-        flat: The buffer.
-        tensors: What the views are like.
         alignment: Elements at whose multiples the views begin; see :func:`padded_numel`.
     """
     views, start = [], 0

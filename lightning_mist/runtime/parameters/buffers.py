@@ -18,13 +18,7 @@ _UNVERSIONED = torch.autograd._unsafe_preserve_version_counter  # type: ignore[a
 
 
 class BufferSync:
-    """The buffers of one rank's module.
-
-    Args:
-        module: The user's module.
-        transport: Connects the ranks.
-        is_enabled: Whether buffers are broadcast at all.
-    """
+    """The buffers of one rank's module."""
 
     def __init__(self, module: nn.Module, transport: Transport, *, is_enabled: bool = True) -> None:
         self._module, self._transport, self.is_enabled = module, transport, is_enabled

@@ -45,7 +45,6 @@ class _Keeping:
     """What a thread is inside of.
 
     Attributes:
-        depth: How often.
         is_stopped: Whether nothing is kept any more until it has left.
         dtype: The type that weights are cast to, once one was.
         detached: Casts of our own, by the ``id`` of the weight.
@@ -161,9 +160,6 @@ def follow(values: Iterable[Any]) -> int:
     """How often a weight was cast, or its one cast used, for these values: of that which was most often.
 
     Gradients of weights whose casts are kept are from now on cast and accumulated as soon as they are there.
-
-    Args:
-        values: Ends of a graph; what is no tensor of one is passed over.
     """
     keeps, uses, seen = keeps_casts(), Counter[Any](), set[Any]()
     waiting = [value.grad_fn for value in values if isinstance(value, Tensor)]
@@ -194,9 +190,6 @@ def _weight_of_cast(node: Any) -> Any:
 class CastKeeper:
     """Whether a rank keeps casts, from batch to batch.
 
-    Args:
-        may_keep: Whether its plan allows for it.
-
     Attributes:
         first: Number of the batch in which nothing is kept.
         most_uses: How often a microbatch used a weight's cast, of all that were looked at.
@@ -217,12 +210,7 @@ class CastKeeper:
         return kept_casts() if keeps else nullcontext()
 
     def look(self, stage: int, values: Any) -> None:
-        """A stage's forward has given these values; they are looked at if it is the batch's first.
-
-        Args:
-            stage: The stage.
-            values: What it gave, in any nesting.
-        """
+        """A stage's forward has given these values; they are looked at if it is the batch's first."""
         if not self._may_keep or stage in self._looked_at or not (self._batches == self.first or keeps_casts()):
             return
         self._looked_at.add(stage)

@@ -26,7 +26,6 @@ class _Segment:
 
     Attributes:
         ranks: The ranks; each has one part of every parameter, or a single one the whole.
-        names: The parameters.
         shapes: Shape of what each rank has of them.
     """
 
@@ -51,12 +50,8 @@ class ParameterGatherer:
     together from its parts.
 
     Args:
-        plan: The plan.
-        rank: This global rank.
         parameters: All parameters of the module by canonical name. Those of other ranks' stages keep their shape and
             dtype although their storage is gone.
-        module_map: Where the module can be cut.
-        transport: Connects the ranks.
 
     Attributes:
         speakers: Who answers for each parameter.

@@ -36,7 +36,6 @@ class OptimizerCut:
     """An optimizer that updates a part of its parameters, and what it was before.
 
     Attributes:
-        optimizer: The user's optimizer.
         groups: For each of its groups, every parameter that the user put there.
         names: For each of its groups, the names that came with the parameters; None if none did.
         parts: Of which parameters this rank has a part.
@@ -72,8 +71,6 @@ def restrict_optimizer(
     State of other parameters is dropped, and so is what state of whole parameters says of other ranks' parts.
 
     Args:
-        optimizer: The user's optimizer.
-        owned: What this rank updates.
         parts: Of which of these it has only a part; none by default.
     """
     keep = set(owned)
@@ -104,7 +101,6 @@ def full_optimizer_state(cut: OptimizerCut, states: Iterable[OptimizerState]) ->
     """A ``state_dict`` as an optimizer over the whole model gives it.
 
     Args:
-        cut: The cut optimizer; hyper-parameters are its own, they are the same on every rank.
         states: State of all ranks, of whole parameters; where several have a parameter's, the first counts.
     """
     merged: dict[int, dict[str, Any]] = {}
@@ -133,8 +129,6 @@ def load_full_optimizer_state(
     """Load this rank's part of a ``state_dict`` of an optimizer over the whole model.
 
     Args:
-        cut: The cut optimizer.
-        state_dict: The state.
         apart: Parameters whose state is not to be on the device all at once.
         loaded: Called when the state of one of them is there.
 
@@ -214,9 +208,6 @@ def gather_optimizer_state(
     Every rank calls it. Tensors travel one by one, so no rank but the destination holds more than its own.
 
     Args:
-        cut: The cut optimizer.
-        transport: Connects the ranks.
-        destination: Who gets the state.
         mine: This rank's state as :func:`local_optimizer_state` gave it earlier; by default what it is now.
         device: Where tensors travel; by default where the parameters are.
     """
@@ -312,11 +303,9 @@ def global_grad_norm(
     nothing is split and all have gradients, it is the same to the bit. The caller does not wait for a device.
 
     Args:
-        mesh: This rank's place.
         parameters: Every parameter of the module by canonical name; those of other stages have no gradient here.
         speakers: Who answers for each parameter; see
             :func:`~lightning_mist.runtime.parameters.tensor_parts.speakers_of`.
-        transport: Connects the ranks.
         names: Whose gradients count, in this order, equal on all ranks; every trained parameter if None.
         norm_type: Order of the norm, above 0; may be infinite.
         known: Norms of gradients that are elsewhere, by name.

@@ -12,14 +12,7 @@ from lightning_mist.tensor_parallel import shard, unshard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One rank's part of a parameter.
-
-    Attributes:
-        split: How the parameter is shared out.
-        degree: Over how many ranks.
-        index: Which of them this is.
-        shape: The whole parameter's shape.
-    """
+    """One rank's part of a parameter."""
 
     split: ParameterSplit
     degree: int
@@ -41,13 +34,7 @@ class Part:
 
 
 def parts_of(plan: Plan, rank: int, module_map: ModuleMap) -> dict[str, Part]:
-    """The parameters of which a rank has a part, by canonical name.
-
-    Args:
-        plan: The plan.
-        rank: A global rank.
-        module_map: Says how the module is split.
-    """
+    """The parameters of which a rank has a part, by canonical name."""
     group = plan.group_of(plan.stage_of(rank))
     mesh = plan.stages[group].mesh
     shapes = {use.name: use.shape for use in module_map.parameters}

@@ -20,10 +20,7 @@ class UnitGather:
     """Gives out what a stage's ranks have updated.
 
     Args:
-        mesh: The rank's place.
-        parameters: Its stages' parameters by canonical name.
         units: Names of what is updated of each unit.
-        transport: Connects the ranks.
     """
 
     def __init__(

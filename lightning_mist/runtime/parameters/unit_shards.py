@@ -139,17 +139,10 @@ class UnitShards:
     """The parameters of a rank whose values are not here all the time.
 
     Args:
-        mesh: The rank's place.
-        parameters: Its stages' parameters by canonical name.
-        units: The units of its stages, by stage and unit.
-        transport: Connects the ranks.
         moved: The parameters whose values are in their owner's host memory, by canonical name.
-        streams: Copies between the device and the host.
-        pool: Host memory.
 
     Attributes:
         is_engaged: Whether values are away; before :meth:`engage` every rank has all.
-        away: The parameters whose values are not here all the time, by canonical name.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ class Recorded:
 
     Attributes:
         action: What it was: an action of the rank's list, or the name of what is not in it.
-        seconds: All of it.
         waited_seconds: The part of them in which the rank waited for other ranks.
     """
 
@@ -34,9 +33,6 @@ class Recorded:
 
 class Recorder:
     """Measures what a rank does, while it is on.
-
-    Args:
-        device: Where the rank computes.
 
     Attributes:
         is_on: Whether anything is recorded. Off it costs a look at this attribute per action.
@@ -68,7 +64,6 @@ class Recorder:
         """Record what happens inside.
 
         Args:
-            name: What it is.
             waits: Whether all of it is waiting for other ranks.
         """
         if not self.is_on:

@@ -60,10 +60,6 @@ class MemoryMeter(Protocol):
 def meter_memory(device: torch.device, tensors: Iterable[Tensor] = ()) -> MemoryMeter:
     """The meter for a device: its allocator is asked, but on a CPU, which has none, storages are counted.
 
-    Args:
-        device: Where the tensors to count are.
-        tensors: What exists already; see :func:`state_tensors`.
-
     Returns:
         The meter; enter it with ``with``.
     """

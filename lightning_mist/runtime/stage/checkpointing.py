@@ -101,9 +101,6 @@ def checkpoint_block(
     tensors.
 
     Args:
-        function: The block.
-        args: Its positional arguments.
-        kwargs: Its other arguments.
         split: The split of the block's stage; recomputation repeats its collectives in the same order on all ranks.
         within: A context in which it runs, also when it runs again.
     """

@@ -18,14 +18,6 @@ class FakeParameters:
 
     Tied parameters are replaced only where another stage uses them: an embedding that is also the head is real in the
     head of the last stage and a fake in its embedding, which would otherwise be computed there too.
-
-    Args:
-        module: The user's module with all its parameters.
-        module_map: Says which region uses a parameter through which slot.
-        bounds: The layer range of every stage.
-        index: The stage.
-        held: Names of the parameters that the stage holds.
-        mode: Makes the fakes.
     """
 
     def __init__(

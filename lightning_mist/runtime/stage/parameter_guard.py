@@ -77,11 +77,7 @@ def _is_away(parameter: nn.Parameter) -> bool:
 
 
 class ParameterGuard:
-    """Watches a step between its layers, and not inside them, where every operator would take longer.
-
-    Args:
-        away: The parameters whose values may be elsewhere, by name.
-    """
+    """Watches a step between its layers, and not inside them, where every operator would take longer."""
 
     def __init__(self, away: Mapping[str, nn.Parameter]) -> None:
         self._names = {id(parameter): name for name, parameter in away.items()}

@@ -46,20 +46,14 @@ class PipelineStage:
     """One stage of a module.
 
     Args:
-        module: The user's module with all its parameters.
-        module_map: Its map; from the same module.
         bounds: The layer range of every stage.
-        index: This stage.
         checkpointed_layers: How many of the stage's first blocks are recomputed in backward.
         split: How the stage is split over tensor-parallel ranks; its parameters must be this rank's parts while it is
             attached. None if it is not.
 
     Attributes:
-        module: As given.
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
-        foreign: All others.
         fake_mode: Makes the fakes of values that only stages before this one compute; None of the first stage.
-        split: How the stage is split over tensor-parallel ranks, if it is.
         observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
         deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
 

@@ -31,8 +31,6 @@ class SkippedBlocks:
     than it expects, which is an error.
 
     Args:
-        blocks: All blocks in execution order.
-        mode: Makes the fakes.
         leaking: Positions of blocks that have to run each time, since others read values inside them.
     """
 
@@ -53,10 +51,6 @@ class SkippedBlocks:
         """What a block returns, in fakes.
 
         Args:
-            position: The block.
-            original: Its ``forward``.
-            args: Its positional arguments.
-            kwargs: Its other arguments.
             context: What else its output's form depends on (autocast, training).
         """
         if position in self._leaking:

@@ -36,12 +36,7 @@ class StageSplit:
     """The split of one rank's stages.
 
     Args:
-        split: How the module's parameters are shared out.
-        group: The tensor-parallel ranks.
         sequence_parallel: Whether hidden states between split layers are shared out along the sequence.
-
-    Attributes:
-        context: What the split tensors have in common.
     """
 
     def __init__(self, split: TensorSplit, group: TensorGroup, *, sequence_parallel: bool) -> None:
@@ -67,12 +62,7 @@ class StageSplit:
 
     @contextmanager
     def presented(self, slots: Sequence[Slot], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Inside, slots show the whole shape of the parts that they hold; those with a fake stay as they are.
-
-        Args:
-            slots: From :meth:`slots_of`.
-            parameters: The stage's parameters by canonical name, those that are shared out as this rank's parts.
-        """
+        """Inside, slots show the whole shape of the parts that they hold; those with a fake stay as they are."""
         shown: dict[str, Tensor] = {}
         changed: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         try:
@@ -132,13 +122,7 @@ class StageSplit:
         return (*shape[:dim], end - start, *shape[dim + 1 :])
 
     def arrived(self, live: LiveTensor, held: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A received tensor as the step is to see it.
-
-        Args:
-            live: What it is.
-            held: What this rank holds of it.
-            shape: Its whole shape.
-        """
+        """A received tensor as the step is to see it."""
         if live.sequence_dim is None or not self._side.is_parted(shape[live.sequence_dim]):
             return held
         with torch._C.DisableTorchFunction():
@@ -163,12 +147,7 @@ class TransportGroup:
     """A :class:`~lightning_mist.tensor_parallel.group.TensorGroup` that waits for every collective.
 
     Args:
-        transport: Connects the ranks; must have a process group of them.
         ranks: Global ranks by tensor-parallel index, the transport's own among them.
-
-    Attributes:
-        rank: This rank's tensor-parallel index.
-        size: Number of ranks.
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:

@@ -22,13 +22,9 @@ class RankStages:
     Several stages of a rank share one module, so only one of them can be attached at a time. A single stage stays
     attached for a whole batch; of several, each is attached for as long as it computes.
 
-    Args:
-        stages: The stages, ascending, over the same module.
-
     Attributes:
         parameters: Every parameter that any of them computes with, or keeps for others, by canonical name; one that
             several use is one entry.
-        foreign: All others of the module.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -82,15 +78,7 @@ class RankStages:
 def make_stages(
     module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport
 ) -> tuple[PipelineStage, ...]:
-    """The stages that ``rank`` runs under ``plan``, ascending.
-
-    Args:
-        module: The user's module with all its parameters.
-        module_map: Its map.
-        plan: The plan.
-        rank: The global rank.
-        transport: Connects the ranks.
-    """
+    """The stages that ``rank`` runs under ``plan``, ascending."""
     group = plan.stage_of(rank)
     mesh, split = plan.stages[group].mesh, None
     if mesh.tensor_parallel_degree > 1:
@@ -119,10 +107,6 @@ def no_caches(module: nn.Module, module_map: ModuleMap) -> Iterator[None]:
 
     Models of transformers make such caches by default, and each block then keeps a copy of its keys and values until
     the step has ended. Parts of a cut module never get any; this is for one that runs as a whole.
-
-    Args:
-        module: The module.
-        module_map: Names its blocks.
     """
 
     def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -21,10 +21,6 @@ class InputSpec:
     """A tensor that a stage will receive.
 
     Attributes:
-        shape: Its shape for this call.
-        dtype: Its element type.
-        device: Where it must be.
-        requires_grad: Whether a gradient must be sent back.
         length: Size of the whole tensor along the dimension of the sequence; 1 if it has none.
     """
 
@@ -61,12 +57,9 @@ class StepRun:
     """One run of the step.
 
     Args:
-        wanted: Names of the values that cross a cut of the stage.
         received: The tensors received for the first cut; None for a run that only asks what they will be.
-        random_state: The generators' state at the start of the run.
 
     Attributes:
-        objects: The values found so far, by name.
         region: Position of the block entered last.
         inside: Position of the block that runs now.
         has_grad: Whether gradients were enabled when the run began.

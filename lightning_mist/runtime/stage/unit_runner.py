@@ -39,18 +39,9 @@ class UnitRunner:
     Args:
         lines_of: Gives what each forward and backward of the rank's list consists of, given the update of the batch
             before, of which there may be nothing to do.
-        shards: The values of parameters, under ZeRO-3.
-        gradients: Their gradients, from ZeRO-2 on.
-        device: Where the rank computes.
         last_layer: Position of the module's last layer, behind which its tail begins.
-        guard: Watches the step between layers.
-        activations: What layers keep for backward, if that is moved.
-        moved: Gradients that are in host memory.
 
     Attributes:
-        shards: The values of parameters, under ZeRO-3.
-        gradients: Their gradients, from ZeRO-2 on.
-        moved: Gradients that are in host memory.
         update: The optimizer's step, if it may be taken in the next batch.
     """
 
@@ -95,7 +86,6 @@ class UnitRunner:
         """Take up an action of the rank's list.
 
         Args:
-            action: The action; one without lines has none to run.
             marks: Whether it is a forward whose backward will come.
         """
         self._watch(False)
@@ -271,13 +261,6 @@ def make_unit_runner(
     """The runner of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
 
     Args:
-        mesh: The rank's place.
-        module_map: Where parameters are used.
-        parameters: Its stages' parameters by canonical name.
-        transport: Connects the ranks.
-        actions: Its lowered list.
-        device: Where it computes.
-        streams: Copies between it and the host.
         pools: Host memory for activations, and for parameters.
         held: Parameters and buffers of the module, which no layer keeps for itself.
     """
