@@ -16,12 +16,46 @@ from torch import Tensor, nn
 from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.communication import Transport
+from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, let_go
-from lightning_mist.runtime.offload.gradient_sum import GradientSum
 from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense
 from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import ShardUnit
+
+
+class GradientSum:
+    """Gradients of one unit that one rank updates: at ``home`` in host memory, ``flat`` in a device buffer meanwhile.
+
+    Attributes:
+        form: Like the flat tensor that holds them; where ranks reduce them, behind them one number for each that says
+            how many ranks had one.
+        present: Which of them this rank had.
+        earlier, earlier_present: The same of earlier batches, to which this one's will be added.
+        work: Their way to other ranks.
+    """
+
+    __slots__ = ("bucket", "earlier", "earlier_present", "flat", "form", "home", "is_mine", "present", "work")
+
+    def __init__(self, bucket: Bucket, *, is_mine: bool) -> None:
+        self.bucket, self.is_mine = bucket, is_mine
+        self.form = torch.empty(0)
+        self.home: Tensor | None = None
+        self.earlier: Tensor | None = None
+        self.flat: Tensor | None = None
+        self.present: list[bool] = []
+        self.earlier_present: list[bool] = []
+        self.work: Work | None = None
+
+    def lay_out(self, *, is_reduced: bool) -> None:
+        """Take the shapes and strides that the parameters have now."""
+        self.bucket = self.bucket.with_layouts()
+        size, dtype = self.bucket.numel + is_reduced * len(self.bucket.names), self.bucket.parameters[0].dtype
+        self.form = torch.empty(size, dtype=dtype, device="meta")
+
+    def views(self) -> list[Tensor]:
+        """A view of each gradient in its buffer."""
+        assert self.flat is not None
+        return self.bucket.views(self.flat)
 
 
 class OffloadedGradients:

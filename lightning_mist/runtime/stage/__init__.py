@@ -1,7 +1,6 @@
 """One stage of an unmodified module: what it computes, what it skips, and what crosses its ends."""
 
 from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
-from lightning_mist.runtime.stage.stage_split import TransportGroup
 from lightning_mist.runtime.stage.stages import RankStages, make_stages, no_caches
 from lightning_mist.runtime.stage.step_run import InputSpec, StageOutput
 from lightning_mist.runtime.stage.unit_runner import UnitRunner, make_unit_runner
@@ -11,7 +10,6 @@ __all__ = [
     "PipelineStage",
     "RankStages",
     "StageOutput",
-    "TransportGroup",
     "UnitRunner",
     "make_stages",
     "make_unit_runner",
