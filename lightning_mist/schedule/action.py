@@ -39,59 +39,6 @@ class ActionKind(Enum):
     __hash__ = object.__hash__
 
 
-PER_MICROBATCH = frozenset(
-    {
-        ActionKind.FORWARD,
-        ActionKind.BACKWARD,
-        ActionKind.BACKWARD_INPUT,
-        ActionKind.BACKWARD_WEIGHT,
-        ActionKind.RECV_ACTIVATION,
-        ActionKind.SEND_ACTIVATION,
-        ActionKind.RECV_GRADIENT,
-        ActionKind.SEND_GRADIENT,
-        ActionKind.LOAD_ACTIVATIONS,
-        ActionKind.STORE_ACTIVATIONS,
-        ActionKind.DROP_ACTIVATIONS,
-    }
-)
-"""Kinds that carry a microbatch index; the others happen once per batch or once per optimizer step."""
-
-HEAD = -1
-"""Unit of what runs before a module's first layer. Layers are units by their position."""
-
-TAIL = -2
-"""Unit of what runs after a module's last layer."""
-
-UNIT_NAMES = {HEAD: "head", TAIL: "tail"}
-
-_OF_UNITS = frozenset(
-    {
-        ActionKind.UNSHARD,
-        ActionKind.RESHARD,
-        ActionKind.LOAD_GRADIENTS,
-        ActionKind.STORE_GRADIENTS,
-        ActionKind.LOAD_PARAMETERS,
-        ActionKind.STORE_PARAMETERS,
-        ActionKind.LOAD_OPTIMIZER_STATE,
-        ActionKind.STORE_OPTIMIZER_STATE,
-        ActionKind.UPDATE,
-        ActionKind.LOAD_ACTIVATIONS,
-        ActionKind.STORE_ACTIVATIONS,
-        ActionKind.DROP_ACTIVATIONS,
-    }
-)
-
-_WHOLE_STAGE = frozenset(
-    {
-        ActionKind.RECV_ACTIVATION,
-        ActionKind.SEND_ACTIVATION,
-        ActionKind.RECV_GRADIENT,
-        ActionKind.SEND_GRADIENT,
-        ActionKind.REDUCE_TIED,
-        ActionKind.OPTIMIZER_STEP,
-    }
-)
-
 COMPUTATIONS = frozenset(
     {ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT}
 )
@@ -105,6 +52,35 @@ SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
 
 RECEIVES = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})
 """Kinds that post room for tensors of a neighbouring stage."""
+
+_ACTIVATION_COPIES = frozenset({ActionKind.LOAD_ACTIVATIONS, ActionKind.STORE_ACTIVATIONS, ActionKind.DROP_ACTIVATIONS})
+
+PER_MICROBATCH = COMPUTATIONS | SENDS | RECEIVES | _ACTIVATION_COPIES
+"""Kinds that carry a microbatch index; the others happen once per batch or once per optimizer step."""
+
+HEAD = -1
+"""Unit of what runs before a module's first layer. Layers are units by their position."""
+
+TAIL = -2
+"""Unit of what runs after a module's last layer."""
+
+UNIT_NAMES = {HEAD: "head", TAIL: "tail"}
+
+_OF_UNITS = _ACTIVATION_COPIES | frozenset(
+    {
+        ActionKind.UNSHARD,
+        ActionKind.RESHARD,
+        ActionKind.LOAD_GRADIENTS,
+        ActionKind.STORE_GRADIENTS,
+        ActionKind.LOAD_PARAMETERS,
+        ActionKind.STORE_PARAMETERS,
+        ActionKind.LOAD_OPTIMIZER_STATE,
+        ActionKind.STORE_OPTIMIZER_STATE,
+        ActionKind.UPDATE,
+    }
+)
+
+_WHOLE_STAGE = SENDS | RECEIVES | {ActionKind.REDUCE_TIED, ActionKind.OPTIMIZER_STEP}
 
 _TEXT = re.compile(r"^(\d+)([A-Z_]+?)(\d+)?(?::(\d+|head|tail))?$")
 

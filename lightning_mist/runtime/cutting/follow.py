@@ -46,18 +46,7 @@ _NEITHER = "the values of a batch are not those of its parts, row by row, nor th
 
 _KEEPING = frozenset(
     (
-        "detach",
-        "clone",
-        "item",
-        "float",
-        "to",
-        "double",
-        "cpu",
-        "cuda",
-        "contiguous",
-        "type",
-        "half",
-        "bfloat16",
+        *("detach", "clone", "item", "float", "to", "double", "cpu", "cuda", "contiguous", "type", "half", "bfloat16"),
         "data",
     )
 )

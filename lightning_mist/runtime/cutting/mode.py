@@ -20,18 +20,7 @@ from lightning_mist.runtime.cutting.tape_replay import Values
 from lightning_mist.runtime.shared_patch import quiet_in_blocks
 
 _REDUCTIONS = (
-    "sum",
-    "mean",
-    "nanmean",
-    "nansum",
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "logsumexp",
-    "prod",
-    "median",
-    "quantile",
+    *("sum", "mean", "nanmean", "nansum", "max", "min", "amax", "amin", "logsumexp", "prod", "median", "quantile"),
 )
 _SPREADS = ("norm", "vector_norm", "matrix_norm", "std", "var", "std_mean", "var_mean", "normalize")
 _ORDERS = ("cumsum", "cumprod", "sort", "topk", "roll", "flip")

@@ -42,24 +42,8 @@ _SIZES = frozenset(("size", "numel", "nelement"))
 
 _SKIPPED = frozenset(
     (
-        *(
-            "dim",
-            "ndimension",
-            "is_floating_point",
-            "is_complex",
-            "is_contiguous",
-            "stride",
-            "storage_offset",
-            "__len__",
-        ),
-        *(
-            "__hash__",
-            "data_ptr",
-            "untyped_storage",
-            "get_device",
-            "element_size",
-            "backward",
-        ),
+        *("dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "stride", "storage_offset"),
+        *("__len__", "__hash__", "data_ptr", "untyped_storage", "get_device", "element_size", "backward"),
         *("register_hook", "retain_grad", "__dlpack__", "__dlpack_device__", "is_signed", "has_names"),
     )
 )

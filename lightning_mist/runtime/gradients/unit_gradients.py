@@ -8,7 +8,6 @@ missing one counts as zeros, and one number per parameter says how many ranks ha
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from lightning_mist.devices import read
@@ -16,7 +15,7 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.offload import OffloadedGradients
-from lightning_mist.runtime.parameters import Bucket, UnitKey
+from lightning_mist.runtime.parameters import Bucket, UnitKey, owned_buckets
 from lightning_mist.schedule.stage_units import ShardUnit
 
 
@@ -56,19 +55,13 @@ class UnitGradients:
         names = frozenset[str]() if moved is None else moved.names
         self._group = tuple(sorted(mesh.peers))
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
-        self._of: dict[UnitKey, tuple[Bucket, ...]] = {}
-        for key, unit in units.items():
-            together: dict[tuple[int, bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-            for name in unit.reduced:
-                p = parameters[name]
-                together.setdefault((owners[name], name in names, p.dtype, p.device), []).append((name, p))
-            self._of[key] = tuple(Bucket.of(items, owner) for (owner, *_), items in together.items())
+        self._of = {key: owned_buckets(unit.reduced, parameters, owners, apart=names) for key, unit in units.items()}
         self._under_way: list[tuple[Bucket, Tensor, list[bool], Work]] = []
         self._sums: dict[int, tuple[Bucket, _Sum]] = {}
 
     def keep_layouts(self) -> None:
         """Remember the shapes and strides of the parameters, which are about to lose their memory."""
-        self._of = {key: tuple(bucket.with_layouts() for bucket in buckets) for key, buckets in self._of.items()}
+        self._of = {key: [bucket.with_layouts() for bucket in buckets] for key, buckets in self._of.items()}
 
     def reduce(self, key: UnitKey) -> None:
         """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""

@@ -18,7 +18,7 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, let_go
-from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense
+from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense, owned_buckets
 from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import ShardUnit
 
@@ -95,15 +95,11 @@ class OffloadedGradients:
         owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in mesh.held}
         self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
-            together: dict[tuple[int | None, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-            for name in unit.reduced:
-                if name in self.names:
-                    together.setdefault((owners[name], parameters[name].dtype), []).append((name, parameters[name]))
-            for (owner, _), items in together.items():
-                is_mine = owner in (None, mesh.data_index)
+            for bucket in owned_buckets((name for name in unit.reduced if name in self.names), parameters, owners):
+                is_mine = bucket.owner in (None, mesh.data_index)
                 # From ZeRO-2 on others' gradients never stay.
                 if is_mine or not self._shares:
-                    self._of.setdefault(key, []).append(GradientSum(Bucket.of(items, owner), is_mine=is_mine))
+                    self._of.setdefault(key, []).append(GradientSum(bucket, is_mine=is_mine))
         self._place_of = {item.bucket.names: (key, item) for key, sums in self._of.items() for item in sums}
         self._at = {
             parameter: (key, item, index)

@@ -8,7 +8,7 @@ from lightning_mist.runtime.parameters.absent_parameters import (
     make_present,
     works,
 )
-from lightning_mist.runtime.parameters.buckets import Bucket, check_dense, make_buckets
+from lightning_mist.runtime.parameters.buckets import Bucket, check_dense, make_buckets, owned_buckets
 from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
@@ -49,6 +49,7 @@ __all__ = [
     "make_present",
     "memory_of",
     "no_kept_casts",
+    "owned_buckets",
     "parts_of",
     "restrict_optimizer",
     "works",

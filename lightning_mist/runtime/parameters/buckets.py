@@ -1,6 +1,6 @@
 """Parameters in flat buffers, so that a few large transfers carry many small tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.sharding import BUCKET_BYTES, FIRST_BUCKET_BYTES, deal_buckets
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "make_buckets", "padded_numel", "views_like"]
+__all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "Bucket",
+    "make_buckets",
+    "owned_buckets",
+    "padded_numel",
+    "views_like",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,21 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         return flat, present
+
+
+def owned_buckets(
+    names: Iterable[str],
+    parameters: Mapping[str, nn.Parameter],
+    owners: Mapping[str, int | None],
+    *,
+    apart: Collection[str] = (),
+) -> list[Bucket]:
+    """Buckets of parameters by owner, dtype and device, ordered by their first; those ``apart`` share none with others."""
+    together: dict[tuple[int | None, bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for name in names:
+        p = parameters[name]
+        together.setdefault((owners[name], name in apart, p.dtype, p.device), []).append((name, p))
+    return [Bucket.of(items, owner) for (owner, *_), items in together.items()]
 
 
 def check_dense(bucket: Bucket, ranks: int) -> None:

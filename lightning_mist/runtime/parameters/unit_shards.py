@@ -30,7 +30,7 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import make_absent, make_present
-from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
+from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets, padded_numel, views_like
 from lightning_mist.schedule.stage_units import ShardUnit
 
 UnitKey = tuple[int, int]
@@ -359,13 +359,7 @@ class UnitGather:
     ) -> None:
         self._mesh, self._transport = mesh, transport
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
-        self._of: dict[UnitKey, list[Bucket]] = {}
-        for key, names in units.items():
-            together: dict[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-            for name in names:
-                p = parameters[name]
-                together.setdefault((owners[name], p.dtype, p.device), []).append((name, p))
-            self._of[key] = [Bucket.of(items, owner) for (owner, *_), items in together.items()]
+        self._of = {key: owned_buckets(names, parameters, owners) for key, names in units.items()}
         self._under_way: dict[UnitKey, list[tuple[Bucket, Tensor, Work]]] = {}
 
     def begin(self, key: UnitKey) -> None:

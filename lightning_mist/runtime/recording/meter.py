@@ -73,22 +73,7 @@ class AllocatorMeter:
 
     def __init__(self, ops: DeviceOps) -> None:
         self._ops = ops
-        self._peak = self._reserved = self._used = 0
-
-    @property
-    def reserved_bytes(self) -> int:
-        """See :class:`MemoryMeter`."""
-        return self._reserved
-
-    @property
-    def device_bytes(self) -> int:
-        """See :class:`MemoryMeter`."""
-        return self._used
-
-    @property
-    def peak_bytes(self) -> int:
-        """See :class:`MemoryMeter`."""
-        return self._peak
+        self.peak_bytes = self.reserved_bytes = self.device_bytes = 0
 
     @property
     def current_bytes(self) -> int:
@@ -102,7 +87,7 @@ class AllocatorMeter:
         """See :class:`MemoryMeter`."""
         self._ops.reset_peak()
         use = self._use()
-        self._peak, self._reserved = use.allocated, use.reserved
+        self.peak_bytes, self.reserved_bytes = use.allocated, use.reserved
 
     def __enter__(self) -> "AllocatorMeter":
         # The allocator has one peak, which may stem from before; earlier peaks of this meter are kept here.
@@ -111,9 +96,9 @@ class AllocatorMeter:
 
     def __exit__(self, *error: Any) -> None:
         use = self._use()
-        self._peak = max(self._peak, use.peak_allocated)
-        self._reserved = max(self._reserved, use.peak_reserved)
-        self._used = use.used
+        self.peak_bytes = max(self.peak_bytes, use.peak_allocated)
+        self.reserved_bytes = max(self.reserved_bytes, use.peak_reserved)
+        self.device_bytes = use.used
 
     def _use(self) -> MemoryUse:
         use = self._ops.memory()
@@ -137,27 +122,13 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     count follows at the next operator: callbacks come at any moment and in any thread.
     """
 
+    reserved_bytes = device_bytes = None
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, _Alive] = {}
         self._freed: deque[_Alive] = deque()
-        self._current = 0
-        self._peak = 0
-
-    @property
-    def reserved_bytes(self) -> None:
-        """See :class:`MemoryMeter`."""
-        return
-
-    @property
-    def device_bytes(self) -> None:
-        """See :class:`MemoryMeter`."""
-        return
-
-    @property
-    def peak_bytes(self) -> int:
-        """See :class:`MemoryMeter`."""
-        return self._peak
+        self._current = self.peak_bytes = 0
 
     @property
     def current_bytes(self) -> int:
@@ -170,11 +141,11 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle()
         for tensor in tensors:
             self._count(tensor)
-        self._peak = max(self._peak, self._current)
+        self.peak_bytes = max(self.peak_bytes, self._current)
 
     def reset(self) -> None:
         """See :class:`MemoryMeter`."""
-        self._peak = self.current_bytes
+        self.peak_bytes = self.current_bytes
 
     def __enter__(self) -> "StorageMeter":
         """Count from here on."""
@@ -199,13 +170,13 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle()
         for tensor in tensors_in((args, kwargs, result)):
             self._count(tensor)
-        self._peak = max(self._peak, self._current)
+        self.peak_bytes = max(self.peak_bytes, self._current)
         return result
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         self._settle()
         self._count_storage(storage)
-        self._peak = max(self._peak, self._current)
+        self.peak_bytes = max(self.peak_bytes, self._current)
 
     def _settle(self) -> None:
         while self._freed:
