@@ -11,9 +11,9 @@ CPU the hosts themselves compute: there no stage goes on before all have reduced
 
 Lists grow with the number of microbatches, and once a pipeline is in its steady state ``P`` more microbatches over
 ``P`` groups of devices always take as long; so long lists are cut, and the rest follows from two of the cut lengths.
-Where stages differ much it takes longer until that state; what is cut then errs by less than half a percent. Schedules
-that run stage by stage without lists are not cut unless they are very long, so that pictures show the predicted step;
-chunks, of which there are several times as many, are cut in any case.
+Where stages differ much it takes longer until that state; what is cut then errs by less than half a percent. On a
+device lists of 1F1B and ZB-H1 are not cut unless they are very long, so that pictures show the predicted step; chunks,
+of which there are several times as many, are cut in any case.
 
 What a stage's devices do is added up; the rest of the step is split in two by running the lists once more with
 transfers that take no time. By as much as the step is longer with them, transfers show; what is left is the bubble.
@@ -28,17 +28,15 @@ from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, ScheduleName
 from lightning_mist.schedule import StepRules
 from lightning_mist.schedule.program import Program, program_of
-from lightning_mist.schedule.program_clock import finish, finish_at, run
+from lightning_mist.schedule.program_clock import finish, run
 from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
 from lightning_mist.schedule.seconds import StageSeconds as SlotSeconds
-from lightning_mist.schedule.sweep import can_sweep, sweep
-from lightning_mist.schedule.sweep_chunks import can_sweep_chunks, sweep_chunks
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
 
-SWEPT = 1 << 14
-"""Microbatches times stages up to which nothing is cut where no lists are made: some milliseconds."""
+UNCUT = 1 << 14
+"""Microbatches times stages up to which lists without chunks are not cut."""
 
 CUT = 5e-3
 """Share by which what follows from shorter lists may be less than what long ones take."""
@@ -186,12 +184,8 @@ def _is_cut(plan: Plan, rules: StepRules) -> bool:
     count = plan.num_microbatches
     if count <= 2 * _longest(plan) + plan.num_groups:
         return False
-    return not (_sweeps(plan, rules, count) and count * plan.num_stages <= SWEPT)
-
-
-def _sweeps(plan: Plan, rules: StepRules, count: int) -> bool:
-    """Whether a schedule runs stage by stage, which takes a fraction of the time of its lists."""
-    return rules.transfers == "beside" and can_sweep(plan.num_stages, count, plan.schedule)
+    is_plain = rules.transfers == "beside" and plan.schedule in ("1f1b", "zb-h1")
+    return not (is_plain and count * plan.num_stages <= UNCUT)
 
 
 def _has_chunks(plan: Plan) -> bool:
@@ -201,20 +195,13 @@ def _has_chunks(plan: Plan) -> bool:
 def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> float:
     once = [stage.epilogue for stage in seconds.stages[: plan.num_groups]]
     is_tied = plan.num_groups > 1 and any(item.tied > 0 for item in once)
-    last, moves = None, (seconds.stages, seconds.activations, seconds.gradients, count)
-    if _sweeps(plan, rules, count):
-        last = sweep(*moves, plan.schedule)
-    elif rules.transfers == "beside" and _has_chunks(plan) and can_sweep_chunks(plan.num_groups, count):
-        last = sweep_chunks(*moves, plan.num_groups)
-    if last is not None:
-        return finish_at(last.ends, last.arrivals, once, rules, is_tied=is_tied).makespan
     program = _program(plan.num_stages, count, plan.schedule, plan.num_groups)
     slots, sending = slot_seconds(seconds.stages), seconds.sent_crossings
     times = run(program, slots, seconds.crossings, rules, sending_seconds=sending)
     return finish(program, times, once, rules, is_tied=is_tied).makespan
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _program(num_stages: int, num_microbatches: int, name: ScheduleName, num_groups: int) -> Program:
     return program_of(num_stages, num_microbatches, name, num_groups=num_groups)
 

@@ -210,28 +210,11 @@ def finish(
     Args:
         is_tied: Whether groups sum gradients of parameters that several of them hold.
     """
-    # What was sent last over a link arrives last.
+    # What was sent last over a link arrives last; buffers of what a group sent must live until then.
     arrived = [0.0] * len(epilogues)
     for sender, arrivals in zip(program.senders, times.arrivals, strict=True):
         arrived[sender] = max(arrived[sender], arrivals[-1])
-    return finish_at(times.ends, arrived, epilogues, rules, is_tied=is_tied)
-
-
-def finish_at(
-    ends: Sequence[float],
-    arrived: Sequence[float],
-    epilogues: Sequence[Epilogue],
-    rules: StepRules,
-    *,
-    is_tied: bool,
-) -> EpilogueTimes:
-    """What comes after the last backward.
-
-    Args:
-        arrived: For each group when all that it sent has arrived: its buffers must live until then.
-        is_tied: Whether groups sum gradients of parameters that several of them hold.
-    """
-    reduced = [end + item.reduce for end, item in zip(ends, epilogues, strict=True)]
+    reduced = [end + item.reduce for end, item in zip(times.ends, epilogues, strict=True)]
     tied_seconds = max(item.tied for item in epilogues)
     tied = max(reduced)
     ready = [tied + tied_seconds] * len(reduced) if is_tied else reduced
@@ -240,7 +223,7 @@ def finish_at(
     step = [max(first, own) for own in ready]
     gather = [start + item.step for start, item in zip(step, epilogues, strict=True)]
     return EpilogueTimes(
-        reduce=tuple(ends),
+        reduce=tuple(times.ends),
         tied=tied,
         tied_seconds=tied_seconds,
         step=tuple(step),

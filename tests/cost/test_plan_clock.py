@@ -130,7 +130,7 @@ def random_terms(rng, count):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_what_runs_without_lists_is_not_cut(monkeypatch, schedule):
+def test_lists_without_chunks_are_not_cut(monkeypatch, schedule):
     """Stages of which the slowest are not the last take longest until every ``P`` microbatches take as long."""
     stages = [stage(forward=1, backward=2 + at % 3, weight=1, arrival=0.3, **{"return": 0.2}) for at in range(6)]
     long = plan(schedule, 6, microbatches=500)
@@ -150,7 +150,7 @@ def test_cut_lists_take_as_long_as_whole_ones(monkeypatch, schedule, chunks, see
     stages = random_terms(rng, groups * chunks)
     rules = StepRules(transfers=("beside", "within")[seed % 2], update_after="all")
     long = plan(schedule, groups, chunks=chunks, microbatches=60 * groups)
-    monkeypatch.setattr(clock, "SWEPT", 0)
+    monkeypatch.setattr(clock, "UNCUT", 0)
     cut = clocked_seconds(long, stages, rules)
     monkeypatch.setattr(clock, "LEAST", 10_000)
     assert cut == pytest.approx(clocked_seconds(long, stages, rules), rel=5e-3)
