@@ -103,7 +103,7 @@ def owned_buckets(
     *,
     apart: Collection[str] = (),
 ) -> list[Bucket]:
-    """Buckets of parameters by owner, dtype and device, ordered by their first; those ``apart`` share none with others."""
+    """Buckets of parameters by owner, dtype and device, in their order; none mixes those ``apart`` with others."""
     together: dict[tuple[int | None, bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     for name in names:
         p = parameters[name]
