@@ -79,7 +79,7 @@ def copy_batch(batch: Batch) -> Batch:
     return result
 
 
-def is_row_list(node: Any, rows: int) -> bool:
+def _is_row_list(node: Any, rows: int) -> bool:
     """Whether a list or tuple holds one value without rows for each row."""
     return type(node) in (list, tuple) and len(node) == rows and not any(_holds_arrays(item) for item in node)
 

@@ -22,7 +22,6 @@ class AcceleratorOps:
         self._module: Any = torch.get_device_module(device)
 
     def stream(self, *, high_priority: bool = False) -> Any:
-        """See :class:`DeviceOps`."""
         return torch.Stream(self.device, priority=_HIGH_PRIORITY if high_priority else 0)
 
     def launch(
@@ -33,7 +32,6 @@ class AcceleratorOps:
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> None:
-        """See :class:`DeviceOps`."""
         if stream is None:
             work()
             return
@@ -45,17 +43,14 @@ class AcceleratorOps:
             torch.accelerator.set_stream(current)
 
     def record(self, stream: Any = None, *, timed: bool = False) -> Any:
-        """See :class:`DeviceOps`."""
         event = torch.Event(self.device, enable_timing=timed)
         event.record(torch.accelerator.current_stream(self.device) if stream is None else stream)
         return event
 
     def wait(self, event: Any, stream: Any = None) -> None:
-        """See :class:`DeviceOps`."""
         (torch.accelerator.current_stream(self.device) if stream is None else stream).wait_event(event)
 
     def synchronize(self, event: Any = None) -> None:
-        """See :class:`DeviceOps`."""
         self.synchronizations += 1
         if event is None:
             torch.accelerator.synchronize(self.device)
@@ -63,15 +58,12 @@ class AcceleratorOps:
             event.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """See :class:`DeviceOps`."""
         return float(start.elapsed_time(end)) / 1e3
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """See :class:`DeviceOps`."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def mapped_host_memory(self, nbytes: int) -> Tensor:
-        """See :class:`DeviceOps`."""
         if self.device.type != "cuda" or nbytes == 0:
             return self.host_memory(nbytes)
         found = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
@@ -87,7 +79,6 @@ class AcceleratorOps:
         self._module.cudart().cudaHostUnregister(address)
 
     def memory(self) -> MemoryUse:
-        """See :class:`DeviceOps`."""
         free, total = self._module.mem_get_info(self.device)
         return MemoryUse(
             allocated=self._module.memory_allocated(self.device),
@@ -99,15 +90,12 @@ class AcceleratorOps:
         )
 
     def reset_peak(self) -> None:
-        """See :class:`DeviceOps`."""
         self._module.reset_peak_memory_stats(self.device)
 
     def release_cached(self) -> None:
-        """See :class:`DeviceOps`."""
         self._module.empty_cache()
 
     def generator(self) -> torch.Generator:
-        """See :class:`DeviceOps`."""
         self._module.init()  # nothing if it has been; there are none before
         found: torch.Generator = self._module.default_generators[self.device.index or 0]
         return found

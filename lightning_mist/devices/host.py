@@ -112,7 +112,6 @@ class HostOps:
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
 
     def stream(self, *, high_priority: bool = False) -> HostStream:
-        """See :class:`DeviceOps`."""
         stream = HostStream(next(self._numbers), self._delays)
         self._streams.add(stream)
         return stream
@@ -125,7 +124,6 @@ class HostOps:
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> None:
-        """See :class:`DeviceOps`."""
         if self._observer is not None:
             self._observer.launched(0 if stream is None else stream.number, reads, writes)
         if stream is None:
@@ -134,7 +132,6 @@ class HostOps:
             stream.put(work)
 
     def record(self, stream: HostStream | None = None, *, timed: bool = False) -> HostEvent:
-        """See :class:`DeviceOps`."""
         event = HostEvent(next(self._events), is_ahead=stream is not None)
         if self._observer is not None:
             self._observer.recorded(event.number, 0 if stream is None else stream.number)
@@ -143,7 +140,6 @@ class HostOps:
         return event
 
     def wait(self, event: HostEvent, stream: HostStream | None = None) -> None:
-        """See :class:`DeviceOps`."""
         if self._observer is not None:
             self._observer.waited(event.number, 0 if stream is None else stream.number)
         if stream is None:
@@ -174,15 +170,12 @@ class HostOps:
                 raise error
 
     def seconds(self, start: HostEvent, end: HostEvent) -> float:
-        """See :class:`DeviceOps`."""
         return end.at - start.at
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """See :class:`DeviceOps`."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def mapped_host_memory(self, nbytes: int) -> Tensor:
-        """See :class:`DeviceOps`."""
         return self.host_memory(nbytes)
 
     def memory(self) -> None:

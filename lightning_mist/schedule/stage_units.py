@@ -125,20 +125,15 @@ def defers_update(plan: Plan, module_map: ModuleMap, stage: int) -> bool:
     return not any(module_map.excludes(feature) for feature in seen)
 
 
-def walked_stages(plan: Plan, module_map: ModuleMap, group: int) -> tuple[int, ...]:
-    """The stages of a group of devices whose computations are expanded: they shard gradients, or move something."""
-    return tuple(
-        index
+def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple[ShardUnit, ...]]:
+    """The units that have parameters of each stage of a group that shards gradients or moves anything, by stage."""
+    return {
+        index: shard_units(module_map, plan.bounds, index)
         for index in plan.chunks(group)
         if max((item := (stage := plan.stages[index]).offload).activations, item.parameters, item.gradients) > 0.0
         or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.data_parallel_degree > 1)
         or defers_update(plan, module_map, index)
-    )
-
-
-def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple[ShardUnit, ...]]:
-    """The units that have parameters of every stage of a group of devices whose computations are expanded."""
-    return {stage: shard_units(module_map, plan.bounds, stage) for stage in walked_stages(plan, module_map, group)}
+    }
 
 
 def expanded_units(

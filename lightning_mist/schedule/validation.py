@@ -13,8 +13,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.schedule.action import (
@@ -39,12 +38,11 @@ _EPILOGUE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """Which actions of a stage must exist, and after which other of the same microbatch they come."""
 
     kind: ActionKind
-    after: ActionKind | None
+    after: ActionKind | None = None
 
 
 def check(schedule: Schedule, num_microbatches: int) -> None:
@@ -94,7 +92,7 @@ class Rules:
         if stage in self._split:
             yield _Kind(ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD_INPUT)
         if receives:
-            yield _Kind(ActionKind.RECV_ACTIVATION, None)
+            yield _Kind(ActionKind.RECV_ACTIVATION)
             yield _Kind(ActionKind.SEND_GRADIENT, backward)
         if self.is_lowered and stage < self.num_stages - 1:
             yield _Kind(ActionKind.SEND_ACTIVATION, ActionKind.FORWARD)

@@ -137,7 +137,7 @@ def _train(
     )
     if moved is not None:
         rank.executor.take_update(moved)
-    stages.hollow()
+    stages.free_foreign()
     parts = microbatches(plan, transport.rank, batches)
     meter = StorageMeter()
     for _ in range(STEPS + (moved is not None)):

@@ -254,11 +254,8 @@ def _values(bucket: Bucket, home: Mapping[str, Tensor]) -> list[Tensor]:
 def _buckets_of(
     mesh: Mesh, parameters: Mapping[str, nn.Parameter], items: Sequence[HeldParameter]
 ) -> tuple[Bucket, ...]:
-    return make_buckets([(item.name, parameters[item.name], _bucket_owner(mesh, item)) for item in items])
-
-
-def _bucket_owner(mesh: Mesh, item: HeldParameter) -> int | None:
-    return item.owner(mesh.stage) if mesh.is_sharded else None
+    owners = [item.owner(mesh.stage) if mesh.is_sharded else None for item in items]
+    return make_buckets([(item.name, parameters[item.name], own) for item, own in zip(items, owners, strict=True)])
 
 
 def _with_presence(parameter: nn.Parameter) -> Tensor:

@@ -73,7 +73,7 @@ def _fake_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMo
     return nn.Parameter(data, requires_grad=False)
 
 
-def hollow(parameters: Iterable[nn.Parameter]) -> None:
+def free_parameters(parameters: Iterable[nn.Parameter]) -> None:
     """Free the storage of parameters; they keep their shape.
 
     Where there is such a value they are not a number, so that whoever computes with them all the same sees it.

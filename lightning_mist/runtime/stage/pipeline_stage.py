@@ -26,7 +26,7 @@ from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.shared_patch import inside_block
 from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
-from lightning_mist.runtime.stage.fake_parameters import FakeParameters, hollow
+from lightning_mist.runtime.stage.fake_parameters import FakeParameters
 from lightning_mist.runtime.stage.skipped_blocks import SkippedBlocks
 from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.runtime.stage.step_run import (
@@ -40,6 +40,7 @@ from lightning_mist.runtime.stage.step_run import (
     enter_graph,
     quiet_fakes,
 )
+from lightning_mist.tensor_parallel import whole
 
 
 class PipelineStage:
@@ -149,10 +150,6 @@ class PipelineStage:
                     if forward is not None:
                         space["forward"] = forward
 
-    def hollow(self) -> None:
-        """Free the storage of the parameters that other stages hold; see :func:`hollow`."""
-        hollow(self.foreign.values())
-
     def input_specs(self, call: Callable[[], Any], signature: Hashable) -> tuple[InputSpec, ...]:
         """What the stage will receive for a call, in the order of the map's cut; nothing on stage 0.
 
@@ -206,7 +203,7 @@ class PipelineStage:
         run = StepRun(self._wanted, received, state)
         value, is_complete = self._enter(run, call)
         if self.split is not None:
-            value = self.split.whole(value)
+            value = whole(value)
         if self._num_stages == 1:
             return StageOutput(tensors=(), value=value)
         if self.index == self._num_stages - 1:

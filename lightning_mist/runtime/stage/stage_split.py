@@ -45,11 +45,6 @@ class StageSplit:
         self._side = Side(degree=group.size, is_shared=sequence_parallel)
         self._entries = {entry.position: entry for entry in split.sequence} if sequence_parallel else {}
 
-    @property
-    def gathered(self) -> tuple[tuple[str, int], ...]:
-        """How often a function needed the whole of a split tensor, by its name."""
-        return tuple(self.context.gathered.items())
-
     def slots_of(self, module: nn.Module, module_map: ModuleMap) -> tuple[Slot, ...]:
         """The places of a module that hold a parameter which is shared out."""
         modules = dict(module.named_modules())
@@ -132,15 +127,11 @@ class StageSplit:
         """What this rank holds of a tensor that the step made and that leaves the stage; differentiable."""
         dim = live.sequence_dim
         if dim is None or not self._side.is_parted(tensor.shape[dim]):
-            return self.whole(tensor)  # type: ignore[no-any-return]
+            return whole(tensor)  # type: ignore[no-any-return]
         if not isinstance(tensor, SplitTensor) or tensor.placement[dim] != ((tensor.shape[dim], True),):
-            tensor = split_sequence(self.whole(tensor), dim, self.context)
+            tensor = split_sequence(whole(tensor), dim, self.context)
         assert isinstance(tensor, SplitTensor)
         return tensor.local
-
-    def whole(self, value: Any) -> Any:
-        """Nested containers with every split tensor gathered; differentiable."""
-        return whole(value)
 
 
 class TransportGroup:

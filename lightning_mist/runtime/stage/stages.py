@@ -11,7 +11,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.communication import Transport
-from lightning_mist.runtime.stage.fake_parameters import hollow
+from lightning_mist.runtime.stage.fake_parameters import free_parameters
 from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from lightning_mist.runtime.stage.stage_split import StageSplit, TransportGroup
 
@@ -70,9 +70,9 @@ class RankStages:
         with stage.attached():
             yield stage
 
-    def hollow(self) -> None:
+    def free_foreign(self) -> None:
         """Free the storage of the parameters that other ranks' stages hold."""
-        hollow(self.foreign.values())
+        free_parameters(self.foreign.values())
 
 
 def make_stages(

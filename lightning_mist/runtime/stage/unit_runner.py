@@ -90,10 +90,10 @@ class UnitRunner:
         """
         self._watch(False)
         self._left = deque((self._updating if self._is_updating() else self._lines).get(action, ()))
-        self._units, self._unit = {line.unit for line in self._left if _computes(line)}, None
+        self._units, self._unit = {line.unit for line in self._left if line.kind in COMPUTATIONS}, None
         marks = marks and bool(self._left) and action.stage in self._marked
         self._marker = torch.zeros((), device=self._device, requires_grad=True) if marks else None
-        while self._left and not _computes(self._left[0]):
+        while self._left and self._left[0].kind not in COMPUTATIONS:
             self._perform(self._left.popleft())
 
     def start(self) -> None:
@@ -150,7 +150,7 @@ class UnitRunner:
         """The action's computation is over: do what is left of its lines."""
         while self._left:
             action = self._left.popleft()
-            if not _computes(action):
+            if action.kind not in COMPUTATIONS:
                 self._perform(action)
 
     def abandon(self) -> None:
@@ -191,14 +191,14 @@ class UnitRunner:
     def _reach(self, unit: int | None) -> None:
         """Do everything that comes before the computation of a unit, and wait for its parameters."""
         self._unit = unit
-        if not any(_computes(action) and action.unit == unit for action in self._left):
+        if not any(action.kind in COMPUTATIONS and action.unit == unit for action in self._left):
             raise TraceError(
                 f"layer {unit} was called after a later one, or twice: under zero_stage 2 and 3, and with offload, "
                 "blocks must run in the order of the trace, each once; use zero_stage=1 and no offload"
             )
         while True:
             action = self._left.popleft()
-            if not _computes(action):
+            if action.kind not in COMPUTATIONS:
                 self._perform(action)
             elif action.unit == unit:
                 break
@@ -207,7 +207,8 @@ class UnitRunner:
         if self.shards is not None and unit is not None:
             self.shards.ready((action.stage, unit))
         if self._activations is not None:
-            self._activations.reach(action, moves=any(line.unit == unit for line in self._left if _stores(line)))
+            stored = [line.unit for line in self._left if line.kind is ActionKind.STORE_ACTIVATIONS]
+            self._activations.reach(action, moves=unit in stored)
 
     def _is_updating(self) -> bool:
         return self.update is not None and self.update.is_pending
@@ -315,14 +316,6 @@ def _lines_of(
     lines = expand(actions, units, update)
     check_units(lines, units)
     return {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)}
-
-
-def _computes(action: Action) -> bool:
-    return action.kind in COMPUTATIONS
-
-
-def _stores(action: Action) -> bool:
-    return action.kind is ActionKind.STORE_ACTIVATIONS
 
 
 class _Marker(torch.autograd.Function):

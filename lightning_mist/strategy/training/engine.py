@@ -247,7 +247,7 @@ class Engine(WholeGradients):
             # A graph that a reference cycle keeps (of a step that was tried, say) keeps the nodes that accumulate
             # gradients, and these insist on the shapes that parameters had when they were made.
             gc.collect()
-        self.stages.hollow()
+        self.stages.free_foreign()
         for name in self._parts:
             self._take_part(name)
         make_absent(self.stages.foreign, lambda name: held_at(self.plan, self.module_map, name))

@@ -8,6 +8,7 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.module_map import map_module
 from lightning_mist.runtime.batches import copy_batch, slice_rows
+from lightning_mist.runtime.stage.fake_parameters import free_parameters
 from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from tests import zoo
 
@@ -44,7 +45,7 @@ class Pipeline:
             for index, (module, (first, end)) in enumerate(zip(self.modules, self.bounds, strict=True))
         ]
         for stage in self.stages:
-            stage.hollow()
+            free_parameters(stage.foreign.values())
 
     def forward(self, batch, signature=None):
         runs, sent = [], ()

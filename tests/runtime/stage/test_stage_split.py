@@ -6,6 +6,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
 from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.tensor_parallel import Layout, SplitTensor, run_ranks
+from lightning_mist.tensor_parallel import whole as gather
 
 HIDDEN = LiveTensor(key="h", shape=(2, 6, 4), dtype="float32", requires_grad=True, batch_dim=0, sequence_dim=1)
 
@@ -67,9 +68,9 @@ def test_what_crosses_a_boundary_is_held_in_parts_where_its_length_allows(sequen
         assert part.shape == (2, held, 4)
         arrived = split.arrived(HIDDEN, part, (2, length, 4))
         assert arrived.shape == whole.shape
-        assert torch.equal(split.whole({"x": arrived})["x"], whole)
+        assert torch.equal(gather({"x": arrived})["x"], whole)
         # Consumers are replicated: everybody's gradient is the whole gradient, once.
-        (split.whole(arrived) * whole).sum().backward()
+        (gather(arrived) * whole).sum().backward()
         assert torch.equal(made.grad, whole)
         return part.detach()
 

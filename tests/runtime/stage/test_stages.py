@@ -26,7 +26,7 @@ def test_chunks_of_a_rank_share_one_module_and_hold_each_parameter_once(plain):
     assert stages.parameters.keys() | stages.foreign.keys() == dict(module.named_parameters()).keys()
     assert not stages.parameters.keys() & stages.foreign.keys()
     assert all(stages.every[name] is parameter for name, parameter in module.named_parameters())
-    stages.hollow()
+    stages.free_foreign()
     assert all(torch.isnan(parameter).all() for parameter in stages.foreign.values())
     assert not any(torch.isnan(parameter).any() for parameter in stages.parameters.values())
 
