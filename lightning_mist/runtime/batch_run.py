@@ -367,11 +367,7 @@ def _copied(microbatch: Microbatch) -> Microbatch:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """The loss in what a step returned.
-
-    Raises:
-        TraceError: If it is of a kind that no trainer takes.
-    """
+    """The loss in what a step returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None or isinstance(loss, Tensor):
         return loss

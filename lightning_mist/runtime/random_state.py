@@ -9,11 +9,7 @@ from lightning_mist.devices import ops_of
 
 
 def get_random_state(device: torch.device) -> Tensor:
-    """State of the default CPU generator and of the device's own generator, if it has one, as bytes.
-
-    Returns:
-        A ``uint8`` tensor in host memory.
-    """
+    """State of the default CPU generator and of the device's own, if it has one, as ``uint8`` in host memory."""
     state, generator = torch.get_rng_state(), ops_of(device).generator()
     return state if generator is None else torch.cat([state, generator.get_state()])
 

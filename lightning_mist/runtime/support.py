@@ -27,11 +27,7 @@ def executed_offload(
 
 
 def check_supported(plan: Plan, module_map: ModuleMap) -> None:
-    """Refuse a plan that asks for something the runtime cannot do.
-
-    Raises:
-        PlanError: Naming the stage, the setting and the nearest setting that runs.
-    """
+    """Raise a PlanError with the nearest setting that runs if a plan asks for something the runtime cannot do."""
     if _is_alone(plan):
         raise PlanError(
             f"schedule = {plan.schedule!r} with {plan.num_stages} stages on one group of devices: chunks are passed "

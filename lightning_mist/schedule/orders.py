@@ -53,11 +53,7 @@ def generate(
 def generate_orders(
     num_stages: int, num_microbatches: int, name: ScheduleName = "1f1b", *, num_groups: int | None = None
 ) -> tuple[Order, ...]:
-    """As :func:`generate`, as plain tuples, which are made faster.
-
-    Raises:
-        ValueError: As for :func:`generate`.
-    """
+    """As :func:`generate`, as plain tuples, which are made faster."""
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
             f"num_stages = {num_stages}, num_microbatches = {num_microbatches}: both must be at least 1 to make a "

@@ -139,11 +139,7 @@ def _again(
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss among what a training step returned.
-
-    Raises:
-        TraceError: If there is none.
-    """
+    """The loss among what a training step returned; a TraceError if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise TraceError(
@@ -225,13 +221,10 @@ def _check_row_order(
 
 
 def refuse_unchecked(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], divided: Collection[int]) -> None:
-    """Refuse values that only :func:`check_stages` could show to be the same for all rows, where it is not asked.
+    """Raise a TraceError at values that only :func:`check_stages`, which is not asked, could show the same for all rows.
 
     Args:
         divided: The stages whose ranks share out rows otherwise than those of the next stage.
-
-    Raises:
-        TraceError: Naming the value.
     """
     for stage in divided:
         for live in module_map.cuts[bounds[stage][1] - 1]:

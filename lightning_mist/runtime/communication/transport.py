@@ -111,11 +111,7 @@ def check_contiguous(tensor: Tensor, what: str) -> Tensor:
 
 
 def check_entries(tensor: Tensor, group: Sequence[int]) -> None:
-    """Refuse to scatter a tensor that has not one entry per rank.
-
-    Raises:
-        ScheduleError: Naming its shape.
-    """
+    """Raise a ScheduleError if a tensor to be scattered has not one entry per rank."""
     if tensor.ndim == 0 or tensor.shape[0] != len(group):
         raise ScheduleError(
             f"reduce-scatter of a tensor of shape {tuple(tensor.shape)} over {len(group)} ranks: its first dimension "

@@ -210,11 +210,7 @@ class _Side:
             part[ref] = piece
 
     def _take_wholes(self, entry: Entry) -> str | None:
-        """Make arguments that depend on the batch alone, and not row by row, those of the whole batch.
-
-        Returns:
-            What is wrong with an argument of which a part cannot use the whole batch's.
-        """
+        """Make arguments that depend on the batch alone those of the whole; what is wrong with one that cannot be."""
         if entry.name in SELECTING:
             return None  # positions in a part are not those in the whole: what is selected is compared
         for path, leaf in leaves_in((entry.args, entry.kwargs)):

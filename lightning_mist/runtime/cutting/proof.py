@@ -106,11 +106,7 @@ class _Proof:
         self._is_coarse = False
 
     def rules(self) -> CutRules:
-        """The rules.
-
-        Raises:
-            UncuttableError: If there are none.
-        """
+        """The rules; raises if there are none."""
         with GradientDifferences(self._module) as differences:
             return self._rules(differences)
 
@@ -252,11 +248,7 @@ class _Proof:
     def _compare_gradients(
         self, tape: Tape, leaves: Sequence[Tensor], loss: Ref, found: Findings, way: str | None
     ) -> list[Values]:
-        """Compare gradients of wholes and of parts: of the batch as it is, and padded.
-
-        Returns:
-            The tensors of the batch as it is, and of its first part.
-        """
+        """Compare gradients of wholes and parts, as they are and padded; tensors of the batch and of its first part."""
         seen: list[Values] = []
         for variant, _ in self._variants(tape, leaves)[:2]:
             set_random_state(self._state, self._device)
@@ -315,11 +307,7 @@ def _refuse_unused_reads(ran: _Ran) -> None:
 
 
 def _explain_numbers(tape: Tape, fewer: Tape) -> dict[tuple[Any, Any], Ref]:
-    """Find out which plain numbers among arguments go with the rows, or with values that were read.
-
-    Returns:
-        For pairs of numbers that were read, in both runs, the tensor that they are from.
-    """
+    """See which plain numbers go with the rows or with values that were read; tensors by pairs of such values."""
     reads: dict[tuple[Any, Any], Ref] = {}
     if [entry.name for entry in tape.entries] != [entry.name for entry in fewer.entries]:
         return reads  # a decision by the batch's values: what comes of it is compared

@@ -92,11 +92,7 @@ class DeviceBuffers:
         self._buffers: list[Tensor] = []
 
     def ensure(self, units: Sequence[Sequence[Tensor]]) -> bool:
-        """Make buffers in which any of the units has its place, if they are not as large; nothing may be in them.
-
-        Returns:
-            Whether they are new.
-        """
+        """Make larger buffers if some unit fits into none, when nothing is in them; whether they are new."""
         size = max(map(padded_bytes, units), default=0)
         if size <= self._size:
             return False

@@ -69,11 +69,7 @@ class HostPool:
         self._ops, self._budget, self._directory, self.nbytes = ops, budget, directory, 0
 
     def take(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Host memory for tensors, of the same forms; it stays theirs.
-
-        Raises:
-            PlanError: If that is more than the budget.
-        """
+        """Host memory for tensors, of the same forms, within the budget; it stays theirs."""
         # Whoever counts what is made here would count it as the device's, on a CPU.
         with _disable_current_modes():
             return views_into(self.take_bytes(padded_bytes(like)), like)
@@ -104,11 +100,7 @@ class HostPool:
 
 
 def _in_a_file(nbytes: int, directory: Path) -> Tensor:
-    """Bytes of a file that has no name and is gone with them.
-
-    Raises:
-        PlanError: If the file cannot be made, or there is no room for it.
-    """
+    """Bytes of a file that has no name and is gone with them."""
     size = max(nbytes, 1)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -68,11 +68,7 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer what is asked of its form, and refuse what is asked of its values.
-
-        Raises:
-            PlanError: Naming the parameter, where its values are, and the way out.
-        """
+        """Answer what is asked of its form; refuse what is asked of its values, saying where these are."""
         name = _name_of(func)
         if name == "__repr__":
             return _described(args[0])
@@ -118,11 +114,7 @@ class AbsentGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer what is asked of its form, and refuse what is asked of its values.
-
-        Raises:
-            PlanError: Naming the way out.
-        """
+        """Answer what is asked of its form; refuse what is asked of its values, naming the way out."""
         name = _name_of(func)
         if name not in _FORM and name != "grad =" and _package(sys._getframe(1)) != _OURS:
             raise PlanError(

@@ -58,11 +58,7 @@ class MemoryMeter(Protocol):
 
 
 def meter_memory(device: torch.device, tensors: Iterable[Tensor] = ()) -> MemoryMeter:
-    """The meter for a device: its allocator is asked, but on a CPU, which has none, storages are counted.
-
-    Returns:
-        The meter; enter it with ``with``.
-    """
+    """The meter for a device: its allocator is asked, but on a CPU, which has none, storages are counted."""
     meter: MemoryMeter = StorageMeter() if device.type == "cpu" else AllocatorMeter(ops_of(device))
     meter.observe(tensors)
     return meter

@@ -7,6 +7,7 @@ from lightning_mist.plan import ParameterSplit, SequenceSplit, TensorSplit
 from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
 from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.tensor_parallel import present, run_ranks, shard
+from lightning_mist.tensor_parallel import whole as gather
 
 
 class Counted:
