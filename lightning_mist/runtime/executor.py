@@ -44,7 +44,7 @@ class Executor:
         gradients: Gradients that are in host memory.
         outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
         random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
-        state_pool: The same for parameters and optimizer state, or files.
+        state_pool: Host memory, or files, for parameters and optimizer state.
         results_made: Called whenever the last stage has launched all of what the step returned.
 
     Raises:

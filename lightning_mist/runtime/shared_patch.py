@@ -14,9 +14,6 @@ class SharedPatch:
     The first that enters makes the change and the last that leaves undoes it, in any order and on any thread: ranks
     that share a process take turns inside their steps, so a change that each undid for itself would be undone while
     another still needs it, or restore what another had made.
-
-    Args:
-        make: Gives the context that changes the state and restores it.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:

@@ -32,9 +32,6 @@ from lightning_mist.schedule.orders import generate
 def lower(plan: Plan, *, tied: bool) -> Schedule:
     """Everything that each group of devices of a plan does for one batch, in order.
 
-    Args:
-        tied: Whether any parameter is held by more than one group.
-
     Returns:
         One tuple of actions per group: transfers around computations, then ``REDUCE``, ``REDUCE_TIED`` (if ``tied``
         and there is more than one group), ``STEP`` and, on groups under ZeRO-1 or ZeRO-2 where more than one rank has

@@ -47,7 +47,6 @@ def moved_names(units: Sequence[Sequence[tuple[str, int]]], ratio: float) -> fro
 
     Args:
         units: Names and bytes of the parameters that belong to each unit.
-        ratio: Share of every unit's bytes that may be moved.
     """
     found: set[str] = set()
     for unit in units:
@@ -61,7 +60,7 @@ def update_actions(
     """The optimizer's step unit by unit, with what is fetched before and written back behind.
 
     Args:
-        moved: Those of them that have optimizer state (``"O"``), parameters (``"P"``) and gradients (``"G"``) in host
+        moved: Units that have optimizer state (``"O"``), parameters (``"P"``) and gradients (``"G"``) in host
             memory.
         gathers: Whether what was updated is then given to other ranks, unit by unit.
     """
@@ -86,11 +85,7 @@ def update_actions(
 
 
 def with_update(lines: Sequence[Sequence[Action]], update: Sequence[Action]) -> list[list[Action]]:
-    """Put the update of the batch before into the first forward of a list: every unit's before the unit in front of it.
-
-    Args:
-        lines: What each action of a rank's list consists of, by units.
-    """
+    """Put the last batch's update into the first forward of a list: every unit's before the unit in front of it."""
     pending = _by_unit(update)
     result: list[list[Action]] = []
     for part in lines:
@@ -137,7 +132,7 @@ def check_deferred(flat: Sequence[Action]) -> None:
             continue
         key = action.stage, action.unit
         if action.kind is ActionKind.UPDATE and key in used:
-            _fail(flat, position, "this unit was used before it was updated")
+            fail(flat, position, "this unit was used before it was updated")
         if action.kind in (ActionKind.FORWARD, ActionKind.UNSHARD):
             used.add(key)
 
@@ -155,7 +150,7 @@ def check_update(actions: Sequence[Action], units: Collection[Key], moved: Mappi
         key, (what, _, kind) = (action.stage, action.unit), action.kind.value.partition("_")
         broken = _broken_rule(what, kind, key, there, updated, moved)
         if broken:
-            _fail(actions, position, broken)
+            fail(actions, position, broken)
         if what == "LOAD":
             there[kind].append(key)
         elif what == "STORE":
@@ -165,9 +160,9 @@ def check_update(actions: Sequence[Action], units: Collection[Key], moved: Mappi
             there.update({used: [item for item in there.get(used, ()) if item != key] for used in USED_UP})
     for kind, left in there.items():
         for key in left:
-            _fail(actions, len(actions) - 1, f"{_of(key, ActionKind(f'STORE_{kind}'))} is missing at the end")
+            fail(actions, len(actions) - 1, f"{_of(key, ActionKind(f'STORE_{kind}'))} is missing at the end")
     for key in (unit for unit in units if unit not in updated):
-        _fail(actions, len(actions) - 1, f"{_of(key, ActionKind.UPDATE)} is missing at the end")
+        fail(actions, len(actions) - 1, f"{_of(key, ActionKind.UPDATE)} is missing at the end")
 
 
 def _broken_rule(
@@ -282,7 +277,7 @@ def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]
         )
         for key in ((stage, item) for item in made if item is not None and item in units):
             if key in owed:
-                _fail(flat, position, "gradients of an earlier backward of this unit have not left")
+                fail(flat, position, "gradients of an earlier backward of this unit have not left")
             owed.add(key)
         if unit is None or unit not in units:
             continue
@@ -290,15 +285,15 @@ def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]
         if action.kind is ActionKind.LOAD_GRADIENTS:
             there.add(key)
             if len(there) > NUM_BUFFERS:
-                _fail(flat, position, f"there are {NUM_BUFFERS} buffers, and none is free")
+                fail(flat, position, f"there are {NUM_BUFFERS} buffers, and none is free")
         elif action.kind is ActionKind.STORE_GRADIENTS:
             if key not in owed or (key in known) != (key in there):
-                _fail(flat, position, "these gradients are not there to leave")
+                fail(flat, position, "these gradients are not there to leave")
             owed.remove(key)
             there.discard(key)
             known.add(key)
     for key in owed:
-        _fail(flat, len(flat) - 1, f"{_of(key, ActionKind.STORE_GRADIENTS)} is missing at the end of the list")
+        fail(flat, len(flat) - 1, f"{_of(key, ActionKind.STORE_GRADIENTS)} is missing at the end of the list")
 
 
 def check_activations(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:
@@ -320,11 +315,11 @@ def check_activations(flat: Sequence[Action], moved: Mapping[int, Collection[int
         before, after = rule
         if where.get(key, "nowhere") != before:
             what = f"what this unit keeps is {where.get(key, 'nowhere')}, and must be {before}"
-            _fail(flat, position, what)
+            fail(flat, position, what)
         where[key] = after
     for key, place in where.items():
         if place != "used":
-            _fail(flat, len(flat) - 1, f"what unit {key[2]} of stage {key[0]} keeps is {place} at the end of the list")
+            fail(flat, len(flat) - 1, f"what unit {key[2]} of stage {key[0]} keeps is {place} at the end of the list")
 
 
 _NEXT = {
@@ -346,6 +341,7 @@ def _of(key: Key, kind: ActionKind) -> Action:
     return Action(key[0], kind, None, key[1])
 
 
-def _fail(actions: Sequence[Action], position: int, message: str) -> NoReturn:
+def fail(actions: Sequence[Action], position: int, message: str) -> NoReturn:
+    """Raise what is wrong with an action of a list, with those before it."""
     text = " ".join(map(str, actions[max(0, position - 8) : position + 1]))
     raise ScheduleError(f"{actions[position]}: {message}: ... {text}")

@@ -188,11 +188,7 @@ def _advance_within(lane: _Lane, links: Sequence[_Link], slot_seconds: Sequence[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpilogueTimes:
-    """When what groups do once per batch starts; each ends when its seconds are over.
-
-    Attributes:
-        makespan: When the last of all ends.
-    """
+    """When what groups do once per batch starts; each ends when its seconds are over."""
 
     reduce: tuple[float, ...]
     tied: float

@@ -128,7 +128,10 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
     groups = plan.num_groups
     once = [
         # What a group of devices does once per batch it does for all its chunks, but only one loop runs for all.
-        {name: _combine(name, [term.get(name, 0.0) for term in terms[group::groups]]) for name in ONCE}
+        {
+            name: (max if name == "once_seconds" else sum)(term.get(name, 0.0) for term in terms[group::groups])
+            for name in ONCE
+        }
         for group in range(groups)
     ]
     stages = tuple(_stage_seconds(term, once[index % groups]) for index, term in enumerate(terms))
@@ -161,10 +164,6 @@ def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> Stag
         step=once["update_seconds"] + once["update_copies_seconds"] + once["once_seconds"],
         gather=once["gather_seconds"],
     )
-
-
-def _combine(name: str, values: Sequence[float]) -> float:
-    return max(values) if name == "once_seconds" else sum(values)
 
 
 def predicted_terms(plan: Plan) -> list[dict[str, float]]:

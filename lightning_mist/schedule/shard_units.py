@@ -15,14 +15,14 @@ of all units are reduced behind the weights' half, which needs no parameters.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NoReturn
 
-from lightning_mist.errors import ScheduleError
 from lightning_mist.schedule.action import INPUT_BACKWARDS, Action, ActionKind
 from lightning_mist.schedule.offload_actions import (
+    Key,
     check_activations,
     check_deferred,
     check_gradients,
+    fail,
     with_activations,
     with_gradients,
     with_update,
@@ -30,9 +30,6 @@ from lightning_mist.schedule.offload_actions import (
 
 _USES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """Kinds that compute with parameters."""
-
-_Key = tuple[int, int]
-"""Stage and unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,31 +105,31 @@ def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnit
 
 
 def _check_parameters(flat: Sequence[Action], units: Mapping[int, StageUnits]) -> None:
-    there: set[_Key] = set()
+    there: set[Key] = set()
     for position, action in enumerate(flat):
         if action.unit is None or action.unit not in units[action.stage].sharded:
             continue
         key = action.stage, action.unit
         if action.kind is ActionKind.UNSHARD:
             if key in there:
-                _fail(flat, position, f"{action}: this unit is unsharded already")
+                fail(flat, position, "this unit is unsharded already")
             there.add(key)
             if len(there) > 2:
-                message = f"{action} makes {len(there)} unsharded units: at most the current and the next may be"
-                _fail(flat, position, message)
+                message = f"this makes {len(there)} unsharded units, and at most the current and the next may be"
+                fail(flat, position, message)
         elif action.kind is ActionKind.RESHARD:
             if key not in there:
-                _fail(flat, position, f"{action}: this unit is not unsharded")
+                fail(flat, position, "this unit is not unsharded")
             there.remove(key)
         elif action.kind in _USES and key not in there:
-            _fail(flat, position, f"{action} computes with parameters that are sharded: UNSHARD must come before")
+            fail(flat, position, "this computes with parameters that are sharded, and UNSHARD must come before")
     for stage, unit in there:
         missing = Action(stage, ActionKind.RESHARD, None, unit)
-        _fail(flat, len(flat) - 1, f"{missing} is missing at the end of the list")
+        fail(flat, len(flat) - 1, f"{missing} is missing at the end of the list")
 
 
 def _check_gradients(flat: Sequence[Action], units: Mapping[int, StageUnits]) -> None:
-    owed: list[_Key] = []
+    owed: list[Key] = []
     for position, action in enumerate(flat):
         of_stage = units.get(action.stage)
         if of_stage is None:
@@ -145,17 +142,11 @@ def _check_gradients(flat: Sequence[Action], units: Mapping[int, StageUnits]) ->
             if action.unit not in of_stage.reduced:
                 continue
             if (action.stage, action.unit) not in owed:
-                message = f"{action}: no backward of this unit has run since its gradients were reduced"
-                _fail(flat, position, message)
+                fail(flat, position, "no backward of this unit has run since its gradients were reduced")
             owed.remove((action.stage, action.unit))
     for stage, unit in owed:
         missing = Action(stage, ActionKind.REDUCE_GRADIENTS, None, unit)
-        _fail(flat, len(flat) - 1, f"{missing} is missing at the end of the list")
-
-
-def _fail(flat: Sequence[Action], position: int, message: str) -> NoReturn:
-    text = " ".join(str(action) for action in flat[max(0, position - 8) : position + 1])
-    raise ScheduleError(f"{message}: ... {text}")
+        fail(flat, len(flat) - 1, f"{missing} is missing at the end of the list")
 
 
 def _ends(actions: Sequence[Action]) -> dict[int, tuple[Action | None, Action | None]]:
@@ -223,10 +214,10 @@ def _needs_parameters(action: Action, units: Mapping[int, StageUnits]) -> bool:
     return action.kind in _USES and action.unit is not None and action.unit in units[action.stage].sharded
 
 
-def _windows(keys: Sequence[_Key]) -> list[tuple[_Key, ...]]:
+def _windows(keys: Sequence[Key]) -> list[tuple[Key, ...]]:
     """For each computation, what must be unsharded while it runs: its own unit and the next other one."""
-    windows: list[tuple[_Key, ...]] = []
-    following: _Key | None = None
+    windows: list[tuple[Key, ...]] = []
+    following: Key | None = None
     for index in range(len(keys) - 1, -1, -1):
         if index + 1 < len(keys) and keys[index + 1] != keys[index]:
             following = keys[index + 1]
@@ -234,7 +225,7 @@ def _windows(keys: Sequence[_Key]) -> list[tuple[_Key, ...]]:
     return windows[::-1]
 
 
-def _change(before: Sequence[_Key], after: Sequence[_Key]) -> list[Action]:
+def _change(before: Sequence[Key], after: Sequence[Key]) -> list[Action]:
     return [
         *(Action(stage, ActionKind.RESHARD, None, unit) for stage, unit in before if (stage, unit) not in after),
         *(Action(stage, ActionKind.UNSHARD, None, unit) for stage, unit in after if (stage, unit) not in before),

@@ -21,8 +21,8 @@ class ShardUnit:
 
     Attributes:
         unit: Position of its layer, or :data:`HEAD`, or :data:`TAIL`.
-        reduced: Those of them whose gradient is complete when its backward has run: no earlier unit of the stage uses
-            them.
+        reduced: Names of those parameters whose gradient is complete when its backward has run: no earlier unit of the
+            stage uses them.
     """
 
     unit: int

@@ -123,9 +123,9 @@ def test_expansions_keep_the_rules(stages, microbatches, name, layers, zero):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0:0", "0F0:0 computes with parameters that are sharded"),
+        ("0F0:0", "0F0:0: this computes with parameters that are sharded"),
         ("0UNSHARD:0 0UNSHARD:0", "0UNSHARD:0: this unit is unsharded already"),
-        ("0UNSHARD:0 0UNSHARD:1 0UNSHARD:2", "0UNSHARD:2 makes 3 unsharded units"),
+        ("0UNSHARD:0 0UNSHARD:1 0UNSHARD:2", "0UNSHARD:2: this makes 3 unsharded units"),
         ("0RESHARD:0", "0RESHARD:0: this unit is not unsharded"),
         ("0UNSHARD:0 0F0:0", "0RESHARD:0 is missing at the end"),
         ("0UNSHARD:0 0B0:0 0RESHARD:0", "0REDUCE:0 is missing at the end"),

@@ -221,7 +221,7 @@ def _check_row_order(
 
 
 def refuse_unchecked(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], divided: Collection[int]) -> None:
-    """Raise a TraceError at values that only :func:`check_stages`, which is not asked, could show the same for all rows.
+    """Raise a TraceError at values that only :func:`check_stages`, not asked here, could show the same for all rows.
 
     Args:
         divided: The stages whose ranks share out rows otherwise than those of the next stage.

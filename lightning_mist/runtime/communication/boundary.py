@@ -222,11 +222,7 @@ class Neighbours:
         return tuple(target for target in targets if rank in self._of(target.ranks[0], stage, microbatch)[0].ranks)
 
     def crossing(self, stage: int, other: int, microbatch: Microbatch, live: LiveTensor, length: int = 1) -> Crossing:
-        """How a tensor crosses the boundary between ``stage``, one of this rank's, and the stage before or after.
-
-        Args:
-            length: Size of the whole tensor along its sequence dimension, if it has one.
-        """
+        """How a tensor crosses the boundary between ``stage``, one of this rank's, and the stage before or after."""
         return Crossing(
             batch_dim=live.batch_dim,
             rows=self.rows(microbatch),

@@ -227,11 +227,7 @@ class _Started:
 
 
 def start_watcher(*, is_one_machine: bool = True, **options: Any) -> FailureWatcher | None:
-    """The watcher of this rank, on the default process group's store; ``None`` where there are no other ranks.
-
-    Args:
-        **options: As for :class:`FailureWatcher`.
-    """
+    """The watcher of this rank, on the default process group's store; ``None`` where there are no other ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     # The store of the default group has no other name; torch's own watchdogs use it.

@@ -103,7 +103,6 @@ class Peers:
         """Let all ranks know something; this rank knows it at once.
 
         Args:
-            number: Which time.
             wait_seconds: How long to wait until it has left this process.
         """
         self._notes.setdefault((kind, number), {}).setdefault(self.rank, text)

@@ -134,9 +134,6 @@ class CutMode(TorchFunctionMode):
 def check_counts(wrong: Sequence[tuple[Tensor, str]]) -> None:
     """End training if something counted other than was worked out from the batch.
 
-    Args:
-        wrong: What :attr:`CutMode.wrong` says, in host memory.
-
     Raises:
         TraceError: Saying where.
     """

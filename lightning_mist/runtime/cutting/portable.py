@@ -88,11 +88,7 @@ def bound_values(value: Any, module: nn.Module) -> Any:
 
 
 def sizes_by_batch(tape: Tape, whole: Values, part: Values, leaves: int) -> None:
-    """Read sizes from the batch that calls on the batch alone read from tensors which depend on parameters.
-
-    Args:
-        tape: The recorded step, which is changed.
-    """
+    """Read sizes from the batch that calls on the batch alone read from tensors which depend on parameters."""
 
     def by_batch(origin: Any) -> Any:
         if isinstance(origin, Computed):

@@ -56,9 +56,6 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
     """How batches like one are cut, or why they are not.
 
     Calls the user's step twice. What it does to the module besides gradients is the caller's to undo.
-
-    Args:
-        blocks: Names of its repeated blocks.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]

@@ -20,11 +20,7 @@ ResultKey = tuple[Hashable, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A call whose part of a batch computes something else.
-
-    Attributes:
-        key: What tells the call from others.
-    """
+    """A call whose part of a batch computes something else."""
 
     key: tuple[Hashable, ...]
     patches: tuple[Patch, ...]

@@ -141,7 +141,7 @@ def together(key: tuple[Hashable, ...], values: Sequence[Any], weights: Sequence
     """A batch's result from those of its parts.
 
     Args:
-        weights: Their shares of the rows.
+        weights: Shares of the rows that the parts have.
 
     Raises:
         ValueError: If it was the same for all parts when the batch was looked at, and is not now.

@@ -37,11 +37,7 @@ class _Sum:
 
 
 class UnitGradients:
-    """Sums of the gradients of a rank's units.
-
-    Args:
-        moved: Takes what is in host memory of them.
-    """
+    """Sums of the gradients of a rank's units."""
 
     def __init__(
         self,

@@ -62,7 +62,6 @@ class OffloadedGradients:
     """The gradients of a rank that are in host memory.
 
     Args:
-        moved: Names of the parameters whose gradients are moved.
         backwards: How many backwards each of its stages has in a batch.
 
     Attributes:

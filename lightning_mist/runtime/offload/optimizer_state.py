@@ -301,11 +301,7 @@ def offload_optimizer_state(
     gradients: OffloadedGradients | None,
     transport: Transport,
 ) -> OffloadedState | None:
-    """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing.
-
-    Args:
-        optimizer: The user's optimizer over what this rank updates.
-    """
+    """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing."""
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
     if not (ratios.optimizer or ratios.parameters or ratios.gradients):
         return None

@@ -62,7 +62,7 @@ class UnitSteps:
         """Update these parameters alone.
 
         Args:
-            gradients: Gradients of some of them, which have stand-ins in their place.
+            gradients: Gradients of some parameters, which have stand-ins in their place.
         """
         chosen = set(parameters)
         with ExitStack() as stack:

@@ -66,9 +66,6 @@ class Bucket:
 
         A missing gradient counts as zeros, and the number is then 0 and not 1. Parameters have no gradient afterwards.
 
-        Args:
-            ranks: How many ranks the gradients are reduced over, for the error message.
-
         Returns:
             The buffer, and which parameters had a gradient.
 

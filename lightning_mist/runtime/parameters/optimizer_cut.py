@@ -36,8 +36,8 @@ class OptimizerCut:
     """An optimizer that updates a part of its parameters, and what it was before.
 
     Attributes:
-        groups: For each of its groups, every parameter that the user put there.
-        names: For each of its groups, the names that came with the parameters; None if none did.
+        groups: For each group of the optimizer, every parameter that the user put there.
+        names: For each group, the names that came with the parameters; None if none did.
         parts: Of which parameters this rank has a part.
     """
 
@@ -71,7 +71,7 @@ def restrict_optimizer(
     State of other parameters is dropped, and so is what state of whole parameters says of other ranks' parts.
 
     Args:
-        parts: Of which of these it has only a part; none by default.
+        parts: Parameters of which this rank has only a part; none by default.
     """
     keep = set(owned)
     groups = tuple(tuple(group["params"]) for group in optimizer.param_groups)

@@ -344,11 +344,7 @@ class UnitShards:
 
 
 class UnitGather:
-    """Gives out what a stage's ranks have updated.
-
-    Args:
-        units: Names of what is updated of each unit.
-    """
+    """Gives out what a stage's ranks have updated."""
 
     def __init__(
         self,

@@ -85,11 +85,7 @@ class ParameterGuard:
 
     @contextmanager
     def watched(self, fake_mode: FakeTensorMode | None = None) -> Iterator[None]:
-        """Around a step.
-
-        Args:
-            fake_mode: Makes fakes of what is made of such parameters before the stage's first layer.
-        """
+        """Around a step."""
         self.enter(fake_mode)
         try:
             yield

@@ -33,11 +33,7 @@ Slot = tuple[dict[str, Any], str, str]
 
 
 class StageSplit:
-    """The split of one rank's stages.
-
-    Args:
-        sequence_parallel: Whether hidden states between split layers are shared out along the sequence.
-    """
+    """The split of one rank's stages."""
 
     def __init__(self, split: TensorSplit, group: TensorGroup, *, sequence_parallel: bool) -> None:
         self.context = SplitContext(group, sequence_parallel)

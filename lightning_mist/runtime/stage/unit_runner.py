@@ -40,9 +40,6 @@ class UnitRunner:
         lines_of: Gives what each forward and backward of the rank's list consists of, given the update of the batch
             before, of which there may be nothing to do.
         last_layer: Position of the module's last layer, behind which its tail begins.
-
-    Attributes:
-        update: The optimizer's step, if it may be taken in the next batch.
     """
 
     update: OffloadedState | None = None
