@@ -89,10 +89,10 @@ class Executor:
             if Action(stage.index, ActionKind.BACKWARD_INPUT, 0) in self.actions:
                 stage.deferral = WeightGradients(stage.parameters)
         gradients = None if self._runner is None else self._runner.gradients
-        self.gradients = None if self._runner is None else self._runner.moved
+        self.gradients = None if self._runner is None else self._runner.offloaded_gradients
         self.reducer = GradientReducer(
             *(self.mesh, self.parameters, transport, gradients, parts_of(plan, rank, module_map)),
-            moved=() if self.gradients is None else self.gradients.names,
+            offloaded=() if self.gradients is None else self.gradients.names,
         )
         tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied

@@ -42,7 +42,7 @@ Key = tuple[int, int]
 """Stage and unit."""
 
 
-def moved_names(units: Sequence[Sequence[tuple[str, int]]], ratio: float) -> frozenset[str]:
+def offloaded_names(units: Sequence[Sequence[tuple[str, int]]], ratio: float) -> frozenset[str]:
     """The parameters that a ratio moves.
 
     Args:
@@ -55,23 +55,23 @@ def moved_names(units: Sequence[Sequence[tuple[str, int]]], ratio: float) -> fro
 
 
 def update_actions(
-    units: Sequence[Key], moved: Mapping[str, Collection[Key]], *, gathers: bool = False
+    units: Sequence[Key], offloaded: Mapping[str, Collection[Key]], *, gathers: bool = False
 ) -> tuple[Action, ...]:
     """The optimizer's step unit by unit, with what is fetched before and written back behind.
 
     Args:
-        moved: Units that have optimizer state (``"O"``), parameters (``"P"``) and gradients (``"G"``) in host
+        offloaded: Units that have optimizer state (``"O"``), parameters (``"P"``) and gradients (``"G"``) in host
             memory.
         gathers: Whether what was updated is then given to other ranks, unit by unit.
     """
     actions: list[Action] = []
-    ahead = [unit for unit in units if any(unit in of_kind for of_kind in moved.values())]
+    ahead = [unit for unit in units if any(unit in of_kind for of_kind in offloaded.values())]
     movers = frozenset(ahead)
-    stored = [(kind, of_kind) for kind, of_kind in moved.items() if kind not in USED_UP]
+    stored = [(kind, of_kind) for kind, of_kind in offloaded.items() if kind not in USED_UP]
 
     def fetch() -> None:
         key = ahead.pop(0)
-        actions.extend(_of(key, ActionKind(f"LOAD_{kind}")) for kind, of_kind in moved.items() if key in of_kind)
+        actions.extend(_of(key, ActionKind(f"LOAD_{kind}")) for kind, of_kind in offloaded.items() if key in of_kind)
 
     if ahead:
         fetch()
@@ -137,18 +137,18 @@ def check_deferred(flat: Sequence[Action]) -> None:
             used.add(key)
 
 
-def check_update(actions: Sequence[Action], units: Collection[Key], moved: Mapping[str, Collection[Key]]) -> None:
+def check_update(actions: Sequence[Action], units: Collection[Key], offloaded: Mapping[str, Collection[Key]]) -> None:
     """Check that every unit is updated once, with all it needs in free buffers on the device, and is back at last.
 
     Raises:
         ScheduleError: At the first broken rule, with the actions up to the offending one.
     """
-    there: dict[str, list[Key]] = {kind: [] for kind in moved}
+    there: dict[str, list[Key]] = {kind: [] for kind in offloaded}
     updated: set[Key] = set()
     for position, action in enumerate(actions):
         assert action.unit is not None
         key, (what, _, kind) = (action.stage, action.unit), action.kind.value.partition("_")
-        broken = _broken_rule(what, kind, key, there, updated, moved)
+        broken = _broken_rule(what, kind, key, there, updated, offloaded)
         if broken:
             fail(actions, position, broken)
         if what == "LOAD":
@@ -171,7 +171,7 @@ def _broken_rule(
     key: Key,
     there: Mapping[str, Sequence[Key]],
     updated: Collection[Key],
-    moved: Mapping[str, Collection[Key]],
+    offloaded: Mapping[str, Collection[Key]],
 ) -> str:
     """What of a unit's update must not happen now, if so."""
     if what == "LOAD":
@@ -181,7 +181,7 @@ def _broken_rule(
     if what == "UPDATE":
         if key in updated:
             return "this unit was updated already"
-        is_here = all(key in there[name] for name, of_kind in moved.items() if key in of_kind)
+        is_here = all(key in there[name] for name, of_kind in offloaded.items() if key in of_kind)
         return "" if is_here else "what this needs is in host memory"
     if what == "GATHER":
         return "" if key in updated else "there is nothing new to give out"
@@ -189,20 +189,20 @@ def _broken_rule(
 
 
 def with_activations(
-    lines: Sequence[Action], order: Sequence[int], moved: Collection[int], *, is_trained: bool
+    lines: Sequence[Action], order: Sequence[int], offloaded: Collection[int], *, is_trained: bool
 ) -> list[Action]:
     """Put the moves of activations between the lines of one action.
 
     Args:
         is_trained: Whether the stage has backwards; what is only evaluated keeps nothing.
     """
-    if not is_trained or not moved:
+    if not is_trained or not offloaded:
         return list(lines)
     result: list[Action] = []
     leaving: Action | None = None
     computing = [line for line in lines if line.unit is not None and line.kind in COMPUTATIONS]
     is_forward = bool(computing) and computing[0].kind is ActionKind.FORWARD
-    arriving = [] if is_forward else [_activations(line, ActionKind.LOAD_ACTIVATIONS, moved) for line in computing]
+    arriving = [] if is_forward else [_activations(line, ActionKind.LOAD_ACTIVATIONS, offloaded) for line in computing]
     result += [arriving[0]] if arriving and arriving[0] is not None else []
     ahead = iter(arriving[1:])
     for line in lines:
@@ -212,18 +212,18 @@ def with_activations(
         result.append(line)
         if not is_computing or not is_forward:
             continue
-        if store := _activations(line, ActionKind.STORE_ACTIVATIONS, moved):
+        if store := _activations(line, ActionKind.STORE_ACTIVATIONS, offloaded):
             result.append(store)
         if leaving is not None:
             result.append(leaving)
-        leaving = _activations(line, ActionKind.DROP_ACTIVATIONS, moved)
+        leaving = _activations(line, ActionKind.DROP_ACTIVATIONS, offloaded)
         if leaving is not None and line.unit == order[-1]:
             result.append(leaving)
     return result
 
 
 def with_gradients(
-    lines: Sequence[Action], order: Sequence[int], moved: Collection[int], *, is_first: bool, is_reduced: bool
+    lines: Sequence[Action], order: Sequence[int], offloaded: Collection[int], *, is_first: bool, is_reduced: bool
 ) -> list[Action]:
     """Put the moves of gradients between the lines of one action.
 
@@ -238,16 +238,16 @@ def with_gradients(
         key = line.stage, line.unit or 0
         is_whole = line.kind is ActionKind.BACKWARD_WEIGHT
         is_added = line.kind is (ActionKind.BACKWARD if lines[0].kind is not ActionKind.BACKWARD_WEIGHT else _REDUCE)
-        if line.unit in moved and is_added and not is_first:
+        if line.unit in offloaded and is_added and not is_first:
             result.append(_of(key, ActionKind.LOAD_GRADIENTS))
         result.append(line)
-        if line.unit in moved and line.kind is _REDUCE:
+        if line.unit in offloaded and line.kind is _REDUCE:
             result += leaving
             leaving = [_of(key, ActionKind.STORE_GRADIENTS)]
         if is_reduced:
             continue
         for unit in reversed(order) if is_whole else [line.unit] if line.kind is ActionKind.BACKWARD else []:
-            if unit in moved and unit is not None:
+            if unit in offloaded and unit is not None:
                 key = line.stage, unit
                 result += [_of(key, ActionKind.LOAD_GRADIENTS)] * (is_whole and not is_first)
                 result.append(_of(key, ActionKind.STORE_GRADIENTS))
@@ -257,7 +257,7 @@ def with_gradients(
 _REDUCE = ActionKind.REDUCE_GRADIENTS
 
 
-def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:
+def check_gradients(flat: Sequence[Action], offloaded: Mapping[int, Collection[int]]) -> None:
     """Check that sums of gradients are fetched into free buffers before they are added to, and are home at last.
 
     Args:
@@ -271,7 +271,7 @@ def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]
     known: set[Key] = set()
     for position, action in enumerate(flat):
         unit, stage = action.unit, action.stage
-        units = moved.get(stage, ())
+        units = offloaded.get(stage, ())
         made = (
             {unit} if action.kind is ActionKind.BACKWARD else units if action.kind is ActionKind.BACKWARD_WEIGHT else ()
         )
@@ -296,7 +296,7 @@ def check_gradients(flat: Sequence[Action], moved: Mapping[int, Collection[int]]
         fail(flat, len(flat) - 1, f"{_of(key, ActionKind.STORE_GRADIENTS)} is missing at the end of the list")
 
 
-def check_activations(flat: Sequence[Action], moved: Mapping[int, Collection[int]]) -> None:
+def check_activations(flat: Sequence[Action], offloaded: Mapping[int, Collection[int]]) -> None:
     """Check that what is kept for backward is there when backward needs it, and leaves in the order of things.
 
     Raises:
@@ -306,7 +306,7 @@ def check_activations(flat: Sequence[Action], moved: Mapping[int, Collection[int
     where: dict[tuple[int, int | None, int], str] = {}
     for position, action in enumerate(flat):
         unit, stage = action.unit, action.stage
-        if unit is None or stage not in trained or unit not in moved.get(stage, ()):
+        if unit is None or stage not in trained or unit not in offloaded.get(stage, ()):
             continue
         key = stage, action.microbatch, unit
         rule = _NEXT.get(action.kind)
@@ -333,8 +333,8 @@ _NEXT = {
 """Where what a unit keeps must be when something is done with it, and is then."""
 
 
-def _activations(line: Action, kind: ActionKind, moved: Collection[int]) -> Action | None:
-    return Action(line.stage, kind, line.microbatch, line.unit) if line.unit in moved else None
+def _activations(line: Action, kind: ActionKind, offloaded: Collection[int]) -> Action | None:
+    return Action(line.stage, kind, line.microbatch, line.unit) if line.unit in offloaded else None
 
 
 def _of(key: Key, kind: ActionKind) -> Action:

@@ -119,8 +119,8 @@ def run(
                 links[code >> 1].ready.append(0.0)
     waiting = lanes
     while waiting:
-        moved = [advance(lane, links, slot_seconds) for lane in waiting]
-        if not any(moved):
+        advanced = [advance(lane, links, slot_seconds) for lane in waiting]
+        if not any(advanced):
             raise ScheduleError("the groups of devices wait for each other for ever: check the schedule first")
         waiting = [lane for lane in waiting if lane.position < len(lane.line)]
     return Times(

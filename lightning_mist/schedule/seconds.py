@@ -16,7 +16,7 @@ class StageSeconds:
     """How long the actions of one stage take, in seconds.
 
     Attributes:
-        weight: The part of the backward that makes gradients of weights, ``W`` where the two are apart; ``I`` is the
+        weight: The part of the backward that makes gradients of weights, ``W`` where backward is split; ``I`` is the
             rest.
         first_backward: Backward of the first microbatch, if it takes another time: gradients are made that later ones
             are added to. Where backwards are split it is ``W`` that is shorter or longer, but takes no less than 0.

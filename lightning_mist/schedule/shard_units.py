@@ -40,7 +40,7 @@ class StageUnits:
         order: Its units in the order of forward.
         reduced: Those of them whose gradients are reduced in every microbatch.
         sharded: Those of them whose parameters are fetched, from other ranks or from host memory.
-        activations: Those of them of which something that they keep for backward is moved to host memory meanwhile.
+        activations: Those of them of which something that they keep for backward is offloaded to host memory meanwhile.
         gradients: Those of them whose gradients are added up in host memory.
         is_averaged: Whether ranks average these behind the last backward.
     """

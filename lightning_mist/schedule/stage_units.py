@@ -1,4 +1,4 @@
-"""The units of a plan's stages: which parameters they have, what of them is sharded, reduced and moved.
+"""The units of a plan's stages: which parameters they have, what of them is sharded, reduced and offloaded.
 
 What happens between units is said in :mod:`lightning_mist.schedule.shard_units`.
 """
@@ -11,7 +11,7 @@ from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePla
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.plan.render import ranges
 from lightning_mist.schedule.action import HEAD, TAIL, Action
-from lightning_mist.schedule.offload_actions import Key, check_update, moved_names, update_actions
+from lightning_mist.schedule.offload_actions import Key, check_update, offloaded_names, update_actions
 from lightning_mist.schedule.shard_units import StageUnits
 
 
@@ -84,14 +84,14 @@ def stage_units(
     units: Sequence[ShardUnit],
     stage: StagePlan,
     order: Sequence[int],
-    moved: Collection[str] = (),
+    offloaded: Collection[str] = (),
     gradients: Collection[str] = (),
 ) -> StageUnits:
     """The units of a stage as the expansion needs them.
 
     Args:
         order: All its units; see :func:`unit_order`.
-        moved: Names of parameters whose values are in host memory.
+        offloaded: Names of parameters whose values are in host memory.
         gradients: Names of parameters whose gradients are.
     """
     shards = stage.zero_stage if stage.data_parallel_degree > 1 else ZeroStage.NONE
@@ -103,7 +103,7 @@ def stage_units(
         sharded=frozenset(
             key
             for key, unit in found.items()
-            if shards >= ZeroStage.PARAMETERS or not set(moved).isdisjoint(unit.names)
+            if shards >= ZeroStage.PARAMETERS or not set(offloaded).isdisjoint(unit.names)
         ),
         activations=frozenset(unit for unit in order if unit not in (HEAD, TAIL)) if moves else frozenset(),
         gradients=frozenset(key for key, unit in found.items() if not set(gradients).isdisjoint(unit.reduced)),
@@ -145,20 +145,22 @@ def expanded_units(
             units,
             plan.stages[stage],
             unit_order(module_map, plan.bounds, stage),
-            moved_parameters(plan, module_map, stage, plan.stages[stage].offload.parameters, trained=False),
-            moved_parameters(plan, module_map, stage, plan.stages[stage].offload.gradients, trained=True),
+            offloaded_parameters(plan, module_map, stage, plan.stages[stage].offload.parameters, trained=False),
+            offloaded_parameters(plan, module_map, stage, plan.stages[stage].offload.gradients, trained=True),
         )
         for stage, units in found.items()
     }
 
 
-def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float, *, trained: bool) -> frozenset[str]:
+def offloaded_parameters(
+    plan: Plan, module_map: ModuleMap, stage: int, ratio: float, *, trained: bool
+) -> frozenset[str]:
     """Names of the parameters of which a stage moves something: their values, gradients or optimizer state.
 
     A parameter belongs to the first unit of the whole module that uses it, whatever the stages.
 
     Args:
-        ratio: Share of each unit's bytes that may be moved.
+        ratio: Share of each unit's bytes that may be offloaded.
     """
     if ratio == 0.0:
         return frozenset()
@@ -175,7 +177,7 @@ def moved_parameters(plan: Plan, module_map: ModuleMap, stage: int, ratio: float
         first = {name for name in unit.names if name not in known}
         known |= first
         units.append([(name, size) for name, size in sizes.items() if name in first])
-    return moved_names(units, ratio)
+    return offloaded_names(units, ratio)
 
 
 def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tuple[str, ...]]:
@@ -195,18 +197,18 @@ def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action,
     """The optimizer's step of a group of devices unit by unit; empty where it moves nothing that a step needs."""
     stage, units = plan.stages[group], updated_units(plan, module_map, group)
     kinds = {
-        "O": moved_parameters(plan, module_map, group, stage.offload.optimizer, trained=True),
-        "P": moved_parameters(plan, module_map, group, stage.offload.parameters, trained=False),
-        "G": moved_parameters(plan, module_map, group, stage.offload.gradients, trained=True),
+        "O": offloaded_parameters(plan, module_map, group, stage.offload.optimizer, trained=True),
+        "P": offloaded_parameters(plan, module_map, group, stage.offload.parameters, trained=False),
+        "G": offloaded_parameters(plan, module_map, group, stage.offload.gradients, trained=True),
     }
     if max(stage.offload.parameters, stage.offload.gradients, stage.offload.optimizer) == 0.0:
         return ()
-    moved = {
+    offloaded = {
         kind: [key for key, of_unit in units.items() if not names.isdisjoint(of_unit)] for kind, names in kinds.items()
     }
     is_shared = ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
-    actions = update_actions(list(units), moved, gathers=is_shared and defers_update(plan, module_map, group))
-    check_update(actions, units, moved)
+    actions = update_actions(list(units), offloaded, gathers=is_shared and defers_update(plan, module_map, group))
+    check_update(actions, units, offloaded)
     return actions
 
 
@@ -224,12 +226,12 @@ def ratio_notes(plan: Plan, module_map: ModuleMap, group: int) -> Iterator[str]:
     frozen = {use.name for use in module_map.parameters if not use.requires_grad}
     for kind, trained in _WHOLE_PARAMETERS.items():
         ratio = getattr(plan.stages[group].offload, kind)
-        moved = moved_parameters(plan, module_map, group, ratio, trained=trained)
+        offloaded = offloaded_parameters(plan, module_map, group, ratio, trained=trained)
         idle, known = list[int](), frozen if trained else set[str]()
         for unit in shard_units(module_map, ((0, len(module_map.blocks)),), 0):
             owned = set(unit.names) - known
             known = known | owned
-            if ratio and owned and unit.unit in mine and owned.isdisjoint(moved):
+            if ratio and owned and unit.unit in mine and owned.isdisjoint(offloaded):
                 idle.append(unit.unit)
         if idle:
             yield (

@@ -216,16 +216,16 @@ def _check_finishes(schedule: Schedule, rules: Rules) -> None:
     """Walk all lists at once; the first wait that nothing will ever satisfy is a deadlock."""
     position = [0] * len(schedule)
     done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
+    advanced = True
+    while advanced:
+        advanced = False
         for stage, actions in enumerate(schedule):
             while position[stage] < len(actions) and all(
                 needed in done for needed in rules.waits_for(actions[position[stage]])
             ):
                 done.add(actions[position[stage]])
                 position[stage] += 1
-                moved = True
+                advanced = True
     for stage, actions in enumerate(schedule):
         if position[stage] < len(actions):
             action = actions[position[stage]]

@@ -12,7 +12,7 @@ from benchmarks.planner.copies_clock import batch_lines, run_copies
 from lightning_mist.plan import Exclusion, ZeroStage
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.schedule import ActionKind
-from lightning_mist.schedule.stage_units import moved_parameters, shard_units, updated_units
+from lightning_mist.schedule.stage_units import offloaded_parameters, shard_units, updated_units
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import make_optimizer
 from tests.integration.test_parity_offload import FIRST, PLANS
@@ -78,7 +78,7 @@ def bytes_of(engine, module_map):
     mine = {item.name for item in mesh.owned}
     here = {item.name for item in mesh.held if not mesh.is_sharded or item.owner(mesh.stage) == mesh.data_index}
     values, sums, state = (
-        moved_parameters(plan, module_map, mesh.stage, getattr(stage.offload, kind), trained=kind != "parameters")
+        offloaded_parameters(plan, module_map, mesh.stage, getattr(stage.offload, kind), trained=kind != "parameters")
         for kind in ("parameters", "gradients", "optimizer")
     )
     stages = plan.chunks(mesh.stage)

@@ -10,7 +10,7 @@ from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.offload_actions import (
     check_deferred,
     check_update,
-    moved_names,
+    offloaded_names,
     update_actions,
     with_activations,
 )
@@ -90,8 +90,8 @@ def test_broken_rules_are_named(text, message):
 
 def test_what_is_moved_is_chosen_unit_by_unit():
     units = [[("a", 8), ("b", 4)], [("c", 4)], [("d", 4), ("e", 4), ("f", 8)]]
-    assert moved_names(units, 0.5) == {"b", "f"}
-    assert moved_names(units, 1.0) == set("abcdef")
+    assert offloaded_names(units, 0.5) == {"b", "f"}
+    assert offloaded_names(units, 1.0) == set("abcdef")
 
 
 def test_actions_of_the_update_need_a_unit():

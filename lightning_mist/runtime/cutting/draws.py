@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
-from lightning_mist.runtime.cutting.tape import Entry, Tape
+from lightning_mist.runtime.cutting.tape import Entry, Tape, draws_for_itself
 from lightning_mist.runtime.cutting.tape_replay import UncuttableError, Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.traced_numbers import BATCH, Ref
 
@@ -22,7 +22,7 @@ def refuse_draws(tape: Tape, wanted: Sequence[Ref]) -> None:
     if not any(entry.is_random for entry in tape.entries):
         return
     for entry in tape.entries:
-        if entry.is_random and (entry.block is not None or _draws_for_itself(entry)):
+        if entry.is_random and (entry.block is not None or draws_for_itself(entry.kwargs)):
             raise _refused(entry)
     for entry in ancestors(tape, wanted):
         if entry.is_random:
@@ -31,11 +31,6 @@ def refuse_draws(tape: Tape, wanted: Sequence[Ref]) -> None:
         refs = [leaf for _, leaf in leaves_in((entry.args, entry.kwargs)) if isinstance(leaf, Ref)]
         if entry.is_read and any(earlier.is_random for earlier in ancestors(tape, refs)):
             _try_decision(tape, entry, refs)
-
-
-def _draws_for_itself(entry: Entry) -> bool:
-    """Whether a draw has come out of a generator of the user's own, which must go on as under whole batches."""
-    return isinstance(entry.kwargs.get("generator"), torch.Generator)
 
 
 def _try_decision(tape: Tape, read: Entry, refs: Sequence[Ref]) -> None:

@@ -25,7 +25,7 @@ from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
 from lightning_mist.runtime.cutting.portable import portable_entry, sizes_by_batch
 from lightning_mist.runtime.cutting.rules import CutRules, Site, needed, portable_site
 from lightning_mist.runtime.cutting.step_results import Result, best_way, read_results, result_ways
-from lightning_mist.runtime.cutting.tape import Entry, Number, Recorder, Tape, batch_tensors
+from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape, batch_tensors
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.traced_numbers import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
@@ -324,12 +324,8 @@ def _explain_numbers(tape: Tape, fewer: Tape) -> dict[tuple[Any, Any], Ref]:
             elif leaf * fewer.rows == twin * tape.rows and leaf % tape.rows == 0:
                 changes[path] = Number(Rows(int(leaf) // tape.rows))
         if changes:
-            _put(entry, changes)
+            entry.args, entry.kwargs = rebuilt((entry.args, entry.kwargs), changes.get)
     return reads
-
-
-def _put(entry: Entry, changes: dict[tuple[Any, ...], Number]) -> None:
-    entry.args, entry.kwargs = rebuilt((entry.args, entry.kwargs), changes.get)
 
 
 def _outside() -> tuple[Any, ...]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_mist.devices import ops_of
 from lightning_mist.plan.calls import call_site, user_line, without_caches
 from lightning_mist.runtime.cutting.arguments import is_writing, rebuilt
 from lightning_mist.runtime.cutting.traced_numbers import (
@@ -28,6 +27,7 @@ from lightning_mist.runtime.cutting.traced_numbers import (
     refs_of,
     traced,
 )
+from lightning_mist.runtime.random_state import get_random_state
 
 Depends = Literal["nothing", "data", "parameters"]
 
@@ -273,9 +273,9 @@ class Recorder(TorchFunctionMode):
             autocast=_autocast(self._device),
             block=block,
         )
-        before = _random_state(self._device)
+        before = get_random_state(self._device)
         output = func(*args, **kwargs)
-        entry.is_random = before != _random_state(self._device) or _draws(kwargs)
+        entry.is_random = not torch.equal(before, get_random_state(self._device)) or draws_for_itself(kwargs)
         return self._finish(entry, args, output)
 
     def _finish(self, entry: Entry, args: Any, output: Any) -> Any:
@@ -325,13 +325,6 @@ def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
-def _random_state(device: torch.device) -> tuple[bytes, ...]:
-    states = [torch.get_rng_state()]
-    generator = ops_of(device).generator()
-    if generator is not None:
-        states.append(generator.get_state())
-    return tuple(state.numpy().tobytes() for state in states)
-
-
-def _draws(kwargs: Mapping[str, Any]) -> bool:
+def draws_for_itself(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws from a generator of the user's own, which must go on as under whole batches."""
     return isinstance(kwargs.get("generator"), torch.Generator)

@@ -28,7 +28,7 @@ class GradientReducer:
     Args:
         units: Reduces gradients unit by unit while backwards run (ZeRO-2, ZeRO-3); what it does is not done here.
         parts: Of which of the parameters this rank has a part.
-        moved: Names of the parameters whose gradients are in host memory, and are not reduced here.
+        offloaded: Names of the parameters whose gradients are in host memory, and are not reduced here.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class GradientReducer:
         transport: Transport,
         units: UnitGradients | None = None,
         parts: Mapping[str, Part] = MappingProxyType({}),
-        moved: Collection[str] = (),
+        offloaded: Collection[str] = (),
     ) -> None:
         self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
         self._parts = parts
         self._group = tuple(sorted(mesh.peers))
         # Beside reductions by units buckets would leave at another moment on every rank.
-        self._leaves_early = len(self._group) > 1 and units is None and not moved
+        self._leaves_early = len(self._group) > 1 and units is None and not offloaded
         # Backward reaches the last parameters first, so their buckets fill first.
         trained = [item for item in reversed(mesh.held) if item.requires_grad]
         self.buckets = _buckets_of(mesh, parameters, trained)
-        staying = [item for item in trained if item.name not in moved]
+        staying = [item for item in trained if item.name not in offloaded]
         self._reduced = self.buckets if len(staying) == len(trained) else _buckets_of(mesh, parameters, staying)
         self._trained = {item.name for item in trained}
         self._tied = [item for item in mesh.held if item.requires_grad and len(item.stages) > 1]

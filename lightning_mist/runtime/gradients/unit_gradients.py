@@ -45,10 +45,10 @@ class UnitGradients:
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[UnitKey, ShardUnit],
         transport: Transport,
-        moved: OffloadedGradients | None = None,
+        offloaded: OffloadedGradients | None = None,
     ) -> None:
-        self._mesh, self._transport, self._moved = mesh, transport, moved
-        names = frozenset[str]() if moved is None else moved.names
+        self._mesh, self._transport, self._offloaded = mesh, transport, offloaded
+        names = frozenset[str]() if offloaded is None else offloaded.names
         self._group = tuple(sorted(mesh.peers))
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
         self._of = {key: owned_buckets(unit.reduced, parameters, owners, apart=names) for key, unit in units.items()}
@@ -112,6 +112,6 @@ class UnitGradients:
             work.wait()
             if bucket.owner != self._mesh.data_index:
                 continue
-            if self._moved is None or not self._moved.arrived(bucket, flat, present):
+            if self._offloaded is None or not self._offloaded.arrived(bucket, flat, present):
                 self._sums.setdefault(id(bucket), (bucket, _Sum()))[1].add(flat, present)
         self._under_way.clear()

@@ -1,4 +1,4 @@
-"""Host memory for what is moved: mapped and page-locked once, in just the bytes that are asked for, within a budget.
+"""Host memory for what is offloaded: mapped and page-locked once, in just the bytes asked for, within a budget.
 
 ``pin_memory`` of torch rounds sizes up to powers of two, so half as much again is taken on average. Here every unit
 has a mapping of its own, of its very size, for as long as the pool lives.

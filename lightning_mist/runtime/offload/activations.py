@@ -1,12 +1,12 @@
 """What layers keep for backward, in host memory until then.
 
-Autograd hands over every tensor that it saves. Their storages are moved, each once however many tensors view it: the
-last ``ratio`` of the elements of each; views are made anew when autograd asks for them. Copies begin and end where the
-schedule says, never where autograd asks: see :mod:`lightning_mist.schedule.offload_actions`.
+Autograd hands over every tensor that it saves. Their storages are offloaded, each once however many tensors view it:
+the last ``ratio`` of the elements of each; views are made anew when autograd asks for them. Copies begin and end where
+the schedule says, never where autograd asks: see :mod:`lightning_mist.schedule.offload_actions`.
 
-Not moved is what others hold anyway: parameters, their casts to a lower precision, buffers, small tensors, and small
-views into large storages, as of a batch that was cut. What a recomputed layer keeps are its arguments, and these are
-moved like anything else; inside, the recomputation's own hooks are asked, not these.
+Not offloaded is what others hold anyway: parameters, their casts to a lower precision, buffers, small tensors, and
+small views into large storages, as of a batch that was cut. What a recomputed layer keeps are its arguments, and these
+are offloaded like anything else; inside, the recomputation's own hooks are asked, not these.
 
 A tensor that several layers keep arrives for the one that backward reaches first.
 """
@@ -90,7 +90,7 @@ class _Staying:
 
 
 @dataclass(slots=True)
-class _Moved:
+class _Offloaded:
     """What a unit moves of a microbatch."""
 
     kept: list["weakref.ref[_Kept]"] = field(default_factory=list)
@@ -101,7 +101,7 @@ class OffloadedActivations:
     """What a rank's layers keep for backward, of which some is in host memory.
 
     Args:
-        ratios: The share of every storage's elements that is moved, by stage.
+        ratios: The share of every storage's elements that is offloaded, by stage.
         held: The module's parameters and buffers.
     """
 
@@ -114,7 +114,7 @@ class OffloadedActivations:
         self._never: set[int] = set()
         self._casts: set[tuple[torch.Size, torch.dtype]] = set()
         self._known: dict[tuple[int, int], weakref.ref[_Kept]] = {}
-        self._moved: defaultdict[_Key, _Moved] = defaultdict(_Moved)
+        self._offloaded: defaultdict[_Key, _Offloaded] = defaultdict(_Offloaded)
         self._arriving: dict[_Key, list[weakref.ref[_Kept]]] = {}
         self._loaded: dict[_Key, Any] = {}
         self._free: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -137,7 +137,7 @@ class OffloadedActivations:
         """A unit computes: what is saved in its forward is its own, and what its backward needs is waited for.
 
         Args:
-            moves: Whether it is a forward of which something will be moved.
+            moves: Whether it is a forward of which something will be offloaded.
         """
         assert action.microbatch is not None
         assert action.unit is not None
@@ -156,9 +156,9 @@ class OffloadedActivations:
         """A batch has ended: what no backward has asked for is gone with its graph."""
         for event in self._loaded.values():
             self._streams.wait(event)  # An error came before its backward: the copy writes where others will.
-        for key, moved in self._moved.items():
-            self._give_back(key, moved)
-        self._moved.clear()
+        for key, offloaded in self._offloaded.items():
+            self._give_back(key, offloaded)
+        self._offloaded.clear()
         self._known.clear()
         self._arriving.clear()
         self._loaded.clear()
@@ -204,14 +204,14 @@ class OffloadedActivations:
         if kept is None or kept.storage() is not storage or not kept.is_unchanged():
             kept = _Kept(tensor, now)
             self._known[place] = weakref.ref(kept)
-            self._moved[now].kept.append(weakref.ref(kept))
+            self._offloaded[now].kept.append(weakref.ref(kept))
             return kept
         if kept.whole is None:
             # It has left for an earlier unit, and is here all the same: somebody else holds it.
             kept.whole, kept.rest = _bytes_of(storage), None
         if kept.key != now:
             kept.key = now
-            self._moved[now].kept.append(weakref.ref(kept))
+            self._offloaded[now].kept.append(weakref.ref(kept))
         kept.versions.append((tensor.detach(), tensor._version))
         return kept
 
@@ -230,20 +230,20 @@ class OffloadedActivations:
     # What the schedule says ------------------------------------------------------------------------------------------
 
     def _store(self, key: _Key) -> None:
-        moved = self._moved[key]
-        alive = [kept for reference in moved.kept if (kept := reference()) is not None]
+        offloaded = self._offloaded[key]
+        alive = [kept for reference in offloaded.kept if (kept := reference()) is not None]
         moving = [(kept, tail) for kept in alive if (tail := self._tail(kept, self._ratios[key[0]])) is not None]
         if not moving:
             return
         tails = [tail for _, tail in moving]
-        moved.block = block = self._block(key, padded_bytes(tails))
+        offloaded.block = block = self._block(key, padded_bytes(tails))
         homes = views_into(block, tails)
         event = self._streams.store(homes, tails)
         for (kept, _), home in zip(moving, homes, strict=True):
             kept.home, kept.left = home, event
 
     def _drop(self, key: _Key) -> None:
-        for reference in self._moved[key].kept:
+        for reference in self._offloaded[key].kept:
             kept = reference()
             # What a later unit saved too stays for that one.
             if kept is None or kept.home is None or kept.whole is None or kept.key != key:
@@ -274,12 +274,12 @@ class OffloadedActivations:
             kept.whole, kept.home = whole, None
         if targets:
             self._loaded[key] = self._streams.load(targets, sources, after=[self._ops.record()])
-        moved = self._moved.pop(key, None)
-        if moved is not None:
-            self._give_back(key, moved)
+        offloaded = self._offloaded.pop(key, None)
+        if offloaded is not None:
+            self._give_back(key, offloaded)
 
     def _tail(self, kept: _Kept, ratio: float) -> Tensor | None:
-        """The part of a storage that is moved; none of one of which little was saved, or that has left already."""
+        """The part of a storage that is offloaded; none of one of which little was saved, or that has left already."""
         if kept.whole is None or kept.home is not None or 2 * kept.covered < kept.nbytes:
             return None
         elements = kept.nbytes // kept.unit_bytes
@@ -296,10 +296,10 @@ class OffloadedActivations:
             self._pool.give(blocks.pop())
         return self._pool.take_bytes(nbytes)
 
-    def _give_back(self, key: _Key, moved: _Moved) -> None:
+    def _give_back(self, key: _Key, offloaded: _Offloaded) -> None:
         # Nothing is written there before the backward that waits for what is read from there now.
-        if moved.block is not None:
-            self._free[key[0], key[2]].append(moved.block)
+        if offloaded.block is not None:
+            self._free[key[0], key[2]].append(offloaded.block)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -77,7 +77,7 @@ class OffloadedGradients:
         mesh: Mesh,
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[UnitKey, ShardUnit],
-        moved: Collection[str],
+        offloaded: Collection[str],
         backwards: Mapping[int, int],
         *,
         streams: CopyStreams,
@@ -90,7 +90,7 @@ class OffloadedGradients:
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
         # What several chunks of this rank use has several sums, and stays.
         often = Counter(name for unit in units.values() for name in unit.reduced)
-        self.names = frozenset(name for name, count in often.items() if count == 1 and name in moved)
+        self.names = frozenset(name for name, count in often.items() if count == 1 and name in offloaded)
         owners = {item.name: item.owner(mesh.stage) if mesh.is_sharded else None for item in mesh.held}
         self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
@@ -157,7 +157,7 @@ class OffloadedGradients:
                 parameter.grad = None
 
     def arrived(self, bucket: Bucket, fresh: Tensor, present: list[bool]) -> bool:
-        """Add what ranks have reduced to this one; False if that is not moved."""
+        """Add what ranks have reduced to this one; False if that is not offloaded."""
         key, item = self._place_of.get(bucket.names, (None, None))
         if key is None or item is None:
             return False

@@ -29,7 +29,7 @@ from lightning_mist.runtime.parameters import UnitGather, UnitKey, UnitShards, a
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
 from lightning_mist.schedule.offload_actions import NUM_BUFFERS
-from lightning_mist.schedule.stage_units import defers_update, moved_parameters, stage_update, updated_units
+from lightning_mist.schedule.stage_units import defers_update, offloaded_parameters, stage_update, updated_units
 
 _Place = tuple[nn.Parameter, str]
 """A parameter and the name of one of its state's tensors."""
@@ -40,7 +40,7 @@ class OffloadedState:
 
     Args:
         units: What it updates of each unit.
-        moved: The parameters whose state is in host memory.
+        offloaded: The parameters whose state is in host memory.
         actions: The update of everything, by units.
         shards: The values of parameters, if some are in host memory.
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
@@ -56,7 +56,7 @@ class OffloadedState:
         self,
         optimizer: Optimizer,
         units: Mapping[UnitKey, Sequence[nn.Parameter]],
-        moved: Collection[nn.Parameter],
+        offloaded: Collection[nn.Parameter],
         actions: Sequence[Action],
         *,
         streams: CopyStreams,
@@ -69,7 +69,7 @@ class OffloadedState:
         self._gather, self._stale, self._todo = gather, stale, set[Action]()
         self._process = os.getpid()
         self._optimizer, self._units, self.actions = optimizer, units, tuple(actions)
-        self.moved = frozenset(moved)
+        self.offloaded = frozenset(offloaded)
         self._device, self._streams, self._pool = streams.ops.device, streams, pool
         self._buffers, self._shards = DeviceBuffers(self._device), shards
         self._buffer_of = {key: index for index, key in enumerate(self._movers())}
@@ -92,7 +92,7 @@ class OffloadedState:
             self._do[ActionKind.LOAD_GRADIENTS] = partial(gradients.load, owned=True)
         if gather is not None:
             self._do[ActionKind.GATHER_PARAMETERS] = gather.begin
-        self.send_home(moved)
+        self.send_home(offloaded)
 
     @property
     def defers(self) -> bool:
@@ -250,11 +250,11 @@ class OffloadedState:
 
     def _movers(self) -> Iterator[UnitKey]:
         """The units of which this rank moves anything, in their order."""
-        return (key for key, parameters in self._units.items() if not self.moved.isdisjoint(parameters))
+        return (key for key, parameters in self._units.items() if not self.offloaded.isdisjoint(parameters))
 
     def _entries(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[_Place, Tensor]]:
         for parameter in parameters:
-            if parameter in self.moved:
+            if parameter in self.offloaded:
                 for name, value in self._optimizer.state.get(parameter, {}).items():
                     # Counters stay with those who read them.
                     if isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 1:
@@ -305,7 +305,7 @@ def offload_optimizer_state(
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
     if not (ratios.optimizer or ratios.parameters or ratios.gradients):
         return None
-    state = moved_parameters(plan, module_map, mesh.stage, ratios.optimizer, trained=True)
+    state = offloaded_parameters(plan, module_map, mesh.stage, ratios.optimizer, trained=True)
     units = updated_units(plan, module_map, mesh.stage)
     actions, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
     is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for action in actions)

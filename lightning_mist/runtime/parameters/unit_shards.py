@@ -53,10 +53,10 @@ class _Shard:
         leaving: The end of their copy to host memory.
     """
 
-    def __init__(self, bucket: Bucket, first: UnitKey, *, is_owned: bool, is_moved: bool, where: str) -> None:
+    def __init__(self, bucket: Bucket, first: UnitKey, *, is_owned: bool, is_offloaded: bool, where: str) -> None:
         self.bucket, self.first, self.is_owned, self._where = bucket, first, is_owned, where
-        self.is_moved = is_owned and is_moved
-        self.is_resident = is_owned and not is_moved
+        self.is_offloaded = is_owned and is_offloaded
+        self.is_resident = is_owned and not is_offloaded
         self.users = 0
         self.refuses_use = self.is_attached = False
         self.work: Work | None = None
@@ -125,7 +125,7 @@ class _Shard:
             parameter.data = nothing
         if self.refuses_use:
             named = dict(zip(self.bucket.names, self.bucket.parameters, strict=True))
-            make_absent(named, lambda _: self._where, keeps_gradient=self.is_moved)
+            make_absent(named, lambda _: self._where, keeps_gradient=self.is_offloaded)
         self._storage.resize_(0)
 
     def detach(self) -> None:
@@ -139,7 +139,7 @@ class UnitShards:
     """The parameters of a rank whose values are not here all the time.
 
     Args:
-        moved: The parameters whose values are in their owner's host memory, by canonical name.
+        offloaded: The parameters whose values are in their owner's host memory, by canonical name.
 
     Attributes:
         is_engaged: Whether values are away; before :meth:`engage` every rank has all.
@@ -151,7 +151,7 @@ class UnitShards:
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[UnitKey, ShardUnit],
         transport: Transport,
-        moved: Collection[str] = (),
+        offloaded: Collection[str] = (),
         streams: CopyStreams | None = None,
         pool: HostPool | None = None,
     ) -> None:
@@ -164,20 +164,21 @@ class UnitShards:
                 users.setdefault(name, []).append(key)
         together: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
         for item in mesh.held:
-            p, is_moved = parameters[item.name], item.name in moved
+            p, is_offloaded = parameters[item.name], item.name in offloaded
             owner = item.owner(mesh.stage) if self._is_shared else mesh.data_index
-            if self._is_shared or is_moved:
-                key_of = (tuple(users[item.name]), owner, is_moved, p.requires_grad or not is_moved, p.dtype, p.device)
+            if self._is_shared or is_offloaded:
+                is_updated = p.requires_grad or not is_offloaded
+                key_of = (tuple(users[item.name]), owner, is_offloaded, is_updated, p.dtype, p.device)
                 together.setdefault(key_of, []).append((item.name, p))
         self._shards: list[_Shard] = []
         self._of: dict[UnitKey, list[_Shard]] = {key: [] for key in units}
-        for (keys, owner, is_moved, *_), items in together.items():
+        for (keys, owner, is_offloaded, *_), items in together.items():
             shard = _Shard(
                 Bucket.of(items, owner),
                 keys[0],
                 is_owned=owner == mesh.data_index,
-                is_moved=is_moved,
-                where=self._where(owner, is_moved=is_moved),
+                is_offloaded=is_offloaded,
+                where=self._where(owner, is_offloaded=is_offloaded),
             )
             self._shards.append(shard)
             for key in keys:
@@ -188,8 +189,8 @@ class UnitShards:
         self._abandoned: list[tuple[_Shard, Work]] = []
         self._leaving: list[_Shard] = []
 
-    def _where(self, owner: int, *, is_moved: bool) -> str:
-        if owner == self._mesh.data_index and is_moved:
+    def _where(self, owner: int, *, is_offloaded: bool) -> str:
+        if owner == self._mesh.data_index and is_offloaded:
             return "in host memory (offload.parameters)"
         return f"on rank {self._mesh.peers[owner]} (zero_stage 3)"
 
@@ -219,7 +220,7 @@ class UnitShards:
                 shard.lay_out()
                 if shard.is_resident:
                     shard.take()
-                elif shard.is_moved:
+                elif shard.is_offloaded:
                     assert self._pool is not None
                     shard.send_home(self._pool)
                 else:
@@ -307,13 +308,13 @@ class UnitShards:
 
     def _updated(self, key: UnitKey) -> list[_Shard]:
         """What is updated with a unit: of parameters that several units use, the first of these."""
-        shards = [shard for shard in self._of.get(key, ()) if shard.is_moved and shard.first == key]
+        shards = [shard for shard in self._of.get(key, ()) if shard.is_offloaded and shard.first == key]
         return [shard for shard in shards if shard.bucket.parameters[0].requires_grad]
 
     def _fetch(self, shard: _Shard) -> None:
         if not shard.is_resident:
             shard.allocate()
-        if shard.is_moved:
+        if shard.is_offloaded:
             assert self._streams is not None
             assert shard.home is not None
             # Its memory was another's until all that was launched so far has run.

@@ -30,7 +30,7 @@ from lightning_mist.runtime.stage.parameter_guard import ParameterGuard, refused
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
 from lightning_mist.schedule.shard_units import StageUnits, check_units, expand
-from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, moved_parameters, plan_units
+from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, offloaded_parameters, plan_units
 
 
 class UnitRunner:
@@ -54,7 +54,7 @@ class UnitRunner:
         last_layer: int,
         guard: ParameterGuard | None = None,
         activations: OffloadedActivations | None = None,
-        moved: OffloadedGradients | None = None,
+        offloaded_gradients: OffloadedGradients | None = None,
     ) -> None:
         self._lines_of, self._lines = lines_of, lines_of(())
         self.shards, self.gradients, self._updating = shards, gradients, self._lines
@@ -66,7 +66,7 @@ class UnitRunner:
         self._unit: int | None = None
         self._marker: Tensor | None = None
         self._guard, self._is_guarded = guard or ParameterGuard({}), False
-        self._activations, self.moved = activations, moved
+        self._activations, self.offloaded_gradients = activations, offloaded_gradients
 
     def take_update(self, update: OffloadedState) -> None:
         """From now on the optimizer's step may be left to the next batch."""
@@ -157,8 +157,8 @@ class UnitRunner:
         self.end()
         if self.gradients is not None:
             self.gradients.forget()
-        if self.moved is not None:
-            self.moved.forget()
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.forget()
         if self.shards is not None:
             self.shards.abandon()
 
@@ -211,19 +211,19 @@ class UnitRunner:
         return self.update is not None and self.update.is_pending
 
     def _move_gradients(self, kind: ActionKind, key: UnitKey) -> None:
-        assert self.moved is not None
+        assert self.offloaded_gradients is not None
         if kind is ActionKind.LOAD_GRADIENTS:
-            self.moved.load(key)
+            self.offloaded_gradients.load(key)
             return
-        if self.gradients is not None and not self.moved.is_there(key):
+        if self.gradients is not None and not self.offloaded_gradients.is_there(key):
             self.gradients.settle()
-        self.moved.store(key)
+        self.offloaded_gradients.store(key)
 
     def _perform(self, action: Action) -> None:
         assert action.unit is not None
         key = action.stage, action.unit
         if action.kind is ActionKind.REDUCE_GRADIENTS:
-            reduces = self.gradients or self.moved
+            reduces = self.gradients or self.offloaded_gradients
             assert reduces is not None
             reduces.reduce(key)
             return
@@ -269,25 +269,27 @@ def make_unit_runner(
     units = expanded_units(plan, module_map, found)
     by_key = {(stage, unit.unit): unit for stage, of_stage in found.items() for unit in of_stage}
     ratio = plan.stages[mesh.stage].offload.parameters
-    moved = moved_parameters(plan, module_map, mesh.stage, ratio, trained=False)
+    offloaded = offloaded_parameters(plan, module_map, mesh.stage, ratio, trained=False)
     is_needed = any(item.sharded for item in units.values())
-    shards = UnitShards(mesh, parameters, by_key, transport, moved, streams, pools[1]) if is_needed else None
-    moved_gradients = _moved_gradients(mesh, module_map, parameters, by_key, actions, streams, pools[0], transport)
+    shards = UnitShards(mesh, parameters, by_key, transport, offloaded, streams, pools[1]) if is_needed else None
+    offloaded_gradients = _offloaded_gradients(
+        mesh, module_map, parameters, by_key, actions, streams, pools[0], transport
+    )
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
     return UnitRunner(
         partial(_lines_of, actions, units),
         shards,
-        UnitGradients(mesh, parameters, by_key, transport, moved_gradients) if reduces else None,
+        UnitGradients(mesh, parameters, by_key, transport, offloaded_gradients) if reduces else None,
         device=device,
         last_layer=len(module_map.blocks) - 1,
         guard=None if shards is None else ParameterGuard(shards.away),
         activations=OffloadedActivations(ratios, held, streams, pools[0]) if ratios else None,
-        moved=moved_gradients,
+        offloaded_gradients=offloaded_gradients,
     )
 
 
-def _moved_gradients(
+def _offloaded_gradients(
     mesh: Mesh,
     module_map: ModuleMap,
     parameters: Mapping[str, nn.Parameter],
@@ -301,9 +303,9 @@ def _moved_gradients(
     backwards = Counter(a.stage for a in actions if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT))
     if ratio == 0.0 or not backwards:
         return None
-    moved = moved_parameters(mesh.plan, module_map, mesh.stage, ratio, trained=True)
+    offloaded = offloaded_parameters(mesh.plan, module_map, mesh.stage, ratio, trained=True)
     return OffloadedGradients(
-        mesh, parameters, units, moved, backwards, streams=streams, pool=pool, transport=transport
+        mesh, parameters, units, offloaded, backwards, streams=streams, pool=pool, transport=transport
     )
 
 

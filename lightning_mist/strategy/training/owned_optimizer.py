@@ -93,5 +93,5 @@ class OwnedOptimizer:
             self._offloaded.settle()
             home = self._offloaded.send_home
             load_full_optimizer_state(
-                self.cut, state, apart=self._offloaded.moved, loaded=lambda parameter: home([parameter])
+                self.cut, state, apart=self._offloaded.offloaded, loaded=lambda parameter: home([parameter])
             )
