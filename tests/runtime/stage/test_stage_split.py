@@ -124,7 +124,7 @@ def test_custom_functions_get_wholes_while_computing():
         (entered,), _ = split.enter_block(3, (torch.ones(2, 6, 4),), {})
         with split.stepping():
             assert torch.equal(Twice.apply(entered), torch.full((2, 6, 4), 2.0))
-        assert dict(split.gathered) == {"Twice": 1}
+        assert dict(split.context.gathered) == {"Twice": 1}
 
     run_ranks(2, run)
 
