@@ -45,7 +45,7 @@ def test_a_rank_holds_what_the_runtime_gives_it(traced, name):
         buckets = executor.reducer.buckets
         assert [(flat.names, flat.owner) for flat in view.buckets] == [(item.names, item.owner) for item in buckets]
         assert [flat.bytes for flat in view.buckets] == [item.numel * 4 for item in buckets]
-        walk = executor._walk
+        walk = executor._runner
         assert bool(view.units) == (walk is not None)
         if walk is not None:
             flats = {key: [(item.names, item.owner) for item in found] for key, found in walk.gradients._of.items()}
