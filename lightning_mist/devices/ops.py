@@ -18,12 +18,7 @@ class MemoryUse:
     """Bytes of a device with a caching allocator.
 
     Attributes:
-        allocated: Of tensors.
-        peak_allocated: The most of them since the last reset.
-        reserved: Held by the allocator.
-        peak_reserved: The most of them since the last reset.
         used: In use by all programs, as the device says.
-        total: What the device has.
     """
 
     allocated: int

@@ -22,6 +22,10 @@ class SharedPatch:
         self._users = 0
         self._change: AbstractContextManager[None] | None = None
 
+    def __call__(self) -> "SharedPatch":
+        """The context itself, so that it decorates a function that makes the change."""
+        return self
+
     def __enter__(self) -> None:
         with self._lock:
             if self._change is None:

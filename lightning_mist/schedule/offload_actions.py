@@ -22,6 +22,8 @@ fetched. They leave when that is done, or, where ranks reduce them first, when t
 
     0LOAD_G:1 0B1:1 0STORE_G:1 0LOAD_G:0 0B1:0 0STORE_G:0
     0LOAD_G:1 0B1:1 0REDUCE:1 0LOAD_G:0 0B1:0 0REDUCE:0 0STORE_G:1 0STORE_G:0
+
+Checks raise a ScheduleError at the first broken rule, with the actions up to the offending one.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -121,11 +123,7 @@ def _by_unit(update: Sequence[Action]) -> dict[Key, list[Action]]:
 
 
 def check_deferred(flat: Sequence[Action]) -> None:
-    """Check that nothing is computed with, or given out, that is still to be updated.
-
-    Raises:
-        ScheduleError: At the first such action, with those before it.
-    """
+    """Check that nothing is computed with, or given out, that is still to be updated."""
     used: set[Key] = set()
     for position, action in enumerate(flat):
         if action.unit is None:
@@ -138,11 +136,7 @@ def check_deferred(flat: Sequence[Action]) -> None:
 
 
 def check_update(actions: Sequence[Action], units: Collection[Key], offloaded: Mapping[str, Collection[Key]]) -> None:
-    """Check that every unit is updated once, with all it needs in free buffers on the device, and is back at last.
-
-    Raises:
-        ScheduleError: At the first broken rule, with the actions up to the offending one.
-    """
+    """Check that every unit is updated once, with all it needs in free buffers on the device, and is back at last."""
     there: dict[str, list[Key]] = {kind: [] for kind in offloaded}
     updated: set[Key] = set()
     for position, action in enumerate(actions):
@@ -262,9 +256,6 @@ def check_gradients(flat: Sequence[Action], offloaded: Mapping[int, Collection[i
 
     Args:
         flat: A rank's expanded list, without updates.
-
-    Raises:
-        ScheduleError: At the first broken rule, with the actions up to the offending one.
     """
     there: set[Key] = set()
     owed: set[Key] = set()
@@ -297,11 +288,7 @@ def check_gradients(flat: Sequence[Action], offloaded: Mapping[int, Collection[i
 
 
 def check_activations(flat: Sequence[Action], offloaded: Mapping[int, Collection[int]]) -> None:
-    """Check that what is kept for backward is there when backward needs it, and leaves in the order of things.
-
-    Raises:
-        ScheduleError: At the first broken rule, with the actions up to the offending one.
-    """
+    """Check that what is kept for backward is there when backward needs it, and leaves in the order of things."""
     trained = {action.stage for action in flat if action.kind in INPUT_BACKWARDS}
     where: dict[tuple[int, int | None, int], str] = {}
     for position, action in enumerate(flat):

@@ -90,11 +90,7 @@ def expand(
 
 
 def check_units(lines: Sequence[Sequence[Action]], units: Mapping[int, StageUnits]) -> None:
-    """Check that every unit is there when it computes, and only then or just before, and that gradients are reduced.
-
-    Raises:
-        ScheduleError: At the first broken rule, with the lines up to the offending one.
-    """
+    """Check that every unit is there when it computes, and only then or just before, and that gradients are reduced."""
     flat = list(chain.from_iterable(lines))
     _check_parameters(flat, units)
     _check_gradients(flat, units)

@@ -48,7 +48,6 @@ class Simulation:
     """What running a schedule on a clock showed; all times are seconds since the start.
 
     Attributes:
-        makespan: When the last action of any stage ended.
         spans: Start and end of every action, group by group in the order of its list; a send or receive spans the time
             in which its transfer moves.
         busy: For each group of devices, how long it computed, reduced, stepped and gathered.

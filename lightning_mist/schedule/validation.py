@@ -178,15 +178,10 @@ def _check_pairs(schedule: Schedule, stage: int, rules: Rules, num_microbatches:
 def _check_epilogue(schedule: Schedule, stage: int, actions: tuple[Action, ...]) -> None:
     reached = -1
     for position, action in enumerate(actions):
-        if action.kind in _EPILOGUE:
-            rank = _EPILOGUE.index(action.kind)
-            if rank < reached:
-                _fail(
-                    schedule, stage, position, f"{action} comes after {_EPILOGUE[reached].value}: it must come before"
-                )
-            reached = rank
-        elif reached >= 0:
+        rank = _EPILOGUE.index(action.kind) if action.kind in _EPILOGUE else -1
+        if rank < reached:
             _fail(schedule, stage, position, f"{action} comes after {_EPILOGUE[reached].value}: it must come before")
+        reached = rank
     kind = ActionKind.REDUCE_TIED
     if any(action.kind is kind for line in schedule for action in line) and Action(stage, kind) not in actions:
         _fail(schedule, stage, len(actions), f"{stage}{kind.value} is missing: all stages have it or none has")

@@ -7,6 +7,7 @@ missing one counts as zeros, and one number per parameter says how many ranks ha
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -19,14 +20,12 @@ from lightning_mist.runtime.parameters import Bucket, UnitKey, owned_buckets
 from lightning_mist.schedule.stage_units import ShardUnit
 
 
+@dataclass(slots=True)
 class _Sum:
     """What the owner of a bucket has received so far."""
 
-    __slots__ = ("flat", "present")
-
-    def __init__(self) -> None:
-        self.flat: Tensor | None = None
-        self.present: list[bool] = []
+    flat: Tensor | None = None
+    present: list[bool] = field(default_factory=list)
 
     def add(self, flat: Tensor, present: list[bool]) -> None:
         if self.flat is None:

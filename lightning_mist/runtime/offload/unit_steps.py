@@ -38,7 +38,6 @@ class UnitSteps:
     """Steps of one optimizer by units.
 
     Args:
-        optimizer: The user's optimizer, whose groups hold what this rank updates.
         update: Takes the whole step by calls of :meth:`of`.
     """
 

@@ -65,6 +65,7 @@ _HERE = _Here()
 _clear = torch.clear_autocast_cache
 
 
+@SharedPatch
 @contextmanager
 def _patched() -> Iterator[None]:
     """Inside, autocast contexts of threads that keep casts use torch's cache, and no context clears it."""
@@ -94,9 +95,6 @@ def _patched() -> Iterator[None]:
         torch.clear_autocast_cache = _clear
 
 
-_PATCH = SharedPatch(_patched)
-
-
 @cache
 def can_keep_casts() -> bool:
     """Whether this torch can share casts: uses with a graph after uses without one, and an order of nodes."""
@@ -113,7 +111,7 @@ def kept_casts() -> Iterator[None]:
     """Inside, in this thread, a weight that was cast stays cast; at the end casts are freed."""
     # What is abandoned half-way may be closed on another thread.
     keeping = _HERE.keeping
-    with _PATCH:
+    with _patched():
         keeping.depth += 1
         try:
             yield

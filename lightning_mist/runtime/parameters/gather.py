@@ -54,7 +54,6 @@ class ParameterGatherer:
             dtype although their storage is gone.
 
     Attributes:
-        speakers: Who answers for each parameter.
         home_values: Gives this rank's values that are in host memory, by canonical name.
     """
 

@@ -38,7 +38,7 @@ def parts_of(plan: Plan, rank: int, module_map: ModuleMap) -> dict[str, Part]:
     group = plan.group_of(plan.stage_of(rank))
     mesh = plan.stages[group].mesh
     shapes = {use.name: use.shape for use in module_map.parameters}
-    groups = groups_of(plan, module_map)
+    owners = module_map.owners(plan.bounds)
     return {
         split.name: Part(
             split=split,
@@ -47,15 +47,7 @@ def parts_of(plan: Plan, rank: int, module_map: ModuleMap) -> dict[str, Part]:
             shape=shapes[split.name],
         )
         for split in module_map.split(mesh.tensor_parallel_degree).parameters
-        if group in groups[split.name]
-    }
-
-
-def groups_of(plan: Plan, module_map: ModuleMap) -> dict[str, tuple[int, ...]]:
-    """For each parameter the sorted groups of devices that hold a copy."""
-    return {
-        name: tuple(sorted({plan.group_of(stage) for stage in stages}))
-        for name, stages in module_map.owners(plan.bounds).items()
+        if group in map(plan.group_of, owners[split.name])
     }
 
 

@@ -145,7 +145,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "StorageMeter":
         """Count from here on."""
-        _FOLLOWED.__enter__()
+        _followed_resizing.__enter__()
         _inside().append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -156,7 +156,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             super().__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
             _inside().remove(self)
-            _FOLLOWED.__exit__()
+            _followed_resizing.__exit__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -216,6 +216,7 @@ def _inside() -> list[StorageMeter]:
     return meters
 
 
+@SharedPatch
 @contextmanager
 def _followed_resizing() -> Iterator[None]:
     """Inside, meters see storages that get another size.
@@ -235,9 +236,6 @@ def _followed_resizing() -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-_FOLLOWED = SharedPatch(_followed_resizing)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -54,18 +54,15 @@ class _Direct:
         return function(*args)
 
 
-def neutral_checkpointing() -> AbstractContextManager[None]:
+@SharedPatch
+@contextmanager
+def neutral_checkpointing() -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint`` runs functions as they are, except those of :func:`checkpoint_block`.
 
     The plan says which blocks are recomputed. User code and libraries hold references to
     ``torch.utils.checkpoint.checkpoint`` itself, which looks these two names up at each call; there is no other place
     that reaches them all.
     """
-    return _NEUTRAL
-
-
-@contextmanager
-def _neutralise() -> Iterator[None]:
     module = torch.utils.checkpoint
     generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
 
@@ -82,9 +79,6 @@ def _neutralise() -> Iterator[None]:
     finally:
         module._checkpoint_without_reentrant_generator = generator
         module.CheckpointFunction = function  # type: ignore[misc]
-
-
-_NEUTRAL = SharedPatch(_neutralise)
 
 
 def checkpoint_block(

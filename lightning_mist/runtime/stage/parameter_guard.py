@@ -113,12 +113,13 @@ def refused_backward() -> Iterator[None]:
     """Inside, this thread may not run a backward; see :class:`~lightning_mist.errors.TraceError`."""
     _HERE.is_in_step = True
     try:
-        with _GUARDED:
+        with _guarded_backward():
             yield
     finally:
         _HERE.is_in_step = False
 
 
+@SharedPatch
 @contextmanager
 def _guarded_backward() -> Iterator[None]:
     """Inside, a thread that runs a user's step may not run a backward; ``torch.autograd`` has no hook for it."""
@@ -141,6 +142,3 @@ def _guarded_backward() -> Iterator[None]:
         yield
     finally:
         module._engine_run_backward = original
-
-
-_GUARDED = SharedPatch(_guarded_backward)

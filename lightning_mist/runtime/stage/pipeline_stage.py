@@ -190,7 +190,6 @@ class PipelineStage:
         Random numbers that the stage's part draws continue from the generators' states at this call.
 
         Args:
-            call: Runs the user's step on its batch.
             received: The tensors that :meth:`input_specs` announced; leaves, in which gradients will arrive.
 
         Raises:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,9 +60,6 @@ class StepRun:
         received: The tensors received for the first cut; None for a run that only asks what they will be.
 
     Attributes:
-        region: Position of the block entered last.
-        inside: Position of the block that runs now.
-        has_grad: Whether gradients were enabled when the run began.
         is_quiet: Whether nothing that is wanted can be made now.
         error: What went wrong, to be raised once the step is left.
     """
@@ -135,23 +132,17 @@ def become(target: Tensor, source: Tensor) -> None:
     torch._C._swap_tensor_impl(target, source)
 
 
-def quiet_fakes() -> AbstractContextManager[None]:
+@SharedPatch
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
     """Inside, torch does not warn about the gradients of tensors that meet a fake.
 
     It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
     and not where they are errors.
     """
-    return _QUIET
-
-
-@contextmanager
-def _ignore_gradients_of_inner_tensors() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
         yield
-
-
-_QUIET = SharedPatch(_ignore_gradients_of_inner_tensors)
 
 
 class _Enter(torch.autograd.Function):
