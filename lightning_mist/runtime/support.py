@@ -34,7 +34,12 @@ def check_supported(plan: Plan, module_map: ModuleMap) -> None:
             "from group to group, so at least 2 are needed; use one stage with all layers"
         )
     for index, stage in enumerate(plan.stages):
-        _check_stage(index, stage)
+        degree, devices = stage.mesh.context_parallel_degree, len(stage.mesh.devices)
+        if degree > 1:
+            raise PlanError(
+                f"stages[{index}].context_parallel_degree = {degree}: the runtime needs 1; use "
+                f"data_parallel_degree={devices} or more stages for these {devices} devices"
+            )
         _check_units(index, stage, module_map)
         check_split(index, stage, module_map)
 
@@ -60,15 +65,6 @@ def _on(stages: Sequence[int]) -> str:
 
 def _is_alone(plan: Plan) -> bool:
     return plan.num_stages > 1 and plan.num_groups == 1
-
-
-def _check_stage(index: int, stage: StagePlan) -> None:
-    mesh = stage.mesh
-    if mesh.context_parallel_degree > 1:
-        raise PlanError(
-            f"stages[{index}].context_parallel_degree = {mesh.context_parallel_degree}: the runtime needs 1; use "
-            f"data_parallel_degree={len(mesh.devices)} or more stages for these {len(mesh.devices)} devices"
-        )
 
 
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:

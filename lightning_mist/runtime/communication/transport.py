@@ -274,13 +274,11 @@ class DistributedTransport:
         self._groups, self._object_groups, self._channels = {}, {}, {}
 
     def isend(self, tensor: Tensor, destination: int, tag: int) -> Work:
-        """Send a contiguous tensor; it must not change until the work is complete."""
         check_contiguous(tensor, "send")
         channel = self._channel(self.rank, destination, tensor)
         return _PendingWork(dist.isend(tensor, destination, group=channel, tag=tag), tensor)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Receive into a contiguous tensor."""
         check_contiguous(tensor, "receive")
         return _PendingWork(dist.irecv(tensor, source, group=self._channel(source, self.rank, tensor), tag=tag), tensor)
 
@@ -294,7 +292,6 @@ class DistributedTransport:
         return channel
 
     def all_reduce(self, tensor: Tensor, group: Sequence[int], reduction: Reduction = "sum") -> Work:
-        """Reduce a contiguous tensor over the group, in place."""
         check_contiguous(tensor, "all-reduce")
         if len(group) == 1:
             return _PendingWork(None)
@@ -304,7 +301,6 @@ class DistributedTransport:
         )
 
     def all_gather(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
-        """Give every rank of the group the contiguous tensors of all, stacked along a new first dimension."""
         check_contiguous(tensor, "all-gather")
         if len(group) == 1:
             return _PendingResult(None, tensor.detach().clone().unsqueeze(0))
@@ -314,7 +310,6 @@ class DistributedTransport:
         return _PendingResult(work, output, tensor)
 
     def reduce_scatter(self, tensor: Tensor, group: Sequence[int]) -> TensorWork:
-        """Give every rank of the group the sum of its entry of the contiguous tensors of all."""
         check_contiguous(tensor, "reduce-scatter")
         check_entries(tensor, group)
         if len(group) == 1:
@@ -324,7 +319,6 @@ class DistributedTransport:
         return _PendingResult(work, output, tensor)
 
     def reduce(self, tensor: Tensor, destination: int, group: Sequence[int]) -> Work:
-        """Sum a contiguous tensor over the group into the destination's tensor; others' contents are undefined."""
         check_contiguous(tensor, "reduce")
         if len(group) == 1:
             return _PendingWork(None)
@@ -333,7 +327,6 @@ class DistributedTransport:
         )
 
     def broadcast(self, tensor: Tensor, source: int, group: Sequence[int]) -> Work:
-        """Copy the source's contiguous tensor to every rank of the group."""
         check_contiguous(tensor, "broadcast")
         if len(group) == 1:
             return _PendingWork(None)
