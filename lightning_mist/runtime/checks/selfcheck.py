@@ -6,6 +6,7 @@ It leaves the module as it found it: gradients, buffers, attributes, random gene
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def check_stages(
     Raises:
         TraceError: If they differ; names the parameter that differs most.
     """
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    cut, device = _Cut(module, module_map, bounds, call), _device_of(module)
     with _undisturbed(module, device), Steady(device, without_dropout=False) as steady:
         state = get_random_state(device)
         loss = loss_of(call(copy_batch(batch)))
@@ -100,10 +101,10 @@ def check_stages(
         with GradientDifferences(module, keeps_at_home=keeps_at_home) as differences:
             loss.backward()  # type: ignore[no-untyped-call]
             differences.turn()
-            found_loss = _again(module, module_map, bounds, call, batch, state, splits_backwards)
+            found_loss = cut.again(batch, state, splits_backwards=splits_backwards)
             largest = differences.largest(_tolerance(module, is_coarse=steady.is_coarse))
         with torch.no_grad(), Steady(device, without_dropout=True):
-            _check_row_order(module, module_map, bounds, call, batch, divided)
+            cut.check_row_order(batch, divided)
     what = f"the module cut into {len(bounds)} stages differs from the whole"
     way_out = "Use schedule = '1f1b' or a plan with one stage" if splits_backwards else "Use a plan with one stage"
     tolerance = _tolerance(module, is_coarse=steady.is_coarse)
@@ -115,27 +116,87 @@ def check_stages(
         raise TraceError(f"{what}: {largest}. {way_out}")
 
 
-def _again(
-    module: nn.Module,
-    module_map: ModuleMap,
-    bounds: tuple[tuple[int, int], ...],
-    call: Call,
-    batch: Any,
-    state: Tensor,
-    splits_backwards: bool,
-) -> Tensor:
-    """Forward and backward stage by stage; the loss."""
-    set_random_state(state, next((parameter.device for parameter in module.parameters()), torch.device("cpu")))
-    deferral = WeightGradients(dict(module.named_parameters())) if splits_backwards else None
-    outputs = _run_stages(module, module_map, bounds, call, batch, deferral)
-    loss = loss_of(outputs[-1][1].value)
-    if deferral is None:
-        _run_backward(loss, outputs)
-    else:
-        with deferral.collecting(None):
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A module cut into stages, and the user's step on it."""
+
+    module: nn.Module
+    module_map: ModuleMap
+    bounds: tuple[tuple[int, int], ...]
+    call: Call
+
+    def again(self, batch: Any, state: Tensor, *, splits_backwards: bool) -> Tensor:
+        """Forward and backward stage by stage; the loss."""
+        set_random_state(state, _device_of(self.module))
+        deferral = WeightGradients(dict(self.module.named_parameters())) if splits_backwards else None
+        outputs = self.run(batch, deferral)
+        loss = loss_of(outputs[-1][1].value)
+        if deferral is None:
             _run_backward(loss, outputs)
-        deferral.run(None)
-    return loss.detach()
+        else:
+            with deferral.collecting(None):
+                _run_backward(loss, outputs)
+            deferral.run(None)
+        return loss.detach()
+
+    def run(self, batch: Any, deferral: WeightGradients | None = None) -> list[tuple[list[Tensor], StageOutput]]:
+        """Forward through all stages in turn; what each stage received and gave."""
+        outputs: list[tuple[list[Tensor], StageOutput]] = []
+        sent: tuple[Tensor, ...] = ()
+        for index in range(len(self.bounds)):
+            stage = PipelineStage(self.module, self.module_map, self.bounds, index)
+            stage.deferral = deferral
+
+            def step() -> Any:
+                return self.call(copy_batch(batch))
+
+            with stage.attached():
+                received = [tensor.detach().clone() for tensor in sent]
+                specs = stage.input_specs(step, None)
+                for spec, tensor in zip(specs, received, strict=True):
+                    if spec.shape != tuple(tensor.shape) or spec.dtype != tensor.dtype:
+                        raise TraceError(
+                            f"stage {index} expects {spec.dtype} of shape {spec.shape} and would receive "
+                            f"{tensor.dtype} of shape {tuple(tensor.shape)}. Use a plan with one stage"
+                        )
+                output = stage.forward(step, received)
+            outputs.append((received, output))
+            sent = output.tensors
+        return outputs
+
+    def check_row_order(self, batch: Any, divided: Collection[int]) -> None:
+        """Check that a row's entries lie together where a tensor that crosses has several entries per row.
+
+        Stages of different data-parallel degree exchange rows, so the first entries must be those of the first row.
+        """
+        rows = batch_rows(batch)
+        lives = [self.module_map.cuts[end - 1] for _, end in self.bounds[:-1]]
+        common = [live for stage in divided for live in lives[stage] if _is_common(live)]
+        if not common and all(_has_one_entry_per_row(live, self.module_map) for cut in lives for live in cut):
+            return
+        if rows is None or rows < 2:
+            if common:
+                raise TraceError(_divides(common[0]))
+            return
+        whole = self.run(batch)
+        first = self.run(slice_rows(batch, 0, 1))
+        for stage, (cut, (_, of_all), (_, of_first)) in enumerate(zip(lives, whole, first, strict=False)):
+            for live, tensor, part in zip(cut, of_all.tensors, of_first.tensors, strict=True):
+                if stage in divided and _is_common(live) and not torch.equal(tensor, part):
+                    raise TraceError(_divides(live))
+                if _has_one_entry_per_row(live, self.module_map) or live.batch_dim is None:
+                    continue
+                found = tensor.narrow(live.batch_dim, 0, part.shape[live.batch_dim])
+                if found.shape != part.shape or not _is_close(found, part, _COARSE_TOLERANCE):
+                    raise TraceError(
+                        f"the {describe_value(live.key)} crosses between stages with shape {tuple(tensor.shape)} for "
+                        f"{rows} rows, and the entries of a row do not lie together: rows could not be exchanged. Use "
+                        "a plan with one stage"
+                    )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def loss_of(output: Any) -> Tensor:
@@ -147,77 +208,6 @@ def loss_of(output: Any) -> Tensor:
             "dictionary with an entry 'loss'"
         )
     return loss
-
-
-def _run_stages(
-    module: nn.Module,
-    module_map: ModuleMap,
-    bounds: tuple[tuple[int, int], ...],
-    call: Call,
-    batch: Any,
-    deferral: WeightGradients | None = None,
-) -> list[tuple[list[Tensor], StageOutput]]:
-    """Forward through all stages in turn; what each stage received and gave."""
-    outputs: list[tuple[list[Tensor], StageOutput]] = []
-    sent: tuple[Tensor, ...] = ()
-    for index in range(len(bounds)):
-        stage = PipelineStage(module, module_map, bounds, index)
-        stage.deferral = deferral
-
-        def step() -> Any:
-            return call(copy_batch(batch))
-
-        with stage.attached():
-            received = [tensor.detach().clone() for tensor in sent]
-            specs = stage.input_specs(step, None)
-            for spec, tensor in zip(specs, received, strict=True):
-                if spec.shape != tuple(tensor.shape) or spec.dtype != tensor.dtype:
-                    raise TraceError(
-                        f"stage {index} expects {spec.dtype} of shape {spec.shape} and would receive {tensor.dtype} of "
-                        f"shape {tuple(tensor.shape)}. Use a plan with one stage"
-                    )
-            output = stage.forward(step, received)
-        outputs.append((received, output))
-        sent = output.tensors
-    return outputs
-
-
-def _check_row_order(
-    module: nn.Module,
-    module_map: ModuleMap,
-    bounds: tuple[tuple[int, int], ...],
-    call: Call,
-    batch: Any,
-    divided: Collection[int],
-) -> None:
-    """Check that a row's entries lie together where a tensor that crosses has several entries per row.
-
-    Stages of different data-parallel degree exchange rows, so the first entries must be those of the first row.
-    """
-    rows = batch_rows(batch)
-    lives = [module_map.cuts[end - 1] for _, end in bounds[:-1]]
-    common = [live for stage in divided for live in lives[stage] if _is_common(live)]
-    if not common and all(_has_one_entry_per_row(live, module_map) for cut in lives for live in cut):
-        return
-    if rows is None or rows < 2:
-        if common:
-            raise TraceError(_divides(common[0]))
-        return
-    whole = _run_stages(module, module_map, bounds, call, batch)
-    first = _run_stages(module, module_map, bounds, call, slice_rows(batch, 0, 1))
-    for stage, (cut, (_, of_all), (_, of_first)) in enumerate(zip(lives, whole, first, strict=False)):
-        for live, tensor, part in zip(cut, of_all.tensors, of_first.tensors, strict=True):
-            if stage in divided and _is_common(live) and not torch.equal(tensor, part):
-                raise TraceError(_divides(live))
-            if _has_one_entry_per_row(live, module_map) or live.batch_dim is None:
-                continue
-            found = tensor.narrow(live.batch_dim, 0, part.shape[live.batch_dim])
-            if found.shape != part.shape or not _is_close(found, part, _COARSE_TOLERANCE):
-                raise TraceError(
-                    f"the {describe_value(live.key)} crosses between stages with shape {tuple(tensor.shape)} for "
-                    f"{rows} rows, and the entries of a row do not lie together: rows could not be exchanged. Use a "
-                    "plan with one stage"
-                )
 
 
 def refuse_unchecked(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], divided: Collection[int]) -> None:
