@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_mist.schedule.action import INPUT_BACKWARDS, RECEIVES, SENDS, Action, ActionKind
 from lightning_mist.schedule.chrome_trace import Span
-from lightning_mist.schedule.simulation import Simulation
+from lightning_mist.schedule.schedule_simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from itertools import pairwise
 from lightning_mist.schedule import Action, generate
 from lightning_mist.schedule.chrome_trace import Span, to_chrome_trace
 from lightning_mist.schedule.lowering import add_transfers
-from lightning_mist.schedule.simulation import StageSeconds, simulate
+from lightning_mist.schedule.schedule_simulation import StageSeconds, simulate
 
 
 def test_events_carry_times_in_microseconds_and_lanes():

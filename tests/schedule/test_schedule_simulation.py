@@ -10,7 +10,7 @@ from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, Stag
 from lightning_mist.schedule import generate
 from lightning_mist.schedule.action import SENDS
 from lightning_mist.schedule.lowering import add_transfers, add_update
-from lightning_mist.schedule.simulation import StageSeconds, simulate, simulate_plan
+from lightning_mist.schedule.schedule_simulation import StageSeconds, simulate, simulate_plan
 from tests.schedule.in_flight import in_flight_counts
 from tests.schedule.text import parse
 
