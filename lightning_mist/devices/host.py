@@ -36,7 +36,7 @@ class HostEvent:
         self._happened = threading.Event() if is_ahead else None
 
     def happen(self) -> None:
-        """It is now."""
+        """Note that the event has happened, and wake who waits for it."""
         self.at = perf_counter()
         if self._happened is not None:
             self._happened.set()
@@ -73,7 +73,7 @@ class HostStream:
         return self._thread.is_alive()
 
     def put(self, work: _Work) -> None:
-        """Let it be done behind everything else."""
+        """Queue work behind all that the stream was given before."""
         self._work.put(work)
 
 

@@ -83,7 +83,7 @@ class DeviceOps(Protocol):
         """Bytes of host memory that copies from and to the device need not wait for (page-locked)."""
 
     def mapped_host_memory(self, nbytes: int) -> Tensor:
-        """The same in a mapping of its own, of just this size; page-locked until nobody has it any more."""
+        """Page-locked host memory in a mapping of its own, of just this size, until nobody has it any more."""
 
     def memory(self) -> MemoryUse | None:
         """Bytes in use; ``None`` where no allocator counts them."""

@@ -164,7 +164,7 @@ def _advance_beside(lane: _Lane, links: Sequence[_Link], slot_seconds: Sequence[
 
 
 def _advance_within(lane: _Lane, links: Sequence[_Link], slot_seconds: Sequence[float]) -> bool:
-    """The same where transfers use the lanes of both sides."""
+    """Run a group as :func:`_advance_beside` does, with transfers that use the lanes of both sides."""
     line, starts, clock, begin = lane.line, lane.starts, lane.clock, lane.position
     position = begin
     for slot, waits, number, posts in line[begin:] if begin else line:

@@ -94,16 +94,16 @@ class PlanSeconds:
 
     @property
     def crossings(self) -> list[float]:
-        """Receiving one message of every crossing of a program."""
+        """Seconds that receiving one message of every crossing of a program takes."""
         return crossing_seconds(self.activations, self.gradients)
 
     @property
     def sent_crossings(self) -> list[float]:
-        """Sending one."""
+        """Seconds that sending one message of every crossing takes."""
         return crossing_seconds(self.sent_activations, self.sent_gradients)
 
     def without_transfers(self) -> "PlanSeconds":
-        """The same if transfers took no time."""
+        """These seconds with transfers that take no time."""
         none = (0.0,) * len(self.activations)
         return replace(self, activations=none, gradients=none, sent_activations=none, sent_gradients=none)
 

@@ -38,7 +38,7 @@ _every: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 
 
 def second_connection(store: Any) -> Any:
-    """The same keys through a connection of its own, where a store cannot do that itself (``Store.clone``, torch 2.8).
+    """A store of the same keys on a connection of its own, for torch before 2.8, whose stores have no ``clone``.
 
     Ranks that share the keys of ``store`` share those of the result. Stores without a server are no connections: they
     are returned as they are.

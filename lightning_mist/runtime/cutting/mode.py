@@ -39,7 +39,7 @@ WAY_OUT = "Use a plan that does not cut batches: microbatch_size as large as the
 
 
 class CutMode(TorchFunctionMode):
-    """Around the user's step on a part of a batch.
+    """Mends the calls of the user's step on a part of a batch, and ends training at calls that were not proved.
 
     Args:
         whole: What the sites need from the whole batch.
@@ -147,6 +147,6 @@ def check_counts(wrong: Sequence[tuple[Tensor, str]]) -> None:
 
 @contextmanager
 def cutting(mode: CutMode) -> Iterator[None]:
-    """Around the user's step."""
+    """Inside, the user's step computes as a part of a batch must."""
     with quiet_in_blocks(mode), mode:
         yield

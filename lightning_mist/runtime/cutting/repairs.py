@@ -35,7 +35,7 @@ class Count:
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """What it is worked out from."""
+        """The tensors that the count is worked out from."""
         return (self.source, self.weight) if isinstance(self.weight, Ref) else (self.source,)
 
     def of(self, values: Values) -> Tensor:

@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the step."""
+        """Inside, calls of torch and of the module's blocks are taken down."""
         wrapped = []
         try:
             for position, block in enumerate(self._blocks):

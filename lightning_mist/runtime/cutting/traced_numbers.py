@@ -33,7 +33,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """So many times the rows of the batch."""
+    """A number that is a multiple of the rows of the batch."""
 
     factor: int
 

@@ -75,7 +75,7 @@ class HostPool:
             return views_into(self.take_bytes(padded_bytes(like)), like)
 
     def take_bytes(self, nbytes: int) -> Tensor:
-        """So many bytes of host memory; they stay whose they are.
+        """Take bytes of host memory out of the budget, for good unless they are given back.
 
         Raises:
             PlanError: If that is more than the budget.

@@ -201,7 +201,7 @@ class CastKeeper:
         self._looked_at: set[int] = set()
 
     def batch(self) -> AbstractContextManager[None]:
-        """Around a batch."""
+        """Inside, a batch runs, whose casts of weights are kept if the batches before allow it."""
         self._batches += 1
         self._looked_at.clear()
         keeps = self._may_keep and self._batches > self.first and self.most_uses <= 1

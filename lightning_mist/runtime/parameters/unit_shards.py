@@ -279,7 +279,7 @@ class UnitShards:
             self._fetch(shard)
 
     def fetched(self, key: UnitKey) -> None:
-        """Wait for what was fetched."""
+        """Wait for a unit's own parameters that :meth:`fetch` began to copy."""
         for shard in self._updated(key):
             self._settle(shard)
             shard.attach()

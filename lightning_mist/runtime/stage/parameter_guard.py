@@ -85,7 +85,7 @@ class ParameterGuard:
 
     @contextmanager
     def watched(self, fake_mode: FakeTensorMode | None = None) -> Iterator[None]:
-        """Around a step."""
+        """Inside, the step is watched wherever it is between its layers."""
         self.enter(fake_mode)
         try:
             yield

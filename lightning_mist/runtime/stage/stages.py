@@ -52,7 +52,7 @@ class RankStages:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Around a batch."""
+        """Inside, a batch runs: a single stage is attached all the while, several only where they compute."""
         if len(self._stages) > 1:
             yield
             return
