@@ -241,7 +241,12 @@ class Rank:
 
     def gathered(self) -> dict[str, int]:
         """How often a function needed the whole of a split tensor."""
-        return {name: count for stage in self.executor.stages if stage.split for name, count in stage.split.gathered}
+        return {
+            name: count
+            for stage in self.executor.stages
+            if stage.split
+            for name, count in stage.split.context.gathered.items()
+        }
 
     def states(self, parts: Sequence[Microbatch]) -> dict[int, Tensor]:
         return {
@@ -385,7 +390,7 @@ def train(
     order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     shared = {stages.parameters[name]: part for name, part in rank.parts.items()}
     cut = restrict_optimizer(optimizer, [stages.parameters[item.name] for item in mesh.owned], shared)
-    stages.hollow()
+    stages.free_foreign()
     gatherer = ParameterGatherer(plan, transport.rank, every, module_map, transport)
     losses = []
     for batches in steps:
