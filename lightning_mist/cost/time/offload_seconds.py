@@ -41,7 +41,7 @@ unit. Gradients that the first microbatch makes are fetched like those of others
 per batch; with one microbatch there is nothing to fetch.
 
 All of this is what the lists of :mod:`lightning_mist.schedule.shard_units` do on the clock of
-:mod:`lightning_mist.schedule.copies`, whose copies are the runtime's.
+``benchmarks.planner.copies_clock``, whose copies are the runtime's.
 
 Array axes
     K  candidates
