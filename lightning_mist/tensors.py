@@ -1,4 +1,4 @@
-"""Cutting a user's batch into rows, and telling batches of unlike form apart.
+"""A user's batch as rows of tensors: cut, varied and told apart, alike for the planner and the runtime.
 
 A batch is any nesting of mappings, lists, tuples and dataclasses. *Rows* run along dimension 0 of its tensors and numpy
 arrays, and along lists that hold no tensors (text, ids) and are as long. What has no rows (numbers, text, ``None``,
@@ -79,7 +79,7 @@ def copy_batch(batch: Batch) -> Batch:
     return result
 
 
-def _is_row_list(node: Any, rows: int) -> bool:
+def is_row_list(node: Any, rows: int) -> bool:
     """Whether a list or tuple holds one value without rows for each row."""
     return type(node) in (list, tuple) and len(node) == rows and not any(_holds_arrays(item) for item in node)
 

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.batches import batch_signature
 from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch, Neighbours, Portion, Transport, Work
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.parameters import CastKeeper
@@ -21,6 +20,7 @@ from lightning_mist.runtime.random_state import get_random_state, seed_random, s
 from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, StageOutput, UnitRunner
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import INPUT_BACKWARDS
+from lightning_mist.tensors import batch_signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

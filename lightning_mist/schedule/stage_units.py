@@ -9,7 +9,7 @@ from math import prod
 
 from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
-from lightning_mist.plan.render import ranges
+from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.schedule.action import HEAD, TAIL, Action
 from lightning_mist.schedule.offload_actions import Key, check_update, offloaded_names, update_actions
 from lightning_mist.schedule.shard_units import StageUnits

@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import Plan, ZeroStage, step_rates
-from lightning_mist.runtime.batches import batch_signature
 from lightning_mist.runtime.recording import Recorder, meter_memory, state_tensors
 from lightning_mist.strategy.monitoring import (
     CLOSURE,
@@ -36,6 +35,7 @@ from lightning_mist.strategy.monitoring import (
 )
 from lightning_mist.strategy.planning import Decision
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.tensors import batch_signature
 
 if TYPE_CHECKING:
     from lightning_mist.strategy.monitoring import Learner

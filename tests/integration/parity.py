@@ -41,6 +41,7 @@ from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
 from lightning_mist.runtime.stage.stages import make_stages
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.lowering import lower
+from lightning_mist.tensors import batch_rows, slice_rows
 from tests.memory_transport import InMemoryWorld, drive
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -15,6 +15,7 @@ from lightning_mist.plan.mesh import process_groups
 from lightning_mist.runtime.communication.transport import DistributedTransport, complete
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.optimizer_cut import restrict_optimizer
+from lightning_mist.tensors import slice_rows
 from tests import zoo
 from tests.integration.parity import Rank, cast, make_plan, map_of, microbatches
 

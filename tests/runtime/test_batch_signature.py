@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_mist.runtime.batches import batch_signature
+from lightning_mist.tensors import batch_signature
 
 
 @dataclass

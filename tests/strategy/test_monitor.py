@@ -10,11 +10,11 @@ import lightning_mist.strategy.monitor as monitor_module
 from lightning_mist.estimate import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
-from lightning_mist.runtime.batches import batch_signature
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.monitoring.report import Better
 from lightning_mist.strategy.monitoring.stage_times import StageTimes
 from lightning_mist.strategy.planning.decision import Decision
+from lightning_mist.tensors import batch_signature
 
 FLOATS = 1000
 

@@ -20,6 +20,7 @@ from lightning_mist.runtime.checks.gradient_differences import FLOOR, GradientDi
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import PipelineStage, StageOutput
+from lightning_mist.tensors import batch_rows, copy_batch, slice_rows
 
 Call = Callable[[Any], Any]
 

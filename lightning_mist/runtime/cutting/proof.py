@@ -29,6 +29,7 @@ from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape, batch_te
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.traced_numbers import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
+from lightning_mist.tensors import batch_rows, slice_rows
 
 MOST_ROWS = 5
 """Rows of the batch that is followed: parts of two and three, or of one and four."""

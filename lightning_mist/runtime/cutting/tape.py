@@ -28,6 +28,7 @@ from lightning_mist.runtime.cutting.traced_numbers import (
     traced,
 )
 from lightning_mist.runtime.random_state import get_random_state
+from lightning_mist.tensors import leaves
 
 Depends = Literal["nothing", "data", "parameters"]
 

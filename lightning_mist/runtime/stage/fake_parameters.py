@@ -64,7 +64,6 @@ class FakeParameters:
 
 def _fake_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMode) -> nn.Parameter:
     """A fake of the whole parameter, of which this rank may have a part only, or nothing."""
-    is_hollow = parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
     with mode:
         if parameter.shape != shape or (is_hollow(parameter) and not parameter.is_meta):
             data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import leaves_of, user_line
 from lightning_mist.runtime.shared_patch import SharedPatch
+from lightning_mist.tensors import is_hollow
 
 _READS = frozenset(
     ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
@@ -70,10 +71,6 @@ class _Watch(TorchFunctionMode):
             "under zero_stage 3 it is here for the layers that used it when the plan was made. Use zero_stage = 2, or "
             "let the step use it there from its first batch on"
         )
-
-
-def _is_away(parameter: nn.Parameter) -> bool:
-    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
 
 
 class ParameterGuard:

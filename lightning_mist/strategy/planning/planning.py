@@ -24,7 +24,6 @@ from lightning_mist.plan import (
     row_slice,
     to_json,
 )
-from lightning_mist.runtime.batches import batch_rows, batch_signature, slice_rows
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.strategy.namespace import Namespace
@@ -48,7 +47,7 @@ from lightning_mist.strategy.planning.tried_step import TriedStep
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.together import everywhere, of_all_ranks, on_rank_zero, same_everywhere
 from lightning_mist.strategy.training import check_evaluation
-from lightning_mist.tensors import batch_rows, slice_rows
+from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes

@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_mist.devices import packed, unpacked
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, RowSlice, replica_of, replica_ranks, row_slice
-from lightning_mist.runtime.batches import batch_rows, rebuild, slice_rows
 from lightning_mist.runtime.communication import Microbatch, Transport, Work
+from lightning_mist.tensors import batch_rows, rebuild, slice_rows
 
 _NUMBERS = struct.Struct("<QQ?")
 """Seed, note, and whether the structure is new."""

@@ -17,10 +17,10 @@ from torch import nn
 from lightning_mist.errors import PlanError
 from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
-from lightning_mist.runtime.batches import batch_signature
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.stage import processes
 from lightning_mist.strategy.user_code import Survey, changed
+from lightning_mist.tensors import batch_signature
 
 _PATIENCE = 3
 """Batches of new sizes at which the same name may change: what grows with the longest batch is no state."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.plan.parallelism import ZeroStage
+from lightning_mist.plan.stage_settings import ZeroStage
 from lightning_mist.runtime.parameters.unit_shards import UnitShards
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.stage_units import ShardUnit
