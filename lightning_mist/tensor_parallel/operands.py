@@ -1,6 +1,5 @@
 """What rules make of their arguments."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -59,8 +58,3 @@ def summed(context: SplitContext, summand: Tensor) -> Tensor:
 def bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     """Arguments by name, with defaults."""
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-
-def call_name(func: Callable[..., Any]) -> str:
-    """A function's name without the marks of methods and in-place variants."""
-    return getattr(func, "__name__", str(func)).strip("_")

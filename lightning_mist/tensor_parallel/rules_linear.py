@@ -16,7 +16,7 @@ from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.layout import Layout, broadcast
 from lightning_mist.tensor_parallel.operands import bind, input_of, operand, part_along, summed
-from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, rule, wrap
+from lightning_mist.tensor_parallel.tensor import gathered, layout_of, local_of, rule, wrap
 
 
 @rule("linear")
@@ -33,7 +33,7 @@ def _linear(context: SplitContext, x: Tensor, weight: Tensor, bias: Tensor | Non
     if known is not None and known.dim == 0:
         bias = None if bias is None else part_along(context, bias, 0, known.outer)
         sizes = (*x.shape[:-1], known.sizes[0])
-        out = F.linear(input_of(context, x), _local(weight), bias)
+        out = F.linear(input_of(context, x), local_of(weight), bias)
         return wrap(out, Layout(sizes, len(sizes) - 1, known.outer), context)
     shared = known or layout_of(x)
     if shared is None:
@@ -43,12 +43,8 @@ def _linear(context: SplitContext, x: Tensor, weight: Tensor, bias: Tensor | Non
         total = summed(context, summand)
         return total if bias is None else total + gathered(bias)
     bias = None if bias is None else collectives.copy_in(gathered(bias), context.group)
-    out = F.linear(_local(x), collectives.copy_in(weight, context.group), bias)
+    out = F.linear(local_of(x), collectives.copy_in(weight, context.group), bias)
     return wrap(out, shared.resized(len(shared.sizes) - 1, weight.shape[0]), context)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, SplitTensor) else tensor
 
 
 @rule("matmul", "mm", "bmm", "__matmul__", "__rmatmul__")
@@ -72,7 +68,7 @@ def _matmul(context: SplitContext, left: Tensor, right: Tensor) -> Any:
     result: Any = NotImplemented
     if known_right is not None and at_right == -1:
         if at_left >= -2 or right.dim() == 2:
-            product = torch.matmul(input_of(context, left), _local(right))
+            product = torch.matmul(input_of(context, left), local_of(right))
             result = wrap(product, Layout(_sizes(left, right), product.dim() - 1, known_right.outer), context)
     elif at_left == -1 or at_right == -2:
         inner = known_right if at_right == -2 else known_left
@@ -81,7 +77,7 @@ def _matmul(context: SplitContext, left: Tensor, right: Tensor) -> Any:
             result = summed(context, torch.matmul(*parts))
     elif at_left == -2:
         if known_left is not None and known_right is None:
-            product = torch.matmul(_local(left), collectives.copy_in(right, context.group))
+            product = torch.matmul(local_of(left), collectives.copy_in(right, context.group))
             result = wrap(product, Layout(_sizes(left, right), product.dim() - 2, known_left.outer), context)
     else:
         main = known_right if known_left is None else known_left
@@ -111,7 +107,7 @@ def addmm(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...]
         layout = Layout((left.shape[0], known.sizes[1]), 1, known.outer)
         scale = {"beta": given["beta"], "alpha": given["alpha"]}
         bias = part_along(context, added, 0, known.outer)
-        return wrap(torch.addmm(bias, input_of(context, left), _local(right), **scale), layout, context)
+        return wrap(torch.addmm(bias, input_of(context, left), local_of(right), **scale), layout, context)
     product = torch.matmul(left, right)
     product = product if given["alpha"] == 1 else product * given["alpha"]
     if given["beta"] == 0 and not added.requires_grad:  # torch does not look at what it holds then

@@ -3,7 +3,7 @@ import torch
 from lightning_mist.plan import ParameterSplit
 from lightning_mist.tensor_parallel import SplitContext, present, run_ranks
 from lightning_mist.tensor_parallel.layout import Layout
-from lightning_mist.tensor_parallel.operands import bind, call_name, operand, part_along, relayout
+from lightning_mist.tensor_parallel.operands import bind, operand, part_along, relayout
 
 FULL = torch.arange(24.0).reshape(6, 4)
 ROWS = ParameterSplit(name="weight", dim=0, factors=((6, True),))
@@ -63,7 +63,5 @@ def test_the_whole_of_another_layout_is_counted():
         assert gathered["relayout"] == 1
 
 
-def test_arguments_by_name_and_names_of_functions():
+def test_arguments_by_name():
     assert bind(("a", "b"), (1,), {"c": 3}, b=2) == {"a": 1, "b": 2, "c": 3}
-    assert call_name(torch.Tensor.__add__) == "add"
-    assert call_name(torch.Tensor.add_) == "add"
