@@ -14,20 +14,16 @@ class Namespace:
     Attributes:
         root: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
         ddp_strategy: Its ``DDPStrategy``.
-        mixed_precision: Its ``MixedPrecision`` plugin.
         isolate_rng: Context manager that leaves random generators as they were.
         is_param_in_hook_signature: Whether a hook takes an argument.
-        rank_zero_info: Logs on rank zero.
         fitting: The trainer function state of ``fit``.
         set_sampler_epoch: Tells the sampler of a loader the epoch.
     """
 
     root: str
     ddp_strategy: Any
-    mixed_precision: Any
     isolate_rng: Any
     is_param_in_hook_signature: Any
-    rank_zero_info: Any
     fitting: Any
     set_sampler_epoch: Any
 
@@ -41,10 +37,8 @@ def namespace(root: str) -> Namespace:
     return Namespace(
         root=root,
         ddp_strategy=find("strategies", "DDPStrategy"),
-        mixed_precision=find("plugins.precision", "MixedPrecision"),
         isolate_rng=find("utilities.seed", "isolate_rng"),
         is_param_in_hook_signature=find("utilities.signature_utils", "is_param_in_hook_signature"),
-        rank_zero_info=find("utilities.rank_zero", "rank_zero_info"),
         fitting=find("trainer.states", "TrainerFn").FITTING,
         set_sampler_epoch=importlib.import_module(f"{_FABRIC[root]}.utilities.data")._set_sampler_epoch,
     )

@@ -55,19 +55,13 @@ def _lines(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Ite
     for optimizer in optimizers:
         yield f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         for group in optimizer.param_groups:
+            # Learning rates do not count: schedules change them.
             yield repr(
                 [(k, len(v) if k == "params" else v if isinstance(v, bool) else type(v)) for k, v in group.items()]
             )
     yield from map(repr, others)
     for package in _PACKAGES:
         yield f"{package} {version(package)}"
-
-
-def _setting(name: str, value: Any) -> Any:
-    """What counts of an option of a group: learning rates do not, and are changed by schedules."""
-    if name == "params":
-        return len(value)
-    return value if isinstance(value, (bool, str)) else type(value)
 
 
 def _source(cls: type) -> str:

@@ -324,15 +324,15 @@ class Engine(WholeGradients):
         return self._names[parameter]
 
     @works
-    def module_values(self, destination: int = 0) -> dict[str, Tensor]:
-        """All parameters by canonical name, in host memory, on one rank; empty on the others."""
+    def module_values(self) -> dict[str, Tensor]:
+        """All parameters by canonical name, in host memory, on rank 0; empty on the others."""
         values: dict[str, Tensor] = {}
         self.executor.flush()
 
         def deliver(name: str, value: Tensor) -> None:
             values[name] = value.detach().to("cpu", copy=True)
 
-        complete(self.gatherer.run(deliver, destination=destination))
+        complete(self.gatherer.run(deliver, destination=0))
         return values
 
     @works
