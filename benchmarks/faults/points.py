@@ -62,10 +62,10 @@ POINTS = {
     "setup": Point(where=f"{_PROJECT}.setup"),
     "first batch": Point(where="benchmarks.faults.project:Rows.__getitem__"),
     "map": Point(where=f"{_PROJECT}.seen_while_planning"),
-    "machine": Point(where=f"{_STRATEGY}.machine:machine_profile", plans="auto"),
-    "layers": Point(where=f"{_STRATEGY}.planner:time_layers", plans="auto"),
-    "search": Point(where=f"{_STRATEGY}.learning:Basis.tune", rank=0, plans="auto"),
-    "checks": Point(where=f"{_STRATEGY}.planning:_check"),
+    "machine": Point(where=f"{_STRATEGY}.planning.local_machine:machine_profile", plans="auto"),
+    "layers": Point(where=f"{_STRATEGY}.planning.planning_state:time_layers", plans="auto"),
+    "search": Point(where=f"{_STRATEGY}.monitoring.profile_corrections:Basis.tune", rank=0, plans="auto"),
+    "checks": Point(where=f"{_STRATEGY}.planning.workflow:_check"),
     "groups": Point(
         where="lightning_mist.runtime.communication.transport:DistributedTransport.__init__", after=True, plans="engine"
     ),

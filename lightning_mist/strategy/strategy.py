@@ -11,15 +11,15 @@ from lightning_mist.hardware import Cluster
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.communication import complete
-from lightning_mist.strategy import checkpoint_io, deferred, together
-from lightning_mist.strategy.acting import ActingRank
+from lightning_mist.strategy import all_ranks, checkpoint_io, empty_parameters
 from lightning_mist.strategy.answers import Answers
-from lightning_mist.strategy.first_steps import FirstSteps
-from lightning_mist.strategy.installing import Installs
+from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
+from lightning_mist.strategy.plan_installation import Installs
 from lightning_mist.strategy.planning import PlanRequest, publishing, refuse_what_is_not_there, whole_module_reason
 from lightning_mist.strategy.training import Engine, attach_engine, gradients_are_about_to_go, later
+from lightning_mist.strategy.user_rank import ActingRank
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
@@ -141,7 +141,11 @@ class MistBase(ActingRank, Answers, Installs):
             self_check=self_check,
             verbose=verbose,
         )
-        self._report_path, self._fitting, self._constructions = report_path, ExitStack(), deferred.Constructions()
+        self._report_path, self._fitting, self._constructions = (
+            report_path,
+            ExitStack(),
+            empty_parameters.Constructions(),
+        )
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -151,8 +155,8 @@ class MistBase(ActingRank, Answers, Installs):
         assert module is not None
         assert accelerator is not None
         if trainer.state.fn != self._names.fitting:
-            if (whole := deferred.initial_values(module, self.root_device, None)) is not None:
-                whole.materialize(whole.names)
+            if (whole := empty_parameters.initial_values(module, self.root_device, None)) is not None:
+                whole.give(whole.names)
                 whole.forget()
             super().setup(trainer)
             return
@@ -160,10 +164,10 @@ class MistBase(ActingRank, Answers, Installs):
         accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
-        limit = deferred.device_limit(self._request.memory_limit, self.root_device)
-        self._initial = deferred.initial_values(module, self.root_device, limit)
+        limit = empty_parameters.device_limit(self._request.memory_limit, self.root_device)
+        self._initial = empty_parameters.initial_values(module, self.root_device, limit)
         self.model_to_device()
-        together.same_start(module, () if self._initial is None else self._initial.names)
+        all_ranks.same_start(module, () if self._initial is None else self._initial.names)
         self.setup_optimizers(trainer)
         # Most of what planning needs is not for a program that only names the strategy, nor for other loops than fit.
         from lightning_mist.strategy.planning import decide
@@ -207,7 +211,7 @@ class MistBase(ActingRank, Answers, Installs):
         attach_engine(self.precision_plugin, None)
         self._fitting.close()
         if self.lightning_module is not None:
-            deferred.hollow_on_host(self.lightning_module)
+            empty_parameters.hollow_on_host(self.lightning_module)
         super().teardown()
         self.stop_watching()
 
@@ -297,8 +301,8 @@ class MistBase(ActingRank, Answers, Installs):
         """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
         module = self.lightning_module
         is_plain_io = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
-        if module is not None and is_plain_io and deferred.has_hollow_parameters(module):
-            content = deferred.mapped_checkpoint(checkpoint_path, weights_only)
+        if module is not None and is_plain_io and empty_parameters.has_hollow_parameters(module):
+            content = empty_parameters.mapped_checkpoint(checkpoint_path, weights_only)
             if content is not None:
                 return content
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -307,7 +311,7 @@ class MistBase(ActingRank, Answers, Installs):
         """All weights in DDP's layout; complete on global rank 0."""
         assert self.lightning_module is not None
         if self._engine is None:
-            is_elsewhere = self.global_rank > 0 and deferred.has_hollow_parameters(self.lightning_module)
+            is_elsewhere = self.global_rank > 0 and empty_parameters.has_hollow_parameters(self.lightning_module)
             return {} if is_elsewhere else super().lightning_module_state_dict()
         self.refuse_without_the_others("a checkpoint")
         with self.all_take_part():
@@ -316,8 +320,8 @@ class MistBase(ActingRank, Answers, Installs):
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
         assert self.lightning_module is not None
-        if self._engine is None and deferred.has_hollow_parameters(self.lightning_module):
-            deferred.load_state(self.lightning_module, checkpoint["state_dict"], strict)
+        if self._engine is None and empty_parameters.has_hollow_parameters(self.lightning_module):
+            empty_parameters.load_state(self.lightning_module, checkpoint["state_dict"], strict)
             return
         is_hollow = self._engine is not None and not self._engine.is_filled
         if is_hollow:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.tensor_parallel.group import TensorGroup
-from lightning_mist.tensor_parallel.layout import Layout, join_parts, stack_parts, take
+from lightning_mist.tensor_parallel.shard_layout import Layout, join_parts, stack_parts, take
 
 
 class _CopyIn(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.group import TensorGroup
-from lightning_mist.tensor_parallel.layout import Layout, fits
+from lightning_mist.tensor_parallel.shard_layout import Layout, fits
 
 
 class SplitContext:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_mist.tensor_parallel.layout import Layout, slice_shared
+from lightning_mist.tensor_parallel.shard_layout import Layout, slice_shared
 
 
 def complete(items: Any, num_dims: int) -> tuple[Any, ...] | None:

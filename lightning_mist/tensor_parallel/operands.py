@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, wrap
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.tensor_split import ParameterSplit
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout, join_parts, take
+from lightning_mist.tensor_parallel.shard_layout import Layout, join_parts, take
 from lightning_mist.tensor_parallel.tensor import SplitTensor, wrap
 
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout
 from lightning_mist.tensor_parallel.operands import bind, operand
-from lightning_mist.tensor_parallel.random import own_stream
+from lightning_mist.tensor_parallel.rank_streams import own_stream
+from lightning_mist.tensor_parallel.shard_layout import Layout
 from lightning_mist.tensor_parallel.tensor import SplitTensor, layout_of, rule, wrap
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout, broadcast
 from lightning_mist.tensor_parallel.operands import bind, operand
-from lightning_mist.tensor_parallel.random import own_stream
+from lightning_mist.tensor_parallel.rank_streams import own_stream
+from lightning_mist.tensor_parallel.shard_layout import Layout, broadcast
 from lightning_mist.tensor_parallel.tensor import RULES, SplitTensor, leaves_of, rule, whole, wrap
 
 _ARITHMETIC = (

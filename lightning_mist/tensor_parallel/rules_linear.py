@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout, broadcast
 from lightning_mist.tensor_parallel.operands import bind, input_of, operand, part_along, summed
+from lightning_mist.tensor_parallel.shard_layout import Layout, broadcast
 from lightning_mist.tensor_parallel.tensor import gathered, layout_of, local_of, rule, wrap
 
 

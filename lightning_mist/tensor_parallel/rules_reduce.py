@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout, remove
 from lightning_mist.tensor_parallel.operands import bind
+from lightning_mist.tensor_parallel.shard_layout import Layout, remove
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, rule, wrap
 
 

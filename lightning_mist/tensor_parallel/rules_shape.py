@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.indexing import complete, index
-from lightning_mist.tensor_parallel.layout import Layout, infer_sizes, insert, permute, remove, slice_shared, view
 from lightning_mist.tensor_parallel.operands import bind, operand
+from lightning_mist.tensor_parallel.shard_layout import Layout, infer_sizes, insert, permute, remove, slice_shared, view
 from lightning_mist.tensor_parallel.tensor import RULES, SplitTensor, rule, whole, wrap
 
 

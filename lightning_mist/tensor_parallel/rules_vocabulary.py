@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_mist.errors import TraceError
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout
 from lightning_mist.tensor_parallel.operands import bind
 from lightning_mist.tensor_parallel.rules_reduce import loss_type, maximum, wide
+from lightning_mist.tensor_parallel.shard_layout import Layout
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, rule, wrap
 
 

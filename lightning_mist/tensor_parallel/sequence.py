@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_mist.plan.tensor_split import SequenceSplit
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, wrap
 
 

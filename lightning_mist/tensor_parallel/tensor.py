@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from lightning_mist.errors import TraceError
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout
 
 Rule = Callable[[SplitContext, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes a torch function on parts: context, function, args, kwargs; NotImplemented where it cannot."""

@@ -6,7 +6,7 @@ import torch
 from lightning_mist.cli.cluster_input import devices_of, oldest_capability, open_cluster, open_profile, precision_notes
 from lightning_mist.hardware import catalog_profile, detect, parse_cluster, save_profile, write_profile
 from lightning_mist.plan import plan_of
-from lightning_mist.strategy.planning.machine import default_directory
+from lightning_mist.strategy.planning.local_machine import default_directory
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning_mist.cli.cluster_input import local_cluster, measure_here, measure_launched, measure_local
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import catalog_profile, detect, load_profile, save_profile
-from lightning_mist.strategy.planning import machine
+from lightning_mist.strategy.planning import local_machine
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def measured(monkeypatch, tmp_path):
         calls.append(cluster)
         return replace(catalog_profile(cluster), source=f"measurement {len(calls)}")
 
-    monkeypatch.setattr(machine, "measure_profile", measure)
+    monkeypatch.setattr(local_machine, "measure_profile", measure)
     return calls
 
 
@@ -73,7 +73,7 @@ def test_processes_of_its_own_find_what_was_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     cluster = detect(2, 1, "cpu")
     kept = replace(catalog_profile(cluster), source="kept from earlier")
-    path = save_profile(kept, machine.default_directory(), cluster)
+    path = save_profile(kept, local_machine.default_directory(), cluster)
     found = measure_local(cluster, "32-true")
     assert (found.profile, found.cluster, found.kept) == (kept, cluster, path)
 
@@ -90,7 +90,7 @@ def test_a_failure_in_a_process_is_told_by_its_own_words(monkeypatch, measured):
     def fail(**_):
         raise ProfileError("nothing grows here")
 
-    monkeypatch.setattr(machine, "measure_profile", fail)
+    monkeypatch.setattr(local_machine, "measure_profile", fail)
     monkeypatch.setattr(spawning, "spawn", here)
     with pytest.raises(ProfileError, match=r"^nothing grows here$"):
         measure_local(detect(1, 1, "cpu"), "32-true", is_fresh=True)

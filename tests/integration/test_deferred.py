@@ -11,7 +11,7 @@ from tests.integration import deferred_worker
 from tests.ranks import command_of, environment
 from tests.tiers import asked_for
 
-pytestmark = pytest.mark.thorough  # tests/strategy/test_deferred.py says the same of one process
+pytestmark = pytest.mark.thorough  # tests/strategy/test_empty_parameters.py says the same of one process
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import InfeasibleError, MistStrategy, SearchSpace
-from lightning_mist.strategy.first_steps import MOST_PLANS
+from lightning_mist.strategy.memory_retry import MOST_PLANS
 from tests.machine import assume_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets

@@ -16,7 +16,7 @@ from lightning_mist.devices import Homeward, HostOps
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.schedule import lower
-from lightning_mist.strategy.planning.cut_proof import prove_here
+from lightning_mist.strategy.planning.division_proofs import prove_here
 from lightning_mist.strategy.training.engine import Engine
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import map_of

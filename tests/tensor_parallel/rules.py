@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_mist.tensor_parallel import Layout, SplitContext, SplitTensor, functions_of_wholes, run_ranks, whole
-from lightning_mist.tensor_parallel.layout import join_parts, take
+from lightning_mist.tensor_parallel.shard_layout import join_parts, take
 
 
 def tensor(*sizes: int, seed: int = 0) -> Tensor:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_mist.tensor_parallel import collectives, run_ranks
-from lightning_mist.tensor_parallel.layout import Layout, take
+from lightning_mist.tensor_parallel.shard_layout import Layout, take
 
 LAYOUT = Layout((3, 8, 2), 1, 2)
 X = torch.arange(48.0, dtype=torch.float64).reshape(3, 8, 2)

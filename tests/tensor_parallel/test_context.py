@@ -1,7 +1,7 @@
 import torch
 
 from lightning_mist.tensor_parallel import CountingGroup, SplitContext
-from lightning_mist.tensor_parallel.layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout
 
 
 def context_of(sequence_parallel=False):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_mist.tensor_parallel.indexing import complete, index
-from lightning_mist.tensor_parallel.layout import Layout, take
+from lightning_mist.tensor_parallel.shard_layout import Layout, take
 
 LAYOUT = Layout((2, 12, 4), 1, 3)
 

@@ -13,7 +13,7 @@ from lightning_mist.tensor_parallel import (
     shard,
     unshard,
 )
-from lightning_mist.tensor_parallel.layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout
 
 FUSED = ParameterSplit(name="qkv.weight", dim=0, factors=((3, False), (8, True), (2, False)))
 

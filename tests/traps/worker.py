@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_mist import MistStrategy
 from lightning_mist.errors import MistError
 from lightning_mist.runtime.communication import failure
-from lightning_mist.strategy.planning import simplest
+from lightning_mist.strategy.planning import plain_parallelism as simplest
 from tests.machine import assume_profile
 from tests.traps.project import PLANS, Trap
 

@@ -1,7 +1,7 @@
 """Predicted against measured, and what a run teaches of its machine."""
 
-from lightning_mist.strategy.monitoring.learning import Basis, Learner, with_corrections
-from lightning_mist.strategy.monitoring.report import RunReport, StageReport
+from lightning_mist.strategy.monitoring.profile_corrections import Basis, Learner, with_corrections
+from lightning_mist.strategy.monitoring.run_report import RunReport, StageReport
 from lightning_mist.strategy.monitoring.stage_times import (
     CLOSURE,
     FORWARD,

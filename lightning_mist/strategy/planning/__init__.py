@@ -1,11 +1,11 @@
 """From a user's fit to a plan that every rank has."""
 
 from lightning_mist.strategy.planning.decision import Decision, PlanRequest
-from lightning_mist.strategy.planning.kept_plans import remember_limit
-from lightning_mist.strategy.planning.machine import default_directory, machine_profile
-from lightning_mist.strategy.planning.planning import decide
+from lightning_mist.strategy.planning.local_machine import default_directory, machine_profile
+from lightning_mist.strategy.planning.plan_cache import remember_limit
 from lightning_mist.strategy.planning.restrictions import refuse_what_is_not_there, whole_module_reason
 from lightning_mist.strategy.planning.room import is_out_of_memory
+from lightning_mist.strategy.planning.workflow import decide
 
 __all__ = [
     "Decision",

@@ -9,7 +9,7 @@ from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
-    from lightning_mist.strategy.planning.planner import Planner
+    from lightning_mist.strategy.planning.planning_state import Planner
     from lightning_mist.tuner import TuneResult
 
 

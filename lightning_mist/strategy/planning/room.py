@@ -13,7 +13,7 @@ import torch
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
-from lightning_mist.strategy.together import everywhere, of_all_ranks
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 
 T = TypeVar("T")
 

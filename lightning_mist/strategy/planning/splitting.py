@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_mist.model import derive_splits
 from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit
+from lightning_mist.strategy.all_ranks import on_rank_zero
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.together import on_rank_zero
 
 _Told = tuple[
     tuple[TensorSplit, ...],

@@ -8,11 +8,11 @@ from lightning_mist.strategy.training.evaluation import (
     broadcasts_buffers,
     check_evaluation,
 )
-from lightning_mist.strategy.training.guard import StepGuard
-from lightning_mist.strategy.training.logging import LogRecord, LogRecorder, recorded_logs, replay
-from lightning_mist.strategy.training.part_steps import results_of
+from lightning_mist.strategy.training.log_records import LogRecord, LogRecorder, recorded_logs, replay
+from lightning_mist.strategy.training.microbatch_step import results_of
 from lightning_mist.strategy.training.precision import attach_engine
 from lightning_mist.strategy.training.starting import later, start_engine
+from lightning_mist.strategy.training.step_guard import StepGuard
 
 __all__ = [
     "Engine",

@@ -37,14 +37,14 @@ from lightning_mist.runtime.parameters import (
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import make_stages
 from lightning_mist.schedule import Schedule
-from lightning_mist.strategy.deferred import leave_on_rank_zero
-from lightning_mist.strategy.training.data import BatchExchange
-from lightning_mist.strategy.training.gradients import WholeGradients
-from lightning_mist.strategy.training.guard import StepGuard
-from lightning_mist.strategy.training.logging import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.empty_parameters import leave_on_rank_zero
+from lightning_mist.strategy.training.batch_exchange import BatchExchange
+from lightning_mist.strategy.training.batch_results import BatchResult, Piece, combine, pieces_by_owner, results_in
+from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.training.microbatch_step import PartSteps
 from lightning_mist.strategy.training.owned_optimizer import OwnedOptimizer
-from lightning_mist.strategy.training.part_steps import PartSteps
-from lightning_mist.strategy.training.results import BatchResult, Piece, combine, pieces_by_owner, results_in
+from lightning_mist.strategy.training.step_guard import StepGuard
+from lightning_mist.strategy.training.whole_gradients import WholeGradients
 
 
 class _InstallGradients(torch.autograd.Function):

@@ -9,8 +9,8 @@ from torch import nn
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, ZeroStage
 from lightning_mist.runtime.communication import complete
-from lightning_mist.strategy.training.ends import EndsTogether
 from lightning_mist.strategy.training.engine import Engine
+from lightning_mist.strategy.training.failure_handling import EndsTogether
 from lightning_mist.units import format_bytes
 
 

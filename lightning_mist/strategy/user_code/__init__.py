@@ -1,6 +1,6 @@
 """What the user's hooks and callbacks can reach, and what that rules out."""
 
-from lightning_mist.strategy.user_code.surveying import Survey, changed
-from lightning_mist.strategy.user_code.user_code import user_exclusions
+from lightning_mist.strategy.user_code.hook_restrictions import user_exclusions
+from lightning_mist.strategy.user_code.reachable_state import Survey, changed
 
 __all__ = ["Survey", "changed", "user_exclusions"]

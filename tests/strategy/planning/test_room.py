@@ -9,8 +9,8 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization.initial_values import empty_out
 from lightning_mist.plan import ModuleMap
-from lightning_mist.strategy.planning import planner as planner_module
-from lightning_mist.strategy.planning.planner import Planner
+from lightning_mist.strategy.planning import planning_state as planner_module
+from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.room import (
     Room,
     everywhere_unless_out_of_memory,

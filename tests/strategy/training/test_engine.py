@@ -9,7 +9,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.schedule import lower
-from lightning_mist.strategy.planning import overheads
+from lightning_mist.strategy.planning import overhead_measurement as overheads
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.starting import start_engine
 from tests.integration.parity import make_plan, map_of

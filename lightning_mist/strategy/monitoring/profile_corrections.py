@@ -1,0 +1,205 @@
+"""What a run teaches of its machine, and whether another plan would be better by what it taught.
+
+All of it happens on rank 0, between steps; the other ranks need to know nothing of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_mist.cost import predict
+from lightning_mist.errors import MistError
+from lightning_mist.hardware import (
+    Cluster,
+    Correction,
+    CorrectionStore,
+    HardwareProfile,
+    corrected,
+    correction_store,
+    learn,
+    load_corrections,
+    save_corrections,
+)
+from lightning_mist.model import ModelSpec
+from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, save
+from lightning_mist.plan.plan_text import short_name
+from lightning_mist.runtime.support import executed_offload
+from lightning_mist.strategy.monitoring.observed_terms import observe
+from lightning_mist.strategy.monitoring.run_report import Better
+from lightning_mist.strategy.monitoring.stage_times import Measured
+from lightning_mist.tuner import SearchSpace, TuneResult, tune
+
+LEAST_GAIN = 0.05
+"""Share of the step that another plan must save by the corrected model to be spoken of."""
+
+LEAST_STEPS = 5
+"""A run of fewer recorded steps teaches nothing: the median of so few says little of how far they scatter."""
+
+QUICK_SECONDS = 2.0
+"""A search that took longer is not repeated while training goes on."""
+
+PATIENCE_SECONDS = 10.0
+"""The most seconds that a search may take when training has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What the plan of a fit follows from, to learn from and to plan again by.
+
+    Attributes:
+        spec: The network, with measured seconds of its layers.
+        profile: The machine as measured.
+        cluster: Its devices.
+        global_batch_size: Rows that one batch brings over all devices.
+        memory_limit: Bytes of each device that may be used, if the user said so.
+        host_limit: Bytes of each node that may be taken for what is offloaded, if that is known.
+        has_files: Whether that is in files.
+        search: What the plan is chosen from.
+        store: Where what is learned of the machine is kept; None to learn nothing.
+        corrections: What earlier runs have taught.
+    """
+
+    spec: ModelSpec
+    profile: HardwareProfile
+    cluster: Cluster
+    global_batch_size: int
+    memory_limit: int | None
+    search: SearchSpace
+    host_limit: int | None = None
+    has_files: bool = False
+    store: CorrectionStore | None = None
+    corrections: tuple[Correction, ...] = ()
+
+    def without(self, feature: Feature, reason: str) -> "Basis":
+        """The same with a feature ruled out."""
+        found = self.spec.module_map
+        more = Exclusion(feature=feature, reason=reason)
+        return replace(self, spec=replace(self.spec, module_map=replace(found, exclusions=(*found.exclusions, more))))
+
+    def tune(self) -> TuneResult:
+        """The best plan by what is known, of those that can be executed here."""
+        kinds, notes = executed_offload(self.search.offload, self.cluster.kind, has_files=self.has_files)
+        found = tune(
+            self.spec,
+            self.cluster,
+            profile=corrected(self.profile, self.corrections),
+            global_batch_size=self.global_batch_size,
+            memory_limit=self.memory_limit,
+            host_memory_limit=self.host_limit,
+            search=replace(self.search, offload=kinds),
+        )
+        return replace(found, notes=(*found.notes, *notes))
+
+    def predict(self, plan: Plan) -> Predicted:
+        """What is known of a plan."""
+        return predict(self.spec, corrected(self.profile, self.corrections), self.cluster, plan)
+
+
+def with_corrections(basis: Basis, directory: Path, precision: str, say: Callable[[str], None]) -> Basis:
+    """A basis that knows what earlier runs have taught of its machine.
+
+    Args:
+        basis: The profile as measured.
+        directory: Where profiles are kept.
+        precision: Lightning's name of the precision.
+        say: Told what is used, or why what is there is not.
+    """
+    store = correction_store(directory, basis.cluster, precision, basis.profile)
+    corrections, warning = load_corrections(store)
+    if warning is not None:
+        say(warning)
+    if corrections:
+        say(f"predictions are corrected by what earlier runs measured: {_factors(corrections)}")
+    return replace(basis, store=store, corrections=corrections)
+
+
+def _factors(corrections: Sequence[Correction]) -> str:
+    return ", ".join(f"{item.term} x {item.factor:.2f} ± {item.spread:.2f}" for item in corrections)
+
+
+class Learner:
+    """Learns from one run; on rank 0.
+
+    Args:
+        basis: What the plan follows from.
+        plan: The plan that runs, with its prediction.
+        is_plain: Whether it runs without the runtime.
+        search_seconds: How long it was searched.
+        path: Where a better plan is written, if anywhere.
+        kept_at: Where the plan is kept for later runs; a better one makes these plan anew.
+        say: Told what was learned.
+
+    Attributes:
+        basis: What the plan follows from, corrected by this run once it has learned.
+        better: A better plan, if one was found.
+    """
+
+    def __init__(
+        self,
+        basis: Basis,
+        plan: Plan,
+        *,
+        is_plain: bool,
+        search_seconds: float,
+        path: Path | None,
+        say: Callable[[str], None],
+        kept_at: Path | None = None,
+    ) -> None:
+        self.basis = basis
+        self._plan, self._is_plain, self._path, self._say = plan, is_plain, path, say
+        self._kept_at = kept_at
+        self._search_seconds = search_seconds
+        self._has_learned, self._has_looked = False, False
+        self.better: Better | None = None
+
+    def learn(self, measured: Sequence[Measured | None]) -> None:
+        """Correct predictions by what the stages measured, once per run, and keep that for later runs."""
+        basis = self.basis
+        fewest = min((item.steps for item in measured if item is not None), default=0)
+        if self._has_learned or basis.store is None or fewest < LEAST_STEPS:
+            return
+        observations = observe(
+            self._plan,
+            measured,
+            corrections=basis.corrections,
+            is_plain=self._is_plain,
+            knows_layers=bool(basis.spec.seconds),
+        )
+        if not observations:
+            return
+        self._has_learned = True
+        self.basis = replace(basis, corrections=learn(basis.corrections, observations))
+        try:
+            save_corrections(basis.store, self.basis.corrections)
+        except OSError as error:
+            self._say(f"what this run measured is not kept for later ones: {error}")
+            return
+        self._say(f"later plans for this machine are corrected by it: {_factors(self.basis.corrections)}")
+
+    def look_again(self, *, is_training: bool) -> None:
+        """See whether another plan would be better by what was learned, and write it.
+
+        Args:
+            is_training: Whether training goes on, so that only a quick search is acceptable.
+        """
+        if not self._has_learned or self._has_looked or (is_training and self._search_seconds > QUICK_SECONDS):
+            return
+        self._has_looked = True
+        patience = QUICK_SECONDS if is_training else PATIENCE_SECONDS
+        search = replace(self.basis.search, solver_seconds=min(patience, self.basis.search.solver_seconds))
+        try:
+            found = replace(self.basis, search=search).tune()
+            current = self.basis.predict(self._plan)
+            if found.predicted.step_seconds < (1.0 - LEAST_GAIN) * current.step_seconds:
+                if self._path is not None:
+                    save(replace(found.plan, fingerprint=self._plan.fingerprint), self._path)
+                if self._kept_at is not None:
+                    self._kept_at.unlink(missing_ok=True)
+                self.better = Better(
+                    name=short_name(found.plan),
+                    path=None if self._path is None else str(self._path),
+                    current_seconds=current.step_seconds,
+                    step_seconds=found.predicted.step_seconds,
+                )
+        except (MistError, OSError) as error:
+            self._say(f"no other plan was looked for: {error}")

@@ -1,0 +1,173 @@
+"""The machine at hand: its devices, and its profile, from the cache or measured by all ranks together."""
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_mist.devices import ops_of
+from lightning_mist.hardware import (
+    AnyCluster,
+    Cluster,
+    HardwareProfile,
+    detect,
+    load_profile,
+    measure_profile,
+    measuring_groups,
+    parse_cluster,
+    save_profile,
+)
+from lightning_mist.runtime.host_memory import HostPool, let_go
+from lightning_mist.strategy.all_ranks import cluster_of_ranks, of_all_ranks
+from lightning_mist.strategy.planning.overhead_measurement import measure_overheads
+from lightning_mist.strategy.progress import Progress
+
+_DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+"""Element type of matrix products by the first part of Lightning's precision names; all others compute in float32."""
+
+
+MACHINE_SECONDS = 9.0
+"""What measuring the machine may take. The runtime itself takes up to 6 s more on two CPU processes, and the layers
+5 s, so that everything that a first fit measures takes 20 s."""
+
+_FILE_BYTES, _FILE_SAMPLES = 2**25, 3
+"""Of a file whose copies are timed: more than caches hold, and a few hundredths of a second each."""
+
+MACHINE_PART = 0.7
+"""The part of measuring, in time, that is the machine's and not the runtime's."""
+
+
+def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
+    """The cluster at hand, or the one to plan for; every rank must ask.
+
+    Args:
+        wanted: What the user asked for; by default the devices of all ranks.
+        strategy: The strategy, its processes running.
+
+    Raises:
+        ValueError: If it has not as many devices as processes run.
+    """
+    if wanted is None:
+        return cluster_of_ranks(detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type))
+    cluster = parse_cluster(wanted) if isinstance(wanted, str) else wanted
+    if cluster.world_size != strategy.world_size:
+        raise ValueError(
+            f"cluster={wanted!r} has {cluster.world_size} devices, but {strategy.world_size} processes run: plan "
+            "for the cluster at hand, or use `lightning-mist plan` for another"
+        )
+    return cluster
+
+
+def default_directory() -> Path:
+    """Where profiles are kept unless the user says otherwise."""
+    return Path.home() / ".cache" / "lightning-mist"
+
+
+def directory_of(given: str | None) -> Path:
+    """Where profiles are kept if the user said so, or did not."""
+    return default_directory() if given is None else Path(given)
+
+
+def machine_profile(
+    cluster: Cluster,
+    device: torch.device,
+    precision: str,
+    directory: Path,
+    progress: Progress,
+    *,
+    is_fresh: bool = False,
+) -> HardwareProfile:
+    """What was measured of this machine, on every rank.
+
+    Args:
+        cluster: The machine.
+        device: This rank's device.
+        precision: Lightning's name of the precision.
+        directory: Where profiles are kept.
+        progress: Told what is measured, and for how long.
+        is_fresh: Whether to measure even if there is a kept one.
+    """
+    dtypes = [torch.float32]
+    reduced = _DTYPES.get(precision.partition("-")[0])
+    if reduced is not None:
+        dtypes.append(reduced)
+    box: list[tuple[HardwareProfile | None, list[torch.dtype]]] = [(None, dtypes)]
+    if dist.get_rank() == 0 and not is_fresh:
+        box[0] = _kept(directory, cluster, dtypes, progress)
+    dist.broadcast_object_list(box, 0)
+    kept, dtypes = box[0]
+    if kept is not None:
+        progress.say(f"using what was {kept.source}")
+        return kept
+    progress.tell("measuring this machine (once; kept for later runs)")
+    with measuring_groups(cluster) as groups:
+        profile = measure_profile(
+            cluster=cluster,
+            device=device,
+            dtypes=dtypes,
+            groups=groups,
+            progress=lambda text, fraction: progress.update(text, MACHINE_PART * fraction),
+            budget_seconds=MACHINE_SECONDS,
+        )
+    progress.update("the runtime itself", MACHINE_PART)
+    profile = replace(profile, overheads=measure_overheads(profile, device, cluster.world_size))
+    progress.update("the runtime itself", 1.0)
+    if dist.get_rank() == 0:
+        _keep(profile, directory, cluster, progress, is_fresh=is_fresh)
+    return profile
+
+
+def with_files(profile: HardwareProfile, directory: Path, device: torch.device) -> HardwareProfile:
+    """A profile that knows how fast memory is copied from and to files in a folder; all ranks copy at once.
+
+    They are copied as what is offloaded is: the kernel keeps in memory what it has room for, and writes behind. State
+    that is larger than the memory which is free for that is as slow as the disk.
+
+    Args:
+        profile: The machine.
+        directory: The folder.
+        device: This rank's device, a CPU.
+    """
+    file, memory = (
+        HostPool(ops_of(device), directory=directory).take_bytes(_FILE_BYTES),
+        torch.ones(_FILE_BYTES, dtype=torch.uint8),
+    )
+    file.zero_()
+    seconds: list[list[float]] = [[], []]
+    for _ in range(_FILE_SAMPLES):
+        for direction, (source, target) in enumerate(((file, memory), (memory, file))):
+            dist.barrier()
+            began = perf_counter()
+            target.copy_(source)
+            let_go(file)
+            seconds[direction].append(perf_counter() - began)
+    there, back = (_FILE_BYTES / max(of_all_ranks(median(item))) for item in seconds)
+    return replace(profile, host_to_device_bytes_per_second=there, device_to_host_bytes_per_second=back)
+
+
+def _kept(
+    directory: Path, cluster: Cluster, dtypes: list[torch.dtype], progress: Progress
+) -> tuple[HardwareProfile | None, list[torch.dtype]]:
+    """The kept profile if it has these rates, and else the rates to measure: those that it has are not given up."""
+    found, warning = load_profile(directory, cluster, dtypes)
+    if warning is not None:
+        progress.say(warning)
+    if found is None:
+        other, _ = load_profile(directory, cluster)
+        known = [] if other is None else [getattr(torch, rate.dtype) for rate in other.compute]
+        dtypes = dtypes + [dtype for dtype in known if dtype not in dtypes]
+    return found, dtypes
+
+
+def _keep(profile: HardwareProfile, directory: Path, cluster: Cluster, progress: Progress, *, is_fresh: bool) -> None:
+    """Keep a profile for later runs; training goes on without."""
+    try:
+        save_profile(profile, directory, cluster)
+    except OSError as error:
+        if is_fresh:
+            raise  # keeping it was the point
+        progress.say(f"what was measured is not kept for later runs: {error}")

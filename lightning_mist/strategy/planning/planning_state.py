@@ -1,0 +1,400 @@
+"""What one planning works with: the module, its batch, and ways to ask the user's step."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_mist.errors import TraceError
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
+from lightning_mist.model import (
+    LayerSeconds,
+    ModelSpec,
+    attach_seconds,
+    map_module,
+    measured_sizes,
+    time_layers,
+    time_update,
+    trace_model,
+)
+from lightning_mist.model.cuts import compiled_exclusions
+from lightning_mist.model.initialization import InitialValues, blocks_alike
+from lightning_mist.model.trace import step_bytes
+from lightning_mist.plan import (
+    Exclusion,
+    Fingerprint,
+    ModuleMap,
+    Plan,
+    fingerprint_of,
+    from_json,
+    to_json,
+)
+from lightning_mist.runtime.cutting import CutRules
+from lightning_mist.strategy.all_ranks import alike, everywhere, of_all_ranks, on_rank_zero, union
+from lightning_mist.strategy.monitoring import Basis, with_corrections
+from lightning_mist.strategy.planning import local_machine
+from lightning_mist.strategy.planning.decision import PlanRequest
+from lightning_mist.strategy.planning.division_proofs import agree, prove_here
+from lightning_mist.strategy.planning.memory_budget import Budget, estimate_made
+from lightning_mist.strategy.planning.plain_parallelism import (
+    fits_plainly,
+    gains_too_little,
+    most_to_save,
+    plain_plan,
+    saves_too_little,
+    saves_too_small_a_share,
+    sharing_seconds,
+    steps_to_come,
+)
+from lightning_mist.strategy.planning.plan_cache import keep_plan, kept_path, kept_plan, key_of, remembered_limit
+from lightning_mist.strategy.planning.restrictions import BUT_PLAIN, optimizer_exclusions
+from lightning_mist.strategy.planning.room import Room, everywhere_unless_out_of_memory
+from lightning_mist.strategy.planning.splitting import with_splits
+from lightning_mist.strategy.planning.trial_step import TriedStep
+from lightning_mist.strategy.planning.trials import CALLS, progress_through, timed_apart, told, tried
+from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.user_code import user_exclusions
+from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
+from lightning_mist.tuner import TuneResult
+from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.units import format_bytes
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Planner:
+    """The state of one planning: what to plan for, and how to call the user's step."""
+
+    trainer: Any
+    strategy: Any
+    request: PlanRequest
+    progress: Progress
+    plain: str | None
+    batch: Any
+    call: TriedStep
+    initial: InitialValues | None
+    cluster: AnyCluster
+    spec: ModelSpec | None = None
+    basis: Basis | None = None
+    kept_at: Path | None = None
+    asked_at: Path | None = None
+    is_scarce: bool = False
+    wished: PlanRequest | None = None
+    rules: CutRules | None = None
+    step_bytes: list[int | None] = field(default_factory=list)
+
+    def lean(self, found: ModuleMap) -> AbstractContextManager[None]:
+        """Inside, a module without values has some, with which it can run on real numbers; on every rank."""
+        return nullcontext() if self.initial is None else self.initial.lean(found.blocks)
+
+    @property
+    def room(self) -> Room:
+        """What planning may take of each device."""
+        limit = tensor_share(self.cluster) * Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
+        held = sum(p.numel() * p.element_size() for p in self.module.parameters() if not is_hollow(p))
+        return Room(held=held, limit=limit, step_bytes=self._counted)
+
+    def tried(self, work: Callable[..., T], *, tell: Callable[[str], None] | None = None) -> T:
+        """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
+        return tried(self.call.around(work), self.strategy.root_device, tell=tell)
+
+    def plain_is_enough(self) -> str | None:
+        """Why nothing needs to be searched, if so; on rank 0."""
+        if self.initial is not None:
+            return None
+        saved = most_to_save(list(self.module.parameters()), self.alike, self._directory)
+        reason = None if saved is None else saves_too_little(saved, steps_to_come(self.trainer))
+        return None if reason is None or not self._fits_plainly() else f"{reason}, and it fits"
+
+    def worthwhile(
+        self,
+        found: ModuleMap,
+        profile: HardwareProfile,
+        seconds: Sequence[LayerSeconds],
+        update: float,
+        degrees: tuple[int, ...],
+    ) -> tuple[str | None, tuple[int, ...]]:
+        """What measured layers leave to be searched, beside plain data parallelism that fits; on rank 0.
+
+        Returns:
+            Why nothing, if so; and the tensor-parallel degrees that could save more than they cost.
+        """
+        saved = most_to_save(list(self.module.parameters()), self.alike, self._directory, update)
+        if saved is None or self.initial is not None:
+            return None, degrees
+        reason = saves_too_small_a_share(saved, seconds)
+        useful = tuple(degree for degree in degrees if sharing_seconds(profile, found, seconds, degree) < saved)
+        if (reason is None and useful == degrees) or not self._fits_plainly():
+            return None, degrees
+        return reason and f"{reason}, and it fits", useful
+
+    def _fits_plainly(self) -> bool:
+        """Whether plain data parallelism certainly fits; not where the step cannot be counted so quickly."""
+        limit = Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
+        needed = self._counted()
+        # A step that reads values back is counted on real numbers, if it is planned for.
+        return needed is not None and fits_plainly(list(self.module.parameters()), needed, limit)
+
+    def _counted(self) -> int | None:
+        """What a step of the whole batch allocates, gradients included; ``None`` if that cannot be told quickly."""
+        if not self.step_bytes:
+            try:
+                self.step_bytes.append(self.tried(lambda: step_bytes(self.module, self.call, self.batch)))
+            except TraceError:
+                self.step_bytes.append(None)
+        return self.step_bytes[0]
+
+    @property
+    def module(self) -> Any:
+        """The user's module."""
+        return self.strategy.lightning_module
+
+    def map(self) -> ModuleMap:
+        """Where the module can be cut, with what the user's other choices rule out."""
+        if self.plain is not None and not self.module.automatic_optimization:
+            found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+        else:
+            rows = batch_rows(self.batch)
+            smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
+            made = partial(map_module, self.module, self.call, self.batch, second_batch=smaller)
+            learn = partial(self.call.learn, partial(made, blocks=self.request.blocks))
+            found, told = tried(learn, self.strategy.root_device)
+            self.call.know(told)
+        plain = self.plain
+        extra = [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
+        extra += compiled_exclusions(self.module, found.blocks)
+        for optimizer in self.strategy.optimizers:
+            extra += self.tried(partial(optimizer_exclusions, optimizer))
+        return replace(found, exclusions=(*found.exclusions, *extra))
+
+    def with_user_code(self, found: ModuleMap) -> ModuleMap:
+        """The map, with what hooks, callbacks and optimizers of any rank rule out."""
+        if self.plain is not None:
+            return found
+        optimizers = self.strategy.optimizers
+        own = union(everywhere(lambda: user_exclusions(self.trainer, optimizers)))
+        return replace(found, exclusions=(*found.exclusions, *own))
+
+    def split(self, found: ModuleMap, degrees: Sequence[int]) -> ModuleMap:
+        """The map with the ways to share layers among so many devices."""
+        return with_splits(self.module, self.call, self.batch, found, degrees, self.progress, self.tried)
+
+    def with_invariance(self, found: ModuleMap) -> ModuleMap:
+        """The map, with microbatches ruled out unless it is proved that parts of a batch train as the whole does.
+
+        Every rank takes part; afterwards all have the same :attr:`rules`.
+        """
+        if found.excludes("microbatches"):
+            return found
+        self.progress.say("checking that a batch may be cut into microbatches")
+        answer = self._proof(found, alike=self.initial is None and on_rank_zero(self.room.is_crowded))
+        if isinstance(answer, str):
+            return replace(found, exclusions=(*found.exclusions, Exclusion(feature="microbatches", reason=answer)))
+        self.rules = answer.bound_to(self.module)
+        return found
+
+    def _proof(self, found: ModuleMap, *, alike: bool) -> CutRules | str:
+        """How batches are cut, or why not, the same on every rank; ``alike`` lets blocks share parameters meanwhile."""
+
+        def prove() -> CutRules | str:
+            with blocks_alike(self.module, found.blocks) if alike else nullcontext():
+                return self.tried(lambda: prove_here(self.module, found.blocks, self.call, self.batch))
+
+        with self.lean(found):
+            answer = everywhere_unless_out_of_memory(prove, self.strategy.root_device)
+        if answer is not None:
+            return agree(answer)
+        if alike or self.initial is not None:
+            return "devices have no room to prove that parts of a batch train as the whole does"
+        self.progress.say("devices have no room for that: trying it with the parameters of one layer of each kind")
+        return self._proof(found, alike=True)
+
+    def seconds(self, found: ModuleMap) -> tuple[LayerSeconds, ...]:
+        """Measured seconds of the layers, every rank computing at the same time; called by all at once."""
+        rows = batch_rows(self.batch)
+        if None in of_all_ranks(rows) or rows is None:  # asked of all in any case
+            return ()
+        sizes = [rows] if found.excludes("microbatches") else measured_sizes(rows)
+        if not timed_apart(self.strategy.root_device):
+            sizes = sorted({sizes[0], sizes[-1]})
+        if self.initial is None and on_rank_zero(self.room.is_crowded):
+            sizes = self.room.fitting(sizes)
+        while min(of_all_ranks(len(sizes))):
+            timed = everywhere_unless_out_of_memory(partial(self._timed, found, rows, sizes), self.strategy.root_device)
+            if timed is not None:
+                return timed
+            self.progress.say(f"devices have no room to time layers on {sizes[-1]} rows")
+            sizes = sizes[:-1]
+        return ()
+
+    def _timed(self, found: ModuleMap, rows: int, sizes: Sequence[int]) -> tuple[LayerSeconds, ...]:
+        """Measured seconds of the layers for parts of so many rows."""
+        is_apart = timed_apart(self.strategy.root_device)
+
+        def measure(tell: Callable[[str], None] | None = None) -> tuple[LayerSeconds, ...]:
+            return time_layers(
+                self.module,
+                found,
+                lambda size: self.batch if size == rows else slice_rows(self.batch, 0, size),
+                sizes,
+                self.call,
+                device=self.strategy.root_device,
+                progress=progress_through(tell, self.progress.update),
+                most_calls=None if is_apart else CALLS,
+            )
+
+        dist.barrier()
+        with self.lean(found):
+            return self.tried(measure, tell=told(self.progress.update)) if is_apart else self.call.around(measure)()
+
+    def update_seconds(self) -> float:
+        """Measured seconds of the optimizer's step per byte of parameters, every rank computing at the same time."""
+        dist.barrier()
+        time = partial(time_update, device=self.strategy.root_device, room=self.room.limit - self.room.held)
+        return self.tried(lambda: sum(map(time, self.strategy.optimizers[:1])))
+
+    def trace(self, found: ModuleMap) -> ModelSpec:
+        """What the module costs; on rank 0, kept for later."""
+        self.progress.say("tracing the model")
+        optimizer = self.strategy.optimizers[0] if self.strategy.optimizers else None
+        self.spec = self.tried(
+            lambda: trace_model(
+                self.module,
+                self.batch,
+                call=self.call,
+                module_map=found,
+                optimizer=optimizer,
+                precision=str(self.trainer.precision),
+                device_kind=self.strategy.root_device.type,
+            )
+        )
+        return self.spec
+
+    def count(
+        self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...], update: float
+    ) -> None:
+        """Work out what predictions of plans follow from; on rank 0."""
+        spec = attach_seconds(self.trace(found), seconds, update)
+        cluster, request = self.alike, self.request
+        basis = Basis(
+            spec=spec,
+            profile=profile,
+            cluster=cluster,
+            global_batch_size=(batch_rows(self.batch) or 1) * cluster.world_size,
+            memory_limit=request.memory_limit,
+            search=request.search,
+            host_limit=request.host_limit,
+            has_files=request.offload_directory is not None,
+        )
+        if request.correct_profile:
+            directory, precision = local_machine.directory_of(request.profile_directory), str(self.trainer.precision)
+            basis = with_corrections(basis, directory, precision, self.progress.say)
+        self.basis = basis
+
+    def tune(self) -> TuneResult:
+        """The best plan; on rank 0, once costs are counted."""
+        assert self.basis is not None
+        layers, devices = self.basis.spec.num_layers, self.basis.cluster.world_size
+        self.progress.say(f"searching plans for {layers} layers on {devices} devices")
+        return self.basis.tune()
+
+    def rule_out_cuts(self, reason: str) -> None:
+        """Let no plan that is searched from now on cut a batch."""
+        if self.basis is not None:  # on rank 0
+            self.basis = self.basis.without("microbatches", reason)
+
+    def plainest(self) -> Plan:
+        """Plain data parallelism, predicted; on rank 0, once costs are counted."""
+        assert self.basis is not None
+        world_size, size = self.basis.cluster.world_size, self.basis.global_batch_size
+        bare = plain_plan(world_size, size // world_size, self.basis.spec.num_layers)
+        return replace(bare, predicted=self.basis.predict(bare))
+
+    def simplest(self, made: TuneResult) -> Plan:
+        """The best plan that was found, or plain data parallelism if that fits and is as good; on rank 0."""
+        plan = made.plan
+        if plan.is_plain:
+            return plan
+        bare = self.plainest()
+        assert self.spec is not None
+        assert bare.predicted is not None
+        why = gains_too_little(made.predicted, bare.predicted)
+        budget = Budget(cluster=self.cluster, asked=self.request.memory_limit)
+        if why is None or estimate_made(self.spec, bare, budget).verdict != "fits":
+            return plan
+        self.progress.tell(f"plain data parallelism: {why}")
+        return bare
+
+    def kept(self, found: ModuleMap) -> Plan | None:
+        """The plan that was made for the same question before, if there is one; the same on every rank."""
+
+        def look() -> tuple[str | None, Path, int | None]:
+            key = self._key(found)
+            plan, warning = kept_plan(self._directory, key)
+            if warning is not None:
+                self.progress.say(warning)
+            path = kept_path(self._directory, key)
+            return None if plan is None else to_json(plan), path, remembered_limit(path)
+
+        text, self.asked_at, limit = on_rank_zero(look)
+        if limit is not None and limit < Budget(cluster=self.cluster, asked=self.request.memory_limit).limit:
+            self.progress.tell(f"an earlier run was out of memory: planning within {format_bytes(limit)} per device")
+            self.wished = self.wished or self.request
+            self.request = replace(self.request, memory_limit=limit)
+            return self.kept(found)
+        if text is not None:
+            self.progress.say("the plan was made by an earlier run of the same module on this machine")
+        return None if text is None else from_json(text)
+
+    def keep(self, found: ModuleMap, plan: Plan) -> None:
+        """Keep a plan that was made here."""
+        if self.strategy.is_global_zero:
+            key = self._key(found)
+            warning = keep_plan(self._directory, key, plan)
+            if warning is None:
+                self.kept_at = kept_path(self._directory, key)
+            else:
+                self.progress.say(warning)
+
+    @property
+    def _directory(self) -> Path:
+        return local_machine.directory_of(self.request.profile_directory)
+
+    def _key(self, found: ModuleMap) -> str:
+        request, trainer = self.request, self.trainer
+        others = (
+            self.cluster,
+            request.memory_limit,
+            request.host_memory_limit,
+            request.offload_directory,
+            request.search,
+            request.blocks,
+            request.correct_profile,
+            trainer.precision,
+            trainer.gradient_clip_val,
+            trainer.accumulate_grad_batches,
+            found.exclusions,
+            found.blocks,
+        )
+        return key_of(self.module, self.batch, self.strategy.optimizers, others)
+
+    def fingerprint(self, found: ModuleMap) -> Fingerprint:
+        """What a plan made here is made for."""
+        return fingerprint_of(
+            found,
+            world_size=self.strategy.world_size,
+            batch_rows=batch_rows(self.batch),
+            precision=str(self.trainer.precision),
+            versions=[(name, version(name)) for name in ("lightning-mist", "torch")],
+        )
+
+    @property
+    def alike(self) -> Cluster:
+        """The cluster to plan for, whose devices must be alike."""
+        return alike(self.cluster)

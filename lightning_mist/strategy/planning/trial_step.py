@@ -1,0 +1,219 @@
+"""The user's step as planning tries it: what it does beside its module is noticed, undone, and says what plans may be.
+
+A step that talks to other processes talks to nobody while it is tried: ranks try it at other times and more or less
+often than each other, some not at all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.model.user_code import Reach, Surroundings, is_users
+from lightning_mist.plan import Exclusion, Feature, ModuleMap
+from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.runtime.stage import processes
+from lightning_mist.strategy.all_ranks import of_all_ranks
+from lightning_mist.strategy.user_code import Survey
+
+T = TypeVar("T")
+
+_SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
+"""What lets a rank run the step for the batches of others."""
+
+_ONCE: tuple[Feature, ...] = (*_SHARED, "microbatches")
+"""What lets a rank run the step another number of times than once for every batch of its own."""
+
+_ENGINE: tuple[Feature, ...] = (*_ONCE, "checkpointing", "sharded_gradients", *OFFLOADS.values())
+"""Everything but plain data parallelism."""
+
+_BEHIND: tuple[Feature, ...] = ("sharded_parameters", "offloaded_parameters", "offloaded_activations")
+"""What is not on the device any more when a layer's forward is over, where a backward inside the step asks for it."""
+
+_LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What watched runs of a step told.
+
+    Attributes:
+        changed: What they changed beside the module, in words, and whether layers may have done it.
+        talk: What they said to other processes, in words; empty if nothing.
+        asked: Where they asked which process they run in.
+        is_steady: Whether they left everything as it was.
+        differentiates: Whether they ran a backward of their own.
+    """
+
+    changed: tuple[tuple[str, bool], ...]
+    talk: str
+    asked: str
+    is_steady: bool
+    differentiates: bool
+
+
+class TriedStep:
+    """The step on a batch.
+
+    Args:
+        trainer: Lightning's trainer.
+        module: The user's module.
+        call: Runs its step on a batch.
+
+    Attributes:
+        reach: What the step's code can reach.
+        talk: What it said to other processes, in words; empty if nothing.
+    """
+
+    def __init__(self, trainer: Any, module: Any, call: Callable[[Any], Any]) -> None:
+        self._module, self._call = module, call
+        self.reach = Reach(module, module.training_step, roots_of(trainer))
+        self._survey = Survey(self.reach)
+        self._surroundings: Surroundings | None = None
+        self._found: _Found | None = None
+        self.talk, self._asked, self._differentiates = "", "", False
+
+    def __call__(self, batch: Any) -> Any:
+        """Run the step."""
+        around = self._surroundings
+        if around is None:
+            return self._call(batch)
+        around.begin_run()
+        try:
+            with _seen_backward(self._saw_backward):
+                return self._call(batch)
+        finally:
+            around.end_run()
+
+    def learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Found]:
+        """Do work that runs the step, and tell what the runs did; nothing of it stays here."""
+        with self._held() as around:
+            found = work()
+            changed, is_steady = around.settle(), around.is_steady
+        blocks = [self._module.get_submodule(name) for name in found.blocks] if changed else []
+        reaches = [Reach(block, block.forward, {}) for block in {type(block): block for block in blocks}.values()]
+        told = tuple(
+            (f"{name} ({space.label})", not blocks or any(reach.has(name, space) for reach in reaches))
+            for name, space in changed
+        )
+        return found, _Found(
+            changed=told, talk=self.talk, asked=self._asked, is_steady=is_steady, differentiates=self._differentiates
+        )
+
+    def know(self, found: _Found) -> None:
+        """Remember what runs told, perhaps in a copy of this process."""
+        self._found, self.talk, self._asked = found, found.talk, found.asked
+
+    def around(self, work: Callable[..., T]) -> Callable[..., T]:
+        """Work that runs the step, with each run beginning alike and nothing of it staying here."""
+
+        def held(*args: Any, **kwargs: Any) -> T:
+            with self._held() as around:
+                around.settle()
+                return work(*args, **kwargs)
+
+        return held
+
+    @contextmanager
+    def _held(self) -> Iterator[Surroundings]:
+        around = Surroundings(self.reach)
+        around.is_steady = self._found is not None and self._found.is_steady
+        around.hold()
+        self._surroundings = around
+        try:
+            with processes.watched(self._noticed):
+                yield around
+        finally:
+            self._surroundings = None
+            around.release()
+
+    def rule_out(self, found: ModuleMap) -> ModuleMap:
+        """The map, with what the step's runs so far, its code and the other ranks say against plans.
+
+        Called on all ranks at once.
+        """
+        reasons: dict[tuple[Feature, str], None] = {}
+        for reason, features in self._reasons():
+            reasons.update({(feature, reason): None for feature in features})
+        more = tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
+        return replace(found, exclusions=(*found.exclusions, *more))
+
+    def _reasons(self) -> Iterator[tuple[str, tuple[Feature, ...]]]:
+        changed = () if self._found is None else self._found.changed
+        for what, is_inner in dict.fromkeys(item for told in of_all_ranks(changed) for item in told):
+            yield (
+                f"the step changes {what} as often as it runs, which under DDP is once for every batch of a rank's own",
+                (*_ONCE, "checkpointing") if is_inner else _ONCE,
+            )
+        for name, child in self._module.named_modules():
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+                yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
+        if any(of_all_ranks(self._found is not None and self._found.differentiates)):
+            yield "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)", _BEHIND
+        talks = [text for text in of_all_ranks(self.talk) if text]
+        if talks:
+            self.talk = self.talk or talks[0]
+            yield f"the step talks to other processes itself ({talks[0]})", (*_ONCE, "checkpointing")
+        asked = [text for text in of_all_ranks(self._asked) if text]
+        if asked:
+            yield f"the step asks which process it runs in ({asked[0]}); use self.global_rank", _SHARED
+        names = self.reach.names
+        variables = [name for name in _RANK_VARIABLES if name in names]
+        if variables and names & {"environ", "getenv"}:
+            yield f"the step reads the environment variable {variables[0]}; use self.global_rank", _SHARED
+        if "trainer" in names:
+            for name in names.intersection(_LOGGED):
+                yield f"the step reads trainer.{name}, which is another on every rank", _ONCE
+        for name in _different(of_all_ranks(self._survey.details())):
+            yield f"the step reads {name}, which is another on every rank", _SHARED
+
+    def _saw_backward(self) -> None:
+        self._differentiates = True
+
+    def _noticed(self, kind: processes.Talk, what: str) -> bool:
+        if kind == "rank":
+            self._asked = self._asked or what
+            return False
+        is_new, self.talk = not self.talk, self.talk or what
+        if self._found is not None and is_new:
+            raise TraceError(f"the step talks to other processes itself ({what}), which it did not when it was traced")
+        return True
+
+
+@contextmanager
+def _seen_backward(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, backwards are told; ``torch.autograd`` has no hook for them."""
+    module: Any = torch.autograd
+    original = module._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return original(*args, **kwargs)
+
+    module._engine_run_backward = run
+    try:
+        yield
+    finally:
+        module._engine_run_backward = original
+
+
+def roots_of(trainer: Any) -> Mapping[str, tuple[dict[str, Any], frozenset[str]]]:
+    """What a step gets at through its trainer, by what it is, and the names of which its code must have one."""
+    roots = {"the trainer": (vars(trainer), frozenset(("trainer", "_trainer")))}
+    for callback in trainer.callbacks:
+        if is_users(type(callback)):
+            roots[f"callback {type(callback).__name__}"] = (vars(callback), frozenset(("callbacks",)))
+    if trainer.datamodule is not None and is_users(type(trainer.datamodule)):
+        roots["the data module"] = (vars(trainer.datamodule), frozenset(("datamodule",)))
+    return roots
+
+
+def _different(found: list[dict[str, int]]) -> list[str]:
+    """The names under which ranks hold different things."""
+    names = {name for one in found for name in one}
+    return sorted(name for name in names if any(one.get(name) != found[0].get(name) for one in found))

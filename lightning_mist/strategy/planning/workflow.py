@@ -1,0 +1,398 @@
+"""From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
+
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lightning_mist.errors import InfeasibleError, MistError, PlanError, TraceError
+from lightning_mist.estimate import MemoryEstimate
+from lightning_mist.model.fakes import isolated
+from lightning_mist.model.initialization import InitialValues
+from lightning_mist.plan import (
+    Fingerprint,
+    ModuleMap,
+    Plan,
+    check_plan,
+    differences,
+    from_json,
+    load,
+    row_slice,
+    to_json,
+)
+from lightning_mist.runtime.checks import check_stages, refuse_unchecked
+from lightning_mist.runtime.support import check_supported
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, same_everywhere
+from lightning_mist.strategy.namespace import Namespace
+from lightning_mist.strategy.planning import local_machine
+from lightning_mist.strategy.planning.decision import Decision, PlanRequest
+from lightning_mist.strategy.planning.first_batch import (
+    digest_of,
+    first_batch,
+    forget_first_batch,
+    on_device,
+    silent,
+    step_function,
+)
+from lightning_mist.strategy.planning.memory_budget import Budget, estimate_given, estimate_made
+from lightning_mist.strategy.planning.plain_parallelism import at_once_reason, is_free, plain_plan
+from lightning_mist.strategy.planning.planning_state import Planner
+from lightning_mist.strategy.planning.publishing import publish
+from lightning_mist.strategy.planning.room import unless_out_of_memory
+from lightning_mist.strategy.planning.splitting import degrees_of
+from lightning_mist.strategy.planning.trial_step import TriedStep
+from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.training import check_evaluation
+from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
+from lightning_mist.tuner import TuneResult, degrees_to_try
+from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.units import format_bytes
+
+
+def decide(
+    trainer: Any,
+    strategy: Any,
+    names: Namespace,
+    request: PlanRequest,
+    *,
+    plain: str | None,
+    initial: InitialValues | None = None,
+) -> Decision:
+    """The plan for this fit, the same on every rank.
+
+    Args:
+        trainer: Lightning's trainer, its loaders and module attached.
+        strategy: The strategy, its process group and optimizers made.
+        names: The copy of Lightning in use.
+        request: What the user asked for.
+        plain: Why only plain data parallelism is possible, if so.
+        initial: Gives parameters values that have none yet.
+
+    Raises:
+        InfeasibleError: If nothing fits.
+        PlanError: If a given plan does not fit the module, the batch or the processes.
+        TraceError: If the module would train wrongly under the plan.
+    """
+    started = perf_counter()
+    request.host_of_each(strategy.num_processes, strategy.root_device)  # refused before anything else
+    progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
+    is_auto, reason = request.plan == "auto", None
+    if is_auto and initial is None:
+        reason = _at_once_reason(trainer, request, plain)
+    if reason is None:
+        try:
+            # Trials look at operators, and nothing must be compiled for them.
+            with (
+                names.isolate_rng(),
+                torch.compiler.set_stance("force_eager"),
+                progress,
+            ):
+                return _decided(trainer, strategy, names, request, progress, plain=plain, initial=initial)
+        except (TraceError, PlanError) as error:
+            if not is_auto or initial is not None:
+                raise
+            reason = str(error)
+    progress.tell(f"plain data parallelism: {reason}")
+    if request.memory_limit is not None:
+        progress.tell(f"memory_limit of {format_bytes(request.memory_limit)} is not checked")
+    return Decision(
+        plan=plain_plan(strategy.world_size, None, 0),
+        module_map=ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=()),
+        # Nothing was traced that would say so.
+        has_unused_parameters=True,
+        planning_seconds=perf_counter() - started,
+        plan_path=None,
+    )
+
+
+def _at_once_reason(trainer: Any, request: PlanRequest, plain: str | None) -> str | None:
+    """Why nothing needs to be looked at, if so; a limit of memory is held against what the batch needs."""
+    if not trainer.lightning_module.automatic_optimization:
+        return plain
+    return at_once_reason(trainer) or (plain if request.memory_limit is None else None)
+
+
+def _decided(
+    trainer: Any,
+    strategy: Any,
+    names: Namespace,
+    request: PlanRequest,
+    progress: Progress,
+    *,
+    plain: str | None,
+    initial: InitialValues | None,
+) -> Decision:
+    """The decision after a look at the first batch."""
+    started = perf_counter()
+    progress.say("looking at the first batch and finding where the module can be cut")
+    module = strategy.lightning_module
+    step = step_function(module, names, strategy.precision_plugin.train_step_context)
+    call = TriedStep(trainer, module, step)
+    planner = Planner(
+        trainer=trainer,
+        strategy=strategy,
+        request=request,
+        progress=progress,
+        plain=plain,
+        batch=_look(trainer, strategy, names),
+        call=call,
+        initial=initial,
+        cluster=local_machine.cluster_for(request.cluster, strategy),
+    )
+    _tell_of_equal_batches(planner)
+    # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
+    with silent(module):
+        return _made(planner, names, started)
+
+
+def _again(planner: Planner, names: Namespace, limit: int, batch: Any) -> Decision:
+    """Another decision, within so many bytes of each device; the whole module is in place."""
+    planner.request, planner.batch = replace(planner.request, memory_limit=limit), batch
+    planner.is_scarce = True
+    planner.progress.tell(f"out of memory: planning again, within {format_bytes(limit)} per device")
+    with names.isolate_rng(), torch.compiler.set_stance("force_eager"), planner.progress, silent(planner.module):
+        return _made(planner, names, perf_counter())
+
+
+def _made(planner: Planner, names: Namespace, started: float) -> Decision:
+    """The decision for a batch."""
+    call, is_auto = planner.call, planner.request.plan == "auto"
+    # A model that no device holds whole cannot be made whole to plan for it again.
+    is_alone = is_auto and planner.strategy.world_size == 1 and planner.initial is None
+    found = call.rule_out(everywhere(planner.map))
+    same_everywhere(found)
+    found = planner.with_user_code(found)
+    plan, made, found = _plan(planner, found)
+    _check(planner, found, plan)
+    if planner.rules is not None and planner.rules.has_dropout and _most_parts(plan) > 1:
+        planner.progress.tell(
+            "parts of a batch draw other dropout masks than the whole would under DDP: as with another seed"
+        )
+    estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
+    _self_check(planner, found, plan)
+    path = publish(planner, found, plan, made, estimate)
+    return Decision(
+        plan=plan,
+        module_map=found,
+        has_unused_parameters=any(use.requires_grad and not use.regions for use in found.parameters),
+        planning_seconds=perf_counter() - started,
+        plan_path=path,
+        estimate=estimate,
+        basis=planner.basis,
+        search_seconds=0.0 if made is None else made.stats.seconds,
+        signature=batch_signature(planner.batch),
+        kept_at=planner.kept_at,
+        asked_at=planner.asked_at,
+        needs=_needs(planner, plan) if is_auto else None,
+        again=partial(_again, planner, names) if is_alone else None,
+        reach=call.reach,
+        rules=planner.rules,
+    )
+
+
+def _needs(planner: Planner, plan: Plan) -> int:
+    """The least ``memory_limit`` that a plan was made for: by its prediction, or else the one at hand."""
+    limit = Budget(cluster=planner.cluster, asked=planner.request.memory_limit).limit
+    peaks = [] if plan.predicted is None else [stage.peak_bytes for stage in plan.predicted.stages]
+    return min(limit, ceil(max(peaks) / tensor_share(planner.cluster))) if peaks else limit
+
+
+def _forget_limit(planner: Planner) -> bool:
+    """Plan with what the user asked for where no plan keeps within what an earlier run left; on every rank."""
+    if planner.wished is None:
+        return False
+    planner.progress.tell("no plan needs so little: planning as if there had been no earlier run")
+    planner.request, planner.wished = planner.wished, None
+    return True
+
+
+def _look(trainer: Any, strategy: Any, names: Namespace) -> Any:
+    """The first batch as the step gets it; training will get it from the loader all the same."""
+
+    def look() -> Any:
+        try:
+            batch = first_batch(trainer, names.set_sampler_epoch)
+        except MistError:
+            raise
+        except Exception as error:
+            forget_first_batch(trainer)  # so that training meets the same error, if it is one there
+            raise TraceError(f"the first batch could not be had: {type(error).__name__}: {error}") from error
+        with isolated(strategy.lightning_module):
+            return on_device(trainer, strategy, batch)
+
+    return everywhere(look)
+
+
+def _tell_of_equal_batches(planner: Planner) -> None:
+    """Say if all ranks load the same: a project may share out its data only under strategies that it knows by name."""
+    digests = of_all_ranks(digest_of(planner.batch))
+    if len(digests) > 1 and digests[0] is not None and len(set(digests)) == 1:
+        planner.progress.tell(
+            "all processes load the same first batch; a project that looks for 'ddp' in the strategy's name shares out "
+            'its data under strategy="ddp_mist"'
+        )
+
+
+def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
+    """Refuse a plan that cannot run here, or not within what may be used."""
+    request, strategy = planner.request, planner.strategy
+    # Ranks may load batches of different sizes; a plan is for those of rank 0.
+    rows = on_rank_zero(lambda: batch_rows(planner.batch))
+    check_plan(plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found)
+    check_supported(plan, found)
+    if planner.trainer.enable_validation:
+        budget = Budget(cluster=planner.cluster, asked=request.memory_limit)
+        check_evaluation(plan, planner.module, budget.limits(plan))
+
+
+def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
+    """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
+    request = planner.request
+    budget = Budget(cluster=planner.cluster, asked=request.memory_limit, host_asked=request.host_limit)
+    if planner.spec is not None:
+        return estimate_made(planner.spec, plan, budget)
+    changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
+    traces = planner.module.automatic_optimization
+    return estimate_given(
+        plan,
+        found,
+        budget,
+        believed=not changed,
+        trace=(lambda: planner.trace(found)) if traces else None,
+        say=planner.progress.tell,
+    )
+
+
+def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
+    """The given plan, or the best one, and the map with the splits that were looked at; equal on every rank."""
+    given = planner.request.plan
+    if given != "auto":
+        plan = from_json(on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given)))))
+        for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
+            planner.progress.say(line)
+        _refuse_unsafe_cuts(planner, found, plan)
+        return plan, None, planner.split(found, degrees_of(plan))
+    if planner.call.talk:
+        raise PlanError(f"the step talks to other processes itself ({planner.call.talk})")
+    is_open = is_free(planner.request.search) and not planner.is_scarce
+    enough = on_rank_zero(planner.plain_is_enough) if is_open else None
+    if enough is not None:
+        planner.progress.tell(f"plain data parallelism: {enough}")
+        rows = on_rank_zero(lambda: batch_rows(planner.batch))
+        return plain_plan(planner.strategy.world_size, rows, len(found.blocks)), None, found
+    kept = planner.kept(found)
+    if kept is not None:
+        _refuse_unsafe_cuts(planner, found, kept)
+        return kept, None, planner.split(found, degrees_of(kept))
+    try:
+        plan, made, split = _searched(planner, found)
+    except InfeasibleError:
+        if not _forget_limit(planner):
+            raise
+        plan, made, split = _searched(planner, found)
+    planner.keep(found, plan)  # asked for before the module is split
+    return plan, made, split
+
+
+def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
+    """The best plan after measuring and searching; how it was found is known on rank 0."""
+    request = planner.request
+    profile = local_machine.machine_profile(
+        planner.alike,
+        planner.strategy.root_device,
+        str(planner.trainer.precision),
+        local_machine.directory_of(request.profile_directory),
+        planner.progress,
+    )
+    if request.offload_directory is not None:
+        profile = local_machine.with_files(profile, Path(request.offload_directory), planner.strategy.root_device)
+    seconds, update = planner.seconds(found), everywhere(planner.update_seconds)
+    is_open, enough = is_free(request.search) and not planner.is_scarce, None
+    degrees = degrees_to_try(request.search, planner.alike.devices_per_node)
+    if is_open:
+        enough, useful = on_rank_zero(lambda: planner.worthwhile(found, profile, seconds, update, degrees))
+        for degree in sorted({*degrees} - {*useful}):
+            planner.progress.say(f"what {degree} devices that share layers exchange takes longer than it could save")
+        degrees = useful
+    if enough is None:
+        found = planner.split(found, degrees)
+    else:
+        planner.progress.tell(f"plain data parallelism: {enough}")
+    made: list[TuneResult] = []
+
+    def search() -> str:
+        if enough is None:
+            made.append(planner.tune())
+            plan = planner.simplest(made[-1]) if is_open else made[-1].plan
+        else:
+            plan = planner.plainest()
+        return to_json(replace(plan, fingerprint=planner.fingerprint(found).pairs()))
+
+    def count_and_search() -> str:
+        planner.count(found, profile, seconds, update)
+        return search()
+
+    plan = from_json(on_rank_zero(count_and_search))
+    # Proving that a batch may be cut can take longer than all the rest, and few plans of what fits do it.
+    if _most_parts(plan) == 1:
+        planner.rule_out_cuts("it was not tried whether parts of a batch train as the whole does")
+    elif unsafe := planner.with_invariance(found).excludes("microbatches"):
+        planner.rule_out_cuts("; ".join(unsafe))
+        plan = from_json(on_rank_zero(search))
+    return plan, made[-1] if made else None, found
+
+
+def _most_parts(plan: Plan) -> int:
+    """Into how many parts a plan cuts a process's batch at most."""
+    return max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
+
+
+def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
+    # Decided by the plan alone: every rank must come to the proof, whatever the size of its own batch.
+    parts = _most_parts(plan)
+    if parts == 1:
+        return  # nobody's batch is cut
+    reasons = planner.with_invariance(found).excludes("microbatches")
+    if reasons:
+        rows = on_rank_zero(lambda: batch_rows(planner.batch))
+        raise PlanError(
+            f"the plan cuts the batch of a process{'' if rows is None else f' of {rows} rows'} into up to {parts} "
+            f"parts, but {'; '.join(reasons)}. Use a plan whose stages all take whole batches: microbatch_size = "
+            f"{rows or 1}"
+        )
+
+
+def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
+    if plan.num_stages == 1:
+        return
+    degrees = [stage.mesh.data_parallel_degree for stage in plan.stages]
+    divided = [stage for stage in range(len(degrees) - 1) if degrees[stage] != degrees[stage + 1]]
+    if not planner.request.self_check or planner.initial is not None:
+        refuse_unchecked(found, plan.bounds, divided)
+    if not planner.request.self_check:
+        return
+    if planner.initial is not None:
+        planner.progress.say("the cut module is not compared with the whole before training: no device holds the whole")
+        return
+    rows = batch_rows(planner.batch)
+    small = planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))
+    planner.progress.say("checking the cut module against the whole")
+    splits, device = plan.schedule == "zb-h1", planner.strategy.root_device
+    ways = on_rank_zero(lambda: [keeps for keeps in (False, True) if keeps or not planner.room.is_crowded()])
+
+    def compared(keeps_at_home: bool) -> bool:
+        check = partial(check_stages, splits_backwards=splits, divided=divided, keeps_at_home=keeps_at_home)
+        planner.tried(lambda: check(planner.module, found, plan.bounds, planner.call, small))
+        return True
+
+    for keeps_at_home in ways:
+        # What a CPU has in host memory it has.
+        is_idle = keeps_at_home and device.type == "cpu"
+        if not is_idle and on_rank_zero(partial(unless_out_of_memory, partial(compared, keeps_at_home), device)):
+            return
+    planner.progress.say("the cut module is not compared with the whole before training: there is no room for that")
+    refuse_unchecked(found, plan.bounds, divided)

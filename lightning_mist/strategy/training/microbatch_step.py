@@ -1,0 +1,217 @@
+"""The user's step on parts of a batch: what it computes there, and that nothing else than was proved happens."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_mist.errors import TraceError
+from lightning_mist.runtime.communication import Microbatch
+from lightning_mist.runtime.cutting import (
+    WAY_OUT,
+    CutMode,
+    CutRules,
+    Result,
+    ResultKey,
+    Values,
+    Way,
+    alike,
+    check_counts,
+    cutting,
+    is_close,
+    leaves_of_result,
+)
+from lightning_mist.strategy.training.batch_exchange import BatchExchange
+from lightning_mist.strategy.training.log_records import LogRecord
+
+_SHARE_TOLERANCE = 1e-9
+
+
+def results_of(extras: Mapping[str, Any], records: tuple[LogRecord, ...]) -> list[Result]:
+    """The results of a step other than its loss, one by one.
+
+    Args:
+        extras: The entries of the dictionary that it returned.
+        records: What it logged.
+    """
+    found = [leaf for name, value in extras.items() for leaf in leaves_of_result(("extra", name), value)]
+    counts: dict[str, int] = {}
+    for record in records:
+        count = counts[record.name] = counts.get(record.name, -1) + 1
+        found.append(Result(key=("log", record.name, count), value=record.value))
+        size = dict(record.arguments).get("batch_size")
+        if size is not None:
+            found.append(Result(key=("log", record.name, count, "batch_size"), value=size))
+    return found
+
+
+class PartStep:
+    """One run of the step.
+
+    Args:
+        owner: What this batch's parts have in common.
+        mode: Watches the step.
+        share: The part's share of the rows.
+        is_last: Whether it is the last part that this rank computes.
+    """
+
+    def __init__(self, owner: "_Batch | None", mode: CutMode | None, share: float, *, is_last: bool) -> None:
+        self._batch, self._mode, self._share, self._is_last = owner, mode, share, is_last
+
+    def finished(self, output: Any, records: tuple[LogRecord, ...]) -> Any:
+        """What the step returned, as the engine is to take it.
+
+        Args:
+            output: What it returned.
+            records: What it logged.
+
+        Raises:
+            TraceError: If something is not what was proved.
+        """
+        if self._batch is None or self._mode is None:
+            return output
+        if isinstance(output, dict) and "loss" not in output:
+            return output  # Lightning itself refuses a dictionary without a loss
+        extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
+        self._batch.compare(results_of(extras, records))
+        self._batch.add(self._mode, self._share)
+        if not self._batch.waits:
+            self._batch.check({}, is_whole=self._is_last)
+        if self._batch.rules.results.get(("loss",)) != "sum":
+            return output
+        if isinstance(output, dict):
+            loss = output.get("loss")
+            return {**output, "loss": loss / self._share} if isinstance(loss, Tensor) else output
+        return output / self._share if isinstance(output, Tensor) else output
+
+
+class _Batch:
+    """What the parts of one batch have in common."""
+
+    def __init__(self, rules: CutRules, whole: Values | None, *, waits: bool) -> None:
+        self.rules, self.whole, self.waits = rules, whole, waits
+        self._same: dict[Any, Any] = {}
+        self._pairs: list[tuple[Any, Any, str]] = []
+        self._wrong: list[tuple[Tensor, str]] = []
+        self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
+        self._share = 0.0
+
+    def compare(self, results: list[Result]) -> None:
+        """See that a part gives what can be put together; whether values agree is for :meth:`check` to look at."""
+        for result in results:
+            way = self.rules.results.get(result.key)
+            if way is None:
+                raise TraceError(
+                    f"{result.text} was not there when it was proved that batches may be cut: what it is for the whole "
+                    f"batch is not known. {WAY_OUT}"
+                )
+            if way == "same":
+                self._pairs.append((self._same.setdefault(result.key, result.value), result.value, result.text))
+
+    def add(self, mode: CutMode, share: float) -> None:
+        """Count what a part has counted."""
+        self._share += share
+        self._wrong += mode.wrong
+        for key, (own, whole, line) in mode.counted.items():
+            before = self._counted.get(key)
+            self._counted[key] = (own if before is None else before[0] + own, whole, line)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What :meth:`check` looks at."""
+        yield from (flag for flag, _ in self._wrong)
+        yield from (value for pair in self._pairs for value in pair[:2] if isinstance(value, Tensor))
+        yield from (value for counted in self._counted.values() for value in counted[:2])
+
+    def check(self, copies: Mapping[int, Tensor], *, is_whole: bool) -> None:
+        """See that parts did what was proved, as far as has not been looked at.
+
+        Args:
+            copies: Tensors of a device in host memory, by the ``id`` of the original.
+            is_whole: Whether all parts that this rank computes have run.
+
+        Raises:
+            TraceError: If not.
+        """
+
+        def here(value: Any) -> Any:
+            return copies.get(id(value), value)
+
+        check_counts([(here(flag), line) for flag, line in self._wrong])
+        for first, value, text in self._pairs:
+            if not alike(here(first), here(value)):
+                raise TraceError(
+                    f"{text} is {value!r} for one part of a batch and {first!r} for another, and was the same for all "
+                    f"when the plan was made. {WAY_OUT}"
+                )
+        self._wrong.clear()
+        self._pairs.clear()
+        # Whether counts add up can be seen only if all parts are known here.
+        if not is_whole or abs(self._share - 1.0) > _SHARE_TOLERANCE:
+            return
+        for own, whole, line in self._counted.values():
+            found, wanted = here(own), here(whole)
+            if not is_close(found, wanted, 1e-4):
+                raise TraceError(
+                    f"the parts of a batch count {found.item():g} and the batch counts {wanted.item():g} at {line}: "
+                    f"the loss's normaliser does not add up. {WAY_OUT}"
+                )
+
+
+class PartSteps:
+    """Runs the step on the parts of batch after batch.
+
+    Args:
+        rules: How batches are cut; None if nothing was proved.
+        exchange: Knows the whole batches.
+        waits: Whether what parts computed is looked at when all have run, and not when each has: looking waits for a
+            device.
+    """
+
+    def __init__(self, rules: CutRules | None, exchange: BatchExchange, *, waits: bool) -> None:
+        self.rules, self._exchange, self._waits = rules, exchange, waits
+        self._batches: dict[int, _Batch] = {}
+
+    @property
+    def ways(self) -> Mapping[ResultKey, Way]:
+        """How results follow from those of parts; empty if nothing was proved."""
+        return {} if self.rules is None else self.rules.results
+
+    def begin(self) -> None:
+        """The next batch begins."""
+        self._batches.clear()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What :meth:`check` looks at."""
+        for batch in self._batches.values():
+            yield from batch.tensors()
+
+    def check(self, copies: Mapping[int, Tensor]) -> None:
+        """See, after the last part, that all did what was proved, if that has waited.
+
+        Args:
+            copies: Tensors of a device in host memory, by the ``id`` of the original.
+
+        Raises:
+            TraceError: If not.
+        """
+        for batch in self._batches.values():
+            if batch.waits:
+                batch.check(copies, is_whole=True)
+
+    @contextmanager
+    def around(self, microbatch: Microbatch) -> Iterator[PartStep]:
+        """Around the step on a part, or on a whole batch, which is left alone."""
+        if self.rules is None or microbatch.weight in (0.0, 1.0) or microbatch.batch_rows is None:
+            yield PartStep(None, None, microbatch.weight, is_last=False)
+            return
+        first, end = self._exchange.share_of(microbatch)
+        batch = self._batches.get(microbatch.owner)
+        if batch is None:
+            whole = self.rules.measure(self._exchange.whole_of(microbatch), microbatch.batch_rows)
+            batch = self._batches[microbatch.owner] = _Batch(self.rules, whole, waits=self._waits)
+        rows = round((end - first) * microbatch.batch_rows)
+        part = self.rules.measure(microbatch.value, rows)
+        mode = CutMode(self.rules, batch.whole, part, first, end)
+        with cutting(mode):
+            yield PartStep(batch, mode, end - first, is_last=self._exchange.is_last(microbatch))

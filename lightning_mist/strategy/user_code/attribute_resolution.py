@@ -1,0 +1,169 @@
+"""What an attribute of a known object is, or that reading it reaches parameters of the module that is trained."""
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_mist.strategy.user_code.fit_objects import (
+    Everything,
+    Groups,
+    Known,
+    Method,
+    Super,
+    is_library,
+    is_lightnings,
+)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MODULE_METHODS = _words(
+    "log log_dict print train eval buffers named_buffers register_buffer get_buffer lr_schedulers extra_repr all_gather"
+    " _get_name save_hyperparameters"
+)
+"""Torch's and Lightning's own methods of a module that do not reach parameters."""
+
+_MODULE_PROPERTIES = _words(
+    "device dtype current_epoch global_step global_rank local_rank logger loggers hparams hparams_initial training"
+    " automatic_optimization on_gpu example_input_array strict_loading fabric device_mesh"
+)
+_OPTIMIZER_NAMES = _words("step zero_grad defaults toggle_model __class__")
+_STRATEGY_NAMES = _words(
+    "barrier broadcast reduce all_gather reduce_boolean_decision root_device is_global_zero global_rank local_rank"
+    " world_size num_nodes precision_plugin precision accelerator checkpoint_io parallel_devices"
+    " plan report estimate is_planning cluster_environment"
+)
+_PARAMETER_NAMES = _words("shape device dtype requires_grad ndim numel size is_cuda dim __class__")
+_CLOSED = _words("fit_loop callbacks")
+"""Attributes of the trainer that lead to the optimizers, or to other callbacks."""
+
+
+class UnreadableError(Exception):
+    """An attribute that reaches parameters, or may, or optimizer state."""
+
+    def __init__(self, *, is_state: bool = False) -> None:
+        super().__init__()
+        self.is_state = is_state
+
+
+class Resolver:
+    """Attributes of objects of one fit.
+
+    Args:
+        everything: The objects of the fit.
+        call: Reads a function that a property calls, on an object.
+    """
+
+    def __init__(self, everything: Everything, call: Callable[[Any, Any], Any]) -> None:
+        self._all, self._call = everything, call
+
+    def attribute(self, base: Any, name: str) -> Any:
+        """What ``base.name`` is; None if that is unknown and reaches nothing.
+
+        Raises:
+            UnreadableError: If it reaches parameters.
+        """
+        if isinstance(base, Super):
+            return self._above(base, name)
+        if isinstance(base, Groups):
+            raise UnreadableError
+        return self._of_known(base, name) if isinstance(base, Known) else None
+
+    def _of_known(self, base: Known, name: str) -> Any:
+        value = base.value
+        if value is self._all.trainer:
+            return self._of_trainer(name)
+        if value is self._all.strategy:
+            return self._of_strategy(name)
+        if self._all.is_optimizer(value) and self._all.holds(value):
+            return self._of_optimizer(base, name)
+        if isinstance(value, Tensor) and self._all.holds(value):
+            return _only(name, _PARAMETER_NAMES)
+        if isinstance(value, types.ModuleType):
+            return Known(vars(value)[name]) if name in vars(value) else None
+        return self._of_object(base, name)
+
+    def _of_trainer(self, name: str) -> Any:
+        known = {
+            "model": self._all.module,
+            "lightning_module": self._all.module,
+            "strategy": self._all.strategy,
+            "optimizers": self._all.optimizers,
+        }
+        if name.startswith("_") or name in _CLOSED:
+            raise UnreadableError
+        return Known(known[name]) if name in known else None
+
+    def _of_strategy(self, name: str) -> Any:
+        known = {
+            "model": self._all.module,
+            "lightning_module": self._all.module,
+            "optimizers": self._all.optimizers,
+        }
+        return Known(known[name]) if name in known else _only(name, _STRATEGY_NAMES)
+
+    def _of_optimizer(self, base: Known, name: str) -> Any:
+        if name == "param_groups":
+            return Groups(is_one=False)
+        if name in ("optimizer", "_optimizer"):
+            return base
+        if name not in _OPTIMIZER_NAMES:
+            raise UnreadableError(is_state=True)
+        return None
+
+    def _of_object(self, base: Known, name: str) -> Any:
+        value = base.value
+        own = getattr(value, "__dict__", {})
+        if name == "__dict__":
+            return Known(own)
+        if isinstance(value, nn.Module):
+            if name == "trainer":
+                return Known(self._all.trainer)
+            if value is self._all.module and name == "module" and not hasattr(value, name):
+                return base  # What DDP wraps.
+            own = {**value._modules, **value._parameters, **dict.fromkeys(value._buffers), **own}
+        if name in own:
+            return None if own[name] is None else Known(own[name])
+        return self._of_class(base, name)
+
+    def _of_class(self, base: Known, name: str) -> Any:
+        value = base.value
+        found = inspect.getattr_static(value if isinstance(value, type) else type(value), name, None)
+        getter = getattr(found, "fget", None) or getattr(found, "func", None)
+        if getter is not None and not inspect.isroutine(found):
+            return self._of_property(base, name, getter)
+        if isinstance(found, staticmethod):
+            return Known(found.__func__)
+        if isinstance(found, classmethod) or inspect.isroutine(found):
+            return Method(value, getattr(found, "__func__", found))
+        return None if found is None else Known(found)
+
+    def _of_property(self, base: Known, name: str, getter: Any) -> Any:
+        if not is_lightnings(getter) and not is_library(getter):
+            return self._call(getter, base.value)
+        if isinstance(base.value, nn.Module) and self._all.holds(base):
+            return _only(name, _MODULE_PROPERTIES)
+        return None
+
+    def _above(self, base: Super, name: str) -> Any:
+        classes = type(base.owner).__mro__
+        here = base.function.__name__
+        places = [i for i, cls in enumerate(classes) if _is_same(vars(cls).get(here), base.function)]
+        for cls in classes[places[0] + 1 if places else 1 :]:
+            if name in vars(cls):
+                return Method(base.owner, vars(cls)[name])
+        return None
+
+
+def _only(name: str, allowed: frozenset[str]) -> None:
+    if name not in allowed:
+        raise UnreadableError
+
+
+def _is_same(item: Any, function: Any) -> bool:
+    return inspect.unwrap(getattr(item, "__func__", item)) is function if callable(item) else False

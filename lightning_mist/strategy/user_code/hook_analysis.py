@@ -1,0 +1,394 @@
+"""Reading a hook of the user's: can it reach parameters or gradients of the module that is trained?
+
+The source is walked with what its names stand for when the plan is made. Whatever is not understood counts as reached,
+so that a hook that only looks at a loss, prints or counts costs nothing, and none that looks at more goes unseen.
+"""
+
+import ast
+import builtins
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from lightning_mist.strategy.user_code.attribute_resolution import MODULE_METHODS, Resolver, UnreadableError
+from lightning_mist.strategy.user_code.fit_objects import (
+    Everything,
+    Groups,
+    Known,
+    Method,
+    Super,
+    is_library,
+    is_lightnings,
+)
+from lightning_mist.strategy.user_code.function_code import body_of, loaded_names
+
+_MOST_FUNCTIONS = 200
+
+_HARMLESS = (isinstance, type, id, hasattr, callable, issubclass, bool, len)
+"""Functions that give nothing of what they are called with."""
+
+
+class ReachedError(Exception):
+    """Parameters are reached, or may be."""
+
+    def __init__(self, what: str, callee: Any = None, *, is_state: bool = False) -> None:
+        super().__init__(what)
+        self.what, self.callee, self.is_state = what, callee, is_state
+
+
+@dataclass(slots=True)
+class _Scope:
+    """A function that is being read: what its names stand for."""
+
+    function: Any
+    owner: Any
+    file: str
+    names: dict[str, Any]
+    returned: list[Any] = field(default_factory=list)
+
+
+class Reader:
+    """Reads functions for what they can reach.
+
+    Args:
+        everything: The objects of the fit.
+
+    Attributes:
+        read: Every function that was read, with the object it is called on.
+    """
+
+    def __init__(self, everything: Everything) -> None:
+        self._all = everything
+        self.read: list[tuple[Any, Any]] = []
+        self._open: set[tuple[Any, int]] = set()
+
+    def call(self, function: Any, owner: Any, arguments: Sequence[Any], keywords: dict[str, Any] | None = None) -> Any:
+        """What a function gives that is called on an object (None if it is no method) with some known arguments.
+
+        Raises:
+            ReachedError: If it reaches parameters, or it cannot be told.
+        """
+        function = inspect.unwrap(function)
+        code = getattr(function, "__code__", None)
+        values = ([] if owner is None else [Known(owner)]) + list(arguments)
+        if code is None:
+            raise ReachedError(f"{getattr(function, '__name__', type(function).__name__)}", function)
+        key = (code, id(owner))
+        if key in self._open:
+            return None
+        self._open.add(key)
+        self.read.append((function, owner))
+        if len(self.read) > _MOST_FUNCTIONS:
+            raise ReachedError(f"{function.__name__}, which calls more than can be read", function)
+        try:
+            scope, body = self._scope(function, owner, values, keywords or {})
+            _Walk(self, self._all, scope).block(body)
+        finally:
+            self._open.discard(key)
+        found = [value for value in scope.returned if value is not None]
+        if len(found) == len(scope.returned) == 1:
+            return found[0]
+        if any(self._all.holds(value) for value in found):
+            raise ReachedError(f"what {function.__name__} returns")
+        return None
+
+    def _scope(
+        self, function: Any, owner: Any, values: list[Any], keywords: dict[str, Any]
+    ) -> tuple[_Scope, list[ast.stmt]]:
+        code = function.__code__
+        names: dict[str, Any] = dict.fromkeys((*code.co_varnames, *code.co_cellvars))
+        positional = code.co_varnames[: code.co_argcount]
+        names.update(zip(positional, values, strict=False))
+        rest = [value for value in values[len(positional) :] if value is not None]
+        flags, keyword_only = code.co_flags, code.co_argcount + code.co_kwonlyargcount
+        extra = {name: value for name, value in keywords.items() if name not in code.co_varnames[:keyword_only]}
+        names.update({name: value for name, value in keywords.items() if name not in extra})
+        if flags & inspect.CO_VARARGS and rest:
+            names[code.co_varnames[keyword_only]] = Known(tuple(_plain(value) for value in rest))
+        if flags & inspect.CO_VARKEYWORDS and extra:
+            place = keyword_only + bool(flags & inspect.CO_VARARGS)
+            names[code.co_varnames[place]] = Known({name: _plain(value) for name, value in extra.items()})
+        body = body_of(code)
+        if body is None:
+            used = [names.get(name, Known(function.__globals__.get(name))) for name in loaded_names(code)]
+            if any(value is not None and self._all.holds(value) for value in used):
+                raise ReachedError(f"{function.__name__}, whose source is not at hand", function)
+        return _Scope(function, owner, code.co_filename, names), body or []
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Known) else value
+
+
+class _Walk:
+    """One function's source, walked with what its names stand for."""
+
+    def __init__(self, reader: Reader, everything: Everything, scope: _Scope) -> None:
+        self._reader, self._all, self._scope, self._names = reader, everything, scope, scope.names
+        self._resolver = Resolver(everything, lambda getter, owner: reader.call(getter, owner, ()))
+
+    # Statements --------------------------------------------------------------------------------------------------
+
+    def block(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            self._assign(node)
+        elif isinstance(node, ast.Return):
+            self._scope.returned.append(None if node.value is None else self.value(node.value))
+        elif isinstance(node, (ast.If, ast.While)):
+            self._test(node.test)
+            self.block(node.body + node.orelse)
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            self._bind(node.target, node.iter)
+            self.block(node.body + node.orelse)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            self._inner(node.args, lambda: self.block(node.body))
+        elif isinstance(node, ast.Expr):
+            self.value(node.value)
+        elif isinstance(node, (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Pass, ast.ClassDef)):
+            pass
+        else:
+            for child in ast.iter_child_nodes(node):
+                self._child(child)
+
+    def _child(self, node: ast.AST) -> None:
+        if isinstance(node, ast.stmt):
+            self._statement(node)
+        elif isinstance(node, ast.expr):
+            self._plainly(node)
+        else:
+            for child in ast.iter_child_nodes(node):
+                self._child(child)
+
+    def _assign(self, node: ast.Assign | ast.AnnAssign) -> None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if len(targets) == 1 and isinstance(targets[0], ast.Name) and node.value is not None:
+            self._names[targets[0].id] = self.value(node.value)
+            return
+        if node.value is not None:
+            self._plainly(node.value)
+        for target in targets:
+            self._target(target)
+
+    def _target(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Attribute):
+            self.value(node.value)
+        elif isinstance(node, ast.Subscript):
+            self.value(node)
+        elif isinstance(node, (ast.Tuple, ast.List)):
+            for item in node.elts:
+                self._target(item)
+        elif isinstance(node, ast.Name):
+            self._names[node.id] = None
+
+    def _bind(self, target: ast.expr, source: ast.expr) -> None:
+        """Bind what a loop runs over."""
+        is_pair = isinstance(target, ast.Tuple) and len(target.elts) == 2
+        if isinstance(source, ast.Call) and is_pair and source.args and ast.unparse(source.func) == "enumerate":
+            assert isinstance(target, ast.Tuple)
+            target, source = target.elts[1], source.args[0]
+        found = self.value(source)
+        if isinstance(found, Groups) and not found.is_one and isinstance(target, ast.Name):
+            self._names[target.id] = Groups(is_one=True)
+            return
+        if isinstance(found, Known) and isinstance(found.value, (list, tuple)) and isinstance(target, ast.Name):
+            held = [item for item in found.value if self._all.holds(item)]
+            if held and all(self._all.is_optimizer(item) for item in held):
+                self._names[target.id] = Known(held[0])
+                return
+        self._refuse(found, source)
+        self._target(target)
+
+    # Expressions -------------------------------------------------------------------------------------------------
+
+    def value(self, node: ast.expr) -> Any:
+        """What an expression stands for, where that is known; it may be something that reaches parameters."""
+        return getattr(self, f"_on_{type(node).__name__.lower()}", self._on_other)(node)
+
+    def _on_name(self, node: ast.Name) -> Any:
+        return self._named(node.id)
+
+    def _on_attribute(self, node: ast.Attribute) -> Any:
+        return self._attribute(self.value(node.value), node.attr, node)
+
+    def _on_namedexpr(self, node: ast.NamedExpr) -> Any:
+        found = self._names[node.target.id] = self.value(node.value)
+        return found
+
+    def _on_ifexp(self, node: ast.IfExp) -> None:
+        self._test(node.test)
+        self._plainly(node.body)
+        self._plainly(node.orelse)
+
+    def _on_compare(self, node: ast.Compare) -> None:
+        self._test(node)
+
+    def _on_unaryop(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not):
+            self._test(node.operand)
+        else:
+            self._plainly(node.operand)
+
+    def _on_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        for part in node.generators:
+            self._bind(part.target, part.iter)
+            for test in part.ifs:
+                self._test(test)
+        for child in [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]:
+            self._plainly(child)
+
+    _on_setcomp = _on_generatorexp = _on_dictcomp = _on_listcomp
+
+    def _on_lambda(self, node: ast.Lambda) -> None:
+        self._inner(node.args, lambda: self._plainly(node.body))
+
+    def _inner(self, arguments: ast.arguments, walk: Callable[[], None]) -> None:
+        """Walk a function inside this one, whose arguments have names of their own."""
+        kept = dict(self._names)
+        self._names.update(dict.fromkeys(argument.arg for argument in arguments.args))
+        walk()
+        self._names.update(kept)
+
+    def _on_other(self, node: ast.expr) -> None:
+        for child in ast.iter_child_nodes(node):
+            self._child(child)
+
+    def _plainly(self, node: ast.expr) -> None:
+        """An expression whose value goes where it is not followed."""
+        self._refuse(self.value(node), node)
+
+    def _test(self, node: ast.expr) -> None:
+        """An expression of which only the truth, or the identity, is asked."""
+        if isinstance(node, ast.BoolOp):
+            for item in node.values:
+                self._test(item)
+        elif isinstance(node, ast.Compare):
+            for item in (node.left, *node.comparators):
+                self._test(item)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            self._test(node.operand)
+        else:
+            found = self.value(node)
+            if isinstance(_plain(found), Tensor):
+                self._refuse(found, node)
+
+    def _refuse(self, value: Any, node: ast.AST) -> None:
+        if value is not None and self._all.holds(value):
+            self._reached(node, value.function if isinstance(value, Method) else None, is_state=self._is_state(value))
+
+    def _is_state(self, *values: Any) -> bool:
+        return any(self._all.is_optimizer(_plain(value)) for value in values)
+
+    def _reached(self, node: ast.AST, callee: Any = None, *, is_state: bool = False) -> NoReturn:
+        name, what = self._scope.file.replace("\\", "/").rpartition("/")[2], ast.unparse(node)
+        what = what if len(what) <= 60 else f"{what[:57]}..."
+        raise ReachedError(f"{what} at {name}:{getattr(node, 'lineno', 0)}", callee, is_state=is_state)
+
+    def _named(self, name: str) -> Any:
+        if name in self._names:
+            return self._names[name]
+        function = self._scope.function
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+        if name in cells:
+            try:
+                return Known(cells[name].cell_contents)
+            except ValueError:
+                return None  # Not bound yet: a function that refers to itself.
+        if name in function.__globals__:
+            return Known(function.__globals__[name])
+        return Known(getattr(builtins, name)) if hasattr(builtins, name) else None
+
+    def _on_subscript(self, node: ast.Subscript) -> Any:
+        base = self.value(node.value)
+        self._plainly(node.slice)
+        key: Any = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        if isinstance(base, Groups):
+            if not base.is_one and isinstance(key, int):
+                return Groups(is_one=True)
+            if base.is_one and isinstance(key, str) and key != "params":
+                return None
+            self._reached(node)
+        if not isinstance(base, Known):
+            return None
+        if isinstance(base.value, (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)) and key is not None:
+            try:
+                return Known(base.value[key])
+            except (KeyError, IndexError, TypeError):
+                pass
+        self._refuse(base, node)
+        return None
+
+    def _attribute(self, base: Any, name: str, node: ast.AST) -> Any:
+        try:
+            return self._resolver.attribute(base, name)
+        except UnreadableError as error:
+            self._reached(node, is_state=error.is_state)
+
+    # Calls -------------------------------------------------------------------------------------------------------
+
+    def _on_call(self, node: ast.Call) -> Any:
+        if _is_super(node):
+            return Super(self._scope.owner, self._scope.function)
+        callee = self.value(node.func)
+        target = callee.value if isinstance(callee, Known) else None
+        arguments, keywords = self._arguments(node)
+        if target is getattr and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            return self._attribute(arguments[0], str(node.args[1].value), node)
+        if any(target is item for item in _HARMLESS):
+            return None
+        if inspect.ismethod(target):
+            callee = Method(target.__self__, target.__func__)
+        if isinstance(callee, Method):
+            return self._method(node, callee, arguments, keywords)
+        if inspect.isfunction(target) and not is_library(target):
+            return self._reader.call(target, None, arguments, keywords)
+        held = [value for value in (*arguments, *keywords.values()) if value is not None and self._all.holds(value)]
+        if held:
+            self._reached(node, target, is_state=self._is_state(*held))
+        self._refuse(None if inspect.isfunction(target) else callee, node)
+        return None
+
+    def _arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+        """What is known of a call's arguments, those handed on as a list or a dictionary among them."""
+        arguments: list[Any] = []
+        for item in node.args:
+            found = self.value(item.value if isinstance(item, ast.Starred) else item)
+            handed = _plain(found)
+            is_handed = isinstance(item, ast.Starred) and isinstance(handed, (list, tuple))
+            arguments += [Known(value) for value in handed] if is_handed else [found]
+        keywords: dict[str, Any] = {}
+        for keyword in node.keywords:
+            found = self.value(keyword.value)
+            handed = _plain(found)
+            if keyword.arg is None and isinstance(handed, dict):
+                keywords |= {str(key): Known(value) for key, value in handed.items()}
+            else:
+                keywords[str(keyword.arg)] = found
+        return arguments, keywords
+
+    def _method(self, node: ast.Call, callee: Method, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        owner, function = callee.owner, callee.function
+        name = getattr(function, "__name__", "")
+        if inspect.isfunction(inspect.unwrap(function)) and not is_library(function):
+            return self._reader.call(function, owner, arguments, keywords)
+        is_above = isinstance(node.func, ast.Attribute) and _is_super(node.func.value)
+        is_modules = isinstance(owner, nn.Module) and self._all.holds(owner)
+        if (is_above and (is_lightnings(function) or owner is None)) or (is_modules and name == "clip_gradients"):
+            return None
+        if is_modules and name == "optimizers":
+            every = self._all.optimizers
+            return Known(every[0] if len(every) == 1 else every)
+        held = [value for value in (*arguments, *keywords.values()) if value is not None and self._all.holds(value)]
+        if held or (name not in MODULE_METHODS if is_modules else self._all.holds(owner)):
+            self._reached(node, function, is_state=self._is_state(*held))
+        return None
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"

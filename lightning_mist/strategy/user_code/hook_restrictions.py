@@ -1,0 +1,224 @@
+"""Hooks and callbacks of the user's own that look at parameters or gradients, and what that rules out.
+
+Under DDP every rank has all parameters at any time, and all gradients, averaged, between backward and the next step.
+Where a plan leaves a rank with a part, such code would see the part and take it for the whole. Code counts by what it
+does, not by its name: a hook that only looks at a loss rules nothing out
+(:mod:`lightning_mist.strategy.user_code.hook_analysis`).
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from lightning_mist.plan import Exclusion, Feature
+from lightning_mist.strategy.user_code.fit_objects import Everything, Known, is_lightnings, mentions_gradients, names_of
+from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader
+
+PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")
+"""What leaves a rank's device without some parameters while it trains."""
+
+GRADIENTS_AWAY: tuple[Feature, ...] = (*PARAMETERS_AWAY, "sharded_gradients", "offloaded_gradients")
+"""What leaves a rank's device without some averaged gradients between backward and step."""
+
+_STATE_AWAY: tuple[Feature, ...] = (*GRADIENTS_AWAY, "offloaded_optimizer")
+
+_HOOKED: tuple[Feature, ...] = (*PARAMETERS_AWAY, "microbatches")
+"""What gives hooks on single parameters other gradients than those of a whole batch on this rank."""
+
+_AT_GRADIENTS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+)
+"""Hooks that run where there are gradients, and are there for their sake."""
+
+_IN_TRAINING = (
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_start",
+    "on_validation_model_eval",
+    "on_validation_model_train",
+    "on_validation_model_zero_grad",
+    "on_save_checkpoint",
+    "on_train_end",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "transfer_batch_to_device",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+)
+"""Hooks of modules, data modules and callbacks that run while ranks have what the plan leaves them."""
+
+_IN_VALIDATION = (
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+)
+"""Hooks that find all parameters on every rank, under any plan, but not all gradients."""
+
+
+_EVERY: tuple[Feature, ...] = (*_STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing")
+"""All that plans can do beside plain data parallelism."""
+
+_FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
+    {
+        "parameters": PARAMETERS_AWAY,
+        "parameters, and put hooks on them": _HOOKED,
+        "parameters between a batch's forward and backward": _EVERY,
+        "gradients": GRADIENTS_AWAY,
+        "gradients as they are accumulated": _EVERY,
+        "optimizer state": _STATE_AWAY,
+    }
+)
+"""By what of the whole module is used, what is ruled out."""
+
+_BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
+"""Hooks that run between forward and backward, which are one under every plan but plain data parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Looks:
+    """A hook that may look at what other ranks have.
+
+    Attributes:
+        where: The hook, and whose it is.
+        what: The code that does, and its place.
+        whole: What of the whole module it may look at.
+    """
+
+    where: str
+    what: str
+    whole: str
+
+    @property
+    def reason(self) -> str:
+        """Why plans that leave a rank a part are ruled out, for people."""
+        return f"{self.where} may use {self.whole} ({self.what}), which would not all be on every rank's device"
+
+
+def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...]:
+    """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters.
+
+    Args:
+        trainer: Lightning's trainer, its module attached.
+        optimizers: The optimizers.
+    """
+    everything = Everything(trainer, optimizers)
+    found: dict[tuple[Feature, str], None] = {}
+    for looks in _looks(trainer, everything):
+        features = _FEATURES[looks.whole]
+        found.update({(feature, looks.reason): None for feature in features})
+    for reason, features in _parameter_hooks(everything.module):
+        found.update({(feature, reason): None for feature in features})
+    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
+
+
+def _looks(trainer: Any, everything: Everything) -> Iterator[_Looks]:
+    for item in (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks):
+        if item is None:
+            continue
+        for name in _IN_TRAINING:
+            looks = _look(item, name, everything)
+            if looks is not None:
+                yield looks
+        for name in _IN_VALIDATION:
+            looks = _look(item, name, everything)
+            if looks is not None and not looks.whole.startswith("parameters"):
+                yield looks
+
+
+def _look(item: Any, name: str, everything: Everything) -> _Looks | None:
+    """What a hook may look at, if it is not Lightning's own."""
+    hook = getattr(item, name, None)
+    function = getattr(hook, "__func__", hook)
+    if not callable(function) or is_lightnings(inspect.unwrap(function)):
+        return None
+    owner, given = getattr(hook, "__self__", None), _arguments(item, name, everything)
+    if isinstance(function, partial):
+        owner, given = None, [*(Known(value) for value in function.args), *given]
+        function = function.func
+    elif not inspect.isfunction(inspect.unwrap(function)):
+        owner, function = function, inspect.getattr_static(type(function), "__call__")
+    reader = Reader(everything)
+    where = f"{name} of {type(item).__name__}"
+    try:
+        reader.call(function, owner, given)
+    except ReachedError as error:
+        return _Looks(where, error.what, _kind(error, reader, name))
+    return None
+
+
+def _kind(error: ReachedError, reader: Reader, name: str) -> str:
+    """What is reached."""
+    if name in _BEFORE_BACKWARD:
+        return "parameters between a batch's forward and backward"
+    if any("register_post_accumulate_grad_hook" in names_of(function) for function, _ in reader.read):
+        return "gradients as they are accumulated"
+    if any(mentions_gradients(function, owner) for function, owner in reader.read):
+        return "gradients"
+    if error.callee is not None:
+        is_opaque = not hasattr(inspect.unwrap(error.callee), "__code__") and not isinstance(error.callee, nn.Module)
+        if mentions_gradients(error.callee) or (is_opaque and name in _AT_GRADIENTS):
+            return "gradients"
+    if any("register_hook" in names_of(function) for function, _ in reader.read):
+        return "parameters, and put hooks on them"
+    return "optimizer state" if error.is_state else "parameters"
+
+
+def _arguments(item: Any, name: str, everything: Everything) -> list[Any]:
+    """What Lightning calls a hook with, as far as it reaches anything."""
+    is_module = isinstance(item, nn.Module) or not hasattr(item, "on_sanity_check_start")
+    first = [] if is_module else [Known(everything.trainer), Known(everything.module)]
+    optimizer = Known(everything.optimizers[0]) if everything.optimizers else None
+    if name in ("on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping"):
+        return [*first, optimizer]
+    if name in ("optimizer_step", "optimizer_zero_grad"):
+        return [None, None, optimizer]
+    return first
+
+
+def _parameter_hooks(module: Any) -> Iterator[tuple[str, tuple[Feature, ...]]]:
+    """Hooks that autograd runs for single parameters."""
+    if not isinstance(module, nn.Module):
+        return
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield (
+                f"a hook runs whenever a gradient of {name} is accumulated, which would be of a part of the batch or "
+                "of the module",
+                _FEATURES["gradients as they are accumulated"],
+            )
+            return
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            yield (
+                f"a hook changes or reads the gradient of {name}, which would be of a part of the batch or of the "
+                "module",
+                ("pipeline", "tensor", "microbatches"),
+            )
+            return

@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from lightning_mist.hardware import HardwareProfile, StepOverheads, detect
+from lightning_mist.hardware.profile.profile import ComputeRate
+from lightning_mist.strategy.planning import local_machine
+from lightning_mist.strategy.progress import Progress
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces measuring, which takes many seconds, by figures; says with which element types it was asked."""
+    asked = []
+
+    def measure(*, cluster, device, dtypes, groups, progress, budget_seconds):
+        assert budget_seconds <= 10
+        asked.append(dtypes)
+        rates = tuple(
+            ComputeRate(dtype=str(dtype).removeprefix("torch."), flops=(1e6,), flops_per_second=(1e9,), spread=0.1)
+            for dtype in dtypes
+        )
+        return HardwareProfile(
+            device=cluster.device.name,
+            source="measured in a test",
+            compute=rates,
+            memory_bytes_per_second=1e9,
+            operator_seconds=1e-6,
+            collectives=(),
+        )
+
+    monkeypatch.setattr(local_machine, "measure_profile", measure)
+    monkeypatch.setattr(local_machine, "measure_overheads", lambda *_: StepOverheads(step_seconds=0.5))
+    return asked
+
+
+def profile(directory, precision):
+    return local_machine.machine_profile(detect(1, 1, "cpu"), CPU, precision, directory, Progress(enabled=True))
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_machine_is_measured_once(tmp_path, measured, capsys):
+    first = profile(tmp_path / "cache", "32-true")
+    assert profile(tmp_path / "cache", "32-true") == first
+    assert first.overheads.step_seconds == 0.5
+    assert measured == [[torch.float32]]
+    shown = capsys.readouterr().err
+    assert "measuring this machine" in shown
+    assert "using what was measured in a test" in shown
+
+
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16), ("64-true", torch.float64)]
+)
+def test_a_new_precision_is_measured_too(tmp_path, measured, precision, dtype):
+    profile(tmp_path / "cache", "32-true")
+    rates = profile(tmp_path / "cache", precision).compute
+    assert measured == [[torch.float32], [torch.float32, dtype]]
+    assert [rate.dtype for rate in rates] == ["float32", str(dtype).removeprefix("torch.")]
+
+
+def test_the_default_directory_is_the_users():
+    assert local_machine.default_directory().parts[-2:] == (".cache", "lightning-mist")
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_rates_that_are_known_are_not_given_up(tmp_path, measured):
+    for precision in ("bf16-mixed", "16-mixed", "bf16-mixed"):
+        profile(tmp_path / "cache", precision)
+    assert measured == [[torch.float32, torch.bfloat16], [torch.float32, torch.float16, torch.bfloat16]]
+
+
+@pytest.mark.usefixtures("single_rank", "measured")
+def test_training_goes_on_where_nothing_can_be_kept(tmp_path, capsys):
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    assert profile(tmp_path / "cache", "32-true").source == "measured in a test"
+    assert "what was measured is not kept for later runs" in capsys.readouterr().err

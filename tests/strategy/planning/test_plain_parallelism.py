@@ -1,0 +1,185 @@
+"""When plain data parallelism is enough."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_mist.cost.time.region_times import collective_seconds
+from lightning_mist.hardware import catalog_profile, parse_cluster
+from lightning_mist.model import LayerSeconds
+from lightning_mist.plan import LiveTensor, ModuleMap, Predicted, PredictedStage
+from lightning_mist.strategy.planning.plain_parallelism import (
+    at_once_reason,
+    fits_plainly,
+    gains_too_little,
+    is_free,
+    most_to_save,
+    plain_plan,
+    saves_too_little,
+    saves_too_small_a_share,
+    sharing_seconds,
+    steps_to_come,
+)
+from lightning_mist.tuner import SearchSpace
+
+
+def trainer(*, epochs=0, loaded=None, callbacks=(), **options):
+    defaults = {"fast_dev_run": False, "barebones": False, "overfit_batches": 0.0, "limit_train_batches": 1.0}
+    progress = SimpleNamespace(current=SimpleNamespace(processed=epochs))
+    return SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_progress=progress),
+        callbacks=list(callbacks),
+        _checkpoint_connector=SimpleNamespace(_loaded_checkpoint=loaded),
+        **(defaults | options),
+    )
+
+
+class LearningRateFinder:
+    """Called like Lightning's."""
+
+
+class Own(LearningRateFinder):
+    """Derived from it."""
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (trainer(), None),
+        (trainer(fast_dev_run=3), "fast_dev_run=3"),
+        (trainer(barebones=True), "barebones=True"),
+        (trainer(overfit_batches=0.5), "overfit_batches=0.5"),
+        (trainer(limit_train_batches=0), "limit_train_batches=0"),
+        (trainer(callbacks=[Own()]), "callback Own trains before the fit does"),
+        (trainer(epochs=1), "goes on from an earlier one"),
+        (trainer(epochs=1, loaded={"loops": {}}), None),
+    ],
+)
+def test_runs_that_are_plain_without_a_look(run, reason):
+    found = at_once_reason(run)
+    assert found is None if reason is None else reason in found
+
+
+def parameters(numel):
+    return [torch.nn.Parameter(torch.zeros(numel, device="meta"))]
+
+
+def test_what_could_be_saved_grows_with_parameters_and_vanishes_on_one_device(tmp_path):
+    two, one = parse_cluster("1x2xL4"), parse_cluster("1x1xL4")
+    small, large = (most_to_save(parameters(numel), two, tmp_path) for numel in (10**4, 10**9))
+    # Of 4 GB at least the reduction over PCIe of 1e10 B/s order, and eight passes at 3e11 B/s.
+    assert 0 < small < 2e-3 < 0.1 < large
+    assert most_to_save(parameters(10**9), one, tmp_path) == 0.0
+    assert most_to_save(parameters(10**9), two, tmp_path, update=1e-6) >= 4e9 * 1e-6 > large
+    frozen = [torch.nn.Parameter(torch.zeros(10**6, device="meta"), requires_grad=False)]
+    assert most_to_save(frozen, two, tmp_path) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "reason"),
+    [
+        (1e-3, math.inf, "more than 1 ms of a step"),
+        (1e-2, 24, "more than 240 ms of 24 steps"),
+        (1e-2, 101, None),
+        (1e-2, math.inf, None),
+    ],
+)
+def test_what_nobody_would_notice_is_not_searched_for(seconds, steps, reason):
+    found = saves_too_little(seconds, steps)
+    assert found is None if reason is None else reason in found
+
+
+def test_steps_that_cannot_be_counted_may_be_many():
+    class Uncounted:
+        @property
+        def estimated_stepping_batches(self):
+            raise ValueError("accumulation changes")
+
+    assert steps_to_come(Uncounted()) == math.inf
+    assert steps_to_come(SimpleNamespace(estimated_stepping_batches=12)) == 12
+
+
+def test_it_fits_only_with_room_to_spare():
+    held = parameters(1000)  # 4000 bytes, counted four times
+    assert fits_plainly(held, 4000, 40_000)
+    assert not fits_plainly(held, 4001, 40_000)
+
+
+def measured(rows, forward, layers=()):
+    return LayerSeconds(
+        kind="block", rows=rows, forward=forward, backward=tuple(2 * x for x in forward), spread=0.0, layers=layers
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "seconds", "share"),
+    [
+        (0.04, measured((8,), (0.1,), layers=(0, 1, 2)), "4.3%"),  # 0.04 of 0.94
+        (0.05, measured((8,), (0.1,), layers=(0, 1, 2)), None),
+        (0.005, measured((8,), (0.1,)), "1.6%"),  # head or tail: once
+        # Parts of four rows take 3 * 2 * 0.049 for what the whole takes 0.3 for.
+        (0.005, measured((4, 8), (0.049, 0.1)), "3.6%"),
+        (0.005, measured((4, 8), (0.045, 0.1)), None),
+        (0.005, measured((4, 8), (0.06, 0.1)), "1.6%"),
+        (0.005, measured((8,), (0.0,)), None),
+    ],
+)
+def test_what_is_too_small_a_share_of_a_step_is_not_searched_for(saved, seconds, share):
+    found = saves_too_small_a_share(saved, [seconds])
+    assert found is None if share is None else f"more than {share} of a step" in found
+
+
+def passing(*shapes, **properties):
+    """A map of two blocks with tensors of these shapes between them."""
+    live = [
+        LiveTensor(key=i, shape=shape, **({"dtype": "float32", "requires_grad": True, "batch_dim": 0} | properties))
+        for i, shape in enumerate(shapes)
+    ]
+    return ModuleMap(step="training_step", blocks=("0", "1"), outputs=(), cuts=(tuple(live),), parameters=())
+
+
+def test_sharing_layers_costs_what_passes_or_what_is_computed_again():
+    profile = catalog_profile(parse_cluster("1x4xL4"))
+    slow, fast = (measured((8,), (seconds,), layers=(0, 1)) for seconds in (1.0, 1e-6))
+
+    def least(found, seconds, degree=2):
+        return sharing_seconds(profile, found, [seconds, measured((8,), (5.0,))], degree)
+
+    def exchange(degree, numel):
+        payload = 4.0 * degree * numel
+        apart = sum(
+            float(collective_seconds(profile, name, degree, 1, payload)) for name in ("reduce_scatter", "all_gather")
+        )
+        return min(float(collective_seconds(profile, "all_reduce", degree, 1, payload)), apart)
+
+    # In both directions, in both blocks, as much as the smallest tensor of all ranks' rows.
+    assert least(passing((8, 4096), (8, 1024)), slow) == pytest.approx(4 * exchange(2, 8 * 1024))
+    assert least(passing((8, 4096)), slow, degree=4) == pytest.approx(4 * exchange(4, 8 * 4096))
+    # Blocks that are quickly computed for three more ranks' rows.
+    assert least(passing((8, 4096)), fast, degree=4) == pytest.approx(2 * 3 * 3e-6)
+    for nothing in (passing(), passing((8, 64), batch_dim=None), passing((8, 64), requires_grad=False)):
+        assert least(nothing, slow) == 4 * exchange(2, 0)
+
+
+def predicted(seconds):
+    stage = PredictedStage(
+        steady_seconds=seconds, boundary_seconds=0.0, forward_seconds=seconds, backward_seconds=0.0, peak_bytes=1
+    )
+    return Predicted(step_seconds=seconds, stages=(stage,))
+
+
+def test_a_gain_must_be_told_from_what_predictions_are_wrong_by():
+    assert "would save 4.9% of a step" in gains_too_little(predicted(0.951), predicted(1.0))
+    assert "would save 0.0% of a step" in gains_too_little(predicted(1.2), predicted(1.0))
+    assert gains_too_little(predicted(0.949), predicted(1.0)) is None
+
+
+def test_plain_plans_are_plain():
+    for rows in (None, 4):
+        plan = plain_plan(3, rows, 2)
+        assert plan.is_plain
+        assert plan.global_batch_size == 3 * (rows or 1)
+    assert is_free(SearchSpace())
+    assert not is_free(SearchSpace(zero_stages=(0,)))

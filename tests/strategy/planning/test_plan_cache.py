@@ -1,0 +1,57 @@
+"""Plans are found again by what they follow from, and by nothing less."""
+
+import torch
+from torch import nn
+
+from lightning_mist.strategy.planning.plain_parallelism import plain_plan
+from lightning_mist.strategy.planning.plan_cache import FOLDER, keep_plan, kept_plan, key_of
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def key(*, net=Net, width=4, rows=4, length=40, lr=0.1, cls=torch.optim.AdamW, others=("bf16",), frozen=False, **more):
+    module = net(width)
+    module.layer.weight.requires_grad_(not frozen)
+    batch = {"x": torch.zeros(rows, length), "text": ["a"] * rows}
+    return key_of(module, batch, [cls(module.parameters(), lr=lr, **more)], others)
+
+
+class Other(Net):
+    def forward(self, x):
+        return self.layer(x) + 1
+
+
+def test_the_same_question_has_the_same_key_and_others_have_others():
+    assert key() == key() == key(lr=0.2) == key(length=41)
+    different = [
+        key(),
+        key(width=5),
+        key(rows=5),
+        key(length=80),
+        key(cls=torch.optim.SGD),
+        key(amsgrad=True),
+        key(others=("fp32",)),
+        key(frozen=True),
+        key(net=Other),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
+    plan = plain_plan(2, 4, 3)
+    assert kept_plan(tmp_path, "a") == (None, None)
+    assert keep_plan(tmp_path, "a", plan) is None
+    assert kept_plan(tmp_path, "a") == (plan, None)
+    (tmp_path / FOLDER / "a.json").write_text("{")
+    found, warning = kept_plan(tmp_path, "a")
+    assert found is None
+    assert "is not used" in warning
+    (tmp_path / "file").write_text("")
+    assert "not kept for later runs" in keep_plan(tmp_path / "file", "a", plan)

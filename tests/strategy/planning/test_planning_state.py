@@ -1,0 +1,34 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_mist.errors import InfeasibleError, TraceError
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.strategy.planning.planning_state import Planner
+
+
+def fits(answer):
+    def tried(work):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    planner = SimpleNamespace(
+        cluster=parse_cluster("1x2xL4"),
+        request=SimpleNamespace(memory_limit=1000),
+        module=torch.nn.Linear(5, 2, bias=False),  # 40 bytes, counted four times
+        tried=tried,
+        step_bytes=[],
+    )
+    planner._counted = lambda: Planner._counted(planner)
+    return Planner._fits_plainly(planner)
+
+
+def test_what_cannot_be_counted_quickly_does_not_fit_for_certain():
+    assert fits(340)
+    assert not fits(341)
+    # A step that reads values back does not run on fakes; it is searched for, and not trained plainly for that.
+    assert not fits(TraceError("the step does not run on fake tensors"))
+    with pytest.raises(InfeasibleError):
+        fits(InfeasibleError("nothing fits"))

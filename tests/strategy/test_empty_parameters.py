@@ -1,0 +1,104 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_mist import MistStrategy
+from lightning_mist.errors import PlanError
+from lightning_mist.model.initialization.initial_values import empty_out, is_hollow
+from lightning_mist.strategy.empty_parameters import (
+    Constructions,
+    device_limit,
+    has_hollow_parameters,
+    hollow_on_host,
+    initial_values,
+    mapped_checkpoint,
+)
+from lightning_mist.tensors import is_hollow
+
+CPU = torch.device("cpu")
+
+
+def test_each_construction_draws_its_own_numbers():
+    constructions = Constructions()
+    with constructions.context(True):
+        one = nn.Linear(3, 3)
+    with constructions.context(True), constructions.context(True):
+        two = nn.Linear(3, 3)
+    with constructions.context(None):
+        plain = nn.Linear(3, 3)
+    assert one.weight.is_meta
+    assert two.weight.is_meta
+    assert not has_hollow_parameters(plain)
+    first, second = (module.weight._mist_recipe.value(0) for module in (one, two))
+    assert not torch.equal(first, second)
+
+
+def test_lightning_asks_the_strategy_how_tensors_are_made():
+    strategy = MistStrategy()
+    with strategy.tensor_init_context(empty_init=True):
+        assert torch.empty(2).device == CPU
+        module = nn.Linear(2, 2)
+    assert module.weight.is_meta
+    with strategy.tensor_init_context():
+        assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_modules_with_values_are_left_alone_unless_they_are_too_large():
+    module = nn.Linear(4, 4)
+    before = module.weight.detach().clone()
+    assert initial_values(module, CPU, None) is None
+    assert initial_values(module, CPU, 80) is None
+    values = initial_values(module, CPU, 79)
+    assert has_hollow_parameters(module)
+    values.materialize(["weight"])
+    assert torch.equal(module.weight, before)
+    assert module.bias.isnan().all()
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_values_that_rank_zero_has_lost_are_missed():
+    module = nn.Linear(4, 4)
+    empty_out(module.weight)
+    with pytest.raises(PlanError, match=r"on rank 0 have no values \(they were freed\).*ckpt_path"):
+        initial_values(module, CPU, None)
+
+
+def _differently_built():
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = nn.Linear(3, 3)
+    try:
+        initial_values(module, CPU, None)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.thorough
+def test_ranks_must_build_alike(gloo_workers):
+    first, second = gloo_workers.run(2, _differently_built)
+    assert first == second
+    assert "rank 1 has 2 parameters without values and rank 0 has 0" in first
+
+
+def test_a_limit_is_the_users_or_the_devices():
+    assert device_limit(5, CPU) == 5
+    assert device_limit(None, CPU) is None
+
+
+def test_a_checkpoint_is_mapped_if_its_file_allows(tmp_path):
+    state = {"a": torch.arange(4.0)}
+    torch.save(state, tmp_path / "new.ckpt")
+    torch.save(state, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert torch.equal(mapped_checkpoint(tmp_path / "new.ckpt", True)["a"], state["a"])
+    assert mapped_checkpoint(tmp_path / "old.ckpt", True) is None
+    assert mapped_checkpoint("s3://somewhere/x.ckpt", True) is None
+
+
+def test_hollow_parameters_stay_hollow_on_the_host():
+    with torch.device("meta"):
+        module = nn.Linear(4, 4)
+    hollow_on_host(module)
+    assert is_hollow(module.cpu().weight)
+    assert not module.weight.is_meta

@@ -1,0 +1,51 @@
+"""Several processes do not turn around together: they end with what to ask for, and the next start plans with less."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_mist.errors import InfeasibleError
+from lightning_mist.strategy.memory_retry import TIGHTER, WATCHED_STEPS, FirstSteps
+from lightning_mist.strategy.planning.plan_cache import remember_limit, remembered_limit
+
+
+def steps(folder, needs=1000):
+    """The first steps of one of several ranks."""
+    decision = SimpleNamespace(again=None, reach=None, needs=needs, asked_at=folder / "plan.json")
+    module = SimpleNamespace(_current_fx_name="optimizer_step")
+    return FirstSteps(SimpleNamespace(_decision=decision, lightning_module=module, global_rank=1), decision)
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_rank_that_runs_out_of_memory_says_what_to_ask_for_and_the_next_start_knows(tmp_path):
+    first = steps(tmp_path)
+    (tmp_path / "plan.json").write_text("a plan")
+    with pytest.raises(InfeasibleError, match=rf"rank 1 ran out of memory .* memory_limit={int(TIGHTER * 1000)} "):
+        first.step(lambda: first.batch(out_of_memory, None))
+    assert remembered_limit(tmp_path / "plan.json") == int(TIGHTER * 1000)
+    assert not (tmp_path / "plan.json").exists()
+    # Between steps, where gradients are only accumulated, as well.
+    with pytest.raises(InfeasibleError, match="as the next start does by itself"):
+        steps(tmp_path).batch(out_of_memory, None)
+
+
+def test_plans_of_the_users_and_later_steps_are_left_alone(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError):
+        steps(tmp_path, needs=None).step(out_of_memory)
+    first = steps(tmp_path)
+    for _ in range(WATCHED_STEPS):
+        assert first.step(lambda: first.batch(lambda: 1, None)) == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        first.step(lambda: first.batch(out_of_memory, None))
+    assert remembered_limit(tmp_path / "plan.json") is None
+
+
+def test_a_limit_that_is_no_number_is_none(tmp_path):
+    remember_limit(tmp_path / "a" / "plan.json", 7)
+    assert remembered_limit(tmp_path / "a" / "plan.json") == 7
+    (tmp_path / "a" / "plan.limit").write_text("much")
+    assert remembered_limit(tmp_path / "a" / "plan.json") is None

@@ -1,0 +1,327 @@
+"""Which hooks of the user's own rule out plans that leave a rank with a part, and which cost nothing."""
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
+from torch import nn
+
+from lightning_mist.strategy.user_code.hook_restrictions import _EVERY, GRADIENTS_AWAY, PARAMETERS_AWAY, user_exclusions
+
+PATH = []
+
+
+class Net(pl.LightningModule):
+    """Something to look at."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 1)
+        self.scale, self.losses, self.config = 2.0, [], SimpleNamespace(every=2)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        return self.head(x)
+
+    def note(self, value):
+        self.losses.append(float(value) * self.scale)
+
+    def norm(self):
+        return torch.stack([p.norm() for p in self.parameters()]).norm()
+
+
+def found(*callbacks, module=None, datamodule=None):
+    module = module or Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    trainer = SimpleNamespace(
+        lightning_module=module,
+        callbacks=list(callbacks),
+        strategy=SimpleNamespace(model=module),
+        datamodule=datamodule,
+        model=module,
+        optimizers=[optimizer],
+        global_step=0,
+    )
+    for item in callbacks:
+        if hasattr(item, "prepare"):
+            item.prepare(module)
+    exclusions = user_exclusions(trainer, [optimizer])
+    return {item.feature for item in exclusions}, " ".join(dict.fromkeys(item.reason for item in exclusions))
+
+
+def helper(numbers, every=1):
+    return sum(numbers) / every
+
+
+def norm_of(parameters):
+    return sum(float(p.grad.norm()) for p in parameters if p.grad is not None)
+
+
+def decorated(function):
+    def inner(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return inner
+
+
+class Quiet(Callback):
+    """Looks at losses, prints, counts, logs, at rates and flags; nothing that a rank might lack."""
+
+    def __init__(self):
+        self.seen, self.norms = [], nn.Linear(2, 2)
+
+    def setup(self, trainer, pl_module, stage):
+        self.first = copy.deepcopy(pl_module)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step % 2 == 0 and pl_module is not None:
+            self.started = batch_idx
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.seen.append(helper([loss.item()], every=2))
+        pl_module.log("seen", self.seen[-1])
+        pl_module.note(loss)
+        if pl_module.config.every == 2 and pl_module.training:
+            print(trainer.callback_metrics, pl_module.current_epoch, pl_module.logger)
+        for group in trainer.optimizers[0].param_groups:
+            trainer.rate = group["lr"]
+        rates = [group["lr"] for group in pl_module.optimizers().param_groups]
+        self.report(trainer, pl_module, rates)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @rank_zero_only
+    def report(self, trainer, pl_module, rates):
+        print(trainer.current_epoch, type(pl_module).__name__, *rates)
+
+    def on_after_backward(self, trainer, pl_module):
+        self.seen.append(trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1 * pl_module.steps.item() + float(self.norms.weight.norm())
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.values = [p.norm() for p in pl_module.parameters()]
+        pl_module(torch.zeros(1, 2))
+
+    def on_fit_end(self, trainer, pl_module):
+        torch.save(pl_module.state_dict(), "x")
+
+
+class QuietNet(Net):
+    """Hooks of its own, as many modules have them."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.steps += 1
+        self.note(outputs["loss"])
+
+    def on_train_epoch_end(self):
+        self.log("mean", torch.tensor(self.losses).mean())
+        self.losses.clear()
+        self.lr_schedulers().step()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        for number, group in enumerate(optimizer.param_groups):
+            group["lr"] = 0.1 / (number + 1)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if self.current_epoch > 1:
+            self.clip_gradients(optimizer, 1.0, "norm")
+
+
+def test_code_that_needs_no_parameters_rules_nothing_out():
+    quiet = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: PATH.append(float(outputs["loss"])))
+    known = [EarlyStopping("x"), ModelCheckpoint(), LearningRateMonitor()]
+    assert found(Quiet(), quiet, *known, module=QuietNet(), datamodule=pl.LightningDataModule()) == (set(), "")
+
+
+def _callback(hook, code, **more):
+    return type("Mine", (Callback,), {hook: code, **more})()
+
+
+def _shadow(self, module):
+    self.shadow = {name: value.clone() for name, value in module.state_dict().items()}
+    self.module, self.helper = module, SimpleNamespace(update=None, module=module)
+    self.forward = module.forward
+
+
+class _Ema:
+    def __init__(self):
+        self.decay = 0.9
+
+    def update(self, module):
+        for p in module.parameters():
+            p.data.mul_(self.decay)
+
+
+AT_PARAMETERS = {
+    "norms": lambda self, trainer, module, *_: [p.norm() for p in module.parameters()],
+    "samples": lambda self, trainer, module, *_: module(torch.zeros(1, 2)),
+    "one of its own modules": lambda self, trainer, module, *_: module.head(torch.zeros(1, 2)),
+    "a parameter": lambda self, trainer, module, *_: module.head.weight.clamp_(-1, 1),
+    "its data": lambda self, trainer, module, *_: module.body[0].weight.data.clamp_(-1, 1),
+    "state": lambda self, trainer, module, *_: module.state_dict(),
+    "a copy": lambda self, trainer, module, *_: copy.deepcopy(module),
+    "its own method": lambda self, trainer, module, *_: module.norm(),
+    "through the trainer": lambda self, trainer, *_: trainer.model.state_dict(),
+    "through the strategy": lambda self, trainer, *_: trainer.strategy.model.state_dict(),
+    "through the wrapper": lambda self, trainer, *_: trainer.model.module.state_dict(),
+    "by name": lambda self, trainer, module, *_: getattr(module, "head")(torch.zeros(1, 2)),  # noqa: B009
+    "a shadow": lambda self, trainer, module, *_: _Ema().update(module),
+    "a module that was kept": lambda self, *_: self.module.state_dict(),
+    "a method that was kept": lambda self, *_: self.forward(torch.zeros(1, 2)),
+    "an object that keeps it": lambda self, *_: self.helper.module(torch.zeros(1, 2)),
+    "keeping it": lambda self, trainer, module, *_: setattr(self, "later", module),
+    "what an optimizer has": lambda self, trainer, *_: [
+        p for g in trainer.optimizers[0].param_groups for p in g["params"]
+    ],
+    "unpacked": lambda self, *args: _Ema().update(*args[1:2]),
+}
+
+
+@pytest.mark.parametrize("name", AT_PARAMETERS)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_fit_start", "on_validation_start"])
+def test_code_that_looks_at_parameters_rules_out_that_they_are_away(hook, name):
+    features, reason = found(_callback(hook, AT_PARAMETERS[name], prepare=_shadow))
+    assert features == set(PARAMETERS_AWAY)
+    assert f"{hook} of Mine may use parameters (" in reason
+    assert "test_hook_restrictions.py:" in reason
+
+
+AT_GRADIENTS = {
+    "norms": lambda self, trainer, module, *_: [p.grad.norm() for p in module.parameters()],
+    "Lightning's norms": lambda self, trainer, module, *_: module.log_dict(grad_norm(module, norm_type=2)),
+    "by a function": lambda self, trainer, module, *_: norm_of(module.parameters()),
+    "clipping": lambda self, trainer, module, *_: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    "a parameter's": lambda self, trainer, module, *_: module.head.weight.grad,
+}
+
+
+@pytest.mark.parametrize("name", AT_GRADIENTS)
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end"])
+def test_code_that_looks_at_gradients_rules_out_that_they_are_away(hook, name):
+    features, reason = found(_callback(hook, AT_GRADIENTS[name]))
+    assert features == set(GRADIENTS_AWAY)
+    assert f"{hook} of Mine may use gradients (" in reason
+
+
+def test_hooks_that_are_put_on_parameters_later_count_as_those_that_are_there():
+    def put(self, trainer, module, *_):
+        module.head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+    def accumulated(self, trainer, module, *_):
+        module.head.weight.register_post_accumulate_grad_hook(print)
+
+    assert found(_callback("on_fit_start", put))[0] == {*PARAMETERS_AWAY, "microbatches"}
+    assert found(_callback("on_fit_start", accumulated))[0] == {*_EVERY}
+
+
+def test_an_average_kept_by_hand_leaves_gradients_to_their_owners():
+    """Under ZeRO-1 and ZeRO-2 every rank has all parameters."""
+    features, _ = found(_callback("on_before_optimizer_step", lambda self, trainer, module, *_: _Ema().update(module)))
+    assert features == set(PARAMETERS_AWAY)
+
+
+def test_what_is_changed_between_forward_and_backward_leaves_plain_data_parallelism():
+    features, reason = found(_callback("on_before_zero_grad", lambda self, trainer, module, *_: _Ema().update(module)))
+    assert features == {*_EVERY}
+    assert "between a batch's forward and backward" in reason
+
+
+def test_gradients_in_validation_count_and_parameters_do_not():
+    assert found(_callback("on_validation_end", AT_PARAMETERS["norms"])) == (set(), "")
+    assert found(_callback("on_validation_end", AT_GRADIENTS["norms"]))[0] == set(GRADIENTS_AWAY)
+
+
+class Clips(Net):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class Skips(Net):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer_closure()
+        if all(torch.isfinite(p.grad).all() for group in optimizer.param_groups for p in group["params"]):
+            optimizer.step()
+
+
+class Teacher(Net):
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head)
+
+    def on_train_batch_end(self, *_):
+        for mine, other in zip(self.head.parameters(), self.teacher.parameters(), strict=True):
+            other.data.lerp_(mine.data, 0.1)
+
+
+class Augments(Net):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return self.body[0](batch)
+
+
+class Steps(Net):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norms", len(optimizer.state))
+
+
+@pytest.mark.parametrize(
+    ("module", "features"),
+    [
+        (Clips, GRADIENTS_AWAY),
+        (Skips, GRADIENTS_AWAY),
+        (Teacher, PARAMETERS_AWAY),
+        (Augments, PARAMETERS_AWAY),
+        (Steps, (*GRADIENTS_AWAY, "offloaded_optimizer")),
+        (QuietNet, ()),
+    ],
+)
+def test_hooks_of_modules_are_read_too(module, features):
+    assert found(module=module())[0] == set(features)
+
+
+def test_what_cannot_be_read_counts():
+    space = {"helper": helper}
+    exec("def hook(self, trainer, pl_module, *_):\n    helper(pl_module)", space)
+    assert found(_callback("on_train_batch_end", space["hook"]))[0] >= set(PARAMETERS_AWAY)
+    wrapped = decorated(lambda self, trainer, module, *_: module.state_dict())
+    assert found(_callback("on_train_batch_end", wrapped))[0] >= set(PARAMETERS_AWAY)
+    exec("def quiet(self, *_):\n    print(1)", space)
+    assert found(_callback("on_train_batch_end", space["quiet"]))[0] == set()
+
+
+def test_functions_given_to_lambda_callbacks_are_read():
+    reads = LambdaCallback(on_train_epoch_end=lambda trainer, pl_module: print(list(pl_module.parameters())))
+    features, reason = found(reads)
+    assert features == set(PARAMETERS_AWAY)
+    assert "on_train_epoch_end of LambdaCallback" in reason
+    part = LambdaCallback(on_train_epoch_end=partial(AT_PARAMETERS["norms"], None))
+    assert found(part)[0] >= set(PARAMETERS_AWAY)
+
+
+TWO = (lambda _, module: module.state_dict()), (lambda trainer, module: print(lambda module: module.x))
+
+
+def test_of_functions_on_one_line_each_is_read_as_itself():
+    assert found(LambdaCallback(on_train_epoch_start=TWO[0]))[0] == set(PARAMETERS_AWAY)
+    assert found(LambdaCallback(on_train_epoch_start=TWO[1]))[0] == set()
+
+
+def test_hooks_on_parameters_see_parts_of_gradients():
+    net = Net()
+    net.head.weight.register_hook(lambda gradient: gradient - gradient.mean())
+    assert found(module=net)[0] == {"pipeline", "tensor", "microbatches"}
+    net.head.bias.register_post_accumulate_grad_hook(print)
+    assert set(GRADIENTS_AWAY) < found(module=net)[0]
