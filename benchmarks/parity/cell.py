@@ -20,7 +20,6 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from lightning_mist.strategy.training.engine import Engine
-from lightning_mist.strategy.training.starting import make_engine
 from tests import zoo
 from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, map_of, precision_of
 from tests.memory_transport import InMemoryWorld, drive
@@ -117,7 +116,7 @@ def on_all_ranks(subject: Subject, plan: Plan, work: Callable[[Engine], T]) -> l
     def rank(transport: Any) -> Any:
         module = copy.deepcopy(subject.module)
         device = next(module.parameters()).device
-        engine = make_engine(module, plan, subject.module_map, transport, device=device)
+        engine = Engine(module, plan, subject.module_map, transport, device=device)
         return work(engine)
         yield  # what the rank waits for it waits for inside
 

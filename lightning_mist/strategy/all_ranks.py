@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, Cluster, cluster_of
 from lightning_mist.plan import ModuleMap
 from lightning_mist.runtime.parameters import memory_of
 
@@ -102,72 +100,6 @@ def same_everywhere(found: ModuleMap) -> None:
             "every rank must build the same module and take the same branches; seed what is random in its construction"
             f"{reasons}"
         )
-
-
-def cluster_of_ranks(mine: Cluster) -> AnyCluster:
-    """The cluster that all ranks are part of, whether their devices are alike or not.
-
-    Args:
-        mine: What this rank takes the cluster for, by its own device.
-    """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return joined(found)
-
-
-def joined(found: Sequence[Cluster]) -> AnyCluster:
-    """The cluster of ranks with these devices; of devices of one name the least memory counts, and of their hosts.
-
-    Args:
-        found: What every rank takes the cluster for, by its own device.
-    """
-    runs: list[list[Cluster]] = []
-    for cluster in found:
-        if runs and runs[-1][0].device.name == cluster.device.name:
-            runs[-1].append(cluster)
-        else:
-            runs.append([cluster])
-    parts = []
-    for run in runs:
-        first = run[0]
-        per_node = min(len(run), first.devices_per_node)
-        per_node = per_node if len(run) % per_node == 0 else 1
-        device = replace(first.device, memory_bytes=min(cluster.device.memory_bytes for cluster in run))
-        parts.append(
-            replace(
-                first,
-                num_nodes=len(run) // per_node,
-                devices_per_node=per_node,
-                device=device,
-                host_memory_bytes=_host_memory(run, per_node),
-            )
-        )
-    return cluster_of(parts)
-
-
-def _host_memory(run: Sequence[Cluster], per_node: int) -> int | None:
-    """The least host memory that so many devices of a node have; those of other parts have an equal share of it."""
-    known = [item.host_memory_bytes * per_node // item.devices_per_node for item in run if item.host_memory_bytes]
-    return min(known, default=None)
-
-
-def alike(cluster: AnyCluster) -> Cluster:
-    """The cluster, if its devices are alike, as what is measured here supposes.
-
-    Args:
-        cluster: The cluster.
-
-    Raises:
-        PlanError: If they are not, with a way to plan for them.
-    """
-    if isinstance(cluster, Cluster):
-        return cluster
-    ends = zip(cluster.offsets, cluster.parts, strict=True)
-    where = "; ".join(f"ranks {first} to {first + part.world_size - 1} on {part.device.name}" for first, part in ends)
-    raise PlanError(
-        f"unlike devices: {where}. What is measured for a plan here is measured of one kind of device: make the plan "
-        f"with `lightning-mist plan --cluster {cluster.text} --out plan.json` and train with plan='plan.json'"
-    )
 
 
 def of_all_ranks(value: T) -> list[T]:

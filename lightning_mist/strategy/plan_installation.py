@@ -1,44 +1,73 @@
-"""What a plan puts in place of a fit, and another plan in its place."""
+"""Putting plans in place of a fit, one after the other, and what a strategy says of the one that is there."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_mist.devices import ops_of
 from lightning_mist.model.initialization import InitialValues
+from lightning_mist.plan import Plan
+from lightning_mist.runtime.communication import complete
 from lightning_mist.runtime.stage import no_caches
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.planning import Decision, PlanRequest, publishing
-from lightning_mist.strategy.training import (
-    WholeEvaluation,
-    as_wrapped,
-    attach_engine,
-    broadcasts_buffers,
-    later,
-    start_engine,
-)
-from lightning_mist.strategy.user_rank import guarded
+from lightning_mist.strategy.monitoring import RunReport
+from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
+from lightning_mist.strategy.training import EndsTogether, Engine, StepGuard, attach_engine, start_engine
+
+if TYPE_CHECKING:
+    from lightning_mist.estimate import MemoryEstimate
 
 
-class Installs(WholeEvaluation):
-    """The part of the strategy that puts plans in place."""
+class PlanInstallation(EndsTogether):
+    """The part of a strategy that holds the plan of a fit: installs and replaces it, and answers what was decided."""
 
-    _decision: Decision | None
-    _monitor: Monitor | None
+    # What a fit puts in place; None before the first.
+    _decision: Decision | None = None
+    _monitor: Monitor | None = None
+    _engine: Engine | None = None
+    _initial: InitialValues | None = None
     _first_steps: FirstSteps
-    _initial: InitialValues | None
+    _is_planning = False
+    # What the user asked for.
     _request: PlanRequest
     _fitting: ExitStack
     _report_path: str | None
     _find_unused_parameters: bool | None
     _timeout: timedelta | None
+    act_for: Callable[[int | None], None]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the current or last fit."""
+        return None if self._decision is None else self._decision.plan
+
+    @property
+    def report(self) -> RunReport | None:
+        """Predicted against measured of the current or last fit, once enough steps have run."""
+        return None if self._monitor is None else self._monitor.report
+
+    @property
+    def estimate(self) -> "MemoryEstimate | None":
+        """What the plan needs of every device, where that is known."""
+        return None if self._decision is None else self._decision.estimate
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether the step is being tried before training.
+
+        What a step does beside computing (a line in a file, a message) can be left out then:
+        ``if not getattr(self.trainer.strategy, "is_planning", False): ...``.
+        """
+        return self._is_planning
+
+    # Installing --------------------------------------------------------------------------------------------------
 
     def _install(self, module: Any) -> None:
         """Put what was decided in place."""
@@ -61,7 +90,8 @@ class Installs(WholeEvaluation):
             host=self._request.host_of_each(self.num_processes, self.root_device),
         )
         self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
-        self._engine.guard = guarded(self, module, self._decision)
+        if (reach := self._decision.reach) is not None:
+            self._engine.guard = StepGuard(module, self._decision.plan, self.global_rank, reach, self.act_for)
         self._engine.take_optimizer(self.optimizers[0])
         self._fitting.enter_context(as_wrapped(module))
         if self._initial is not None:
@@ -112,7 +142,7 @@ class Installs(WholeEvaluation):
         elif self._engine is None:
             optimizer.state.clear()
         if self._decision.plan_path is not None:
-            publishing.write(self._decision.plan, self._decision.plan_path)
+            write_plan(self._decision.plan, self._decision.plan_path)
 
     def _withdraw(self, module: Any) -> dict[str, Any]:
         """Leave the module whole and the optimizer the user's; its state in the layout of the whole model."""
@@ -121,8 +151,8 @@ class Installs(WholeEvaluation):
         state: dict[str, Any] = self.optimizers[0].state_dict()
         if engine is not None:
             engine.fill()
-            asked = later(engine.release_optimizer(), self.root_device, self._timeout)
-            state = {} if asked is None else asked()
+            released = engine.release_optimizer(self._timeout)
+            state = {} if released is None else released()
             engine.transport.close()
         attach_engine(self.precision_plugin, None)
         self._fitting.close()
@@ -130,3 +160,62 @@ class Installs(WholeEvaluation):
         self._monitor.close()
         self.model = module
         return state
+
+    # The whole module, as under DDP ------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """From here on each rank has its part; until here, and while a fit is prepared, it has the whole module."""
+        super().on_train_start()
+        if self._engine is not None and not self._engine.has_begun:
+            self._engine.begin(None)
+
+    def on_validation_start(self) -> None:
+        """Evaluation inside ``fit`` runs on the whole module, as under DDP."""
+        super().on_validation_start()
+        if self._engine is not None:
+            with self.all_take_part():
+                self._engine.fill()
+
+    def on_validation_end(self) -> None:
+        """Training goes on with this rank's part."""
+        super().on_validation_end()
+        if self._engine is not None and self._engine.has_begun:
+            self._engine.hollow()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward of DDP's, which may give every rank the buffers of rank 0 first."""
+        if self._engine is None:
+            return super().validation_step(*args, **kwargs)
+        complete(self._engine.buffers.before_forward())
+        output = super().validation_step(*args, **kwargs)
+        self._engine.buffers.after_forward()
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around batches whose gradients are only accumulated: the forward after them finds buffers as they are."""
+        if self._engine is None:
+            with super().block_backward_sync():
+                yield
+        else:
+            with self._engine.buffers.accumulating():
+                yield
+
+
+@contextmanager
+def as_wrapped(module: nn.Module) -> Iterator[None]:
+    """Inside, a module is its own ``module``, so that ``trainer.model.module`` is the user's as where DDP wraps it."""
+    if hasattr(module, "module"):
+        yield
+        return
+    vars(module)["module"] = module
+    try:
+        yield
+    finally:
+        vars(module).pop("module", None)
+
+
+def broadcasts_buffers(options: Mapping[str, Any]) -> bool:
+    """Whether DDP with these options gives every rank the buffers of rank 0 before forwards."""
+    now = options.get("forward_sync_buffers")
+    return bool(options.get("broadcast_buffers", True) if now is None else now)

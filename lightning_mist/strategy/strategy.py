@@ -8,17 +8,15 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightning_mist.hardware import Cluster
-from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.communication import complete
-from lightning_mist.strategy import all_ranks, checkpoint_io, empty_parameters
-from lightning_mist.strategy.answers import Answers
+from lightning_mist.strategy import all_ranks, empty_parameters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
-from lightning_mist.strategy.plan_installation import Installs
-from lightning_mist.strategy.planning import PlanRequest, publishing, refuse_what_is_not_there, whole_module_reason
-from lightning_mist.strategy.training import Engine, attach_engine, gradients_are_about_to_go, later
+from lightning_mist.strategy.plan_installation import PlanInstallation
+from lightning_mist.strategy.planning import PlanRequest, refuse_what_is_not_there, whole_module_reason, write_plan
+from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
 from lightning_mist.strategy.user_rank import ActingRank
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
@@ -26,7 +24,7 @@ from lightning_mist.units import parse_bytes
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(ActingRank, Answers, Installs):
+class MistBase(ActingRank, PlanInstallation):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -71,9 +69,6 @@ class MistBase(ActingRank, Answers, Installs):
 
     strategy_name = "mist"
     _names: ClassVar[Namespace]
-    # What a fit puts in place; None before the first.
-    _engine: Engine | None = None
-    _initial: InitialValues | None = None
     _state_afterwards: Callable[[], dict[str, Any]] | None = None
 
     def __init__(
@@ -203,7 +198,7 @@ class MistBase(ActingRank, Answers, Installs):
                     engine.fill(torch.device("cpu"))
                 else:
                     engine.leave_on_rank_zero()
-            self._state_afterwards = later(engine.release_optimizer(), self.root_device, self._timeout)
+            self._state_afterwards = engine.release_optimizer(self._timeout)
             if is_well:
                 engine.transport.close()
         if is_well and self._monitor is not None:
@@ -258,7 +253,7 @@ class MistBase(ActingRank, Answers, Installs):
         keeps = not gradients_are_about_to_go(module)
         with self.all_take_part():
             result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
-        self._engine.replay(result)
+        replay(module, result.records)
         if not result.extras:
             return loss
         # Lightning itself refuses a dictionary without a loss.
@@ -287,7 +282,7 @@ class MistBase(ActingRank, Answers, Installs):
         """Write the plan, if it was made here: loggers have their directories now."""
         super().on_train_start()
         if self._decision is not None and self._decision.plan_path is not None:
-            publishing.write(self._decision.plan, self._decision.plan_path)
+            write_plan(self._decision.plan, self._decision.plan_path)
 
     def on_train_end(self) -> None:
         """Say how predicted and measured compare."""
@@ -315,7 +310,7 @@ class MistBase(ActingRank, Answers, Installs):
             return {} if is_elsewhere else super().lightning_module_state_dict()
         self.refuse_without_the_others("a checkpoint")
         with self.all_take_part():
-            return checkpoint_io.module_state(self.lightning_module, self._engine)
+            return module_state(self.lightning_module, self._engine)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""

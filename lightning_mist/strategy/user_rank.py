@@ -5,13 +5,8 @@ while they do, what Lightning says of the rank is said of the batch's owner.
 """
 
 import sys
-from typing import Any
 
 import torch
-from torch import nn
-
-from lightning_mist.strategy.planning import Decision
-from lightning_mist.strategy.training import StepGuard
 
 
 class ActingRank:
@@ -58,16 +53,3 @@ class ActingRank:
 
 def _super(strategy: ActingRank, name: str) -> int:
     return int(getattr(super(ActingRank, strategy), name))
-
-
-def guarded(strategy: Any, module: nn.Module, decision: Decision) -> StepGuard | None:
-    """What watches the steps of a plan that the engine runs.
-
-    Args:
-        strategy: The strategy.
-        module: The user's module.
-        decision: The plan.
-    """
-    if decision.reach is None:
-        return None
-    return StepGuard(module, decision.plan, strategy.global_rank, decision.reach, strategy.act_for)

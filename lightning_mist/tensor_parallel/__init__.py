@@ -10,10 +10,15 @@ from lightning_mist.tensor_parallel import (  # the modules rules_* make their r
 )
 from lightning_mist.tensor_parallel.autograd_functions import functions_of_wholes
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.counting import CountingGroup
-from lightning_mist.tensor_parallel.group import Reduction, TensorGroup
-from lightning_mist.tensor_parallel.parts import present, shard, unshard
-from lightning_mist.tensor_parallel.sequence import enter_sequence, from_local_sequence, split_sequence
+from lightning_mist.tensor_parallel.group import CountingGroup, Reduction, TensorGroup
+from lightning_mist.tensor_parallel.parts import (
+    enter_sequence,
+    from_local_sequence,
+    present,
+    shard,
+    split_sequence,
+    unshard,
+)
 from lightning_mist.tensor_parallel.shard_layout import Layout
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, local_of, whole
 from lightning_mist.tensor_parallel.threads import ThreadGroup, run_ranks

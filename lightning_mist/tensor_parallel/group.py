@@ -1,7 +1,8 @@
-"""What sharded tensors need of the ranks that share them."""
+"""What sharded tensors need of the ranks that share them, and a group that only counts what is asked of it."""
 
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 Reduction = Literal["sum", "max"]
@@ -29,3 +30,43 @@ class TensorGroup(Protocol):
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Of a tensor with one entry per rank along its first dimension: the sum over ranks of this rank's entry."""
+
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
+"""A collective of a group."""
+
+
+class CountingGroup:
+    """Answers collectives with tensors of the right shape and no meaning; for costs traced on fake tensors.
+
+    Args:
+        size: Number of ranks.
+        rank: The rank that is played.
+
+    Attributes:
+        calls: Per call, in order: the operation and the bytes of the *whole* tensor: of the tensor reduced, of all
+            parts gathered, of all entries scattered.
+    """
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
+        self.calls: list[tuple[Operation, int]] = []
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """A tensor of the same shape."""
+        self.calls.append(("all_reduce", _num_bytes(tensor)))
+        return torch.empty_like(tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """A tensor with one more dimension in front."""
+        self.calls.append(("all_gather", self.size * _num_bytes(tensor)))
+        return tensor.new_empty((self.size, *tensor.shape))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """A tensor without the first dimension."""
+        self.calls.append(("reduce_scatter", _num_bytes(tensor)))
+        return tensor.new_empty(tensor.shape[1:])
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.indexing import complete, index
 from lightning_mist.tensor_parallel.operands import bind, operand
-from lightning_mist.tensor_parallel.shard_layout import Layout, infer_sizes, insert, permute, remove, slice_shared, view
+from lightning_mist.tensor_parallel.shard_layout import (
+    Layout,
+    complete_index,
+    index,
+    infer_sizes,
+    insert,
+    permute,
+    remove,
+    slice_shared,
+    view,
+)
 from lightning_mist.tensor_parallel.tensor import RULES, SplitTensor, rule, whole, wrap
 
 
@@ -222,7 +231,7 @@ def getitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
     tensor, items = args
     if not isinstance(tensor, SplitTensor):
         return NotImplemented
-    items = complete(items, tensor.dim())
+    items = complete_index(items, tensor.dim())
     found = None if items is None else index(tensor.placement, items, context.degree)
     return NotImplemented if found is None else wrap(tensor.local[found[0]], found[1], context)
 
@@ -234,7 +243,7 @@ def setitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
     if not isinstance(tensor, SplitTensor):
         tensor[whole(items)] = whole(value)
         return None
-    items = complete(items, tensor.dim())
+    items = complete_index(items, tensor.dim())
     found = None if items is None else index(tensor.placement, items, context.degree)
     if found is None:
         return NotImplemented

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_mist import MistStrategy, SearchSpace
 from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
 from lightning_mist.strategy.planning import planning_state as planner
-from lightning_mist.strategy.planning import trials
+from lightning_mist.strategy.planning import trial_step as trials
 from lightning_mist.strategy.planning import workflow as planning
 
 WIDTH, LAYERS, ROWS = 128, 12, 8

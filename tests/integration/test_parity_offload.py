@@ -13,7 +13,8 @@ from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
 from lightning_mist.runtime.host_memory.host_pool import HostPlace
-from lightning_mist.strategy.training.starting import make_engine
+from lightning_mist.runtime.host_memory.lanes import Lanes
+from lightning_mist.strategy.training.engine import Engine
 from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.parity import make_optimizer
@@ -105,8 +106,8 @@ def test_gradients_of_several_batches(label):
 @pytest.mark.parametrize("label", tiered(PLANS, ["ZeRO 1", "parameters, ZeRO 3"]))
 def test_curves_with_state_in_files(label, tmp_path):
     model = subject("nano_even", torch.float64)
-    in_files = partial(make_engine, host=HostPlace(directory=tmp_path))
-    with mock.patch("benchmarks.parity.cell.make_engine", in_files):
+    in_files = partial(Engine, host=HostPlace(directory=tmp_path))
+    with mock.patch("benchmarks.parity.cell.Engine", in_files):
         outcome = compare_curves(model, make_plan(PLANS[label], len(model.module_map.blocks)))
     assert outcome.differing == ""
 

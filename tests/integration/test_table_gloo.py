@@ -9,7 +9,7 @@ from benchmarks.parity.cell import CPU, gradients_of, judge_gradients, subject
 from benchmarks.parity.plans import LAYOUTS, make_plan
 from lightning_mist.plan.mesh import process_groups
 from lightning_mist.runtime.communication.transport import DistributedTransport
-from lightning_mist.strategy.training.starting import make_engine
+from lightning_mist.strategy.training.engine import Engine
 from tests.integration.parity import precision_of
 
 CELLS = [
@@ -28,7 +28,7 @@ def _rank(name, label):
     plan = make_plan(LAYOUTS[label], len(model.module_map.blocks))
     transport = DistributedTransport(process_groups(plan, model.module_map), CPU)
     with precision_of(model.module):
-        engine = make_engine(copy.deepcopy(model.module), plan, model.module_map, transport, device=CPU)
+        engine = Engine(copy.deepcopy(model.module), plan, model.module_map, transport, device=CPU)
         found = gradients_of(model, engine)
     transport.close()
     return found

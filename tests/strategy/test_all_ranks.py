@@ -9,7 +9,8 @@ from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import ModuleMap
 from lightning_mist.strategy import all_ranks
-from lightning_mist.strategy.all_ranks import alike, cluster_of_ranks, joined, on_rank_zero, same_everywhere
+from lightning_mist.strategy.all_ranks import on_rank_zero, same_everywhere
+from lightning_mist.strategy.planning.local_machine import alike, cluster_of_ranks, joined
 
 MAP = ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=((),), parameters=())
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_mist.devices import Homeward, HostOps
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.grid import plan_of
-from lightning_mist.schedule import lower
 from lightning_mist.strategy.planning.division_proofs import prove_here
 from lightning_mist.strategy.training.engine import Engine
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
@@ -91,8 +90,7 @@ def make_engine(parts, *, logs=1, extras=1, rules=True):
     assert not isinstance(proved, str), proved
     (transport,) = InMemoryWorld(1).transports
     ops = HostOps(seed=1)
-    schedule = lower(plan, tied=False)
-    engine = Engine(module, plan, found, rank=0, transport=transport, schedule=schedule, device=CPU, rules=proved)
+    engine = Engine(module, plan, found, transport, device=CPU, rules=proved)
     engine._homeward = Homeward(ops)
     engine._part_steps._waits = True
     return engine, batch, ops

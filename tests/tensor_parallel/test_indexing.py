@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.tensor_parallel.indexing import complete, index
-from lightning_mist.tensor_parallel.shard_layout import Layout, take
+from lightning_mist.tensor_parallel.shard_layout import Layout, complete_index, index, take
 
 LAYOUT = Layout((2, 12, 4), 1, 3)
 
@@ -17,7 +16,7 @@ LAYOUT = Layout((2, 12, 4), 1, 3)
 )  # fmt: skip
 def test_an_index_into_parts(items):
     whole = torch.arange(96).reshape(2, 12, 4)
-    found = index(LAYOUT, complete(items, 3), 2)
+    found = index(LAYOUT, complete_index(items, 3), 2)
     assert found is not None
     local, layout = found
     assert tuple(whole[items].shape) == layout.sizes
@@ -30,11 +29,11 @@ def test_an_index_into_parts(items):
     [(0, 0), (0, slice(2, 6)), (0, slice(None, None, 2)), (0, slice(0, 0)), (0, slice(4, 13, 3)), (slice(None), [0])],
 )
 def test_what_cuts_through_parts_has_no_layout(items):
-    assert index(LAYOUT, complete(items, 3), 2) is None
+    assert index(LAYOUT, complete_index(items, 3), 2) is None
 
 
 @pytest.mark.parametrize(
     "items", [torch.tensor([0]), ([0], [0]), (0, torch.tensor(1)), True, (0, slice(None), [0]), []]
 )
 def test_only_basic_indices_are_completed(items):
-    assert complete(items, 3) is None
+    assert complete_index(items, 3) is None

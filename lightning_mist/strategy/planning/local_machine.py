@@ -1,5 +1,6 @@
 """The machine at hand: its devices, and its profile, from the cache or measured by all ranks together."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_mist.devices import ops_of
+from lightning_mist.errors import PlanError
 from lightning_mist.hardware import (
     AnyCluster,
     Cluster,
     HardwareProfile,
+    cluster_of,
     detect,
     load_profile,
     measure_profile,
@@ -22,7 +25,7 @@ from lightning_mist.hardware import (
     save_profile,
 )
 from lightning_mist.runtime.host_memory import HostPool, let_go
-from lightning_mist.strategy.all_ranks import cluster_of_ranks, of_all_ranks
+from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.planning.overhead_measurement import measure_overheads
 from lightning_mist.strategy.progress import Progress
 
@@ -171,3 +174,69 @@ def _keep(profile: HardwareProfile, directory: Path, cluster: Cluster, progress:
         if is_fresh:
             raise  # keeping it was the point
         progress.say(f"what was measured is not kept for later runs: {error}")
+
+
+def cluster_of_ranks(mine: Cluster) -> AnyCluster:
+    """The cluster that all ranks are part of, whether their devices are alike or not.
+
+    Args:
+        mine: What this rank takes the cluster for, by its own device.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return joined(found)
+
+
+def joined(found: Sequence[Cluster]) -> AnyCluster:
+    """The cluster of ranks with these devices; of devices of one name the least memory counts, and of their hosts.
+
+    Args:
+        found: What every rank takes the cluster for, by its own device.
+    """
+    runs: list[list[Cluster]] = []
+    for cluster in found:
+        if runs and runs[-1][0].device.name == cluster.device.name:
+            runs[-1].append(cluster)
+        else:
+            runs.append([cluster])
+    parts = []
+    for run in runs:
+        first = run[0]
+        per_node = min(len(run), first.devices_per_node)
+        per_node = per_node if len(run) % per_node == 0 else 1
+        device = replace(first.device, memory_bytes=min(cluster.device.memory_bytes for cluster in run))
+        parts.append(
+            replace(
+                first,
+                num_nodes=len(run) // per_node,
+                devices_per_node=per_node,
+                device=device,
+                host_memory_bytes=_host_memory(run, per_node),
+            )
+        )
+    return cluster_of(parts)
+
+
+def _host_memory(run: Sequence[Cluster], per_node: int) -> int | None:
+    """The least host memory that so many devices of a node have; those of other parts have an equal share of it."""
+    known = [item.host_memory_bytes * per_node // item.devices_per_node for item in run if item.host_memory_bytes]
+    return min(known, default=None)
+
+
+def alike(cluster: AnyCluster) -> Cluster:
+    """The cluster, if its devices are alike, as what is measured here supposes.
+
+    Args:
+        cluster: The cluster.
+
+    Raises:
+        PlanError: If they are not, with a way to plan for them.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    ends = zip(cluster.offsets, cluster.parts, strict=True)
+    where = "; ".join(f"ranks {first} to {first + part.world_size - 1} on {part.device.name}" for first, part in ends)
+    raise PlanError(
+        f"unlike devices: {where}. What is measured for a plan here is measured of one kind of device: make the plan "
+        f"with `lightning-mist plan --cluster {cluster.text} --out plan.json` and train with plan='plan.json'"
+    )

@@ -1,15 +1,29 @@
-"""What a fit will need of every device, said before training allocates anything, and plans that need too much."""
+"""Memory that a fit may take of every device, and plans and trials of its step that would need more.
 
-from collections.abc import Callable
+Estimates are said before training allocates anything. The user's step runs on real numbers before there is a plan: to
+prove that batches may be cut, to time layers, to compare the cut module with the whole. A module that needs a plan to
+fit may not fit that way, so planning keeps within the memory that the plan is to keep within, or does less at a time.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
+from torch import nn
+
+from lightning_mist.devices import ops_of
 from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan, estimate_prediction, stage_device
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.model import ModelSpec
-from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan import ModuleMap, Plan, ZeroStage
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.tuner.budget import host_bytes_of_each
 from lightning_mist.units import format_bytes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +116,137 @@ def estimate_given(
     if budget.binds:
         budget.refuse_more_host_memory(found)
     return found
+
+
+SETS = 2
+"""Of parameters and their gradients, that comparing gradients takes: measured, 2.1 times the parameters' bytes beside
+what a step keeps."""
+
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+"""What torch's allocator on a CPU says, in a RuntimeError (c10/core/impl/alloc_cpu.cpp)."""
+
+AMPLE = 0.1
+"""Share of the memory that may be used, below which parameters and gradients leave room for whatever a step keeps of
+the few rows that it is tried on: that is not counted, which takes half a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What planning may take of each device.
+
+    Attributes:
+        held: Bytes of the parameters, without those that have no values yet.
+        limit: Bytes that tensors may take.
+        step_bytes: Counts what one step of the whole batch allocates at its peak, gradients included; ``None`` if that
+            cannot be told.
+    """
+
+    held: int
+    limit: float
+    step_bytes: Callable[[], int | None]
+
+    def is_crowded(self) -> bool:
+        """Whether a comparison of gradients may take more than there is."""
+        if SETS * self.held <= AMPLE * self.limit:
+            return False
+        step = self.step_bytes()
+        return SETS * self.held + (self.held if step is None else step) > self.limit
+
+    def fitting(self, sizes: Sequence[int]) -> list[int]:
+        """Microbatches that can be timed: those whose step fits beside the parameters, the smallest in any case.
+
+        Args:
+            sizes: Rows of each, ascending; the last is the whole batch.
+        """
+        step = self.step_bytes()
+        if step is None:
+            return list(sizes)
+        return [size for size in sizes if size == sizes[0] or self.held + step * size / sizes[-1] <= self.limit]
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it comes from, is that memory has run out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
+    """What work gives; ``None`` if memory ran out, which is free again then.
+
+    Args:
+        work: What to do.
+        device: Where it computes.
+
+    Raises:
+        Exception: Any other error of the work.
+    """
+    try:
+        return work()
+    except (TraceError, RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # Outside of the handler: the traceback held what the work had made.
+    gc.collect()
+    ops_of(device).release_cached()
+    return None
+
+
+def everywhere_unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
+    """The same on all ranks at once; ``None`` on all if memory ran out on any, an error on all if there is one.
+
+    Args:
+        work: What to do.
+        device: Where it computes.
+
+    Raises:
+        Exception: This rank's own error, or a :class:`TraceError` with that of another.
+    """
+    found = everywhere(lambda: unless_out_of_memory(work, device))
+    return found if all(of_all_ranks(found is not None)) else None
+
+
+def whole_module_bytes(plan: Plan, module: nn.Module) -> tuple[int, ...]:
+    """For each stage, what its devices hold while the whole module is there for evaluation, activations left out.
+
+    That is all parameters and buffers, and the gradients and optimizer state of the stage's own parameters. Empty if
+    the plan has no prediction.
+    """
+    if plan.predicted is None:
+        return ()
+    tensors = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
+    return tuple(
+        whole + round(term.get("optimizer_bytes", 0.0)) + round(term.get("parameter_bytes", 0.0)) for term in terms
+    )
+
+
+def check_evaluation(plan: Plan, module: nn.Module, limits: Sequence[int]) -> None:
+    """Refuse a pipeline whose training fits, but not the evaluation that interrupts it.
+
+    Args:
+        plan: The plan.
+        module: The module with all its parameters.
+        limits: Bytes of each device of every stage.
+
+    Raises:
+        InfeasibleError: Naming the stage that lacks most.
+    """
+    first = plan.stages[0]
+    is_whole = first.mesh.tensor_parallel_degree == 1 and first.zero_stage < ZeroStage.PARAMETERS
+    if plan.num_stages == 1 and is_whole:
+        return  # every rank has the whole module anyway
+    needs = whole_module_bytes(plan, module)
+    lacks = [need - limit for need, limit in zip(needs, limits, strict=True)] if needs else [0]
+    if max(lacks) > 0:
+        stage = lacks.index(max(lacks))
+        raise InfeasibleError(
+            "validation during fit makes the module whole on every device, which takes "
+            f"{format_bytes(needs[stage])} on stage {stage} of {plan.num_stages}, activations not counted; "
+            f"memory_limit is {format_bytes(limits[stage])} per device. Set limit_val_batches=0 and validate in a run "
+            "of its own, or raise memory_limit"
+        )

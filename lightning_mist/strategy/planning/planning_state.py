@@ -35,16 +35,19 @@ from lightning_mist.plan import (
     to_json,
 )
 from lightning_mist.runtime.cutting import CutRules
-from lightning_mist.strategy.all_ranks import alike, everywhere, of_all_ranks, on_rank_zero, union
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, union
 from lightning_mist.strategy.monitoring import Basis, with_corrections
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import PlanRequest
-from lightning_mist.strategy.planning.division_proofs import agree, prove_here
-from lightning_mist.strategy.planning.memory_budget import Budget, estimate_made
+from lightning_mist.strategy.planning.division_proofs import agree, prove_here, with_splits
+from lightning_mist.strategy.planning.local_machine import alike
+from lightning_mist.strategy.planning.memory_budget import Budget, Room, estimate_made, everywhere_unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import (
+    BUT_PLAIN,
     fits_plainly,
     gains_too_little,
     most_to_save,
+    optimizer_exclusions,
     plain_plan,
     saves_too_little,
     saves_too_small_a_share,
@@ -52,11 +55,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     steps_to_come,
 )
 from lightning_mist.strategy.planning.plan_cache import keep_plan, kept_path, kept_plan, key_of, remembered_limit
-from lightning_mist.strategy.planning.restrictions import BUT_PLAIN, optimizer_exclusions
-from lightning_mist.strategy.planning.room import Room, everywhere_unless_out_of_memory
-from lightning_mist.strategy.planning.splitting import with_splits
-from lightning_mist.strategy.planning.trial_step import TriedStep
-from lightning_mist.strategy.planning.trials import CALLS, progress_through, timed_apart, told, tried
+from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, progress_through, timed_apart, told, tried
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows

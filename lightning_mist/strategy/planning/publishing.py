@@ -57,7 +57,7 @@ def plan_file(trainer: Any, asked: str | None) -> Path | None:
     return None if directory is None else Path(directory) / "mist_plan.json"
 
 
-def write(plan: Plan, path: Path) -> None:
+def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan that was made here, once loggers have made their directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(plan, path)

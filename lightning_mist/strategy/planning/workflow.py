@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_mist.errors import InfeasibleError, MistError, PlanError, TraceError
+from lightning_mist.errors import InfeasibleError, PlanError, TraceError
 from lightning_mist.estimate import MemoryEstimate
-from lightning_mist.model.fakes import isolated
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import (
     Fingerprint,
@@ -30,6 +29,7 @@ from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlanRequest
+from lightning_mist.strategy.planning.division_proofs import degrees_of
 from lightning_mist.strategy.planning.first_batch import (
     digest_of,
     first_batch,
@@ -38,16 +38,18 @@ from lightning_mist.strategy.planning.first_batch import (
     silent,
     step_function,
 )
-from lightning_mist.strategy.planning.memory_budget import Budget, estimate_given, estimate_made
+from lightning_mist.strategy.planning.memory_budget import (
+    Budget,
+    check_evaluation,
+    estimate_given,
+    estimate_made,
+    unless_out_of_memory,
+)
 from lightning_mist.strategy.planning.plain_parallelism import at_once_reason, is_free, plain_plan
 from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.publishing import publish
-from lightning_mist.strategy.planning.room import unless_out_of_memory
-from lightning_mist.strategy.planning.splitting import degrees_of
 from lightning_mist.strategy.planning.trial_step import TriedStep
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.training import check_evaluation
-from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes

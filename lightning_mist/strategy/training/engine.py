@@ -9,6 +9,7 @@ for any loss.
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from lightning_mist.devices import Homeward, ops_of
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.plan.mesh import names_with_values
-from lightning_mist.runtime.communication import Microbatch, Transport, complete
+from lightning_mist.plan.mesh import names_with_values, process_groups, talking_groups
+from lightning_mist.plan.messages import message_pairs
+from lightning_mist.runtime.communication import DistributedTransport, Transport, complete
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.host_memory import HostPlace
@@ -36,11 +38,11 @@ from lightning_mist.runtime.parameters import (
 )
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import make_stages
-from lightning_mist.schedule import Schedule
+from lightning_mist.schedule import check, lower
 from lightning_mist.strategy.empty_parameters import leave_on_rank_zero
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.batch_results import BatchResult, Piece, combine, pieces_by_owner, results_in
-from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import PartSteps
 from lightning_mist.strategy.training.owned_optimizer import OwnedOptimizer
 from lightning_mist.strategy.training.step_guard import StepGuard
@@ -69,9 +71,6 @@ class Engine(WholeGradients):
         module: The user's module with all its parameters.
         plan: The plan.
         module_map: Where the module can be cut; from the same module and plan on every rank.
-        rank: This global rank.
-        transport: Connects the ranks.
-        schedule: The lowered schedule of the plan.
         device: Where this rank computes.
         rules: How batches are cut, where the plan cuts them.
         host: Where in host memory what is offloaded may be.
@@ -87,19 +86,18 @@ class Engine(WholeGradients):
         module: nn.Module,
         plan: Plan,
         module_map: ModuleMap,
-        *,
-        rank: int,
         transport: Transport,
-        schedule: Schedule,
+        *,
         device: torch.device,
         rules: CutRules | None = None,
         host: HostPlace | None = None,
     ) -> None:
+        rank = transport.rank
         self.module, self.plan, self.rank, self.device = module, plan, rank, device
         self.module_map, self.transport = module_map, transport
-        group = plan.stage_of(rank)
-        stages = make_stages(module, module_map, plan, rank, transport)
-        actions = schedule[group]
+        schedule = lower(plan, tied=any(len(stages) > 1 for stages in module_map.owners(plan.bounds).values()))
+        check(schedule, plan.num_microbatches)
+        stages, actions = make_stages(module, module_map, plan, rank, transport), schedule[plan.stage_of(rank)]
         self.executor = Executor(plan, rank, stages, module_map, transport, actions, host=host)
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
@@ -201,10 +199,6 @@ class Engine(WholeGradients):
         if self.executor.gradients is not None:
             self.executor.gradients.install(factor)
 
-    def replay(self, result: BatchResult) -> None:
-        """Log what the step logged for this rank's batch, through the module itself."""
-        replay(self.module, result.records)
-
     # Whose parameters --------------------------------------------------------------------------------------------
 
     @works
@@ -213,10 +207,10 @@ class Engine(WholeGradients):
         self._optimizer = OwnedOptimizer(optimizer, self.executor, self._parts, self.module_map, device=self.device)
 
     @works
-    def release_optimizer(self) -> Callable[[Transport], dict[str, Any]] | None:
+    def release_optimizer(self, timeout: timedelta | None) -> Callable[[], dict[str, Any]] | None:
         """Give the optimizer all its parameters back; see :meth:`OwnedOptimizer.release`. ``None`` if there is none."""
-        state = None if self._optimizer is None else self._optimizer.release()
-        make_present(self.stages.every.values())
+        state = None if self._optimizer is None else self._optimizer.release(timeout)
+        come_back(self.stages.every.values())
         return state
 
     @works
@@ -381,3 +375,36 @@ class Engine(WholeGradients):
             every = self._gathered(mine)
         pieces = [piece for part in every for piece in part.get(self.rank, ())]
         return sorted(pieces, key=lambda piece: piece.index)
+
+
+def start_engine(
+    module: nn.Module,
+    plan: Plan,
+    module_map: ModuleMap,
+    *,
+    device: torch.device,
+    timeout: timedelta | None,
+    rules: CutRules | None = None,
+    host: HostPlace | None = None,
+) -> Engine:
+    """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
+    groups, pairs, talking = process_groups(plan, module_map), message_pairs(plan), talking_groups(plan)
+    transport = DistributedTransport(groups, device, pairs=pairs, talking=talking, timeout=timeout)
+    return Engine(module, plan, module_map, transport, device=device, rules=rules, host=host)
+
+
+def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
+    """The module's ``state_dict`` with all values on rank 0; the other ranks' parts stay where they are.
+
+    Names, order, tied entries, buffers and the module's own state-dict hooks are as in the whole module.
+    """
+    if engine.is_filled:
+        return module.state_dict()
+    values = engine.module_values()
+    with engine.parts_may_leave():
+        state = module.state_dict()
+    if values:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in state:
+                state[name] = values[engine.canonical_name(parameter)]
+    return state

@@ -1,6 +1,7 @@
 """The user's optimizer while a plan runs: over what this rank owns, its state where the plan wants it."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from lightning_mist.errors import PlanError
 from lightning_mist.model import counting_reason
 from lightning_mist.plan import ModuleMap
-from lightning_mist.runtime.communication import Transport, complete
+from lightning_mist.runtime.communication import DistributedTransport, complete
 from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.offload import offload_optimizer_state
 from lightning_mist.runtime.parameters import (
@@ -62,12 +63,15 @@ class OwnedOptimizer:
         if self._offloaded is not None:
             executor.take_update(self._offloaded)
 
-    def release(self) -> Callable[[Transport], dict[str, Any]]:
+    def release(self, timeout: timedelta | None) -> Callable[[], dict[str, Any]]:
         """Give the optimizer all its parameters back.
 
+        Args:
+            timeout: How long gloo waits for a peer when the state is asked for.
+
         Returns:
-            What :meth:`state` would have given, on rank 0, whenever all ranks call it with a transport. Until then each
-            keeps in host memory the state of what it updated.
+            What :meth:`state` would have given, on rank 0, whenever all ranks call it, also when the engine's groups
+            of processes are gone. Until then each keeps in host memory the state of what it updated.
         """
         if self._offloaded is not None:
             self._offloaded.end()
@@ -77,7 +81,15 @@ class OwnedOptimizer:
             for number, entry in local_optimizer_state(cut).items()
         }
         cut.restore()
-        return lambda transport: complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
+
+        def ask() -> dict[str, Any]:
+            transport = DistributedTransport((), device, timeout=timeout)
+            try:
+                return complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
+            finally:
+                transport.close()
+
+        return ask
 
     def state(self) -> dict[str, Any]:
         """The state in the layout of the whole model on rank 0; empty on the others."""

@@ -1,4 +1,8 @@
-"""Gradients of the whole model: clipped, unscaled and looked at, wherever they are."""
+"""Gradients of the whole model: clipped, unscaled and looked at, wherever they are.
+
+Lightning asks its precision plugin for this. The plugin object keeps its identity and the name of its class, because
+checkpoints store the plugin's state under that name; only its class is replaced by a subclass that asks the engine.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -97,3 +101,74 @@ def _here(optimizer: Any) -> list[nn.Parameter]:
 def _clamp(gradients: list[Tensor], value: float) -> None:
     torch._foreach_clamp_min_(gradients, -value)
     torch._foreach_clamp_max_(gradients, value)
+
+
+def gradients_are_about_to_go(module: Any) -> bool:
+    """Whether Lightning clears a module's gradients right after this step, and nobody looks at them before that."""
+    trainer = module.trainer
+    loop = trainer.fit_loop.epoch_loop
+    if loop.batch_idx % trainer.accumulate_grad_batches != 0:
+        return False
+    watching = [module, *trainer.callbacks]
+    hooks = [getattr(type(item), "on_before_zero_grad", None) for item in watching]
+    own = getattr(type(module), "optimizer_zero_grad", None)
+    return all(_is_lightnings(hook) for hook in [*hooks, own])
+
+
+def _is_lightnings(function: Any) -> bool:
+    """Whether a hook is Lightning's own, which does nothing but the default."""
+    return getattr(function, "__module__", "").partition(".")[0] in ("lightning", "pytorch_lightning")
+
+
+class _Clipping:
+    """Clipping over all stages and shards; mixed into the plugin's class."""
+
+    _mist_engine: WholeGradients | None
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        if self._mist_engine is None:
+            super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
+        else:
+            self._mist_engine.clip_by_norm(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        if self._mist_engine is None:
+            super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
+        else:
+            self._mist_engine.clip_by_value(optimizer, clip_val)
+
+
+class _AgreeingScaler:
+    """Every rank skips a step if any rank saw a gradient that is not finite; mixed into the scaler's class."""
+
+    _mist_engine: WholeGradients | None
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._mist_engine is None:
+            return super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)  # type: ignore[misc]
+        with self._mist_engine.unscaling(optimizer, inv_scale):
+            found = super()._unscale_grads_(optimizer, inv_scale, *args, **kwargs)  # type: ignore[misc]
+        return self._mist_engine.agree_on_overflow(found)
+
+
+def _extend(instance: Any, mixin: type) -> None:
+    cls = type(instance)
+    if not issubclass(cls, mixin):
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        instance.__class__ = type(cls.__name__, (mixin, cls), names)
+
+
+def _put_back(instance: Any, mixin: type) -> None:
+    if isinstance(instance, mixin):
+        instance.__class__ = type(instance).__bases__[1]
+        del instance._mist_engine  # type: ignore[attr-defined]
+
+
+def attach_engine(plugin: Any, engine: WholeGradients | None) -> None:
+    """Let a precision plugin (and its gradient scaler) work for an engine, or be as they were for none."""
+    for instance, mixin in ((plugin, _Clipping), (getattr(plugin, "scaler", None), _AgreeingScaler)):
+        if engine is None:
+            _put_back(instance, mixin)
+        elif instance is not None:
+            _extend(instance, mixin)
+            instance._mist_engine = engine

@@ -1,43 +1,27 @@
-"""What can be reached of the module that is trained, known from what objects hold, without running anything."""
+"""The objects of a fit: which of them reach parameters of the module that is trained, and what their attributes are.
+
+Known from what objects hold, without running anything.
+"""
 
 import functools
 import inspect
-import sys
-import sysconfig
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+from lightning_mist.strategy.user_code.function_code import is_library, is_lightnings
+
 _DEPTH = 4
 """How deep containers and objects are looked into."""
 
 _MOST_ENTRIES = 10_000
 
 _NOTHING = (bool, int, float, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-
-_GRADIENT_WORD = "grad"
-_NO_GRADIENTS = frozenset(
-    {
-        "no_grad",
-        "enable_grad",
-        "set_grad_enabled",
-        "is_grad_enabled",
-        "requires_grad",
-        "requires_grad_",
-        "zero_grad",
-        "on_before_zero_grad",
-        "optimizer_zero_grad",
-        "accumulate_grad_batches",
-    }
-)
-"""Names with that word which say nothing of gradients' values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,77 +118,152 @@ def _attributes(value: Any) -> Iterable[Any]:
     return [item for name, item in own.items() if name not in ("trainer", "_trainer", "_fabric")]
 
 
-def is_lightnings(item: Any) -> bool:
-    """Whether a function or class is Lightning's own."""
-    cls = item if isinstance(item, type) or inspect.isroutine(item) else type(item)
-    return str(getattr(cls, "__module__", "")).partition(".")[0] in _LIGHTNING
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-def is_library(function: Any) -> bool:
-    """Whether a function belongs to an installed package or to Python, and not to the user's project."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return True
-    name = code.co_filename
-    return name.startswith("<frozen") or any(path and name.startswith(path) for path in _LIBRARIES)
+MODULE_METHODS = _words(
+    "log log_dict print train eval buffers named_buffers register_buffer get_buffer lr_schedulers extra_repr all_gather"
+    " _get_name save_hyperparameters"
+)
+"""Torch's and Lightning's own methods of a module that do not reach parameters."""
+
+_MODULE_PROPERTIES = _words(
+    "device dtype current_epoch global_step global_rank local_rank logger loggers hparams hparams_initial training"
+    " automatic_optimization on_gpu example_input_array strict_loading fabric device_mesh"
+)
+_OPTIMIZER_NAMES = _words("step zero_grad defaults toggle_model __class__")
+_STRATEGY_NAMES = _words(
+    "barrier broadcast reduce all_gather reduce_boolean_decision root_device is_global_zero global_rank local_rank"
+    " world_size num_nodes precision_plugin precision accelerator checkpoint_io parallel_devices"
+    " plan report estimate is_planning cluster_environment"
+)
+_PARAMETER_NAMES = _words("shape device dtype requires_grad ndim numel size is_cuda dim __class__")
+_CLOSED = _words("fit_loop callbacks")
+"""Attributes of the trainer that lead to the optimizers, or to other callbacks."""
 
 
-def mentions_gradients(function: Any, owner: Any = None) -> bool:
-    """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
-    waiting, seen = [(inspect.unwrap(function), 4)], set()
-    while waiting:
-        item, depth = waiting.pop()
-        code = getattr(item, "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        if len(seen) > 400:
-            return True
-        names = set(_names(code))
-        if any(_GRADIENT_WORD in name.lower() and name not in _NO_GRADIENTS for name in names):
-            return True
-        if depth == 0:
-            continue
-        # Of a library only what is called directly is looked at, and torch says in its names what it does.
-        left = min(depth - 1, 1) if is_library(item) else depth - 1
-        for name in names:
-            called = (item.__globals__.get(name), _of_class(owner, name), _of_modules(item, name, names))
-            waiting += [(found, left) for found in called if found is not None and not _is_torchs(found)]
-    return False
+class UnreadableError(Exception):
+    """An attribute that reaches parameters, or may, or optimizer state."""
+
+    def __init__(self, *, is_state: bool = False) -> None:
+        super().__init__()
+        self.is_state = is_state
 
 
-def _is_torchs(item: Any) -> bool:
-    return str(getattr(item, "__module__", "")).partition(".")[0] in ("torch", *_LIGHTNING)
+class Resolver:
+    """Attributes of objects of one fit.
+
+    Args:
+        everything: The objects of the fit.
+        call: Reads a function that a property calls, on an object.
+    """
+
+    def __init__(self, everything: Everything, call: Callable[[Any, Any], Any]) -> None:
+        self._all, self._call = everything, call
+
+    def attribute(self, base: Any, name: str) -> Any:
+        """What ``base.name`` is; None if that is unknown and reaches nothing.
+
+        Raises:
+            UnreadableError: If it reaches parameters.
+        """
+        if isinstance(base, Super):
+            return self._above(base, name)
+        if isinstance(base, Groups):
+            raise UnreadableError
+        return self._of_known(base, name) if isinstance(base, Known) else None
+
+    def _of_known(self, base: Known, name: str) -> Any:
+        value = base.value
+        if value is self._all.trainer:
+            return self._of_trainer(name)
+        if value is self._all.strategy:
+            return self._of_strategy(name)
+        if self._all.is_optimizer(value) and self._all.holds(value):
+            return self._of_optimizer(base, name)
+        if isinstance(value, Tensor) and self._all.holds(value):
+            return _only(name, _PARAMETER_NAMES)
+        if isinstance(value, types.ModuleType):
+            return Known(vars(value)[name]) if name in vars(value) else None
+        return self._of_object(base, name)
+
+    def _of_trainer(self, name: str) -> Any:
+        known = {
+            "model": self._all.module,
+            "lightning_module": self._all.module,
+            "strategy": self._all.strategy,
+            "optimizers": self._all.optimizers,
+        }
+        if name.startswith("_") or name in _CLOSED:
+            raise UnreadableError
+        return Known(known[name]) if name in known else None
+
+    def _of_strategy(self, name: str) -> Any:
+        known = {
+            "model": self._all.module,
+            "lightning_module": self._all.module,
+            "optimizers": self._all.optimizers,
+        }
+        return Known(known[name]) if name in known else _only(name, _STRATEGY_NAMES)
+
+    def _of_optimizer(self, base: Known, name: str) -> Any:
+        if name == "param_groups":
+            return Groups(is_one=False)
+        if name in ("optimizer", "_optimizer"):
+            return base
+        if name not in _OPTIMIZER_NAMES:
+            raise UnreadableError(is_state=True)
+        return None
+
+    def _of_object(self, base: Known, name: str) -> Any:
+        value = base.value
+        own = getattr(value, "__dict__", {})
+        if name == "__dict__":
+            return Known(own)
+        if isinstance(value, nn.Module):
+            if name == "trainer":
+                return Known(self._all.trainer)
+            if value is self._all.module and name == "module" and not hasattr(value, name):
+                return base  # What DDP wraps.
+            own = {**value._modules, **value._parameters, **dict.fromkeys(value._buffers), **own}
+        if name in own:
+            return None if own[name] is None else Known(own[name])
+        return self._of_class(base, name)
+
+    def _of_class(self, base: Known, name: str) -> Any:
+        value = base.value
+        found = inspect.getattr_static(value if isinstance(value, type) else type(value), name, None)
+        getter = getattr(found, "fget", None) or getattr(found, "func", None)
+        if getter is not None and not inspect.isroutine(found):
+            return self._of_property(base, name, getter)
+        if isinstance(found, staticmethod):
+            return Known(found.__func__)
+        if isinstance(found, classmethod) or inspect.isroutine(found):
+            return Method(value, getattr(found, "__func__", found))
+        return None if found is None else Known(found)
+
+    def _of_property(self, base: Known, name: str, getter: Any) -> Any:
+        if not is_lightnings(getter) and not is_library(getter):
+            return self._call(getter, base.value)
+        if isinstance(base.value, nn.Module) and self._all.holds(base):
+            return _only(name, _MODULE_PROPERTIES)
+        return None
+
+    def _above(self, base: Super, name: str) -> Any:
+        classes = type(base.owner).__mro__
+        here = base.function.__name__
+        places = [i for i, cls in enumerate(classes) if _is_same(vars(cls).get(here), base.function)]
+        for cls in classes[places[0] + 1 if places else 1 :]:
+            if name in vars(cls):
+                return Method(base.owner, vars(cls)[name])
+        return None
 
 
-def names_of(function: Any) -> frozenset[str]:
-    """The names that a function's code uses."""
-    return frozenset(_names(inspect.unwrap(function).__code__))
+def _only(name: str, allowed: frozenset[str]) -> None:
+    if name not in allowed:
+        raise UnreadableError
 
 
-def _names(code: types.CodeType) -> Iterable[str]:
-    yield from code.co_names
-    yield from code.co_freevars
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant
-
-
-def _of_class(owner: Any, name: str) -> Any:
-    found = inspect.getattr_static(owner, name, None) if owner is not None else None
-    if isinstance(found, (staticmethod, classmethod)):
-        found = found.__func__
-    return inspect.unwrap(found) if inspect.isfunction(found) else None
-
-
-def _of_modules(function: Any, name: str, names: set[str]) -> Any:
-    """A function that is called as an attribute of an imported module."""
-    for other in names:
-        module = function.__globals__.get(other)
-        if isinstance(module, types.ModuleType) and module is sys.modules.get(module.__name__):
-            found = vars(module).get(name)
-            if inspect.isfunction(found):
-                return inspect.unwrap(found)
-    return None
+def _is_same(item: Any, function: Any) -> bool:
+    return inspect.unwrap(getattr(item, "__func__", item)) is function if callable(item) else False

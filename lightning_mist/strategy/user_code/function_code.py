@@ -1,10 +1,27 @@
-"""The source of functions, and what can be told of those without."""
+"""What can be told of functions by their code: whose they are, their source, the names that they use."""
 
 import ast
 import dis
+import inspect
 import linecache
+import sys
+import sysconfig
 import types
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+_GRADIENT_WORD = "grad"
+_NO_GRADIENTS = frozenset(
+    (
+        "no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_", "zero_grad",
+        "on_before_zero_grad", "optimizer_zero_grad", "accumulate_grad_batches",
+    )
+)  # fmt: skip
+"""Names with that word which say nothing of gradients' values."""
 
 
 @lru_cache(maxsize=256)
@@ -40,3 +57,79 @@ def loaded_names(code: types.CodeType) -> set[str]:
         if isinstance(name, str)
     }
     return found.union(*(loaded_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def is_lightnings(item: Any) -> bool:
+    """Whether a function or class is Lightning's own."""
+    cls = item if isinstance(item, type) or inspect.isroutine(item) else type(item)
+    return str(getattr(cls, "__module__", "")).partition(".")[0] in _LIGHTNING
+
+
+def is_library(function: Any) -> bool:
+    """Whether a function belongs to an installed package or to Python, and not to the user's project."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return True
+    name = code.co_filename
+    return name.startswith("<frozen") or any(path and name.startswith(path) for path in _LIBRARIES)
+
+
+def mentions_gradients(function: Any, owner: Any = None) -> bool:
+    """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
+    waiting, seen = [(inspect.unwrap(function), 4)], set()
+    while waiting:
+        item, depth = waiting.pop()
+        code = getattr(item, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        if len(seen) > 400:
+            return True
+        names = set(_names(code))
+        if any(_GRADIENT_WORD in name.lower() and name not in _NO_GRADIENTS for name in names):
+            return True
+        if depth == 0:
+            continue
+        # Of a library only what is called directly is looked at, and torch says in its names what it does.
+        left = min(depth - 1, 1) if is_library(item) else depth - 1
+        for name in names:
+            called = (item.__globals__.get(name), _of_class(owner, name), _of_modules(item, name, names))
+            waiting += [(found, left) for found in called if found is not None and not _is_torchs(found)]
+    return False
+
+
+def _is_torchs(item: Any) -> bool:
+    return str(getattr(item, "__module__", "")).partition(".")[0] in ("torch", *_LIGHTNING)
+
+
+def names_of(function: Any) -> frozenset[str]:
+    """The names that a function's code uses."""
+    return frozenset(_names(inspect.unwrap(function).__code__))
+
+
+def _names(code: types.CodeType) -> Iterable[str]:
+    yield from code.co_names
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
+
+
+def _of_class(owner: Any, name: str) -> Any:
+    found = inspect.getattr_static(owner, name, None) if owner is not None else None
+    if isinstance(found, (staticmethod, classmethod)):
+        found = found.__func__
+    return inspect.unwrap(found) if inspect.isfunction(found) else None
+
+
+def _of_modules(function: Any, name: str, names: set[str]) -> Any:
+    """A function that is called as an attribute of an imported module."""
+    for other in names:
+        module = function.__globals__.get(other)
+        if isinstance(module, types.ModuleType) and module is sys.modules.get(module.__name__):
+            found = vars(module).get(name)
+            if inspect.isfunction(found):
+                return inspect.unwrap(found)
+    return None

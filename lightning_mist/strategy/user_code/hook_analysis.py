@@ -13,17 +13,17 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lightning_mist.strategy.user_code.attribute_resolution import MODULE_METHODS, Resolver, UnreadableError
 from lightning_mist.strategy.user_code.fit_objects import (
+    MODULE_METHODS,
     Everything,
     Groups,
     Known,
     Method,
+    Resolver,
     Super,
-    is_library,
-    is_lightnings,
+    UnreadableError,
 )
-from lightning_mist.strategy.user_code.function_code import body_of, loaded_names
+from lightning_mist.strategy.user_code.function_code import body_of, is_library, is_lightnings, loaded_names
 
 _MOST_FUNCTIONS = 200
 

@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.plan import Exclusion, Feature
-from lightning_mist.strategy.user_code.fit_objects import Everything, Known, is_lightnings, mentions_gradients, names_of
+from lightning_mist.strategy.user_code.fit_objects import Everything, Known
+from lightning_mist.strategy.user_code.function_code import is_lightnings, mentions_gradients, names_of
 from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader
 
 PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
-from lightning_mist.strategy.planning.restrictions import whole_module_reason
+from lightning_mist.strategy.planning.plain_parallelism import whole_module_reason
 from tests.model.split.test_optimizer_coupling import Coupled
 
 PARAMETER = torch.nn.Parameter(torch.zeros(1))

@@ -10,13 +10,13 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization.initial_values import empty_out
 from lightning_mist.plan import ModuleMap
 from lightning_mist.strategy.planning import planning_state as planner_module
-from lightning_mist.strategy.planning.planning_state import Planner
-from lightning_mist.strategy.planning.room import (
+from lightning_mist.strategy.planning.memory_budget import (
     Room,
     everywhere_unless_out_of_memory,
     is_out_of_memory,
     unless_out_of_memory,
 )
+from lightning_mist.strategy.planning.planning_state import Planner
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.strategy.planning.trials import progress_through, told, tried
+from lightning_mist.strategy.planning.trial_step import progress_through, told, tried
 
 HOST = torch.device("cpu")
 

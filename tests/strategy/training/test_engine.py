@@ -8,10 +8,9 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan.grid import plan_of
-from lightning_mist.schedule import lower
 from lightning_mist.strategy.planning import overhead_measurement as overheads
-from lightning_mist.strategy.training.engine import Engine
-from lightning_mist.strategy.training.starting import start_engine
+from lightning_mist.strategy.training.engine import Engine, start_engine
+from lightning_mist.strategy.training.log_records import replay
 from tests.integration.parity import make_plan, map_of
 from tests.memory_transport import InMemoryWorld
 
@@ -49,7 +48,7 @@ def make_engine(parts=2, module=None):
     module_map = map_of(module, torch.randn(ROWS, 3))
     module.logged.clear()
     (transport,) = InMemoryWorld(1).transports
-    return Engine(module, plan, module_map, rank=0, transport=transport, schedule=lower(plan, tied=False), device=CPU)
+    return Engine(module, plan, module_map, transport, device=CPU)
 
 
 def train(engine, batch, **arguments):
@@ -127,7 +126,7 @@ def test_what_the_step_returned_and_logged_comes_as_for_a_whole_batch():
     engine, batch = make_engine(parts=2), torch.randn(ROWS, 3)
     result, loss = train(engine, batch)
     engine.module.logged.clear()
-    engine.replay(result)
+    replay(engine.module, result.records)
     whole = engine.module.training_step(batch, 0)
     torch.testing.assert_close(result.extras["rows"], whole["rows"].detach())
     assert not result.extras["rows"].requires_grad
@@ -180,3 +179,11 @@ def _train_after_a_graph_was_left():
 
 def test_graphs_that_planning_left_behind_do_not_disturb_parts(gloo_workers):
     assert gloo_workers.run(2, _train_after_a_graph_was_left) == [True, True]
+
+
+def test_the_engine_has_the_rank_of_its_transport_and_the_plans_schedule():
+    module, plan = Net(), make_plan([2], parts=2, rows=ROWS)
+    found = map_of(module, torch.randn(ROWS, 3))
+    (transport,) = InMemoryWorld(1).transports
+    engine = Engine(module, plan, found, transport, device=CPU)
+    assert (engine.rank, engine.plan, engine.is_last_stage) == (0, plan, True)

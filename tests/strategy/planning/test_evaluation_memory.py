@@ -3,7 +3,7 @@ from torch import nn
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, ZeroStage
-from lightning_mist.strategy.training.evaluation import check_evaluation, whole_module_bytes
+from lightning_mist.strategy.planning.memory_budget import check_evaluation, whole_module_bytes
 
 
 def module():

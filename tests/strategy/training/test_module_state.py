@@ -3,7 +3,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from lightning_mist.strategy.checkpoint_io import module_state
+from lightning_mist.strategy.training.engine import module_state
 
 
 class Tied(nn.Module):
