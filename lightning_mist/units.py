@@ -42,9 +42,6 @@ def parse_rate(value: str | int | float) -> float:
         value: Bytes per second, or a size (see :func:`parse_bytes`) or a number of ``Mbit``, ``Gbit`` or ``Tbit``
             followed by ``/s``.
 
-    Returns:
-        Bytes per second.
-
     Raises:
         ValueError: If the text is not a rate, or the rate is not finite or is negative.
     """
@@ -69,9 +66,6 @@ def parse_seconds(value: str | int | float) -> float:
         value: Seconds, as text too (YAML reads ``5e-5`` as text), or a number followed by ``ns``, ``us``, ``ms`` or
             ``s``.
 
-    Returns:
-        Seconds.
-
     Raises:
         ValueError: If the text is not a duration, or the duration is not finite or is negative.
     """
@@ -94,11 +88,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_bytes_up(value: float) -> str:
-    """Bytes as :func:`format_bytes` writes them, rounded up, so that whoever sets them as a limit has enough.
-
-    Args:
-        value: Bytes, not negative.
-    """
+    """Bytes as :func:`format_bytes` writes them, rounded up, so that whoever sets them as a limit has enough."""
     for unit, scale in reversed(_BINARY.items()):
         if value >= scale and unit != "B":
             return f"{math.ceil(10 * value / scale) / 10:.1f} {unit}"

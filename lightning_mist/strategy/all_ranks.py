@@ -42,11 +42,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
 
 
 def everywhere(work: Callable[[], T]) -> T:
-    """Do something on every rank at once; if it fails on any, raise that rank's error on all of them.
-
-    Raises:
-        Exception: The error of the first rank that failed.
-    """
+    """Do something on every rank at once; if it fails on any, raise that rank's error on all of them."""
     result: list[T] = []
     error: Exception | None = None
     try:
@@ -65,7 +61,6 @@ def same_start(module: nn.Module, later: Collection[str]) -> None:
     """Give every rank the values of rank 0, as DDP does when it wraps a module.
 
     Args:
-        module: The module.
         later: Names of parameters that get their values later.
     """
     parameters = [p for name, p in module.named_parameters() if name not in later]

@@ -58,7 +58,6 @@ def initial_values(module: nn.Module, device: torch.device, limit: int | None) -
 
     Args:
         module: The user's module, in the precision that it will have.
-        device: Where this rank computes.
         limit: Bytes that parameters may take on this rank's device, if known.
 
     Returns:

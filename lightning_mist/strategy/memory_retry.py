@@ -41,12 +41,7 @@ class _AnotherPlanError(Exception):
 
 
 class FirstSteps:
-    """What happens when memory runs out in the first steps of a plan that was made here.
-
-    Args:
-        strategy: The strategy.
-        decision: Its plan.
-    """
+    """What happens when memory runs out in the first steps of a plan that was made here."""
 
     def __init__(self, strategy: Any, decision: Decision) -> None:
         self._strategy, self._again, self._reach = strategy, decision.again, decision.reach

@@ -95,16 +95,10 @@ class Monitor:
     """Seconds and bytes of this run.
 
     Args:
-        decision: The plan and what was predicted.
-        device: Where this rank computes.
-        module: The user's module.
-        report_path: Where the final report is written, if anywhere.
         recorder: Records the actions of this rank's list; without one there is no list.
         verbose: Whether to print tables, and not one line in the end.
 
     Attributes:
-        report: Predicted against measured, once it was compared.
-        measured: Seconds of every stage, once they were compared.
         recorder: Records forwards where there is no list of actions.
     """
 
@@ -143,25 +137,13 @@ class Monitor:
         return {**vars(self), "_group": None, "_learner": None}
 
     def saw(self, batch: Any) -> None:
-        """Whether recorded steps are of batches like the one that was planned for; others teach nothing.
-
-        Args:
-            batch: What this rank loaded.
-        """
+        """Whether recorded steps are of batches like the one that was planned for; others teach nothing."""
         if self.recorder.is_on:
             self._is_usual = self._is_usual and batch_signature(batch) == self.decision.signature
 
     @contextmanager
     def step(self, optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """Around one optimizer step, its forward and backward included.
-
-        Args:
-            optimizer: What steps.
-            closure: Runs forward and backward.
-
-        Yields:
-            The closure to step with.
-        """
+        """Around one optimizer step, its forward and backward included."""
         if self._steps == _METERED_STEP:
             with meter_memory(self.device, state_tensors(self.module, [optimizer])) as meter:
                 yield closure

@@ -13,11 +13,6 @@ class Namespace:
 
     Attributes:
         root: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-        ddp_strategy: Its ``DDPStrategy``.
-        isolate_rng: Context manager that leaves random generators as they were.
-        is_param_in_hook_signature: Whether a hook takes an argument.
-        fitting: The trainer function state of ``fit``.
-        set_sampler_epoch: Tells the sampler of a loader the epoch.
     """
 
     root: str

@@ -14,7 +14,6 @@ class Progress:
     """Lines and a progress bar on standard error.
 
     Args:
-        enabled: Whether this rank speaks.
         verbose: Whether it says everything, and not only what users must know.
     """
 

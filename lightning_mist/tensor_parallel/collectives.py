@@ -102,9 +102,6 @@ def gather(part: Tensor, layout: Layout, group: TensorGroup, *, is_partial: bool
     """The whole of a tensor of which every rank holds a part.
 
     Args:
-        part: This rank's part.
-        layout: Which part it is.
-        group: The ranks.
         is_partial: Whether every rank uses the result for a computation of its own, so that gradients are added up in
             backward. Otherwise all ranks compute the same with it, and each takes its part of one gradient.
     """

@@ -15,7 +15,6 @@ class SplitContext:
     """Says over which ranks tensors are split, and how.
 
     Args:
-        group: The ranks.
         sequence_parallel: Whether what is between column- and row-parallel operations is shared along the sequence.
 
     Attributes:
@@ -54,8 +53,6 @@ class SplitContext:
 
         Args:
             key: The object that users of the same input share.
-            part: This rank's part.
-            layout: Which part.
         """
         version = 0 if part.is_inference() else part._version  # such tensors count no versions
         whole = self._recall(key, version)

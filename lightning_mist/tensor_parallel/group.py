@@ -13,10 +13,6 @@ class TensorGroup(Protocol):
     """The tensor-parallel ranks of one stage, seen from one of them. Every call blocks until its result may be used.
 
     All ranks of a group make the same calls in the same order. Tensors given are contiguous and are not changed.
-
-    Attributes:
-        rank: This rank's index in the group.
-        size: Number of ranks.
     """
 
     rank: int
@@ -38,10 +34,6 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 class CountingGroup:
     """Answers collectives with tensors of the right shape and no meaning; for costs traced on fake tensors.
-
-    Args:
-        size: Number of ranks.
-        rank: The rank that is played.
 
     Attributes:
         calls: Per call, in order: the operation and the bytes of the *whole* tensor: of the tensor reduced, of all

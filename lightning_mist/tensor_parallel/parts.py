@@ -29,10 +29,7 @@ def shard(full: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor
     """What one rank of ``degree`` has of a tensor; contiguous, with memory of its own.
 
     Args:
-        full: The whole tensor.
         split: Which factor of which dimension is shared out.
-        rank: Index of the rank.
-        degree: Number of ranks.
 
     Raises:
         TraceError: If the degree does not divide what is shared out.
@@ -59,8 +56,6 @@ def present(local: Tensor, split: ParameterSplit, context: SplitContext) -> Spli
 
     Args:
         local: This rank's part, as :func:`shard` makes it; gradients arrive in it.
-        split: How the parameter is shared out.
-        context: The ranks.
     """
     sizes = list(local.shape)
     sizes[split.dim] *= context.degree
@@ -70,13 +65,7 @@ def present(local: Tensor, split: ParameterSplit, context: SplitContext) -> Spli
 
 
 def split_sequence(tensor: Tensor, dim: int, context: SplitContext) -> Tensor:
-    """Hidden states shared along their sequence; unchanged if the ranks do not divide its length.
-
-    Args:
-        tensor: Hidden states, whole or split.
-        dim: The dimension of the sequence.
-        context: The ranks.
-    """
+    """Hidden states shared along their sequence; unchanged if the ranks do not divide its length."""
     layout = context.sequence_layout(tuple(tensor.shape), dim)
     if isinstance(tensor, SplitTensor):
         if layout is None or tensor.placement == layout:
@@ -101,10 +90,7 @@ def enter_sequence(
     """The arguments of a block with its hidden states shared along their sequence, if the context is sequence parallel.
 
     Args:
-        args: Positional arguments of the block.
-        kwargs: Named ones.
         split: Which leaf of ``(args, kwargs)`` holds the hidden states, and which dimension is the sequence.
-        context: The ranks.
     """
     if not context.sequence_parallel:
         return args, kwargs

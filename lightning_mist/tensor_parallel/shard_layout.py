@@ -93,11 +93,6 @@ def view(layout: Layout, sizes: tuple[int, ...], degree: int) -> Layout | None:
 
     In memory order the tensor is ``repeats`` times one chunk per rank. A dimension of the new shape takes these chunks
     if the dimensions before it only count repeats and the ones behind it only cut chunks.
-
-    Args:
-        layout: The layout now.
-        sizes: The new shape, of as many elements.
-        degree: Number of ranks.
     """
     repeats = prod(layout.sizes[: layout.dim]) * layout.outer
     before = 1
@@ -213,9 +208,7 @@ def index(layout: Layout, items: tuple[Any, ...], degree: int) -> tuple[tuple[An
     """The index into a part and the layout of what it gives; None if that is not evenly shared out.
 
     Args:
-        layout: How the tensor is shared out.
         items: A complete index.
-        degree: Number of ranks.
     """
     local, sizes, source, shared, outer = list(items), list[int](), 0, -1, layout.outer
     for place, item in enumerate(items):

@@ -58,7 +58,6 @@ class SplitTensor(Tensor):
     Attributes:
         local: This rank's part.
         placement: Which part it is.
-        context: The ranks.
     """
 
     local: Tensor

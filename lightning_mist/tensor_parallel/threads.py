@@ -125,10 +125,6 @@ def run_ranks(size: int, function: Callable[[ThreadGroup], Result]) -> list[Resu
     generator has now and goes on from there for itself; the caller's generator is left as it was. The same goes for the
     default floating-point type. Whether gradients are enabled is the caller's.
 
-    Args:
-        size: Number of ranks.
-        function: Called with the rank's group.
-
     Raises:
         PlanError: If the ranks make different collectives.
     """

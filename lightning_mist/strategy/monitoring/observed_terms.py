@@ -19,9 +19,7 @@ class _Prediction:
     """What the plan was predicted by.
 
     Attributes:
-        plan: The plan.
         corrections: Those that its terms contain.
-        has_overheads: Whether the runtime's own Python runs.
     """
 
     plan: Plan
@@ -60,8 +58,6 @@ def observe(
     others.
 
     Args:
-        plan: The plan that ran, with its prediction.
-        measured: What each of its stages measured.
         corrections: Those that the prediction was made with; its terms are divided by them.
         is_plain: Whether the plan runs without the runtime.
         knows_layers: Whether computation was predicted from measured layers; if not, nothing is learned of it.

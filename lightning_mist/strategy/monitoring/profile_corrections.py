@@ -48,15 +48,11 @@ class Basis:
 
     Attributes:
         spec: The network, with measured seconds of its layers.
-        profile: The machine as measured.
-        cluster: Its devices.
         global_batch_size: Rows that one batch brings over all devices.
         memory_limit: Bytes of each device that may be used, if the user said so.
         host_limit: Bytes of each node that may be taken for what is offloaded, if that is known.
         has_files: Whether that is in files.
-        search: What the plan is chosen from.
         store: Where what is learned of the machine is kept; None to learn nothing.
-        corrections: What earlier runs have taught.
     """
 
     spec: ModelSpec
@@ -99,9 +95,6 @@ def with_corrections(basis: Basis, directory: Path, precision: str, say: Callabl
     """A basis that knows what earlier runs have taught of its machine.
 
     Args:
-        basis: The profile as measured.
-        directory: Where profiles are kept.
-        precision: Lightning's name of the precision.
         say: Told what is used, or why what is there is not.
     """
     store = correction_store(directory, basis.cluster, precision, basis.profile)
@@ -121,17 +114,12 @@ class Learner:
     """Learns from one run; on rank 0.
 
     Args:
-        basis: What the plan follows from.
-        plan: The plan that runs, with its prediction.
         is_plain: Whether it runs without the runtime.
-        search_seconds: How long it was searched.
         path: Where a better plan is written, if anywhere.
         kept_at: Where the plan is kept for later runs; a better one makes these plan anew.
-        say: Told what was learned.
 
     Attributes:
         basis: What the plan follows from, corrected by this run once it has learned.
-        better: A better plan, if one was found.
     """
 
     def __init__(

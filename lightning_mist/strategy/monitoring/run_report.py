@@ -55,8 +55,6 @@ class Better:
     """Another plan than the one that ran, and what it would gain by what the run has taught.
 
     Attributes:
-        name: Its name in a few words.
-        path: Where it was written, if anywhere.
         current_seconds: Seconds of a step of the plan that ran, as predicted now.
         step_seconds: Seconds of a step of the other.
     """
@@ -89,14 +87,11 @@ class RunReport:
         predicted_step_seconds: Seconds of one optimizer step as predicted, if a cost model made the plan.
         measured_step_seconds: Median over the timed steps of the slowest rank.
         spread_seconds: Median absolute deviation of those steps.
-        timed_steps: Number of timed steps.
-        stages: Memory and seconds of every stage.
         planning_seconds: From the first batch to the finished plan, profiling included.
         predicted_rates: Rows and tokens per second, model FLOPs utilisation and distance from the roofline by the
             predicted step, if there is one.
         measured_rates: The same by the measured step; of a plan without a prediction only rows per second.
         corrections: On rank 0, by what later predictions for this machine are multiplied, this run having taught it.
-        better: On rank 0, a plan that would now be better, if one was found.
     """
 
     predicted_step_seconds: float | None

@@ -34,7 +34,6 @@ class StageTimes:
         optimizer_seconds: The optimizer's step, what comes between it and the last backward, and giving out parameters.
         exchange_seconds: Telling other ranks of batches and losses, and waiting for theirs; nothing once it is settled
             how much of that is waiting.
-        other_seconds: Everything else.
     """
 
     forward_seconds: float = 0.0
@@ -61,7 +60,6 @@ class Measured:
     Attributes:
         times: Medians over the steps.
         spread: Median absolute deviations of the steps from them.
-        steps: Number of steps.
     """
 
     times: StageTimes
@@ -198,7 +196,6 @@ def settled(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measure
     The group that comes to it last waits for nobody: what it takes there every group takes, and the rest is waiting.
 
     Args:
-        stages: What was measured of each stage.
         num_groups: Number of groups of devices; their first stages come first.
     """
     every = [item.times.exchange_seconds for item in stages[:num_groups] if item is not None]

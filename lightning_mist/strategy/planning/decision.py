@@ -55,10 +55,6 @@ class PlanRequest:
     def host_of_each(self, processes: int, device: torch.device) -> HostPlace:
         """Where each of a node's processes may keep what it offloads.
 
-        Args:
-            processes: Processes of a node.
-            device: Where this one computes.
-
         Raises:
             PlanError: If there is to be a folder for what comes to a device.
         """
@@ -78,22 +74,16 @@ class Decision:
     """The plan of a fit, equal on every rank, what its engine needs, and what rank 0 knows of how it was made.
 
     Attributes:
-        plan: The plan.
-        module_map: Where the module can be cut.
         has_unused_parameters: Whether a trained parameter takes no part in the step.
         planning_seconds: Time from the first batch to the plan.
         plan_path: Where rank 0 wrote the plan, if it made one.
-        estimate: What the plan needs of every device, where that is known.
         basis: What the plan follows from, on rank 0, if it was made here.
-        search_seconds: How long it was searched, on rank 0.
         kept_at: Where rank 0 keeps the plan for later runs of the same question, if it made one.
         asked_at: Where plans of this question are kept, on every rank, if there are any.
         needs: The least ``memory_limit`` that the plan was to keep within, as far as that is known; None for plans that
             were not made here.
         again: Makes another plan within so many bytes of each device for a batch, if this process is the only one.
         signature: What this rank's batch looked like that the plan was made for.
-        reach: What the step's code can reach beside its batch.
-        rules: How batches are cut, if that was proved.
     """
 
     plan: Plan

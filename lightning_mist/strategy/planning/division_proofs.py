@@ -29,14 +29,7 @@ class _Raw(LogRecorder):
 
 
 def prove_here(module: Any, blocks: tuple[str, ...], call: Any, batch: Any) -> CutRules | str:
-    """How batches are cut as this rank sees it, or why not.
-
-    Args:
-        module: The user's module.
-        blocks: Names of its repeated blocks.
-        call: Runs its step on a batch.
-        batch: A batch.
-    """
+    """How batches are cut as this rank sees it, or why not."""
     recorder = _Raw()
 
     def step(item: Any) -> tuple[Any, list[Result]]:
@@ -67,11 +60,7 @@ def _watched_metrics(module: Any) -> Iterator[list[str]]:
 
 
 def agree(mine: CutRules | str) -> CutRules | str:
-    """The rules, the same on every rank, or why there are none.
-
-    Args:
-        mine: What this rank found.
-    """
+    """The rules, the same on every rank, or why there are none."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine if isinstance(mine, str) else (mine.site_text, dict(mine.seen)))
     refusals = [answer for answer in found if isinstance(answer, str)]
@@ -118,12 +107,7 @@ def with_splits(
     """The map with what rank 0 found out about splitting; the same on every rank, called on all at once.
 
     Args:
-        module: The user's module.
-        call: Runs its step on a batch.
-        batch: This rank's batch.
-        found: Its map.
         degrees: Tensor-parallel degrees to try; without any nothing is done.
-        progress: Where to say what takes time.
         tried: Runs work on the user's code without leaving a trace.
     """
     if not degrees or found.excludes("tensor"):

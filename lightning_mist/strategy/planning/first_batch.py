@@ -30,8 +30,6 @@ class PutBack:
     """An iterator with what was taken from it in front again; everything else is the iterator's own.
 
     Args:
-        taken: What was taken, in order.
-        rest: The iterator.
         on_fetch: Called once, before anything is fetched.
     """
 
@@ -59,10 +57,6 @@ def first_batch(trainer: Any, set_epoch: Callable[[Any, int], None]) -> Any:
     """The first batch of this rank's own training loader as the loader gave it; it is still to come in training.
 
     Every rank calls this at the same time. It is not to be changed.
-
-    Args:
-        trainer: Lightning's trainer, before its fit loop runs.
-        set_epoch: Tells the sampler of a loader the epoch.
 
     Raises:
         TraceError: If there is no training batch.

@@ -49,7 +49,6 @@ def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
 
     Args:
         wanted: What the user asked for; by default the devices of all ranks.
-        strategy: The strategy, its processes running.
 
     Raises:
         ValueError: If it has not as many devices as processes run.
@@ -87,11 +86,7 @@ def machine_profile(
     """What was measured of this machine, on every rank.
 
     Args:
-        cluster: The machine.
-        device: This rank's device.
         precision: Lightning's name of the precision.
-        directory: Where profiles are kept.
-        progress: Told what is measured, and for how long.
         is_fresh: Whether to measure even if there is a kept one.
     """
     dtypes = [torch.float32]
@@ -129,11 +124,6 @@ def with_files(profile: HardwareProfile, directory: Path, device: torch.device) 
 
     They are copied as what is offloaded is: the kernel keeps in memory what it has room for, and writes behind. State
     that is larger than the memory which is free for that is as slow as the disk.
-
-    Args:
-        profile: The machine.
-        directory: The folder.
-        device: This rank's device, a CPU.
     """
     file, memory = (
         HostPool(ops_of(device), directory=directory).take_bytes(_FILE_BYTES),
@@ -177,11 +167,7 @@ def _keep(profile: HardwareProfile, directory: Path, cluster: Cluster, progress:
 
 
 def cluster_of_ranks(mine: Cluster) -> AnyCluster:
-    """The cluster that all ranks are part of, whether their devices are alike or not.
-
-    Args:
-        mine: What this rank takes the cluster for, by its own device.
-    """
+    """The cluster that all ranks are part of, whether their devices are alike or not."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return joined(found)
@@ -225,9 +211,6 @@ def _host_memory(run: Sequence[Cluster], per_node: int) -> int | None:
 
 def alike(cluster: AnyCluster) -> Cluster:
     """The cluster, if its devices are alike, as what is measured here supposes.
-
-    Args:
-        cluster: The cluster.
 
     Raises:
         PlanError: If they are not, with a way to plan for them.

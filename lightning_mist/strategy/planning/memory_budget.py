@@ -31,7 +31,6 @@ class Budget:
     """What the plan of a fit is held against.
 
     Attributes:
-        cluster: The machine.
         asked: Bytes of each device that training may use, if the user said so.
         host_asked: The same of each node's host memory, for what is offloaded.
     """
@@ -83,12 +82,8 @@ def estimate_given(
     """The estimate of a plan that the user gave: from its own prediction, or from a trace where the budget binds.
 
     Args:
-        plan: The plan.
-        module_map: The module that it is for.
-        budget: What it is held against.
         believed: Whether the plan was made for what is at hand, so that its prediction holds.
         trace: Traces the module; None where that cannot be done.
-        say: Prints a line.
 
     Returns:
         The estimate; None where nothing binds or nothing can be said.
@@ -175,15 +170,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
-    """What work gives; ``None`` if memory ran out, which is free again then.
-
-    Args:
-        work: What to do.
-        device: Where it computes.
-
-    Raises:
-        Exception: Any other error of the work.
-    """
+    """What work gives; ``None`` if memory ran out, which is free again then."""
     try:
         return work()
     except (TraceError, RuntimeError, MemoryError) as error:
@@ -197,10 +184,6 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 
 def everywhere_unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
     """The same on all ranks at once; ``None`` on all if memory ran out on any, an error on all if there is one.
-
-    Args:
-        work: What to do.
-        device: Where it computes.
 
     Raises:
         Exception: This rank's own error, or a :class:`TraceError` with that of another.
@@ -229,7 +212,6 @@ def check_evaluation(plan: Plan, module: nn.Module, limits: Sequence[int]) -> No
     """Refuse a pipeline whose training fits, but not the evaluation that interrupts it.
 
     Args:
-        plan: The plan.
         module: The module with all its parameters.
         limits: Bytes of each device of every stage.
 

@@ -80,7 +80,6 @@ class _Run:
     """Medians over batches, of one rank, in seconds.
 
     Attributes:
-        first_stage: Whether the rank has the network's head.
         around: Whole batches less all actions: exchanging batches and losses, installing gradients, waits included.
         seconds: By kind of action, of one, without waits.
     """
@@ -97,8 +96,6 @@ def measure_overheads(profile: HardwareProfile, device: torch.device, world_size
 
     Args:
         profile: What was measured of the machine so far; what its collectives take is no overhead.
-        device: Where this rank computes.
-        world_size: Number of ranks, all of the default process group.
     """
     if device.type == "cuda":
         return StepOverheads()

@@ -79,8 +79,6 @@ def most_to_save(
     """Seconds of a plain step that any other plan could save at most; None if nothing is known of the machine.
 
     Args:
-        parameters: Those of the module.
-        cluster: The machine.
         directory: Where profiles are kept: a measured one counts, else the catalog's.
         update: Measured seconds of the optimizer's step per byte of parameters; 0 if it was not measured.
     """
@@ -110,7 +108,6 @@ def saves_too_little(step_seconds: float, steps: float) -> str | None:
 
     Args:
         step_seconds: What any other plan could save of a step at most.
-        steps: Optimizer steps to come.
     """
     if step_seconds <= LEAST_SECONDS:
         return f"no other plan could save more than {format_seconds(step_seconds)} of a step"
@@ -124,7 +121,6 @@ def saves_too_small_a_share(saved: float, seconds: Sequence[LayerSeconds]) -> st
 
     Args:
         saved: Seconds of reduction and optimizer that any other plan could save of a step at most.
-        seconds: What layers take, for the whole batch of a process and for parts of it.
     """
     whole = sum(_whole_seconds(item)[-1] for item in seconds)
     least = sum(min(_whole_seconds(item)) for item in seconds)
@@ -141,10 +137,7 @@ def sharing_seconds(profile: HardwareProfile, found: ModuleMap, seconds: Sequenc
     gradient in backward; or it is whole, so that every device computes it for all rows.
 
     Args:
-        profile: The machine.
-        found: The module's blocks and what passes between them.
         seconds: What layers take for the batch of one process.
-        degree: How many devices share layers.
     """
     passed = [
         math.prod(live.shape) * getattr(torch, live.dtype).itemsize
@@ -175,7 +168,6 @@ def fits_plainly(parameters: Sequence[torch.nn.Parameter], step_bytes: int, limi
     """Whether plain data parallelism certainly fits.
 
     Args:
-        parameters: Those of the module.
         step_bytes: What one step allocates at its peak.
         limit: Bytes of each device that may be used.
     """

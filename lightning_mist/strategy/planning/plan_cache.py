@@ -30,9 +30,6 @@ def key_of(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Ite
     """What a plan is kept by.
 
     Args:
-        module: The user's module.
-        batch: What its step gets.
-        optimizers: What trains it.
         others: Whatever else the plan follows from, told apart by its ``repr``.
     """
     told = sha256()
@@ -118,7 +115,6 @@ def remember_limit(path: Path, limit: int) -> None:
 
     Args:
         path: Where the plan is kept.
-        limit: The ``memory_limit`` to plan with.
 
     Raises:
         OSError: If that cannot be written.

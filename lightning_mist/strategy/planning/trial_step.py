@@ -40,7 +40,6 @@ def tried(work: Callable[..., T], device: torch.device, *, tell: Callable[[str],
 
     Args:
         work: What to do; its result must be picklable.
-        device: Where the module computes.
         tell: Told what the work says with its argument ``tell``; only where it runs in a copy.
 
     Raises:
@@ -107,8 +106,6 @@ class _Found:
         changed: What they changed beside the module, in words, and whether layers may have done it.
         talk: What they said to other processes, in words; empty if nothing.
         asked: Where they asked which process they run in.
-        is_steady: Whether they left everything as it was.
-        differentiates: Whether they ran a backward of their own.
     """
 
     changed: tuple[tuple[str, bool], ...]
@@ -121,13 +118,7 @@ class _Found:
 class TriedStep:
     """The step on a batch.
 
-    Args:
-        trainer: Lightning's trainer.
-        module: The user's module.
-        call: Runs its step on a batch.
-
     Attributes:
-        reach: What the step's code can reach.
         talk: What it said to other processes, in words; empty if nothing.
     """
 

@@ -69,10 +69,7 @@ def decide(
     Args:
         trainer: Lightning's trainer, its loaders and module attached.
         strategy: The strategy, its process group and optimizers made.
-        names: The copy of Lightning in use.
-        request: What the user asked for.
         plain: Why only plain data parallelism is possible, if so.
-        initial: Gives parameters values that have none yet.
 
     Raises:
         InfeasibleError: If nothing fits.

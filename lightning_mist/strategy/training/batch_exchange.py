@@ -50,8 +50,6 @@ class _Notice:
     """What a rank says with every batch, before anything else of it: of one length, whatever the batch.
 
     Attributes:
-        seed: For its parts.
-        note: What it tells the others beside its batch.
         is_new: Whether its batch has another structure than the one before.
         random_state: State of its generators, empty where it does not travel.
     """
@@ -128,17 +126,10 @@ def _seed_of(seed: int, piece: RowSlice) -> int:
 class BatchExchange:
     """Gives a rank its microbatches.
 
-    Args:
-        plan: The plan.
-        rank: This global rank.
-        transport: Carries headers and rows inside the replica.
-        device: Where batches live.
-
     Attributes:
         owners: The ranks whose batches these ranks share.
         whole: Whether no batch is cut.
         microbatches: What this rank computes on, once a batch has been exchanged.
-        notes: What the ranks that share batches told each other beside them.
     """
 
     def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device) -> None:
@@ -181,9 +172,7 @@ class BatchExchange:
         Random generators are left as they are.
 
         Args:
-            batch: The batch that this rank loaded.
             random_state: State of this rank's generators, to travel with whole batches.
-            note: A number to tell the ranks that share batches with this one.
 
         Raises:
             PlanError: If a batch cannot be cut as the plan says.

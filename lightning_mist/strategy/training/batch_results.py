@@ -35,7 +35,6 @@ class BatchResult:
     Attributes:
         loss: Mean over the batch, or None if the step returned none.
         extras: Other entries of a returned dictionary.
-        records: What the step logged.
     """
 
     loss: Tensor | None
@@ -53,7 +52,6 @@ def pieces_by_owner(
     """What microbatches brought, for the ranks that own their rows; nothing of those without rows.
 
     Args:
-        microbatches: The microbatches.
         outputs: By index what the step returned.
         records: By index what it logged.
         random_states: By index the generators' state after it, where it travels.
@@ -91,7 +89,6 @@ def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any
     """A value as it travels to its owner: tensors without their graph, in host memory, in containers of their classes.
 
     Args:
-        value: The value.
         copies: Tensors that are there already, by the ``id`` of what they are copies of.
     """
 
@@ -161,9 +158,7 @@ def combine(
     """What the step gave for a whole batch from what it gave for the parts, in the order of their rows.
 
     Args:
-        pieces: The parts, in host memory.
         device: Where the user's step would have left its tensors.
-        ways: How results follow from those of parts, where that is known.
     """
     records = combine_records([(piece.weight, piece.records) for piece in pieces], ways)
     extras = {

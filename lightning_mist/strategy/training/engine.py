@@ -68,15 +68,7 @@ class Engine(WholeGradients):
     """This rank's part of a running plan.
 
     Args:
-        module: The user's module with all its parameters.
-        plan: The plan.
         module_map: Where the module can be cut; from the same module and plan on every rank.
-        device: Where this rank computes.
-        rules: How batches are cut, where the plan cuts them.
-        host: Where in host memory what is offloaded may be.
-
-    Attributes:
-        guard: Watches the runs of the user's step, if anybody does.
     """
 
     guard: StepGuard | None = None
@@ -130,7 +122,6 @@ class Engine(WholeGradients):
         """Run forward and backward of one batch over all ranks.
 
         Args:
-            batch: The batch that this rank loaded.
             step: The user's step on a part of a batch, in its precision context.
             loss_scale: Factor on every microbatch's loss before its backward.
             keeps_gradients: Whether gradients of earlier batches stay for this one to be added to. If not they are

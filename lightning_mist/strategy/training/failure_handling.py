@@ -29,12 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watched:
-    """What a launcher runs; its errors are told to the other ranks before Lightning handles them.
-
-    Args:
-        function: What to run.
-        strategy: Tells the others.
-    """
+    """What a launcher runs; its errors are told to the other ranks before Lightning handles them."""
 
     def __init__(self, function: Callable[..., Any], strategy: "EndsTogether") -> None:
         self._function, self._strategy = function, strategy
@@ -133,9 +128,6 @@ class EndsTogether(_Base):
 
     def refuse_without_the_others(self, what: str) -> None:
         """Raise if this takes ranks that have failed or gone, rather than wait for them.
-
-        Args:
-            what: What would be done.
 
         Raises:
             PeerError: Saying what failed.

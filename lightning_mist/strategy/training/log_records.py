@@ -38,9 +38,7 @@ class LogRecord:
     """One call of ``self.log``.
 
     Attributes:
-        name: What was logged.
         value: Its value, or a metric object.
-        arguments: Further arguments by name.
         batch_value: Of a metric object, what it gave for the rows of this call; None if it gave no single number.
     """
 
@@ -90,10 +88,6 @@ def recorded_logs(module: Any, recorder: LogRecorder | None = None) -> Iterator[
     """Let a recorder answer the module's ``log`` and ``log_dict`` inside the context.
 
     Lightning modules inside the module log through the same trainer, so the recorder answers theirs too.
-
-    Args:
-        module: The module.
-        recorder: The recorder, if it is not a new one.
     """
     recorder = LogRecorder() if recorder is None else recorder
     inner = module.modules() if isinstance(module, nn.Module) else ()

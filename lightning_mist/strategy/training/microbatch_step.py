@@ -29,12 +29,7 @@ _SHARE_TOLERANCE = 1e-9
 
 
 def results_of(extras: Mapping[str, Any], records: tuple[LogRecord, ...]) -> list[Result]:
-    """The results of a step other than its loss, one by one.
-
-    Args:
-        extras: The entries of the dictionary that it returned.
-        records: What it logged.
-    """
+    """The results of a step other than its loss, one by one."""
     found = [leaf for name, value in extras.items() for leaf in leaves_of_result(("extra", name), value)]
     counts: dict[str, int] = {}
     for record in records:
@@ -50,10 +45,7 @@ class PartStep:
     """One run of the step.
 
     Args:
-        owner: What this batch's parts have in common.
-        mode: Watches the step.
         share: The part's share of the rows.
-        is_last: Whether it is the last part that this rank computes.
     """
 
     def __init__(self, owner: "_Batch | None", mode: CutMode | None, share: float, *, is_last: bool) -> None:
@@ -61,10 +53,6 @@ class PartStep:
 
     def finished(self, output: Any, records: tuple[LogRecord, ...]) -> Any:
         """What the step returned, as the engine is to take it.
-
-        Args:
-            output: What it returned.
-            records: What it logged.
 
         Raises:
             TraceError: If something is not what was proved.
@@ -128,7 +116,6 @@ class _Batch:
 
         Args:
             copies: Tensors of a device in host memory, by the ``id`` of the original.
-            is_whole: Whether all parts that this rank computes have run.
 
         Raises:
             TraceError: If not.
@@ -162,8 +149,6 @@ class PartSteps:
     """Runs the step on the parts of batch after batch.
 
     Args:
-        rules: How batches are cut; None if nothing was proved.
-        exchange: Knows the whole batches.
         waits: Whether what parts computed is looked at when all have run, and not when each has: looking waits for a
             device.
     """
@@ -188,9 +173,6 @@ class PartSteps:
 
     def check(self, copies: Mapping[int, Tensor]) -> None:
         """See, after the last part, that all did what was proved, if that has waited.
-
-        Args:
-            copies: Tensors of a device in host memory, by the ``id`` of the original.
 
         Raises:
             TraceError: If not.

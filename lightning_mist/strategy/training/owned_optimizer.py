@@ -26,11 +26,7 @@ class OwnedOptimizer:
     """One rank's part of the user's optimizer.
 
     Args:
-        optimizer: The user's optimizer.
-        executor: Runs the rank's list.
         parts: Of which parameters the rank has a part, by canonical name.
-        module_map: Where parameters are used.
-        device: Where the rank computes.
 
     Attributes:
         cut: The optimizer over what the rank owns, and what it was before.

@@ -34,10 +34,6 @@ class StepGuard:
 
     Args:
         module: The user's module, as it was when the plan was made.
-        plan: The plan.
-        rank: This global rank.
-        reach: What the step's code can reach.
-        acting: Is told whose rows the step sees.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, rank: int, reach: Reach, acting: Acting) -> None:
@@ -103,7 +99,6 @@ class StepGuard:
         """Compare what the ranks that share batches noted.
 
         Args:
-            notes: Of every such rank.
             details: Gives every rank's value for this rank's; called by all or none.
 
         Raises:

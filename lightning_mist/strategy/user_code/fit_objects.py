@@ -59,7 +59,6 @@ class Everything:
 
     Args:
         trainer: Lightning's trainer, its module and strategy attached.
-        optimizers: The optimizers.
     """
 
     def __init__(self, trainer: Any, optimizers: Iterable[Any]) -> None:
@@ -155,7 +154,6 @@ class Resolver:
     """Attributes of objects of one fit.
 
     Args:
-        everything: The objects of the fit.
         call: Reads a function that a property calls, on an object.
     """
 

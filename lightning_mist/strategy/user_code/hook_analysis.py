@@ -53,9 +53,6 @@ class _Scope:
 class Reader:
     """Reads functions for what they can reach.
 
-    Args:
-        everything: The objects of the fit.
-
     Attributes:
         read: Every function that was read, with the object it is called on.
     """

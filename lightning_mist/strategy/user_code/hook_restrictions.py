@@ -107,8 +107,6 @@ class _Looks:
     """A hook that may look at what other ranks have.
 
     Attributes:
-        where: The hook, and whose it is.
-        what: The code that does, and its place.
         whole: What of the whole module it may look at.
     """
 
@@ -123,12 +121,7 @@ class _Looks:
 
 
 def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...]:
-    """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters.
-
-    Args:
-        trainer: Lightning's trainer, its module attached.
-        optimizers: The optimizers.
-    """
+    """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters."""
     everything = Everything(trainer, optimizers)
     found: dict[tuple[Feature, str], None] = {}
     for looks in _looks(trainer, everything):

@@ -28,11 +28,7 @@ _DEPTH = 2
 
 
 class Survey:
-    """Looks at what code can reach.
-
-    Args:
-        reach: Where it can reach.
-    """
+    """Looks at what code can reach."""
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
