@@ -1,4 +1,7 @@
-"""Parameters and hidden states in parts: cut, put together, and as the module sees them."""
+"""Parameters and hidden states in parts: cut, put together, and as the module sees them.
+
+Sequence parallelism: hidden states between blocks are shared along their sequence (arXiv 2205.05198).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,9 +30,6 @@ def layout_of_split(split: ParameterSplit, sizes: Sequence[int]) -> Layout:
 
 def shard(full: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor:
     """What one rank of ``degree`` has of a tensor; contiguous, with memory of its own.
-
-    Args:
-        split: Which factor of which dimension is shared out.
 
     Raises:
         TraceError: If the degree does not divide what is shared out.
@@ -87,11 +87,7 @@ def from_local_sequence(local: Tensor, dim: int, context: SplitContext) -> Split
 def enter_sequence(
     args: tuple[Any, ...], kwargs: dict[str, Any], split: SequenceSplit, context: SplitContext
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block with its hidden states shared along their sequence, if the context is sequence parallel.
-
-    Args:
-        split: Which leaf of ``(args, kwargs)`` holds the hidden states, and which dimension is the sequence.
-    """
+    """A block's arguments, hidden states shared along their sequence if the context is sequence parallel."""
     if not context.sequence_parallel:
         return args, kwargs
     leaves, structure = tree_flatten((args, kwargs))

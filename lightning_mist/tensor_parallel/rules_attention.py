@@ -18,8 +18,7 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @rule("scaled_dot_product_attention")
-def attention(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Attention of queries whose heads (or rows of the batch) are shared."""
+def _attention(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(_SDPA, args, kwargs, attn_mask=None, dropout_p=0.0, is_causal=False)
     query = given.pop("query")
     known = layout_of(query)
@@ -67,7 +66,7 @@ _MHA_DEFAULTS = {
 
 
 @rule("multi_head_attention_forward")
-def multi_head(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _multi_head(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``nn.MultiheadAttention`` with packed or separate projections, written as functions that have rules.
 
     Keys and values that are given ready-made or get an additional row are left to the whole computation.

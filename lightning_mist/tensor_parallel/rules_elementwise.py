@@ -71,8 +71,7 @@ def on_parts(context: SplitContext, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @rule(*_ARITHMETIC, *_LOGIC, *_ACTIVATIONS)
-def elementwise(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Results element by element of operands that broadcast."""
+def _elementwise(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("out") is not None or (func in (torch.where, Tensor.where) and len(args) + len(kwargs) == 1):
         return NotImplemented
     layout = common_layout(args, kwargs)
@@ -81,7 +80,7 @@ def elementwise(context: SplitContext, func: Callable[..., Any], args: tuple[Any
 
 
 @rule(*_CONVERSIONS)
-def conversion(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _conversion(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another type, device or place in memory; another tensor given says only which."""
     tensor = args[0]
     if func == Tensor.type and len(args) + len(kwargs) == 1:
@@ -93,8 +92,7 @@ def conversion(context: SplitContext, func: Callable[..., Any], args: tuple[Any,
 
 
 @rule(*_RANDOM)
-def random(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Random numbers for every element."""
+def _random(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("generator") is not None or not isinstance(args[0], SplitTensor):
         return NotImplemented
     given = bind(("input", "p", "training"), args, kwargs, p=0.5, training=True)
@@ -106,8 +104,7 @@ def random(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...
 
 
 @rule(*_IN_PLACE)
-def in_place(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Results written into the first operand."""
+def _in_place(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not isinstance(target, SplitTensor):
         return func(target, *whole(args[1:]), **whole(kwargs))
@@ -119,13 +116,13 @@ def in_place(context: SplitContext, func: Callable[..., Any], args: tuple[Any, .
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
-def new(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _new(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A new tensor of which every rank has the whole; the old one says its type only."""
     return func(args[0].local, *args[1:], **kwargs)
 
 
 @rule("is_floating_point", "is_complex", "element_size", "get_device", "is_signed", "is_inference")
-def question(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _question(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is true of a part as of the whole."""
     if len(args) + len(kwargs) > 1:
         return NotImplemented
@@ -150,7 +147,7 @@ for _name in _PROPERTIES:
 
 
 @rule("numel", "nelement", "stride", "is_contiguous", "is_nonzero", "is_same_size")
-def metadata(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _metadata(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is said of the whole's shape, as if it were contiguous."""
     if func in (torch.is_nonzero, Tensor.is_nonzero):
         return NotImplemented

@@ -20,13 +20,9 @@ from lightning_mist.tensor_parallel.tensor import gathered, layout_of, local_of,
 
 
 @rule("linear")
-def linear(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``input @ weight.T + bias``."""
+def _linear(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("input", "weight", "bias"), args, kwargs, bias=None)
-    return _linear(context, given["input"], given["weight"], given["bias"])
-
-
-def _linear(context: SplitContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    x, weight, bias = given["input"], given["weight"], given["bias"]
     known = layout_of(weight)
     if weight.dim() != 2:
         return NotImplemented
@@ -48,18 +44,13 @@ def _linear(context: SplitContext, x: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 @rule("matmul", "mm", "bmm", "__matmul__", "__rmatmul__")
-def matmul(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Products of matrices, also many at once."""
+def _matmul(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product; NotImplemented where one operand is a vector or both are shared in ways that do not meet."""
     if kwargs.get("out") is not None or len(args) + len(kwargs) != 2:
         return NotImplemented
     left, right = (*args, *kwargs.values())
     if func == Tensor.__rmatmul__:
         left, right = right, left
-    return _matmul(context, left, right)
-
-
-def _matmul(context: SplitContext, left: Tensor, right: Tensor) -> Any:
-    """The product; NotImplemented where one operand is a vector or both are shared in ways that do not meet."""
     if left.dim() < 2 or right.dim() < 2:
         return NotImplemented
     known_left, known_right = layout_of(left), layout_of(right)
@@ -95,8 +86,7 @@ def _sizes(left: Tensor, right: Tensor) -> tuple[int, ...]:
 
 
 @rule("addmm", "baddbmm")
-def addmm(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``beta * input + alpha * (left @ right)``."""
+def _addmm(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("input", "left", "right"), args, kwargs, beta=1, alpha=1)
     left = next(given[name] for name in ("left", "mat1", "batch1") if name in given)
     right = next(given[name] for name in ("right", "mat2", "batch2") if name in given)
@@ -116,7 +106,7 @@ def addmm(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...]
 
 
 @rule("einsum")
-def einsum(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _einsum(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums over products named by letters: on parts if one letter is shared."""
     equation, tensors = args[0], args[1:]
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):

@@ -30,8 +30,7 @@ def _reduced(layout: Layout, dims: frozenset[int], keepdim: bool) -> Layout:
 
 
 @rule("sum", "mean")
-def sums(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums and means; over the shared dimension the ranks' sums are added up."""
+def _sums(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("input", "dim", "keepdim"), args, kwargs, dim=None, keepdim=False, dtype=None)
     if "axis" in given or given.get("out") is not None or isinstance(given["dim"], torch.dtype):
         return NotImplemented
@@ -48,8 +47,7 @@ def sums(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...],
 
 
 @rule("amax", "amin", "logsumexp", "var", "std", "norm", "argmax", "argmin", "any", "all", "prod", "count_nonzero")
-def reductions(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One value of many, along dimensions that are not shared."""
+def _reductions(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names: tuple[str, ...] = ("input", "dim", "keepdim")
     if func.__name__ == "norm":
         names = ("input", "p", "dim", "keepdim")
@@ -71,7 +69,7 @@ def _is_dim(value: Any) -> bool:
 
 
 @rule("max", "min")
-def extremes(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _extremes(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest or smallest of all, along a dimension, or element by element of two tensors."""
     given = bind(("input", "dim", "keepdim"), args, kwargs, dim=None, keepdim=False)
     if isinstance(given["dim"], Tensor):
@@ -85,8 +83,7 @@ def extremes(context: SplitContext, func: Callable[..., Any], args: tuple[Any, .
 
 
 @rule("flip", "cumsum", "cumprod", "sort", "argsort", "softmin", "normalize", "cummax", "cummin", "logcumsumexp", "glu")
-def along(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Functions along one dimension that is not shared, which keep the shape of all others."""
+def _along(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("input", "p", "dim") if func.__name__ == "normalize" else ("input", "dim")
     given = bind(names, args, kwargs, dim={"normalize": 1}.get(func.__name__, -1))
     dim = given.get("dims", given["dim"])
@@ -108,8 +105,7 @@ def _as_whole(context: SplitContext, part: Tensor, layout: Layout) -> SplitTenso
 
 
 @rule("topk")
-def topk(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The largest entries along a dimension that is not shared."""
+def _topk(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout, dim = args[0].placement, bind(("input", "k", "dim"), args, kwargs, dim=-1)["dim"]
     if layout.dim == dim % len(layout.sizes):
         return NotImplemented
@@ -118,7 +114,7 @@ def topk(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...],
 
 
 @rule("softmax", "log_softmax")
-def softmax(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _softmax(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Softmax and its logarithm; along the shared dimension from the ranks' maxima and sums."""
     given = bind(("input", "dim"), args, kwargs, dim=None)
     layout, part, dim = args[0].placement, args[0].local, given["dim"]
@@ -155,8 +151,7 @@ def loss_type(part: Tensor) -> torch.dtype:
 
 
 @rule("layer_norm", "rms_norm")
-def norms(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Norms over last dimensions, none of them shared."""
+def _norms(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     shape = bind(("input", "normalized_shape"), args, kwargs)["normalized_shape"]
     if not isinstance(x, SplitTensor) or x.placement.dim >= x.dim() - len(shape):
@@ -171,7 +166,7 @@ def norms(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...]
 
 
 @rule("pad")
-def pad(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pad(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Padding of last dimensions, not of the shared one."""
     widths = bind(("input", "pad"), args, kwargs)["pad"]
     layout = args[0].placement

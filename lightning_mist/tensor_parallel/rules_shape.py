@@ -40,8 +40,7 @@ def _viewed(context: SplitContext, tensor: SplitTensor, sizes: tuple[int, ...]) 
 
 
 @rule("view", "reshape", "view_as", "reshape_as")
-def reshape(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another shape of the same elements."""
+def _reshape(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, rest = args[0], args[1:]
     if not isinstance(tensor, SplitTensor):
         return tensor.reshape(rest[0].shape)
@@ -54,8 +53,7 @@ def reshape(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 @rule("flatten")
-def flatten(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Neighbouring dimensions as one."""
+def _flatten(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("input", "start_dim", "end_dim"), args, kwargs, start_dim=0, end_dim=-1)
     sizes = args[0].placement.sizes
     start, end = given["start_dim"] % len(sizes), given["end_dim"] % len(sizes)
@@ -63,8 +61,7 @@ def flatten(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 @rule("unflatten")
-def unflatten(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One dimension as several."""
+def _unflatten(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("input", "dim", "sizes"), args, kwargs)
     sizes = args[0].placement.sizes
     dim = given["dim"] % len(sizes)
@@ -77,8 +74,7 @@ def _ordered(context: SplitContext, tensor: SplitTensor, order: Sequence[int]) -
 
 
 @rule("transpose", "swapaxes", "swapdims")
-def transpose(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Two dimensions exchanged."""
+def _transpose(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, second = [value % args[0].dim() for value in (*args[1:], *kwargs.values())]
     order = list(range(args[0].dim()))
     order[first], order[second] = second, first
@@ -86,13 +82,12 @@ def transpose(context: SplitContext, func: Callable[..., Any], args: tuple[Any, 
 
 
 @rule("permute")
-def permuted(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dimensions in another order."""
+def _permuted(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _ordered(context, args[0], [dim % args[0].dim() for dim in _sizes(args[1:], kwargs, "dims")])
 
 
 @rule("t", "adjoint")
-def transposed(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _transposed(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The last two dimensions exchanged."""
     order = list(range(args[0].dim()))
     return _ordered(context, args[0], [*order[:-2], *reversed(order[-2:])])
@@ -101,7 +96,7 @@ def transposed(context: SplitContext, func: Callable[..., Any], args: tuple[Any,
 def _transposed_property(context: SplitContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].local.is_complex():
         return NotImplemented
-    return transposed(context, func, args, kwargs)
+    return _transposed(context, func, args, kwargs)
 
 
 def _reversed_property(context: SplitContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,23 +109,20 @@ RULES[Tensor.T.__get__] = _reversed_property  # type: ignore[attr-defined]
 
 
 @rule("movedim", "moveaxis")
-def movedim(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dimensions moved elsewhere."""
+def _movedim(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = torch.empty(tuple(range(2, args[0].dim() + 2)), device="meta")
     moved = func(places, *args[1:], **kwargs)
     return _ordered(context, args[0], [size - 2 for size in moved.shape])
 
 
 @rule("unsqueeze")
-def unsqueeze(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A new dimension."""
+def _unsqueeze(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = bind(("input", "dim"), args, kwargs)["dim"] % (args[0].dim() + 1)
     return wrap(args[0].local.unsqueeze(dim), insert(args[0].placement, dim), context)
 
 
 @rule("squeeze")
-def squeeze(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Without dimensions of size one."""
+def _squeeze(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     layout = args[0].placement
     dims = _sizes(args[1:], kwargs, "dim") or tuple(range(len(layout.sizes)))
     gone = frozenset(dim % len(layout.sizes) for dim in dims if layout.sizes[dim] == 1)
@@ -139,8 +131,7 @@ def squeeze(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def expand(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dimensions of size one repeated without copying."""
+def _expand(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, rest = args[0], args[1:]
     if not isinstance(tensor, SplitTensor):
         return tensor.expand(rest[0].shape)
@@ -154,8 +145,7 @@ def expand(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...
 
 
 @rule("repeat")
-def repeat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The whole tensor several times along its dimensions."""
+def _repeat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     times, layout = _sizes(args[1:], kwargs, "repeats"), args[0].placement
     new = len(times) - len(layout.sizes)
     sizes = tuple(size * time for size, time in zip((*(1,) * new, *layout.sizes), times, strict=True))
@@ -164,10 +154,9 @@ def repeat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...
 
 
 @rule("repeat_interleave")
-def repeat_interleave(
+def _repeat_interleave(
     context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Every element several times."""
     given = bind(("input", "repeats", "dim"), args, kwargs, dim=None)
     if given["dim"] is None or not isinstance(given["repeats"], int):
         return NotImplemented
@@ -177,8 +166,7 @@ def repeat_interleave(
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split")
-def split(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pieces along a dimension."""
+def _split(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("tensor", "by", "dim"), args, kwargs, dim=0)
     tensor = args[0]
     layout, dim = tensor.placement, given["dim"] % tensor.dim()
@@ -198,8 +186,7 @@ def split(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...]
 
 
 @rule("unbind")
-def unbind(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Entries along a dimension."""
+def _unbind(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim, layout = bind(("input", "dim"), args, kwargs, dim=0)["dim"] % args[0].dim(), args[0].placement
     if dim == layout.dim:
         return NotImplemented
@@ -207,7 +194,7 @@ def unbind(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...
 
 
 def _iterate(context: SplitContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = unbind(context, func, args, kwargs)
+    result = _unbind(context, func, args, kwargs)
     return result if result is NotImplemented else iter(result)
 
 
@@ -215,19 +202,17 @@ RULES[Tensor.__iter__] = _iterate
 
 
 @rule("narrow", "select")
-def narrow(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A slice or an entry of one dimension."""
+def _narrow(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("input", "dim", "start", "length"), args, kwargs)
     dim, start = given["dim"] % args[0].dim(), given.get("index", given.get("start"))
     if not isinstance(start, int):
         return NotImplemented
     item = slice(start, start + given["length"]) if "length" in given else start
-    return getitem(context, func, (args[0], (*(slice(None),) * dim, item)), {})
+    return _getitem(context, func, (args[0], (*(slice(None),) * dim, item)), {})
 
 
 @rule("__getitem__")
-def getitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a basic index gives."""
+def _getitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, items = args
     if not isinstance(tensor, SplitTensor):
         return NotImplemented
@@ -237,8 +222,7 @@ def getitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 @rule("__setitem__")
-def setitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values written to a basic index."""
+def _setitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, items, value = args
     if not isinstance(tensor, SplitTensor):
         tensor[whole(items)] = whole(value)
@@ -252,8 +236,7 @@ def setitem(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 @rule("cat", "concat", "concatenate")
-def cat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensors joined along a dimension."""
+def _cat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("tensors", "dim"), args, kwargs, dim=0)
     # torch lets empty vectors take part and leaves them out, as those of caches that were never filled.
     tensors = [tensor for tensor in given["tensors"] if tensor.dim() != 1 or tensor.numel() > 0]
@@ -273,8 +256,7 @@ def cat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], 
 
 
 @rule("stack")
-def stack(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensors joined along a new dimension."""
+def _stack(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = bind(("tensors", "dim"), args, kwargs, dim=0)
     tensors = list(given["tensors"])
     main = next(tensor for tensor in tensors if isinstance(tensor, SplitTensor)).placement

@@ -17,7 +17,7 @@ from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_
 
 
 @rule("embedding")
-def embedding(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _embedding(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows looked up in a table whose rows or columns are shared, or for shared indices."""
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     given = bind(names, args, kwargs, padding_idx=None, max_norm=None, scale_grad_by_freq=False, sparse=False)
@@ -65,7 +65,7 @@ _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", 
 
 
 @rule("cross_entropy", "nll_loss")
-def class_loss(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _class_loss(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The loss of shared logits (or logarithms of probabilities) without gathering them.
 
     Where the classes are shared, every rank gives the maximum, the sum of exponentials and the target's value of its

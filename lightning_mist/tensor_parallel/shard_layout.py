@@ -205,11 +205,7 @@ def _is_list(item: Any) -> bool:
 
 
 def index(layout: Layout, items: tuple[Any, ...], degree: int) -> tuple[tuple[Any, ...], Layout] | None:
-    """The index into a part and the layout of what it gives; None if that is not evenly shared out.
-
-    Args:
-        items: A complete index.
-    """
+    """The index into a part and the layout of what it gives; None if that is not evenly shared out."""
     local, sizes, source, shared, outer = list(items), list[int](), 0, -1, layout.outer
     for place, item in enumerate(items):
         if item is None:

@@ -54,10 +54,6 @@ class SplitTensor(Tensor):
     """A tensor whose parts lie on several ranks.
 
     Made by ``present``, ``split_sequence`` or :func:`wrap`.
-
-    Attributes:
-        local: This rank's part.
-        placement: Which part it is.
     """
 
     local: Tensor
@@ -218,17 +214,11 @@ def layout_of(tensor: Tensor) -> Layout | None:
     return tensor.placement if isinstance(tensor, SplitTensor) else None
 
 
-def gathered(tensor: Tensor, *, is_shared_work: bool = False) -> Tensor:
-    """The whole of a tensor on every rank; differentiable.
-
-    Args:
-        tensor: A tensor; one that is not split is returned as it is.
-        is_shared_work: Whether every rank uses it for a computation of its own, so that gradients are added up in
-            backward. Otherwise all ranks do alike with it.
-    """
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor on every rank, differentiable where all ranks do alike with it; one not split as it is."""
     if not isinstance(tensor, SplitTensor):
         return tensor
-    return collectives.gather(tensor.local, tensor.placement, tensor.context.group, is_partial=is_shared_work)
+    return collectives.gather(tensor.local, tensor.placement, tensor.context.group)
 
 
 def whole(value: Any) -> Any:
