@@ -26,6 +26,13 @@ def _travelling(error: Exception) -> Exception:
     return error
 
 
+def of_all_ranks(value: T) -> list[T]:
+    """What every rank has, by rank; called on all at once."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def on_rank_zero(work: Callable[[], T]) -> T:
     """Do something on rank 0 and give every rank its result, or raise its error on every rank."""
     box: list[Any] = [None]
@@ -49,20 +56,14 @@ def everywhere(work: Callable[[], T]) -> T:
         result.append(work())
     except Exception as own:  # the others wait: whatever it is, they must hear of it
         error = _travelling(own)
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    first = next((item for item in errors if item is not None), None)
+    first = next((item for item in of_all_ranks(error) if item is not None), None)
     if first is not None:
         raise first if error is None else error
     return result[0]
 
 
 def same_start(module: nn.Module, later: Collection[str]) -> None:
-    """Give every rank the values of rank 0, as DDP does when it wraps a module.
-
-    Args:
-        later: Names of parameters that get their values later.
-    """
+    """Give every rank the values of rank 0, as DDP does when it wraps a module, less parameters that get them later."""
     parameters = [p for name, p in module.named_parameters() if name not in later]
     with torch.no_grad():
         for tensor in [*parameters, *module.buffers()]:
@@ -76,16 +77,13 @@ def same_start(module: nn.Module, later: Collection[str]) -> None:
 
 def union(mine: Sequence[T]) -> tuple[T, ...]:
     """What any rank has, in the order of ranks, each once."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tuple(mine))
-    return tuple(dict.fromkeys(item for items in found for item in items))
+    return tuple(dict.fromkeys(item for items in of_all_ranks(tuple(mine)) for item in items))
 
 
 def same_everywhere(found: ModuleMap) -> None:
     """Raise on every rank if ranks found different modules."""
-    seen: list[Any] = [None] * dist.get_world_size()
     mine = (found.blocks, [use.name for use in found.parameters], [tuple(t.key for t in cut) for cut in found.cuts])
-    dist.all_gather_object(seen, (repr(mine), next((exclusion.reason for exclusion in found.exclusions), None)))
+    seen = of_all_ranks((repr(mine), next((exclusion.reason for exclusion in found.exclusions), None)))
     different = [rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0]]
     if different:
         # An error in the step of one rank shows here first.
@@ -95,10 +93,3 @@ def same_everywhere(found: ModuleMap) -> None:
             "every rank must build the same module and take the same branches; seed what is random in its construction"
             f"{reasons}"
         )
-
-
-def of_all_ranks(value: T) -> list[T]:
-    """What every rank has, by rank; called on all at once."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

@@ -18,9 +18,9 @@ from lightning_mist.model.initialization import (
     deferred_construction,
     empty_out,
     find_sources,
-    load_hollow,
+    is_hollow,
 )
-from lightning_mist.tensors import is_hollow
+from lightning_mist.strategy.all_ranks import of_all_ranks
 
 
 class Constructions:
@@ -73,8 +73,7 @@ def initial_values(module: nn.Module, device: torch.device, limit: int | None) -
     is_absent = any(is_hollow(parameter) for parameter in others.values())
     whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
     is_large = limit is not None and whole > limit
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (tuple(sources), is_absent, is_large, torch.initial_seed()))
+    answers = of_all_ranks((tuple(sources), is_absent, is_large, torch.initial_seed()))
     for rank, (names, *_) in enumerate(answers):
         if names != answers[0][0]:
             raise PlanError(
@@ -104,11 +103,6 @@ def initial_values(module: nn.Module, device: torch.device, limit: int | None) -
 def has_hollow_parameters(module: nn.Module) -> bool:
     """Whether some parameter of a module has no values here."""
     return any(is_hollow(parameter) for parameter in module.parameters())
-
-
-def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a state before ``setup``, into a module with hollow parameters."""
-    load_hollow(module, state, strict=strict)
 
 
 def mapped_checkpoint(path: Any, weights_only: bool | None) -> dict[str, Any] | None:

@@ -82,11 +82,7 @@ class FirstSteps:
         return result
 
     def batch(self, work: Callable[[], T], batch: Any) -> T:
-        """What the strategy does for one batch.
-
-        Raises:
-            InfeasibleError: If memory runs out and no other plan can be taken.
-        """
+        """What the strategy does for one batch."""
         while self._left:
             before = None if self._again is None else self._now()
             # A plan that the engine runs logs behind its batch in any case.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_mist.runtime.recording import Recorder, meter_memory, state_tenso
 from lightning_mist.strategy.monitoring import (
     CLOSURE,
     STEP,
+    Learner,
     Measured,
     RunReport,
     StageReport,
@@ -37,14 +38,10 @@ from lightning_mist.strategy.planning import Decision
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.tensors import batch_signature
 
-if TYPE_CHECKING:
-    from lightning_mist.strategy.monitoring import Learner
-
 _METERED_STEP = 1
 _FIRST_COMPARISON = 10
 """After this many timed steps predicted and measured are compared for the first time: enough for a median. Actions are
 recorded until then."""
-
 
 _MOST_TIMED = 1000
 """Steps whose times are kept: the last of a long run."""
@@ -71,24 +68,6 @@ def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Mea
         for index, stage in enumerate(plan.stages)
     ]
     return settled(stages, plan.num_groups)
-
-
-def _learner(decision: Decision, say: Callable[[str], None]) -> "Learner | None":
-    """What learns from the run, where its plan was made."""
-    if decision.basis is None:
-        return None
-    from lightning_mist.strategy.monitoring import Learner
-
-    path = decision.plan_path
-    return Learner(
-        decision.basis,
-        decision.plan,
-        is_plain=decision.is_plain,
-        search_seconds=decision.search_seconds,
-        path=None if path is None else path.with_name(f"{path.stem}_better.json"),
-        say=say,
-        kept_at=decision.kept_at,
-    )
 
 
 class Monitor:
@@ -128,7 +107,21 @@ class Monitor:
         self._first_stage = decision.plan.stage_of(dist.get_rank())
         stage = decision.plan.stages[self._first_stage]
         self._overlaps = stage.data_parallel_degree > 1 and stage.zero_stage < ZeroStage.GRADIENTS
-        self._learner = _learner(decision, self._progress.say)
+        path, basis = decision.plan_path, decision.basis
+        # Where the plan was made, the run teaches of its machine.
+        self._learner = (
+            None
+            if basis is None
+            else Learner(
+                basis,
+                decision.plan,
+                is_plain=decision.plan.is_plain,
+                search_seconds=decision.search_seconds,
+                path=None if path is None else path.with_name(f"{path.stem}_better.json"),
+                say=self._progress.say,
+                kept_at=decision.kept_at,
+            )
+        )
         # What planning left with the allocator would count as reserved by training.
         ops_of(device).release_cached()
 
@@ -249,20 +242,13 @@ class Monitor:
             reserved=_most([rank.reserved for rank in measured]),
             device=_most([rank.device for rank in measured]),
         )
-        if estimate is None:
-            said = None if predicted is None else predicted.stages[index].peak_bytes
-            return StageReport(
-                predicted_bytes=said,
-                measured_bytes=most.peak,
-                measured_reserved_bytes=most.reserved,
-                measured_device_bytes=most.device,
-            )
-        need = estimate.stages[index]
+        need = None if estimate is None else estimate.stages[index]
+        said = None if predicted is None else predicted.stages[index].peak_bytes
         return StageReport(
-            predicted_bytes=need.allocated.p50,
+            predicted_bytes=said if need is None else need.allocated.p50,
             measured_bytes=most.peak,
-            predicted_reserved_bytes=None if most.reserved is None else need.reserved.p50,
+            predicted_reserved_bytes=None if need is None or most.reserved is None else need.reserved.p50,
             measured_reserved_bytes=most.reserved,
-            predicted_device_bytes=None if most.device is None else need.device_total.p50,
+            predicted_device_bytes=None if need is None or most.device is None else need.device_total.p50,
             measured_device_bytes=most.device,
         )

@@ -72,7 +72,7 @@ class PlanInstallation(EndsTogether):
     def _install(self, module: Any) -> None:
         """Put what was decided in place."""
         assert self._decision is not None
-        if self._decision.is_plain:
+        if self._decision.plan.is_plain:
             if self._initial is not None:
                 self._initial.materialize(self._initial.names)
             given, found = self._find_unused_parameters, self._decision.has_unused_parameters
@@ -121,11 +121,7 @@ class PlanInstallation(EndsTogether):
             self._is_planning = False
 
     def replace_plan(self, decide: Callable[[], Decision]) -> None:
-        """Put another plan in place between two steps; of a fit of one process.
-
-        Args:
-            decide: Makes it, while the module is whole and the optimizer the user's.
-        """
+        """Put another plan in place between two steps; of a fit of one process."""
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
         state = self._withdraw(module)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightning_mist.hardware import Cluster
+from lightning_mist.model.initialization import load_hollow
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
@@ -15,7 +16,13 @@ from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.plan_installation import PlanInstallation
-from lightning_mist.strategy.planning import PlanRequest, refuse_what_is_not_there, whole_module_reason, write_plan
+from lightning_mist.strategy.planning import (
+    PlanRequest,
+    decide,
+    refuse_what_is_not_there,
+    whole_module_reason,
+    write_plan,
+)
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
 from lightning_mist.strategy.user_rank import ActingRank
 from lightning_mist.tuner import SearchSpace
@@ -105,11 +112,7 @@ class MistBase(ActingRank, PlanInstallation):
     ) -> None:
         refuse_what_is_not_there(save_distributed_checkpoint)
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            *(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin),
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
@@ -120,7 +123,7 @@ class MistBase(ActingRank, PlanInstallation):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **kwargs,
         )
-        self._find_unused_parameters = find_unused_parameters
+        self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
         self._request = PlanRequest(
             plan=plan,
@@ -136,11 +139,7 @@ class MistBase(ActingRank, PlanInstallation):
             self_check=self_check,
             verbose=verbose,
         )
-        self._report_path, self._fitting, self._constructions = (
-            report_path,
-            ExitStack(),
-            empty_parameters.Constructions(),
-        )
+        self._fitting, self._constructions = ExitStack(), empty_parameters.Constructions()
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -164,9 +163,6 @@ class MistBase(ActingRank, PlanInstallation):
         self.model_to_device()
         all_ranks.same_start(module, () if self._initial is None else self._initial.names)
         self.setup_optimizers(trainer)
-        # Most of what planning needs is not for a program that only names the strategy, nor for other loops than fit.
-        from lightning_mist.strategy.planning import decide
-
         with self._planning():
             self._decision = decide(
                 trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
@@ -314,18 +310,16 @@ class MistBase(ActingRank, PlanInstallation):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
-        assert self.lightning_module is not None
-        if self._engine is None and empty_parameters.has_hollow_parameters(self.lightning_module):
-            empty_parameters.load_state(self.lightning_module, checkpoint["state_dict"], strict)
-            return
-        is_hollow = self._engine is not None and not self._engine.is_filled
-        if is_hollow:
-            assert self._engine is not None
-            self._engine.fill()
-        super().load_model_state_dict(checkpoint, strict)
-        if is_hollow:
-            assert self._engine is not None
-            self._engine.hollow()
+        module, engine = self.lightning_module, self._engine
+        assert module is not None
+        if engine is None and empty_parameters.has_hollow_parameters(module):
+            load_hollow(module, checkpoint["state_dict"], strict=strict)
+        elif engine is None or engine.is_filled:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            engine.fill()
+            super().load_model_state_dict(checkpoint, strict)
+            engine.hollow()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0."""
@@ -351,7 +345,6 @@ def build(root: str, module: str) -> type[MistBase]:
     """The strategy class for one copy of Lightning.
 
     Args:
-        root: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
         module: Name of the module that will hold the class, so that it can be pickled.
     """
     names = namespace(root)

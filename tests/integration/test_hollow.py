@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning_mist.strategy.checkpoint_io import module_state
 from torch import nn
 
 from lightning_mist import MistStrategy, PlanError
 from lightning_mist.model import map_module
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.runtime.parameters.absent import at_work
+from lightning_mist.strategy.training import module_state
 from lightning_mist.strategy.training.engine import start_engine
 
 

@@ -10,7 +10,7 @@ from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import ModuleMap
 from lightning_mist.strategy import all_ranks
 from lightning_mist.strategy.all_ranks import on_rank_zero, same_everywhere
-from lightning_mist.strategy.planning.local_machine import alike, cluster_of_ranks, joined
+from lightning_mist.strategy.planning.local_machine import alike, joined
 
 MAP = ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=((),), parameters=())
 
@@ -55,7 +55,7 @@ def test_ranks_that_see_another_module_are_named(gloo_workers):
 
 
 def _cluster_on(names):
-    return cluster_of_ranks(parse_cluster(f"2x{names[dist.get_rank()]}"))
+    return joined(all_ranks.of_all_ranks(parse_cluster(f"2x{names[dist.get_rank()]}")))
 
 
 def test_ranks_know_each_other_s_devices(gloo_workers):

@@ -16,11 +16,7 @@ error of a median of many samples, which is ``sqrt(pi / 2)`` times that of their
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prediction:
-    """What the plan was predicted by.
-
-    Attributes:
-        corrections: Those that its terms contain.
-    """
+    """What the plan was predicted by."""
 
     plan: Plan
     corrections: Sequence[Correction]

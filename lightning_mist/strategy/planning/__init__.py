@@ -4,8 +4,7 @@ from lightning_mist.strategy.planning.decision import Decision, PlanRequest
 from lightning_mist.strategy.planning.local_machine import default_directory, machine_profile
 from lightning_mist.strategy.planning.memory_budget import is_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import refuse_what_is_not_there, whole_module_reason
-from lightning_mist.strategy.planning.plan_cache import remember_limit
-from lightning_mist.strategy.planning.publishing import write_plan
+from lightning_mist.strategy.planning.plan_cache import remember_limit, write_plan
 from lightning_mist.strategy.planning.workflow import decide
 
 __all__ = [

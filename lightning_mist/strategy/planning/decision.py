@@ -15,6 +15,7 @@ from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
+from lightning_mist.strategy.planning.local_machine import default_directory
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.budget import USABLE_HOST_MEMORY
 
@@ -51,6 +52,11 @@ class PlanRequest:
         folder = Path(self.offload_directory).absolute()
         there = next(path for path in (folder, *folder.parents) if path.exists())
         return disk_usage(there).free
+
+    @property
+    def directory(self) -> Path:
+        """Where measurements of machines and plans are kept."""
+        return default_directory() if self.profile_directory is None else Path(self.profile_directory)
 
     def host_of_each(self, processes: int, device: torch.device) -> HostPlace:
         """Where each of a node's processes may keep what it offloads.
@@ -101,8 +107,3 @@ class Decision:
     again: "Callable[[int, Any], Decision] | None" = None
     reach: Reach | None = None
     rules: CutRules | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the plan is what torch's DistributedDataParallel does by itself."""
-        return self.plan.is_plain

@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.model import derive_splits
 from lightning_mist.model.fakes import isolated
 from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
-from lightning_mist.strategy.all_ranks import on_rank_zero
+from lightning_mist.strategy.all_ranks import of_all_ranks, on_rank_zero
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import LogRecord, LogRecorder, recorded_logs, results_of
 
@@ -61,8 +60,7 @@ def _watched_metrics(module: Any) -> Iterator[list[str]]:
 
 def agree(mine: CutRules | str) -> CutRules | str:
     """The rules, the same on every rank, or why there are none."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine if isinstance(mine, str) else (mine.site_text, dict(mine.seen)))
+    found: list[Any] = of_all_ranks(mine if isinstance(mine, str) else (mine.site_text, dict(mine.seen)))
     refusals = [answer for answer in found if isinstance(answer, str)]
     if refusals:
         return refusals[0]

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import batch_tensors
+from lightning_mist.errors import MistError, TraceError
+from lightning_mist.model.fakes import batch_tensors, isolated
 from lightning_mist.model.user_code import Generators
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.training import recorded_logs
 
@@ -27,11 +28,7 @@ _ENTRIES = 1 << 16
 
 
 class PutBack:
-    """An iterator with what was taken from it in front again; everything else is the iterator's own.
-
-    Args:
-        on_fetch: Called once, before anything is fetched.
-    """
+    """An iterator with what was taken from it in front again; everything else is the iterator's own."""
 
     def __init__(self, taken: list[Any], rest: Any, on_fetch: Callable[[], None]) -> None:
         self._taken, self._rest = taken, rest
@@ -204,3 +201,26 @@ def silent(module: Any) -> Iterator[None]:
     """Inside, the module's ``log`` and ``log_dict`` lead nowhere."""
     with recorded_logs(module):
         yield
+
+
+def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:
+    """The first batch as the step gets it, on every rank at once; training will get it from the loader all the same."""
+
+    def look() -> Any:
+        try:
+            batch = first_batch(trainer, names.set_sampler_epoch)
+        except MistError:
+            raise
+        except Exception as error:
+            forget_first_batch(trainer)  # so that training meets the same error, if it is one there
+            raise TraceError(f"the first batch could not be had: {type(error).__name__}: {error}") from error
+        with isolated(strategy.lightning_module):
+            return on_device(trainer, strategy, batch)
+
+    return everywhere(look)
+
+
+def load_the_same(batch: Any) -> bool:
+    """Whether all of several ranks have loaded equal batches, each its own; called on all at once."""
+    digests = of_all_ranks(digest_of(batch))
+    return len(digests) > 1 and digests[0] is not None and len(set(digests)) == 1

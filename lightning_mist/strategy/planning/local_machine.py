@@ -54,7 +54,7 @@ def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
         ValueError: If it has not as many devices as processes run.
     """
     if wanted is None:
-        return cluster_of_ranks(detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type))
+        return joined(of_all_ranks(detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type)))
     cluster = parse_cluster(wanted) if isinstance(wanted, str) else wanted
     if cluster.world_size != strategy.world_size:
         raise ValueError(
@@ -67,11 +67,6 @@ def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
 def default_directory() -> Path:
     """Where profiles are kept unless the user says otherwise."""
     return Path.home() / ".cache" / "lightning-mist"
-
-
-def directory_of(given: str | None) -> Path:
-    """Where profiles are kept if the user said so, or did not."""
-    return default_directory() if given is None else Path(given)
 
 
 def machine_profile(
@@ -164,13 +159,6 @@ def _keep(profile: HardwareProfile, directory: Path, cluster: Cluster, progress:
         if is_fresh:
             raise  # keeping it was the point
         progress.say(f"what was measured is not kept for later runs: {error}")
-
-
-def cluster_of_ranks(mine: Cluster) -> AnyCluster:
-    """The cluster that all ranks are part of, whether their devices are alike or not."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return joined(found)
 
 
 def joined(found: Sequence[Cluster]) -> AnyCluster:

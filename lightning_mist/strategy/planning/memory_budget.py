@@ -183,11 +183,7 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 
 
 def everywhere_unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
-    """The same on all ranks at once; ``None`` on all if memory ran out on any, an error on all if there is one.
-
-    Raises:
-        Exception: This rank's own error, or a :class:`TraceError` with that of another.
-    """
+    """The same on all ranks at once; ``None`` on all if memory ran out on any, an error on all if there is one."""
     found = everywhere(lambda: unless_out_of_memory(work, device))
     return found if all(of_all_ranks(found is not None)) else None
 

@@ -24,6 +24,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.training import start_engine
 
 WARM_UP, TIMED = 3, 9
@@ -217,8 +218,6 @@ def _same(found: StepOverheads, world_size: int) -> StepOverheads:
     """The median over the ranks of what each has measured; zeros are of ranks that did not measure a thing."""
     if world_size == 1:
         return found
-    every: list[Any] = [None] * world_size
-    dist.all_gather_object(every, asdict(found))
-    names = every[0]
-    known = {name: [item[name] for item in every if item[name] > 0] for name in names}
+    every = of_all_ranks(asdict(found))
+    known = {name: [item[name] for item in every if item[name] > 0] for name in every[0]}
     return StepOverheads(**{name: median(values) if values else 0.0 for name, values in known.items()})

@@ -99,11 +99,7 @@ def kept_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
 
 
 def remembered_limit(path: Path) -> int | None:
-    """The ``memory_limit`` to plan with where the plan of a question ran out of memory; None if it did not.
-
-    Args:
-        path: Where the plan is kept.
-    """
+    """The ``memory_limit`` to plan with where the plan of a question ran out of memory; None if it did not."""
     try:
         return int(path.with_suffix(".limit").read_text())
     except (OSError, ValueError):
@@ -112,9 +108,6 @@ def remembered_limit(path: Path) -> int | None:
 
 def remember_limit(path: Path, limit: int) -> None:
     """Plan with less memory from now on: the plan that is kept there, or would be, ran out of it.
-
-    Args:
-        path: Where the plan is kept.
 
     Raises:
         OSError: If that cannot be written.
@@ -128,8 +121,13 @@ def keep_plan(directory: Path, key: str, plan: Plan) -> str | None:
     """Keep a plan for the next time; why it could not be kept, or None."""
     path = kept_path(directory, key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(plan, path)
+        write_plan(plan, path)
     except OSError as error:
         return f"the plan is not kept for later runs: {error}"
     return None
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan, and the folders that are to hold it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(plan, path)

@@ -37,7 +37,6 @@ from lightning_mist.plan import (
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, union
 from lightning_mist.strategy.monitoring import Basis, with_corrections
-from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import PlanRequest
 from lightning_mist.strategy.planning.division_proofs import agree, prove_here, with_splits
 from lightning_mist.strategy.planning.local_machine import alike
@@ -93,9 +92,14 @@ class Planner:
         return nullcontext() if self.initial is None else self.initial.lean(found.blocks)
 
     @property
+    def budget(self) -> Budget:
+        """What plans may take of each device."""
+        return Budget(cluster=self.cluster, asked=self.request.memory_limit)
+
+    @property
     def room(self) -> Room:
         """What planning may take of each device."""
-        limit = tensor_share(self.cluster) * Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
+        limit = tensor_share(self.cluster) * self.budget.limit
         held = sum(p.numel() * p.element_size() for p in self.module.parameters() if not is_hollow(p))
         return Room(held=held, limit=limit, step_bytes=self._counted)
 
@@ -107,7 +111,7 @@ class Planner:
         """Why nothing needs to be searched, if so; on rank 0."""
         if self.initial is not None:
             return None
-        saved = most_to_save(list(self.module.parameters()), self.alike, self._directory)
+        saved = most_to_save(list(self.module.parameters()), self.alike, self.request.directory)
         reason = None if saved is None else saves_too_little(saved, steps_to_come(self.trainer))
         return None if reason is None or not self._fits_plainly() else f"{reason}, and it fits"
 
@@ -124,7 +128,7 @@ class Planner:
         Returns:
             Why nothing, if so; and the tensor-parallel degrees that could save more than they cost.
         """
-        saved = most_to_save(list(self.module.parameters()), self.alike, self._directory, update)
+        saved = most_to_save(list(self.module.parameters()), self.alike, self.request.directory, update)
         if saved is None or self.initial is not None:
             return None, degrees
         reason = saves_too_small_a_share(saved, seconds)
@@ -135,10 +139,9 @@ class Planner:
 
     def _fits_plainly(self) -> bool:
         """Whether plain data parallelism certainly fits; not where the step cannot be counted so quickly."""
-        limit = Budget(cluster=self.cluster, asked=self.request.memory_limit).limit
         needed = self._counted()
         # A step that reads values back is counted on real numbers, if it is planned for.
-        return needed is not None and fits_plainly(list(self.module.parameters()), needed, limit)
+        return needed is not None and fits_plainly(list(self.module.parameters()), needed, self.budget.limit)
 
     def _counted(self) -> int | None:
         """What a step of the whole batch allocates, gradients included; ``None`` if that cannot be told quickly."""
@@ -292,8 +295,7 @@ class Planner:
             has_files=request.offload_directory is not None,
         )
         if request.correct_profile:
-            directory, precision = local_machine.directory_of(request.profile_directory), str(self.trainer.precision)
-            basis = with_corrections(basis, directory, precision, self.progress.say)
+            basis = with_corrections(basis, request.directory, str(self.trainer.precision), self.progress.say)
         self.basis = basis
 
     def tune(self) -> TuneResult:
@@ -324,8 +326,7 @@ class Planner:
         assert self.spec is not None
         assert bare.predicted is not None
         why = gains_too_little(made.predicted, bare.predicted)
-        budget = Budget(cluster=self.cluster, asked=self.request.memory_limit)
-        if why is None or estimate_made(self.spec, bare, budget).verdict != "fits":
+        if why is None or estimate_made(self.spec, bare, self.budget).verdict != "fits":
             return plan
         self.progress.tell(f"plain data parallelism: {why}")
         return bare
@@ -335,14 +336,14 @@ class Planner:
 
         def look() -> tuple[str | None, Path, int | None]:
             key = self._key(found)
-            plan, warning = kept_plan(self._directory, key)
+            plan, warning = kept_plan(self.request.directory, key)
             if warning is not None:
                 self.progress.say(warning)
-            path = kept_path(self._directory, key)
+            path = kept_path(self.request.directory, key)
             return None if plan is None else to_json(plan), path, remembered_limit(path)
 
         text, self.asked_at, limit = on_rank_zero(look)
-        if limit is not None and limit < Budget(cluster=self.cluster, asked=self.request.memory_limit).limit:
+        if limit is not None and limit < self.budget.limit:
             self.progress.tell(f"an earlier run was out of memory: planning within {format_bytes(limit)} per device")
             self.wished = self.wished or self.request
             self.request = replace(self.request, memory_limit=limit)
@@ -355,15 +356,11 @@ class Planner:
         """Keep a plan that was made here."""
         if self.strategy.is_global_zero:
             key = self._key(found)
-            warning = keep_plan(self._directory, key, plan)
+            warning = keep_plan(self.request.directory, key, plan)
             if warning is None:
-                self.kept_at = kept_path(self._directory, key)
+                self.kept_at = kept_path(self.request.directory, key)
             else:
                 self.progress.say(warning)
-
-    @property
-    def _directory(self) -> Path:
-        return local_machine.directory_of(self.request.profile_directory)
 
     def _key(self, found: ModuleMap) -> str:
         request, trainer = self.request, self.trainer

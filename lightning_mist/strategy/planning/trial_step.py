@@ -105,7 +105,6 @@ class _Found:
     Attributes:
         changed: What they changed beside the module, in words, and whether layers may have done it.
         talk: What they said to other processes, in words; empty if nothing.
-        asked: Where they asked which process they run in.
     """
 
     changed: tuple[tuple[str, bool], ...]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_mist.errors import InfeasibleError, PlanError, TraceError
 from lightning_mist.estimate import MemoryEstimate
+from lightning_mist.errors import InfeasibleError, PlanError, TraceError
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import (
     Fingerprint,
@@ -20,26 +20,21 @@ from lightning_mist.plan import (
     differences,
     from_json,
     load,
+    render,
     row_slice,
+    split_notes,
     to_json,
 )
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
-from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, same_everywhere
+from lightning_mist.schedule.ratios import ratio_notes
+from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlanRequest
 from lightning_mist.strategy.planning.division_proofs import degrees_of
-from lightning_mist.strategy.planning.first_batch import (
-    digest_of,
-    first_batch,
-    forget_first_batch,
-    on_device,
-    silent,
-    step_function,
-)
+from lightning_mist.strategy.planning.first_batch import load_the_same, look_at_first_batch, silent, step_function
 from lightning_mist.strategy.planning.memory_budget import (
-    Budget,
     check_evaluation,
     estimate_given,
     estimate_made,
@@ -47,12 +42,11 @@ from lightning_mist.strategy.planning.memory_budget import (
 )
 from lightning_mist.strategy.planning.plain_parallelism import at_once_reason, is_free, plain_plan
 from lightning_mist.strategy.planning.planning_state import Planner
-from lightning_mist.strategy.planning.publishing import publish
 from lightning_mist.strategy.planning.trial_step import TriedStep
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.budget import tensor_share
-from lightning_mist.units import format_bytes
+from lightning_mist.units import format_bytes, format_seconds
 
 
 def decide(
@@ -85,11 +79,7 @@ def decide(
     if reason is None:
         try:
             # Trials look at operators, and nothing must be compiled for them.
-            with (
-                names.isolate_rng(),
-                torch.compiler.set_stance("force_eager"),
-                progress,
-            ):
+            with names.isolate_rng(), torch.compiler.set_stance("force_eager"), progress:
                 return _decided(trainer, strategy, names, request, progress, plain=plain, initial=initial)
         except (TraceError, PlanError) as error:
             if not is_auto or initial is not None:
@@ -137,12 +127,17 @@ def _decided(
         request=request,
         progress=progress,
         plain=plain,
-        batch=_look(trainer, strategy, names),
+        batch=look_at_first_batch(trainer, strategy, names),
         call=call,
         initial=initial,
         cluster=local_machine.cluster_for(request.cluster, strategy),
     )
-    _tell_of_equal_batches(planner)
+    if load_the_same(planner.batch):
+        # A project may share out its data only under strategies that it knows by name.
+        progress.tell(
+            "all processes load the same first batch; a project that looks for 'ddp' in the strategy's name shares out "
+            'its data under strategy="ddp_mist"'
+        )
     # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
     with silent(module):
         return _made(planner, names, started)
@@ -173,7 +168,7 @@ def _made(planner: Planner, names: Namespace, started: float) -> Decision:
         )
     estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
     _self_check(planner, found, plan)
-    path = publish(planner, found, plan, made, estimate)
+    path = _publish(planner, found, plan, made, estimate)
     return Decision(
         plan=plan,
         module_map=found,
@@ -195,63 +190,25 @@ def _made(planner: Planner, names: Namespace, started: float) -> Decision:
 
 def _needs(planner: Planner, plan: Plan) -> int:
     """The least ``memory_limit`` that a plan was made for: by its prediction, or else the one at hand."""
-    limit = Budget(cluster=planner.cluster, asked=planner.request.memory_limit).limit
+    limit = planner.budget.limit
     peaks = [] if plan.predicted is None else [stage.peak_bytes for stage in plan.predicted.stages]
     return min(limit, ceil(max(peaks) / tensor_share(planner.cluster))) if peaks else limit
 
 
-def _forget_limit(planner: Planner) -> bool:
-    """Plan with what the user asked for where no plan keeps within what an earlier run left; on every rank."""
-    if planner.wished is None:
-        return False
-    planner.progress.tell("no plan needs so little: planning as if there had been no earlier run")
-    planner.request, planner.wished = planner.wished, None
-    return True
-
-
-def _look(trainer: Any, strategy: Any, names: Namespace) -> Any:
-    """The first batch as the step gets it; training will get it from the loader all the same."""
-
-    def look() -> Any:
-        try:
-            batch = first_batch(trainer, names.set_sampler_epoch)
-        except MistError:
-            raise
-        except Exception as error:
-            forget_first_batch(trainer)  # so that training meets the same error, if it is one there
-            raise TraceError(f"the first batch could not be had: {type(error).__name__}: {error}") from error
-        with isolated(strategy.lightning_module):
-            return on_device(trainer, strategy, batch)
-
-    return everywhere(look)
-
-
-def _tell_of_equal_batches(planner: Planner) -> None:
-    """Say if all ranks load the same: a project may share out its data only under strategies that it knows by name."""
-    digests = of_all_ranks(digest_of(planner.batch))
-    if len(digests) > 1 and digests[0] is not None and len(set(digests)) == 1:
-        planner.progress.tell(
-            "all processes load the same first batch; a project that looks for 'ddp' in the strategy's name shares out "
-            'its data under strategy="ddp_mist"'
-        )
-
-
 def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     """Refuse a plan that cannot run here, or not within what may be used."""
-    request, strategy = planner.request, planner.strategy
     # Ranks may load batches of different sizes; a plan is for those of rank 0.
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
-    check_plan(plan, world_size=strategy.world_size, batch_rows=rows, num_layers=len(found.blocks), module_map=found)
+    layers, ranks = len(found.blocks), planner.strategy.world_size
+    check_plan(plan, world_size=ranks, batch_rows=rows, num_layers=layers, module_map=found)
     check_supported(plan, found)
     if planner.trainer.enable_validation:
-        budget = Budget(cluster=planner.cluster, asked=request.memory_limit)
-        check_evaluation(plan, planner.module, budget.limits(plan))
+        check_evaluation(plan, planner.module, planner.budget.limits(plan))
 
 
 def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
     """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
-    request = planner.request
-    budget = Budget(cluster=planner.cluster, asked=request.memory_limit, host_asked=request.host_limit)
+    budget = replace(planner.budget, host_asked=planner.request.host_limit)
     if planner.spec is not None:
         return estimate_made(planner.spec, plan, budget)
     changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
@@ -290,8 +247,11 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
     try:
         plan, made, split = _searched(planner, found)
     except InfeasibleError:
-        if not _forget_limit(planner):
+        if planner.wished is None:
             raise
+        # No plan keeps within what an earlier run left: what the user asked for counts again.
+        planner.progress.tell("no plan needs so little: planning as if there had been no earlier run")
+        planner.request, planner.wished = planner.wished, None
         plan, made, split = _searched(planner, found)
     planner.keep(found, plan)  # asked for before the module is split
     return plan, made, split
@@ -300,15 +260,10 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
 def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
     """The best plan after measuring and searching; how it was found is known on rank 0."""
     request = planner.request
-    profile = local_machine.machine_profile(
-        planner.alike,
-        planner.strategy.root_device,
-        str(planner.trainer.precision),
-        local_machine.directory_of(request.profile_directory),
-        planner.progress,
-    )
+    device, precision = planner.strategy.root_device, str(planner.trainer.precision)
+    profile = local_machine.machine_profile(planner.alike, device, precision, request.directory, planner.progress)
     if request.offload_directory is not None:
-        profile = local_machine.with_files(profile, Path(request.offload_directory), planner.strategy.root_device)
+        profile = local_machine.with_files(profile, Path(request.offload_directory), device)
     seconds, update = planner.seconds(found), everywhere(planner.update_seconds)
     is_open, enough = is_free(request.search) and not planner.is_scarce, None
     degrees = degrees_to_try(request.search, planner.alike.devices_per_node)
@@ -395,3 +350,47 @@ def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
             return
     planner.progress.say("the cut module is not compared with the whole before training: there is no room for that")
     refuse_unchecked(found, plan.bounds, divided)
+
+
+def _publish(
+    planner: Planner, found: ModuleMap, plan: Plan, made: TuneResult | None, estimate: MemoryEstimate | None
+) -> Path | None:
+    """Show the plan on rank 0, and say where it will be written if it was made here; every rank asks."""
+    path = _plan_file(planner.trainer, planner.request.plan_path)
+    if not planner.strategy.is_global_zero:
+        return None
+    progress = planner.progress
+    if plan.is_plain:
+        if plan.predicted is not None:
+            is_fastest = made is not None and made.plan.is_plain
+            what = "plain data parallelism is the fastest plan that was found: " if is_fastest else ""
+            progress.tell(f"{what}{format_seconds(plan.predicted.step_seconds)} per step predicted")
+        progress.details(render(plan))
+    else:
+        progress.show(render(plan))
+    moved = (note for group in range(plan.num_groups) for note in ratio_notes(plan, found, group))
+    for note in (*split_notes(plan, found), *dict.fromkeys(moved)):
+        progress.say(note)
+    if estimate is not None:
+        progress.tell(estimate.headline())
+    if made is not None:
+        for note in made.explain():
+            progress.say(note)
+    if planner.request.plan != "auto" or plan.predicted is None:
+        return None  # it was given, or there was nothing to plan
+    if path is not None:
+        progress.say(f"the plan goes to {path}")
+    return path
+
+
+def _plan_file(trainer: Any, asked: str | None) -> Path | None:
+    """Where a plan that was made here is written; every rank asks at once.
+
+    Nowhere if Lightning itself leaves no files: in the logger's directory, if there is a logger that has one.
+    """
+    if asked is not None:
+        return Path(asked)
+    if not trainer.loggers:
+        return None
+    directory = trainer.log_dir
+    return None if directory is None else Path(directory) / "mist_plan.json"

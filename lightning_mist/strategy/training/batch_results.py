@@ -34,7 +34,6 @@ class BatchResult:
 
     Attributes:
         loss: Mean over the batch, or None if the step returned none.
-        extras: Other entries of a returned dictionary.
     """
 
     loss: Tensor | None
@@ -86,11 +85,7 @@ def results_in(outputs: Sequence[Any], records: Mapping[int, tuple[LogRecord, ..
 
 
 def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
-    """A value as it travels to its owner: tensors without their graph, in host memory, in containers of their classes.
-
-    Args:
-        copies: Tensors that are there already, by the ``id`` of what they are copies of.
-    """
+    """A value as it travels to its owner: tensors without graph, in host memory, in containers of their classes."""
 
     def replace(node: Any) -> Any:
         if isinstance(node, FakeTensor):

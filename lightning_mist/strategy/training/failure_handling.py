@@ -127,11 +127,7 @@ class EndsTogether(_Base):
         return self._watcher is not None and self._watcher.has_failed
 
     def refuse_without_the_others(self, what: str) -> None:
-        """Raise if this takes ranks that have failed or gone, rather than wait for them.
-
-        Raises:
-            PeerError: Saying what failed.
-        """
+        """Raise if this takes ranks that have failed or gone, rather than wait for them."""
         if self._watcher is None:
             return
         failure = self._watcher.failure()

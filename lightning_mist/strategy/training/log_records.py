@@ -38,7 +38,6 @@ class LogRecord:
     """One call of ``self.log``.
 
     Attributes:
-        value: Its value, or a metric object.
         batch_value: Of a metric object, what it gave for the rows of this call; None if it gave no single number.
     """
 

@@ -42,11 +42,7 @@ def results_of(extras: Mapping[str, Any], records: tuple[LogRecord, ...]) -> lis
 
 
 class PartStep:
-    """One run of the step.
-
-    Args:
-        share: The part's share of the rows.
-    """
+    """One run of the step."""
 
     def __init__(self, owner: "_Batch | None", mode: CutMode | None, share: float, *, is_last: bool) -> None:
         self._batch, self._mode, self._share, self._is_last = owner, mode, share, is_last
@@ -172,11 +168,7 @@ class PartSteps:
             yield from batch.tensors()
 
     def check(self, copies: Mapping[int, Tensor]) -> None:
-        """See, after the last part, that all did what was proved, if that has waited.
-
-        Raises:
-            TraceError: If not.
-        """
+        """See, after the last part, that all did what was proved, if that has waited."""
         for batch in self._batches.values():
             if batch.waits:
                 batch.check(copies, is_whole=True)

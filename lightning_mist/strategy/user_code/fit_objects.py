@@ -55,11 +55,7 @@ class Super:
 
 
 class Everything:
-    """The objects of one fit, and what reaches the parameters of its module.
-
-    Args:
-        trainer: Lightning's trainer, its module and strategy attached.
-    """
+    """The objects of one fit, and what reaches the parameters of its module."""
 
     def __init__(self, trainer: Any, optimizers: Iterable[Any]) -> None:
         self.trainer, self.module = trainer, trainer.lightning_module
@@ -151,11 +147,7 @@ class UnreadableError(Exception):
 
 
 class Resolver:
-    """Attributes of objects of one fit.
-
-    Args:
-        call: Reads a function that a property calls, on an object.
-    """
+    """Attributes of objects of one fit."""
 
     def __init__(self, everything: Everything, call: Callable[[Any, Any], Any]) -> None:
         self._all, self._call = everything, call

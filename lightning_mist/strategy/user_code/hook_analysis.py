@@ -51,11 +51,7 @@ class _Scope:
 
 
 class Reader:
-    """Reads functions for what they can reach.
-
-    Attributes:
-        read: Every function that was read, with the object it is called on.
-    """
+    """Reads functions for what they can reach."""
 
     def __init__(self, everything: Everything) -> None:
         self._all = everything

@@ -104,11 +104,7 @@ _BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero
 
 @dataclass(frozen=True, slots=True)
 class _Looks:
-    """A hook that may look at what other ranks have.
-
-    Attributes:
-        whole: What of the whole module it may look at.
-    """
+    """A hook that may look at what other ranks have."""
 
     where: str
     what: str

@@ -19,4 +19,4 @@ def test_only_plain_data_parallelism_is_left_to_ddp(changes, plain):
     plan = plan_of(4, world_size=2, global_batch_size=8, **{"num_microbatches": 1, **changes})
     empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
     decision = Decision(plan=plan, module_map=empty, has_unused_parameters=False, planning_seconds=0.0, plan_path=None)
-    assert decision.is_plain == plain
+    assert decision.plan.is_plain == plain

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.strategy.planning.first_batch import digest_of, first_batch, on_device
+from lightning_mist.strategy.planning import first_batch as first_batch_module
+from lightning_mist.strategy.planning.first_batch import digest_of, first_batch, load_the_same, on_device
 
 
 class Stream(IterableDataset):
@@ -228,3 +229,11 @@ def test_batches_are_told_apart_by_their_values():
     unreadable = torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(2, device="meta"), torch.eye(2).to_sparse()
     for nothing in ("no tensors", torch.empty(0), *unreadable):
         assert digest_of([nothing]) is None
+
+
+@pytest.mark.parametrize(
+    ("digests", "same"), [(["a", "a"], True), (["a", "b"], False), (["a"], False), ([None] * 2, False)]
+)
+def test_batches_are_the_same_everywhere_if_ranks_can_tell(monkeypatch, digests, same):
+    monkeypatch.setattr(first_batch_module, "of_all_ranks", lambda digest: digests)
+    assert load_the_same(torch.zeros(2)) is same

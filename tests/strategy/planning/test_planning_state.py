@@ -5,6 +5,7 @@ import torch
 
 from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.hardware import parse_cluster
+from lightning_mist.strategy.planning.memory_budget import Budget
 from lightning_mist.strategy.planning.planning_state import Planner
 
 
@@ -15,8 +16,7 @@ def fits(answer):
         return answer
 
     planner = SimpleNamespace(
-        cluster=parse_cluster("1x2xL4"),
-        request=SimpleNamespace(memory_limit=1000),
+        budget=Budget(cluster=parse_cluster("1x2xL4"), asked=1000),
         module=torch.nn.Linear(5, 2, bias=False),  # 40 bytes, counted four times
         tried=tried,
         step_bytes=[],

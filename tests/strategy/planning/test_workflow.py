@@ -64,7 +64,7 @@ class Searching:
     """A planner that finds cut plans until they are ruled out."""
 
     def __init__(self, *exclusions, enough=None):
-        self.request = SimpleNamespace(search=SearchSpace(), profile_directory=None, offload_directory=None)
+        self.request = SimpleNamespace(search=SearchSpace(), directory=None, offload_directory=None)
         self.strategy = SimpleNamespace(root_device=None)
         self.trainer = SimpleNamespace(precision="32-true")
         self.alike = SimpleNamespace(devices_per_node=4)
@@ -149,14 +149,3 @@ def test_a_plan_is_kept_by_what_was_known_before_anything_was_tried(monkeypatch)
     found = planning._plan(planner, empty)[2]
     assert found.excludes("tensor")
     assert planner.kept_by == (empty, empty)
-
-
-@pytest.mark.parametrize(
-    ("digests", "is_told"), [(["a", "a"], True), (["a", "b"], False), (["a"], False), ([None] * 2, False)]
-)
-def test_batches_that_are_the_same_everywhere_are_told(monkeypatch, digests, is_told):
-    told = []
-    planner = SimpleNamespace(batch=torch.zeros(2), progress=SimpleNamespace(tell=told.append))
-    monkeypatch.setattr(planning, "of_all_ranks", lambda digest: digests)
-    planning._tell_of_equal_batches(planner)
-    assert ["ddp_mist" in line for line in told] == [True] * is_told
