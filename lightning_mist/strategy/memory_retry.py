@@ -160,7 +160,6 @@ class FirstSteps:
         return InfeasibleError(f"rank {rank} ran out of memory in its first steps ({error}){self._asking(decision)}")
 
     def _asking(self, decision: Decision) -> str:
-        """What to ask for."""
         limit = _tighter(decision)
         by_itself = "" if self._asked_at is None else ", as the next start does by itself"
         limit_words = f"memory_limit={limit} ({format_bytes(limit)})"

@@ -48,8 +48,6 @@ _MOST_TIMED = 1000
 
 
 class _Bytes(NamedTuple):
-    """What one rank's meter said."""
-
     peak: int
     reserved: int | None
     device: int | None

@@ -70,7 +70,6 @@ class PlanInstallation(EndsTogether):
     # Installing --------------------------------------------------------------------------------------------------
 
     def _install(self, module: Any) -> None:
-        """Put what was decided in place."""
         assert self._decision is not None
         if self._decision.plan.is_plain:
             if self._initial is not None:

@@ -1,5 +1,6 @@
 """``MistStrategy``: what Lightning talks to."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -16,17 +17,61 @@ from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.plan_installation import PlanInstallation
-from lightning_mist.strategy.planning import (
-    PlanRequest,
-    decide,
-    refuse_what_is_not_there,
-    whole_module_reason,
-    write_plan,
-)
+from lightning_mist.strategy.planning import PlanRequest, decide, whole_module_reason, write_plan
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
-from lightning_mist.strategy.user_rank import ActingRank
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
+
+
+class ActingRank:
+    """Mixed into a strategy: the ranks that user code sees are those of the owner of the rows that it works on.
+
+    Under plain data parallelism a step runs where its batch was loaded. Ranks that share batches run it for one
+    another, so while they do, what Lightning says of the rank is said of the batch's owner.
+    """
+
+    _acting_rank: int | None = None
+
+    @property
+    def global_rank(self) -> int:
+        """This rank, or whose rows the step sees."""
+        return _super(self, "global_rank") if self._acting_rank is None else self._acting_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank within its node, or that of the owner of the rows that the step sees."""
+        own = _super(self, "local_rank")
+        return own if self._acting_rank is None else self._acting_rank % self._per_node()
+
+    @property
+    def node_rank(self) -> int:
+        """This rank's node, or that of the owner of the rows that the step sees."""
+        own = _super(self, "node_rank")
+        return own if self._acting_rank is None else self._acting_rank // self._per_node()
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this process computes, whosever rows the step sees: Lightning takes it by the local rank."""
+        acting, self._acting_rank = self._acting_rank, None
+        try:
+            return super().root_device  # type: ignore[misc, no-any-return]
+        finally:
+            self._acting_rank = acting
+
+    def _per_node(self) -> int:
+        return max(1, int(getattr(self, "num_processes", 1)))
+
+    def act_for(self, rank: int | None) -> None:
+        """Speak for another rank from now on; ``None`` for this one again."""
+        before, self._acting_rank = self._acting_rank, rank
+        told = getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)
+        if told is not None and before != rank:
+            told.rank = self.global_rank
+
+
+def _super(strategy: ActingRank, name: str) -> int:
+    return int(getattr(super(ActingRank, strategy), name))
+
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -110,13 +155,11 @@ class MistBase(ActingRank, PlanInstallation):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        refuse_what_is_not_there(save_distributed_checkpoint)
+        if save_distributed_checkpoint:
+            raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
         super().__init__(
             *(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin),
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
+            *(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period),
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,

@@ -81,7 +81,6 @@ def _matmul(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ..
 
 
 def _sizes(left: Tensor, right: Tensor) -> tuple[int, ...]:
-    """The shape of a product."""
     return (*broadcast(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
 
 

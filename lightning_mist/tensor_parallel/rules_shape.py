@@ -88,7 +88,6 @@ def _permuted(context: SplitContext, func: Callable[..., Any], args: tuple[Any, 
 
 @rule("t", "adjoint")
 def _transposed(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The last two dimensions exchanged."""
     order = list(range(args[0].dim()))
     return _ordered(context, args[0], [*order[:-2], *reversed(order[-2:])])
 

@@ -105,7 +105,6 @@ def _class_loss(context: SplitContext, func: Callable[..., Any], args: tuple[Any
 
 
 def _combined(losses: Tensor, scale: Tensor, reduction: str) -> Tensor:
-    """Losses of all positions as one."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / scale.sum()

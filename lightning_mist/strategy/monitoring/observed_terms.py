@@ -16,8 +16,6 @@ error of a median of many samples, which is ``sqrt(pi / 2)`` times that of their
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prediction:
-    """What the plan was predicted by."""
-
     plan: Plan
     corrections: Sequence[Correction]
     has_overheads: bool

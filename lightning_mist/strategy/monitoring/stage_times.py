@@ -150,7 +150,6 @@ def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = Fal
 
 
 def _add_action(action: Action, item: Recorded, first: int, add: Callable[[int, str, float], None]) -> None:
-    """Add an action to what it belongs to."""
     if action.kind is ActionKind.REDUCE_GRADIENTS:
         # The ranks of a stage come to it together: waiting for each other is the reduction.
         add(first, "reduction_seconds", item.seconds)

@@ -3,7 +3,7 @@
 from lightning_mist.strategy.planning.decision import Decision, PlanRequest
 from lightning_mist.strategy.planning.local_machine import default_directory, machine_profile
 from lightning_mist.strategy.planning.memory_budget import is_out_of_memory
-from lightning_mist.strategy.planning.plain_parallelism import refuse_what_is_not_there, whole_module_reason
+from lightning_mist.strategy.planning.plain_parallelism import whole_module_reason
 from lightning_mist.strategy.planning.plan_cache import remember_limit, write_plan
 from lightning_mist.strategy.planning.workflow import decide
 
@@ -14,7 +14,6 @@ __all__ = [
     "default_directory",
     "is_out_of_memory",
     "machine_profile",
-    "refuse_what_is_not_there",
     "remember_limit",
     "whole_module_reason",
     "write_plan",

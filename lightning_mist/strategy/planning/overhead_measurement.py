@@ -175,7 +175,6 @@ def _sort(records: Sequence[Recorded], kinds: dict[ActionKind, list[float]]) -> 
 
 
 def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[float, float]) -> StepOverheads:
-    """One rank's overheads."""
     data = runs["data"]
     action = (_computing(data) - sum(plain)) / 2
     found = {"step_seconds": data.around, "action_seconds": action}
@@ -206,7 +205,6 @@ def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[flo
 
 
 def _computing(run: _Run) -> float:
-    """One forward and one backward."""
     return run.seconds[ActionKind.FORWARD] + run.seconds[ActionKind.BACKWARD]
 
 

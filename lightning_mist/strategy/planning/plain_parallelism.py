@@ -244,13 +244,3 @@ def optimizer_exclusions(optimizer: Any) -> tuple[Exclusion, ...]:
     updated = () if counting is None else ("parameters", "gradients", "optimizer")
     reasons += [(OFFLOADS[kind], str(counting)) for kind in updated]
     return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
-
-
-def refuse_what_is_not_there(save_distributed_checkpoint: bool) -> None:
-    """Refuse arguments of the strategy that ask for what it cannot do yet.
-
-    Raises:
-        ValueError: Naming the argument.
-    """
-    if save_distributed_checkpoint:
-        raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")

@@ -265,6 +265,5 @@ def roots_of(trainer: Any) -> Mapping[str, tuple[dict[str, Any], frozenset[str]]
 
 
 def _different(found: list[dict[str, int]]) -> list[str]:
-    """The names under which ranks hold different things."""
     names = {name for one in found for name in one}
     return sorted(name for name in names if any(one.get(name) != found[0].get(name) for one in found))

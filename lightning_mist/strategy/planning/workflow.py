@@ -153,7 +153,6 @@ def _again(planner: Planner, names: Namespace, limit: int, batch: Any) -> Decisi
 
 
 def _made(planner: Planner, names: Namespace, started: float) -> Decision:
-    """The decision for a batch."""
     call, is_auto = planner.call, planner.request.plan == "auto"
     # A model that no device holds whole cannot be made whole to plan for it again.
     is_alone = is_auto and planner.strategy.world_size == 1 and planner.initial is None

@@ -150,11 +150,11 @@ class Engine(WholeGradients):
                 log.take()
                 with (
                     nullcontext() if guard is None else guard.run(microbatch),
-                    self._part_steps.around(microbatch) as part,
+                    self._part_steps.around(microbatch) as finish,
                 ):
                     output = step(microbatch.value)
                 records[microbatch.index] = log.take()
-                return part.finished(output, records[microbatch.index])
+                return finish(output, records[microbatch.index])
 
             with nullcontext() if guard is None else guard.batch():
                 earlier = [p for p, gradient in accumulated if type(gradient) is AbsentGradient]
@@ -342,7 +342,6 @@ class Engine(WholeGradients):
     # Over all ranks ----------------------------------------------------------------------------------------------
 
     def _gathered(self, value: Any) -> list[Any]:
-        """What every rank that shares batches with this one has."""
         gathered = self.transport.all_gather_object(value, self.exchange.owners)
         gathered.wait()
         return list(gathered.result())

@@ -17,19 +17,9 @@ from lightning_mist.runtime.cutting import ResultKey, Way, together
 from lightning_mist.tensor_parallel import whole
 
 _ARGUMENTS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-    "metric_attribute",
-    "rank_zero_only",
-)
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
 """Parameters of ``LightningModule.log`` after the value, in its order."""
 
 

@@ -1,7 +1,8 @@
 """The user's step on parts of a batch: what it computes there, and that nothing else than was proved happens."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -41,33 +42,8 @@ def results_of(extras: Mapping[str, Any], records: tuple[LogRecord, ...]) -> lis
     return found
 
 
-class PartStep:
-    """One run of the step."""
-
-    def __init__(self, owner: "_Batch | None", mode: CutMode | None, share: float, *, is_last: bool) -> None:
-        self._batch, self._mode, self._share, self._is_last = owner, mode, share, is_last
-
-    def finished(self, output: Any, records: tuple[LogRecord, ...]) -> Any:
-        """What the step returned, as the engine is to take it.
-
-        Raises:
-            TraceError: If something is not what was proved.
-        """
-        if self._batch is None or self._mode is None:
-            return output
-        if isinstance(output, dict) and "loss" not in output:
-            return output  # Lightning itself refuses a dictionary without a loss
-        extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
-        self._batch.compare(results_of(extras, records))
-        self._batch.add(self._mode, self._share)
-        if not self._batch.waits:
-            self._batch.check({}, is_whole=self._is_last)
-        if self._batch.rules.results.get(("loss",)) != "sum":
-            return output
-        if isinstance(output, dict):
-            loss = output.get("loss")
-            return {**output, "loss": loss / self._share} if isinstance(loss, Tensor) else output
-        return output / self._share if isinstance(output, Tensor) else output
+Finish = Callable[[Any, tuple[LogRecord, ...]], Any]
+"""What a step returned, as the engine is to take it, from that and from what the step logged."""
 
 
 class _Batch:
@@ -81,7 +57,25 @@ class _Batch:
         self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
         self._share = 0.0
 
-    def compare(self, results: list[Result]) -> None:
+    def finished(
+        self, output: Any, records: tuple[LogRecord, ...], *, mode: CutMode, share: float, is_last: bool
+    ) -> Any:
+        """What the step returned for a part, once it was seen that it does what was proved."""
+        if isinstance(output, dict) and "loss" not in output:
+            return output  # Lightning itself refuses a dictionary without a loss
+        extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
+        self._compare(results_of(extras, records))
+        self._add(mode, share)
+        if not self.waits:
+            self.check({}, is_whole=is_last)
+        if self.rules.results.get(("loss",)) != "sum":
+            return output
+        if isinstance(output, dict):
+            loss = output.get("loss")
+            return {**output, "loss": loss / share} if isinstance(loss, Tensor) else output
+        return output / share if isinstance(output, Tensor) else output
+
+    def _compare(self, results: list[Result]) -> None:
         """See that a part gives what can be put together; whether values agree is for :meth:`check` to look at."""
         for result in results:
             way = self.rules.results.get(result.key)
@@ -93,8 +87,7 @@ class _Batch:
             if way == "same":
                 self._pairs.append((self._same.setdefault(result.key, result.value), result.value, result.text))
 
-    def add(self, mode: CutMode, share: float) -> None:
-        """Count what a part has counted."""
+    def _add(self, mode: CutMode, share: float) -> None:
         self._share += share
         self._wrong += mode.wrong
         for key, (own, whole, line) in mode.counted.items():
@@ -108,14 +101,7 @@ class _Batch:
         yield from (value for counted in self._counted.values() for value in counted[:2])
 
     def check(self, copies: Mapping[int, Tensor], *, is_whole: bool) -> None:
-        """See that parts did what was proved, as far as has not been looked at.
-
-        Args:
-            copies: Tensors of a device in host memory, by the ``id`` of the original.
-
-        Raises:
-            TraceError: If not.
-        """
+        """See that parts did what was proved, as far as has not been looked at; ``copies`` as in :class:`PartSteps`."""
 
         def here(value: Any) -> Any:
             return copies.get(id(value), value)
@@ -168,16 +154,24 @@ class PartSteps:
             yield from batch.tensors()
 
     def check(self, copies: Mapping[int, Tensor]) -> None:
-        """See, after the last part, that all did what was proved, if that has waited."""
+        """See, after the last part, that all did what was proved, if that has waited.
+
+        Args:
+            copies: Tensors of a device in host memory, by the ``id`` of the original.
+        """
         for batch in self._batches.values():
             if batch.waits:
                 batch.check(copies, is_whole=True)
 
     @contextmanager
-    def around(self, microbatch: Microbatch) -> Iterator[PartStep]:
-        """Around the step on a part, or on a whole batch, which is left alone."""
+    def around(self, microbatch: Microbatch) -> Iterator[Finish]:
+        """Around the step on a part, or on a whole batch, which is left alone; what it returned is to be finished.
+
+        Raises:
+            TraceError: When it is finished, if something is not what was proved.
+        """
         if self.rules is None or microbatch.weight in (0.0, 1.0) or microbatch.batch_rows is None:
-            yield PartStep(None, None, microbatch.weight, is_last=False)
+            yield lambda output, records: output
             return
         first, end = self._exchange.share_of(microbatch)
         batch = self._batches.get(microbatch.owner)
@@ -188,4 +182,5 @@ class PartSteps:
         part = self.rules.measure(microbatch.value, rows)
         mode = CutMode(self.rules, batch.whole, part, first, end)
         with cutting(mode):
-            yield PartStep(batch, mode, end - first, is_last=self._exchange.is_last(microbatch))
+            is_last = self._exchange.is_last(microbatch)
+            yield partial(batch.finished, mode=mode, share=end - first, is_last=is_last)

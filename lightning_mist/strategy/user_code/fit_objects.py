@@ -92,7 +92,6 @@ class Everything:
         return depth > 0 and any(self._holds(item, depth - 1, seen) for item in self._contents(value))
 
     def _contents(self, value: Any) -> Iterable[Any]:
-        """What a container or an object has."""
         if self.is_optimizer(value):
             return [parameter for group in value.param_groups for parameter in group["params"]]
         if isinstance(value, types.MethodType):

@@ -181,7 +181,6 @@ class _Walk:
             self._names[node.id] = None
 
     def _bind(self, target: ast.expr, source: ast.expr) -> None:
-        """Bind what a loop runs over."""
         is_pair = isinstance(target, ast.Tuple) and len(target.elts) == 2
         if isinstance(source, ast.Call) and is_pair and source.args and ast.unparse(source.func) == "enumerate":
             assert isinstance(target, ast.Tuple)

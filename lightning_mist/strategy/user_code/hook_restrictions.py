@@ -32,54 +32,25 @@ _HOOKED: tuple[Feature, ...] = (*PARAMETERS_AWAY, "microbatches")
 """What gives hooks on single parameters other gradients than those of a whole batch on this rank."""
 
 _AT_GRADIENTS = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "backward",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-)
+    "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step", "optimizer_zero_grad",
+    "backward", "configure_gradient_clipping", "lr_scheduler_step",
+)  # fmt: skip
 """Hooks that run where there are gradients, and are there for their sake."""
 
 _IN_TRAINING = (
-    "on_fit_start",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_validation_model_zero_grad",
-    "on_save_checkpoint",
-    "on_train_end",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-    "transfer_batch_to_device",
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-)
+    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end", "on_validation_start",
+    "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad", "on_save_checkpoint",
+    "on_train_end", "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device", "backward",
+    "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
+)  # fmt: skip
 """Hooks of modules, data modules and callbacks that run while ranks have what the plan leaves them."""
 
 _IN_VALIDATION = (
-    "on_validation_epoch_start",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
+    "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end",
     "on_validation_end",
-)
+)  # fmt: skip
 """Hooks that find all parameters on every rank, under any plan, but not all gradients."""
 
 
@@ -164,7 +135,6 @@ def _look(item: Any, name: str, everything: Everything) -> _Looks | None:
 
 
 def _kind(error: ReachedError, reader: Reader, name: str) -> str:
-    """What is reached."""
     if name in _BEFORE_BACKWARD:
         return "parameters between a batch's forward and backward"
     if any("register_post_accumulate_grad_hook" in names_of(function) for function, _ in reader.read):
