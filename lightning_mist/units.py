@@ -12,14 +12,9 @@ _BYTES = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*$")
 
 
 def parse_bytes(value: str | int | float) -> int:
-    """Bytes from a number of bytes or from text such as ``"22GiB"`` or ``"24 GB"``.
+    """Bytes, rounded down, from a number of bytes or from text such as ``"22GiB"`` or ``"24 GB"``.
 
-    Args:
-        value: A non-negative number of bytes, or a number followed by a binary (``KiB`` .. ``TiB``) or decimal
-            (``kB`` .. ``TB``) unit.
-
-    Returns:
-        The number of bytes, rounded down.
+    Units are binary (``KiB`` .. ``TiB``) or decimal (``kB`` .. ``TB``).
 
     Raises:
         ValueError: If the text is not a size, or the size is not finite or is negative.
@@ -38,9 +33,7 @@ def parse_bytes(value: str | int | float) -> int:
 def parse_rate(value: str | int | float) -> float:
     """Bytes per second from a number or from text such as ``"300 GB/s"`` or ``"100 Gbit/s"``.
 
-    Args:
-        value: Bytes per second, or a size (see :func:`parse_bytes`) or a number of ``Mbit``, ``Gbit`` or ``Tbit``
-            followed by ``/s``.
+    Before ``/s`` stands a size (see :func:`parse_bytes`) or a number of ``Mbit``, ``Gbit`` or ``Tbit``.
 
     Raises:
         ValueError: If the text is not a rate, or the rate is not finite or is negative.
@@ -60,11 +53,9 @@ def parse_rate(value: str | int | float) -> float:
 
 
 def parse_seconds(value: str | int | float) -> float:
-    """Seconds from a number or from text such as ``"20 us"``.
+    """Seconds from a number, also as text (YAML reads ``5e-5`` as text), or from text such as ``"20 us"``.
 
-    Args:
-        value: Seconds, as text too (YAML reads ``5e-5`` as text), or a number followed by ``ns``, ``us``, ``ms`` or
-            ``s``.
+    Units are ``ns``, ``us``, ``ms`` and ``s``.
 
     Raises:
         ValueError: If the text is not a duration, or the duration is not finite or is negative.

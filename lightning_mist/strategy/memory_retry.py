@@ -53,11 +53,7 @@ class FirstSteps:
         return {**vars(self), "_strategy": None, "_again": None, "_reach": None, "_left": 0}
 
     def step(self, work: Callable[[], T]) -> T:
-        """An optimizer step, its batch included.
-
-        Raises:
-            InfeasibleError: If memory runs out and no other plan can be taken.
-        """
+        """An optimizer step, its batch included; ends with InfeasibleError where no other plan can be taken."""
         if not self._left:
             return work()
         hook, self._is_stepping = self._module._current_fx_name, True
@@ -82,7 +78,7 @@ class FirstSteps:
         return result
 
     def batch(self, work: Callable[[], T], batch: Any) -> T:
-        """What the strategy does for one batch."""
+        """The forward, or the whole schedule, of one batch; ends as :meth:`step` does."""
         while self._left:
             before = None if self._again is None else self._now()
             # A plan that the engine runs logs behind its batch in any case.

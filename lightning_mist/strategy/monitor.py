@@ -69,14 +69,11 @@ def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Mea
 
 
 class Monitor:
-    """Seconds and bytes of this run.
+    """Measures seconds and bytes of a run and compares them with what was predicted.
 
     Args:
-        recorder: Records the actions of this rank's list; without one there is no list.
+        recorder: Records the actions of this rank's list; by default a new one, for forwards where there is no list.
         verbose: Whether to print tables, and not one line in the end.
-
-    Attributes:
-        recorder: Records forwards where there is no list of actions.
     """
 
     def __init__(

@@ -9,11 +9,7 @@ _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """What this package needs of one of Lightning's two copies.
-
-    Attributes:
-        root: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-    """
+    """What this package needs of one of Lightning's copies, ``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
 
     root: str
     ddp_strategy: Any

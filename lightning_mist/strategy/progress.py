@@ -11,11 +11,7 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """Lines and a progress bar on standard error.
-
-    Args:
-        verbose: Whether it says everything, and not only what users must know.
-    """
+    """Lines and a progress bar on standard error; without ``verbose`` only what users must know."""
 
     def __init__(self, *, enabled: bool, verbose: bool = True) -> None:
         self._is_enabled, self._is_verbose = enabled, verbose

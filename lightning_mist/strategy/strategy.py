@@ -385,11 +385,7 @@ class MistBase(ActingRank, PlanInstallation):
 
 
 def build(root: str, module: str) -> type[MistBase]:
-    """The strategy class for one copy of Lightning.
-
-    Args:
-        module: Name of the module that will hold the class, so that it can be pickled.
-    """
+    """The strategy class for one copy of Lightning; ``module`` is to hold it, so that it can be pickled."""
     names = namespace(root)
     body = {"__module__": module, "__qualname__": "MistStrategy", "__doc__": MistBase.__doc__, "_names": names}
     return type("MistStrategy", (MistBase, names.ddp_strategy), body)

@@ -51,8 +51,7 @@ class SplitContext:
     def gather_input(self, key: object, part: Tensor, layout: Layout) -> Tensor:
         """The whole of a split tensor for computations on parts of something else; remembered like :meth:`copy_in`.
 
-        Args:
-            key: The object that users of the same input share.
+        Users of the same input share a ``key``.
         """
         version = 0 if part.is_inference() else part._version  # such tensors count no versions
         whole = self._recall(key, version)

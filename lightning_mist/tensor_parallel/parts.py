@@ -52,11 +52,7 @@ def unshard(parts: Sequence[Tensor], split: ParameterSplit) -> Tensor:
 
 
 def present(local: Tensor, split: ParameterSplit, context: SplitContext) -> SplitTensor:
-    """A parameter as the module shall see it: whole, with this rank's part inside.
-
-    Args:
-        local: This rank's part, as :func:`shard` makes it; gradients arrive in it.
-    """
+    """A parameter as the module shall see it: whole, with this rank's part inside, in which gradients arrive."""
     sizes = list(local.shape)
     sizes[split.dim] *= context.degree
     tensor = wrap(local, layout_of_split(split, sizes), context)

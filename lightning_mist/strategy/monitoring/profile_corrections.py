@@ -67,7 +67,7 @@ class Basis:
     corrections: tuple[Correction, ...] = ()
 
     def without(self, feature: Feature, reason: str) -> "Basis":
-        """The same with a feature ruled out."""
+        """This basis with a feature ruled out."""
         found = self.spec.module_map
         more = Exclusion(feature=feature, reason=reason)
         return replace(self, spec=replace(self.spec, module_map=replace(found, exclusions=(*found.exclusions, more))))
@@ -92,11 +92,7 @@ class Basis:
 
 
 def with_corrections(basis: Basis, directory: Path, precision: str, say: Callable[[str], None]) -> Basis:
-    """A basis that knows what earlier runs have taught of its machine.
-
-    Args:
-        say: Told what is used, or why what is there is not.
-    """
+    """A basis that knows what earlier runs have taught of its machine; what is used, or why not, is said."""
     store = correction_store(directory, basis.cluster, precision, basis.profile)
     corrections, warning = load_corrections(store)
     if warning is not None:
@@ -111,15 +107,12 @@ def _factors(corrections: Sequence[Correction]) -> str:
 
 
 class Learner:
-    """Learns from one run; on rank 0.
+    """Learns from one run how its machine differs from the profile; on rank 0.
 
     Args:
-        is_plain: Whether it runs without the runtime.
+        is_plain: Whether the plan runs without the runtime.
         path: Where a better plan is written, if anywhere.
-        kept_at: Where the plan is kept for later runs; a better one makes these plan anew.
-
-    Attributes:
-        basis: What the plan follows from, corrected by this run once it has learned.
+        kept_at: Where the plan is kept for later runs; a better one makes them plan anew.
     """
 
     def __init__(
@@ -165,11 +158,7 @@ class Learner:
         self._say(f"later plans for this machine are corrected by it: {_factors(self.basis.corrections)}")
 
     def look_again(self, *, is_training: bool) -> None:
-        """See whether another plan would be better by what was learned, and write it.
-
-        Args:
-            is_training: Whether training goes on, so that only a quick search is acceptable.
-        """
+        """Search for a plan that is better by what was learned, quickly while training goes on, and write it."""
         if not self._has_learned or self._has_looked or (is_training and self._search_seconds > QUICK_SECONDS):
             return
         self._has_looked = True

@@ -52,12 +52,7 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Better:
-    """Another plan than the one that ran, and what it would gain by what the run has taught.
-
-    Attributes:
-        current_seconds: Seconds of a step of the plan that ran, as predicted now.
-        step_seconds: Seconds of a step of the other.
-    """
+    """Another plan that would gain by what the run has taught: seconds of a step, as predicted now, of both."""
 
     name: str
     path: str | None

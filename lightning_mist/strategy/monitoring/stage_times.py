@@ -55,12 +55,7 @@ NAMES = tuple(field.name for field in fields(StageTimes))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a rank, or the ranks of a stage, measured over several steps.
-
-    Attributes:
-        times: Medians over the steps.
-        spread: Median absolute deviations of the steps from them.
-    """
+    """What a rank, or the ranks of a stage, measured: medians over steps, and median absolute deviations from them."""
 
     times: StageTimes
     spread: StageTimes
@@ -76,10 +71,7 @@ def predicted_times(plan: Plan) -> tuple[StageTimes, ...]:
         return ()
     every = plan_seconds(plan, terms).stages
     found = [
-        StageTimes(
-            forward_seconds=plan.num_microbatches * stage.forward,
-            backward_seconds=_backwards(plan, stage),
-        )
+        StageTimes(forward_seconds=plan.num_microbatches * stage.forward, backward_seconds=_backwards(plan, stage))
         for stage in every
     ]
     for group in range(plan.num_groups):
@@ -104,15 +96,12 @@ def _backwards(plan: Plan, stage: StageSeconds) -> float:
 
 
 def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = False) -> dict[int, StageTimes]:
-    """Where one step of a rank went, by stage.
+    """Seconds of one step of a rank, by stage; nothing if no forward was recorded: the module then steps by itself.
 
     Args:
         recorded: What was recorded in the step: it and its closure, and the actions or the forward inside.
         first: The first stage of the rank.
         overlaps: Whether gradients are reduced beside the last backward.
-
-    Returns:
-        Nothing if no forward was recorded: the module then steps by itself.
     """
     sums: dict[tuple[int, str], float] = {}
     phases: dict[str, float] = {}
@@ -190,12 +179,10 @@ def over_ranks(ranks: Sequence[Measured]) -> Measured | None:
 
 
 def settled(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measured | None, ...]:
-    """What stages measured, the exchange of batches and losses settled between them.
+    """What stages measured, the exchange of batches and losses divided into waiting and the rest.
 
     The group that comes to it last waits for nobody: what it takes there every group takes, and the rest is waiting.
-
-    Args:
-        num_groups: Number of groups of devices; their first stages come first.
+    The first stages of the ``num_groups`` groups of devices come first.
     """
     every = [item.times.exchange_seconds for item in stages[:num_groups] if item is not None]
     least = min(every, default=0.0)

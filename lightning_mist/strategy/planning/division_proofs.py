@@ -28,7 +28,7 @@ class _Raw(LogRecorder):
 
 
 def prove_here(module: Any, blocks: tuple[str, ...], call: Any, batch: Any) -> CutRules | str:
-    """How batches are cut as this rank sees it, or why not."""
+    """How batches are cut as this rank sees it, or why not; ``call`` runs the step on a batch."""
     recorder = _Raw()
 
     def step(item: Any) -> tuple[Any, list[Result]]:
@@ -59,7 +59,7 @@ def _watched_metrics(module: Any) -> Iterator[list[str]]:
 
 
 def agree(mine: CutRules | str) -> CutRules | str:
-    """The rules, the same on every rank, or why there are none."""
+    """How batches are cut, the same on every rank, or why not, from what each rank found."""
     found: list[Any] = of_all_ranks(mine if isinstance(mine, str) else (mine.site_text, dict(mine.seen)))
     refusals = [answer for answer in found if isinstance(answer, str)]
     if refusals:
@@ -79,10 +79,7 @@ def agree(mine: CutRules | str) -> CutRules | str:
 
 
 _Told = tuple[
-    tuple[TensorSplit, ...],
-    tuple[tuple[int, str], ...],
-    tuple[Exclusion, ...],
-    tuple[tuple[int | None, ...], ...],
+    tuple[TensorSplit, ...], tuple[tuple[int, str], ...], tuple[Exclusion, ...], tuple[tuple[int | None, ...], ...]
 ]
 """Splits, degrees that were tried in vain, exclusions, and the sequence dimension of every tensor at every cut."""
 

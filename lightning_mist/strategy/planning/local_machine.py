@@ -78,7 +78,7 @@ def machine_profile(
     *,
     is_fresh: bool = False,
 ) -> HardwareProfile:
-    """What was measured of this machine, on every rank.
+    """What was measured of this machine, on every rank: the kept profile, or a new one.
 
     Args:
         precision: Lightning's name of the precision.
@@ -162,10 +162,9 @@ def _keep(profile: HardwareProfile, directory: Path, cluster: Cluster, progress:
 
 
 def joined(found: Sequence[Cluster]) -> AnyCluster:
-    """The cluster of ranks with these devices; of devices of one name the least memory counts, and of their hosts.
+    """The cluster of ranks of which each takes it for one of devices like its own.
 
-    Args:
-        found: What every rank takes the cluster for, by its own device.
+    Of devices of one name the least memory counts, and of their hosts.
     """
     runs: list[list[Cluster]] = []
     for cluster in found:

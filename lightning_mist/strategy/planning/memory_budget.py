@@ -28,12 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What the plan of a fit is held against.
-
-    Attributes:
-        asked: Bytes of each device that training may use, if the user said so.
-        host_asked: The same of each node's host memory, for what is offloaded.
-    """
+    """What the plan of a fit is held against: bytes of each device and of each host, where the user gave limits."""
 
     cluster: AnyCluster
     asked: int | None
@@ -86,7 +81,7 @@ def estimate_given(
         trace: Traces the module; None where that cannot be done.
 
     Returns:
-        The estimate; None where nothing binds or nothing can be said.
+        None where nothing binds or nothing can be said.
 
     Raises:
         InfeasibleError: If the plan does not fit.
@@ -128,13 +123,12 @@ the few rows that it is tried on: that is not counted, which takes half a second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What planning may take of each device.
+    """What planning may take of each device, in bytes.
 
     Attributes:
-        held: Bytes of the parameters, without those that have no values yet.
-        limit: Bytes that tensors may take.
-        step_bytes: Counts what one step of the whole batch allocates at its peak, gradients included; ``None`` if that
-            cannot be told.
+        held: Those of the parameters, without parameters that have no values yet.
+        limit: Those that tensors may take.
+        step_bytes: Counts what a step of the whole batch allocates at its peak, gradients included; None if unknown.
     """
 
     held: int
@@ -149,11 +143,7 @@ class Room:
         return SETS * self.held + (self.held if step is None else step) > self.limit
 
     def fitting(self, sizes: Sequence[int]) -> list[int]:
-        """Microbatches that can be timed: those whose step fits beside the parameters, the smallest in any case.
-
-        Args:
-            sizes: Rows of each, ascending; the last is the whole batch.
-        """
+        """Rows of microbatches that can be timed: a step fits beside the parameters; the smallest in any case."""
         step = self.step_bytes()
         if step is None:
             return list(sizes)
@@ -183,7 +173,11 @@ def unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | Non
 
 
 def everywhere_unless_out_of_memory(work: Callable[[], T], device: torch.device) -> T | None:
-    """The same on all ranks at once; ``None`` on all if memory ran out on any, an error on all if there is one."""
+    """What work on all ranks at once gives here; ``None`` on all if memory ran out on any.
+
+    Raises:
+        Exception: This rank's own error, or a :class:`TraceError` with that of another.
+    """
     found = everywhere(lambda: unless_out_of_memory(work, device))
     return found if all(of_all_ranks(found is not None)) else None
 
@@ -208,7 +202,6 @@ def check_evaluation(plan: Plan, module: nn.Module, limits: Sequence[int]) -> No
     """Refuse a pipeline whose training fits, but not the evaluation that interrupts it.
 
     Args:
-        module: The module with all its parameters.
         limits: Bytes of each device of every stage.
 
     Raises:

@@ -34,12 +34,7 @@ LAYERS, WIDTH, LENGTH, ROWS = 4, 128, 256, 4
 """Sizes of the network: a layer's activations fill a core's own cache, so that the runtime's Python finds it cold after
 every layer, as in training (with 16 instead of 128 x 256 numbers per row it ran three times faster)."""
 
-_MESSAGES = (
-    ActionKind.SEND_ACTIVATION,
-    ActionKind.RECV_ACTIVATION,
-    ActionKind.SEND_GRADIENT,
-    ActionKind.RECV_GRADIENT,
-)
+_MESSAGES = (ActionKind.SEND_ACTIVATION, ActionKind.RECV_ACTIVATION, ActionKind.SEND_GRADIENT, ActionKind.RECV_GRADIENT)
 
 
 class _Block(nn.Module):
@@ -78,11 +73,10 @@ are there already where these follow each other."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Medians over batches, of one rank, in seconds.
+    """Medians over batches, of one rank, in seconds; of single actions by their kind, without waits.
 
     Attributes:
         around: Whole batches less all actions: exchanging batches and losses, installing gradients, waits included.
-        seconds: By kind of action, of one, without waits.
     """
 
     first_stage: bool
@@ -93,10 +87,8 @@ class _Run:
 def measure_overheads(profile: HardwareProfile, device: torch.device, world_size: int) -> StepOverheads:
     """Measure the runtime on all ranks at once; every rank calls this and gets the same.
 
-    On a CUDA device the host launches ahead of the device, so nothing is measured there: nothing is added.
-
-    Args:
-        profile: What was measured of the machine so far; what its collectives take is no overhead.
+    On a CUDA device the host launches ahead of the device, so nothing is measured there: nothing is added. What the
+    profile's collectives take is no overhead.
     """
     if device.type == "cuda":
         return StepOverheads()

@@ -67,7 +67,7 @@ def at_once_reason(trainer: Any) -> str | None:
 
 
 def plain_plan(world_size: int, rows: int | None, layers: int) -> Plan:
-    """Plain data parallelism."""
+    """The plan that is plain data parallelism."""
     mesh = StageMesh(devices=tuple(range(world_size)), data_parallel_degree=world_size)
     stage = StagePlan(layers=(0, layers), mesh=mesh, microbatch_size=rows or 1)
     return Plan(global_batch_size=(rows or 1) * world_size, num_microbatches=1, stages=(stage,))
@@ -104,11 +104,7 @@ def steps_to_come(trainer: Any) -> float:
 
 
 def saves_too_little(step_seconds: float, steps: float) -> str | None:
-    """Why nothing is searched where any other plan saves so little, if so.
-
-    Args:
-        step_seconds: What any other plan could save of a step at most.
-    """
+    """Why nothing is searched where other plans save at most so many seconds of a step, if so."""
     if step_seconds <= LEAST_SECONDS:
         return f"no other plan could save more than {format_seconds(step_seconds)} of a step"
     if step_seconds * steps <= LEAST_SECONDS_OF_RUN:
@@ -117,11 +113,7 @@ def saves_too_little(step_seconds: float, steps: float) -> str | None:
 
 
 def saves_too_small_a_share(saved: float, seconds: Sequence[LayerSeconds]) -> str | None:
-    """Why nothing is searched where any other plan saves so small a share of a step, if so.
-
-    Args:
-        saved: Seconds of reduction and optimizer that any other plan could save of a step at most.
-    """
+    """Why nothing is searched where other plans save at most so many seconds beside layers that take these, if so."""
     whole = sum(_whole_seconds(item)[-1] for item in seconds)
     least = sum(min(_whole_seconds(item)) for item in seconds)
     if not whole:
@@ -131,13 +123,10 @@ def saves_too_small_a_share(saved: float, seconds: Sequence[LayerSeconds]) -> st
 
 
 def sharing_seconds(profile: HardwareProfile, found: ModuleMap, seconds: Sequence[LayerSeconds], degree: int) -> float:
-    """What devices that share layers lose of a step by it at least.
+    """Seconds of a step that devices lose at least by sharing layers, which take these for one process's batch.
 
     They take the rows of all of them. Each block is shared out, so that its result is put together in forward and its
     gradient in backward; or it is whole, so that every device computes it for all rows.
-
-    Args:
-        seconds: What layers take for the batch of one process.
     """
     passed = [
         math.prod(live.shape) * getattr(torch, live.dtype).itemsize
@@ -165,12 +154,7 @@ def _whole_seconds(item: LayerSeconds) -> list[float]:
 
 
 def fits_plainly(parameters: Sequence[torch.nn.Parameter], step_bytes: int, limit: int) -> bool:
-    """Whether plain data parallelism certainly fits.
-
-    Args:
-        step_bytes: What one step allocates at its peak.
-        limit: Bytes of each device that may be used.
-    """
+    """Whether plain data parallelism certainly fits, if a step allocates so much at its peak."""
     held = sum(p.numel() * p.element_size() for p in parameters)
     return STATES * held + step_bytes <= LARGEST_SHARE * limit
 

@@ -27,11 +27,7 @@ _PACKAGES = ("lightning-mist", "torch", "numpy", "highspy")
 
 
 def key_of(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Iterable[Any]) -> str:
-    """What a plan is kept by.
-
-    Args:
-        others: Whatever else the plan follows from, told apart by its ``repr``.
-    """
+    """What a plan is kept by; ``others`` are whatever else it follows from, told apart by their ``repr``."""
     told = sha256()
     for line in _lines(module, batch, optimizers, others):
         told.update(line.encode() + b"\0")
@@ -99,7 +95,7 @@ def kept_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
 
 
 def remembered_limit(path: Path) -> int | None:
-    """The ``memory_limit`` to plan with where the plan of a question ran out of memory; None if it did not."""
+    """The ``memory_limit`` to plan with where the plan kept at a path ran out of memory; None if it did not."""
     try:
         return int(path.with_suffix(".limit").read_text())
     except (OSError, ValueError):
@@ -107,11 +103,7 @@ def remembered_limit(path: Path) -> int | None:
 
 
 def remember_limit(path: Path, limit: int) -> None:
-    """Plan with less memory from now on: the plan that is kept there, or would be, ran out of it.
-
-    Raises:
-        OSError: If that cannot be written.
-    """
+    """Plan with less memory from now on: the plan kept at a path, or to be kept there, ran out of it (OSError)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".limit").write_text(str(limit))
     path.unlink(missing_ok=True)

@@ -100,12 +100,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What watched runs of a step told.
-
-    Attributes:
-        changed: What they changed beside the module, in words, and whether layers may have done it.
-        talk: What they said to other processes, in words; empty if nothing.
-    """
+    """What watched runs of a step told, in words; of what they changed, also whether layers may have done it."""
 
     changed: tuple[tuple[str, bool], ...]
     talk: str
@@ -115,11 +110,7 @@ class _Found:
 
 
 class TriedStep:
-    """The step on a batch.
-
-    Attributes:
-        talk: What it said to other processes, in words; empty if nothing.
-    """
+    """The user's step on a batch, run in trials; ``talk`` is what it said to other processes, empty if nothing."""
 
     def __init__(self, trainer: Any, module: Any, call: Callable[[Any], Any]) -> None:
         self._module, self._call = module, call

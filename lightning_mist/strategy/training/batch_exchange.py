@@ -49,9 +49,8 @@ class _Leaf:
 class _Notice:
     """What a rank says with every batch, before anything else of it: of one length, whatever the batch.
 
-    Attributes:
-        is_new: Whether its batch has another structure than the one before.
-        random_state: State of its generators, empty where it does not travel.
+    Whether its batch has another structure than the one before, and the state of its generators, empty where it does
+    not travel.
     """
 
     seed: int
@@ -124,12 +123,11 @@ def _seed_of(seed: int, piece: RowSlice) -> int:
 
 
 class BatchExchange:
-    """Gives a rank its microbatches.
+    """Gives a rank its microbatches, once a batch has been exchanged.
 
     Attributes:
         owners: The ranks whose batches these ranks share.
         whole: Whether no batch is cut.
-        microbatches: What this rank computes on, once a batch has been exchanged.
     """
 
     def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device) -> None:
@@ -169,10 +167,7 @@ class BatchExchange:
     def run(self, batch: Any, random_state: Tensor, note: int = 0) -> Iterator[Work]:
         """Exchange one batch; :attr:`microbatches` and :attr:`notes` are set when the iterator ends.
 
-        Random generators are left as they are.
-
-        Args:
-            random_state: State of this rank's generators, to travel with whole batches.
+        Random generators are left as they are. Their state travels with whole batches.
 
         Raises:
             PlanError: If a batch cannot be cut as the plan says.

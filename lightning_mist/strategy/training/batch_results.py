@@ -30,11 +30,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """What a user's step gave for the whole batch of this rank.
-
-    Attributes:
-        loss: Mean over the batch, or None if the step returned none.
-    """
+    """What a user's step gave for the whole batch of this rank; its loss is the mean, None if it returned none."""
 
     loss: Tensor | None
     extras: dict[str, Any]
@@ -50,10 +46,9 @@ def pieces_by_owner(
 ) -> dict[int, list[Piece]]:
     """What microbatches brought, for the ranks that own their rows; nothing of those without rows.
 
+    Outputs, records and states of generators are by the index of the microbatch.
+
     Args:
-        outputs: By index what the step returned.
-        records: By index what it logged.
-        random_states: By index the generators' state after it, where it travels.
         copies: Tensors that are in host memory already, by the ``id`` of the original.
     """
     found: dict[int, list[Piece]] = {}
@@ -150,11 +145,7 @@ def merged(key: ResultKey, parts: list[tuple[float, Any]], ways: Mapping[ResultK
 def combine(
     pieces: Sequence[Piece], device: torch.device, ways: Mapping[ResultKey, Way] = MappingProxyType({})
 ) -> BatchResult:
-    """What the step gave for a whole batch from what it gave for the parts, in the order of their rows.
-
-    Args:
-        device: Where the user's step would have left its tensors.
-    """
+    """The step's result for a whole batch from those for its parts, in the order of rows, on the step's device."""
     records = combine_records([(piece.weight, piece.records) for piece in pieces], ways)
     extras = {
         name: _merge_pieces(

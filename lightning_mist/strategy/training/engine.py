@@ -65,11 +65,7 @@ class _InstallGradients(torch.autograd.Function):
 
 
 class Engine(WholeGradients):
-    """This rank's part of a running plan.
-
-    Args:
-        module_map: Where the module can be cut; from the same module and plan on every rank.
-    """
+    """This rank's part of a running plan; module, plan and map are the same on every rank."""
 
     guard: StepGuard | None = None
 

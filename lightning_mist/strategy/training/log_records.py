@@ -25,11 +25,7 @@ _ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRecord:
-    """One call of ``self.log``.
-
-    Attributes:
-        batch_value: Of a metric object, what it gave for the rows of this call; None if it gave no single number.
-    """
+    """One call of ``self.log``; ``batch_value`` is what a metric object gave for its rows, if a single number."""
 
     name: str
     value: Any

@@ -23,16 +23,10 @@ from lightning_mist.runtime.parameters import (
 
 
 class OwnedOptimizer:
-    """One rank's part of the user's optimizer.
-
-    Args:
-        parts: Of which parameters the rank has a part, by canonical name.
-
-    Attributes:
-        cut: The optimizer over what the rank owns, and what it was before.
+    """One rank's part of the user's optimizer: cut to what the rank owns, parts of parameters by canonical name.
 
     Raises:
-        PlanError: If its state is to be moved and it cannot be stepped on one unit after the other.
+        PlanError: If its state is to be offloaded and it cannot be stepped on one unit after the other.
     """
 
     def __init__(
@@ -62,12 +56,9 @@ class OwnedOptimizer:
     def release(self, timeout: timedelta | None) -> Callable[[], dict[str, Any]]:
         """Give the optimizer all its parameters back.
 
-        Args:
-            timeout: How long gloo waits for a peer when the state is asked for.
-
         Returns:
-            What :meth:`state` would have given, on rank 0, whenever all ranks call it, also when the engine's groups
-            of processes are gone. Until then each keeps in host memory the state of what it updated.
+            What :meth:`state` would have given, on rank 0, whenever all ranks call it, also when the engine's groups of
+            processes are gone. Until then each keeps in host memory the state of what it updated.
         """
         if self._offloaded is not None:
             self._offloaded.end()

@@ -30,11 +30,7 @@ Acting = Callable[[int | None], None]
 
 
 class StepGuard:
-    """Watches the runs of a step under a plan, on one rank.
-
-    Args:
-        module: The user's module, as it was when the plan was made.
-    """
+    """Watches the runs of a step under a plan, on one rank; the module is as it was when the plan was made."""
 
     def __init__(self, module: nn.Module, plan: Plan, rank: int, reach: Reach, acting: Acting) -> None:
         self._module, self._acting = module, acting
@@ -61,11 +57,7 @@ class StepGuard:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around a batch.
-
-        Raises:
-            PlanError: If something that the plan relies on does not hold, inside or afterwards.
-        """
+        """Around a batch; raises PlanError if something that the plan relies on does not hold, inside or afterwards."""
         self._batches += 1
         self._check_parameters()
         with ExitStack() as stack:
@@ -96,10 +88,7 @@ class StepGuard:
         return self._survey.digest() if self.shares else 0
 
     def compare(self, notes: Sequence[int], details: Callable[[Any], Sequence[Any]]) -> None:
-        """Compare what the ranks that share batches noted.
-
-        Args:
-            details: Gives every rank's value for this rank's; called by all or none.
+        """Compare what the ranks that share batches noted; ``details``, called by all or none, gathers a value of each.
 
         Raises:
             PlanError: If they differ, with the name of what differs.
@@ -115,11 +104,7 @@ class StepGuard:
 
     @contextmanager
     def run(self, microbatch: Microbatch) -> Iterator[None]:
-        """Around one run of the step.
-
-        Raises:
-            PlanError: If it did what the plan relies on it not to do.
-        """
+        """Around one run of the step; raises PlanError if it did what the plan relies on it not to do."""
         outside, versions = self._drawn(), self._versions()
         self._acting(microbatch.owner if self.shares else None)
         try:

@@ -189,11 +189,7 @@ class Resolver:
         return Known(known[name]) if name in known else None
 
     def _of_strategy(self, name: str) -> Any:
-        known = {
-            "model": self._all.module,
-            "lightning_module": self._all.module,
-            "optimizers": self._all.optimizers,
-        }
+        known = {"model": self._all.module, "lightning_module": self._all.module, "optimizers": self._all.optimizers}
         return Known(known[name]) if name in known else _only(name, _STRATEGY_NAMES)
 
     def _of_optimizer(self, base: Known, name: str) -> Any:
