@@ -54,9 +54,7 @@ class _Bytes(NamedTuple):
 
 
 def _most(values: Sequence[int | None]) -> int | None:
-    """The largest; None where there are none."""
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+    return max((value for value in values if value is not None), default=None)
 
 
 def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Measured | None, ...]:

@@ -8,7 +8,6 @@ from lightning_mist.tensor_parallel import (  # the modules rules_* make their r
     rules_shape,
     rules_vocabulary,
 )
-from lightning_mist.tensor_parallel.autograd_functions import functions_of_wholes
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.group import CountingGroup, Reduction, TensorGroup
 from lightning_mist.tensor_parallel.parts import (
@@ -20,7 +19,7 @@ from lightning_mist.tensor_parallel.parts import (
     unshard,
 )
 from lightning_mist.tensor_parallel.shard_layout import Layout
-from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, layout_of, local_of, whole
+from lightning_mist.tensor_parallel.tensor import SplitTensor, functions_of_wholes, gathered, layout_of, local_of, whole
 from lightning_mist.tensor_parallel.threads import ThreadGroup, run_ranks
 
 __all__ = [

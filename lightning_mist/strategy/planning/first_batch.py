@@ -9,8 +9,8 @@ the batch; then they are as after that, as if it had been done only then.
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from lightning_mist.model.fakes import batch_tensors, isolated
 from lightning_mist.model.user_code import Generators
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.namespace import Namespace
-from lightning_mist.strategy.training import recorded_logs
 
 _ENTRIES = 1 << 16
 """Of a tensor that tell one batch from another."""
@@ -194,13 +193,6 @@ def step_function(
             return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 
     return call
-
-
-@contextmanager
-def silent(module: Any) -> Iterator[None]:
-    """Inside, the module's ``log`` and ``log_dict`` lead nowhere."""
-    with recorded_logs(module):
-        yield
 
 
 def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:

@@ -111,7 +111,7 @@ def measure_overheads(profile: HardwareProfile, device: torch.device, world_size
                 runs["tensor"] = _run(module, split, batch, device, _plan(world_size, tensor_parallel_degree=2))
         if world_size > 1:
             runs["shards"] = _run(module, found, batch, device, _plan(world_size, zero_stage=3))
-    return _same(_overheads(profile, runs, plain), world_size)
+    return _same(_overheads(profile, runs, plain))
 
 
 def _plan(world_size: int, **degrees: Any) -> Plan:
@@ -204,10 +204,8 @@ def _collective(profile: HardwareProfile, operation: str, payload_bytes: int) ->
     return float(collective_seconds(profile, operation, 2, 1, float(payload_bytes)))
 
 
-def _same(found: StepOverheads, world_size: int) -> StepOverheads:
+def _same(found: StepOverheads) -> StepOverheads:
     """The median over the ranks of what each has measured; zeros are of ranks that did not measure a thing."""
-    if world_size == 1:
-        return found
     every = of_all_ranks(asdict(found))
     known = {name: [item[name] for item in every if item[name] > 0] for name in every[0]}
     return StepOverheads(**{name: median(values) if values else 0.0 for name, values in known.items()})

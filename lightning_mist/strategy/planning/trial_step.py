@@ -23,7 +23,7 @@ from lightning_mist.model.user_code import Reach, Surroundings, is_users
 from lightning_mist.plan import Exclusion, Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime.stage import processes
-from lightning_mist.strategy.all_ranks import of_all_ranks
+from lightning_mist.strategy.all_ranks import of_all_ranks, union
 from lightning_mist.strategy.user_code import Survey
 
 T = TypeVar("T")
@@ -98,27 +98,31 @@ _LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+@dataclass(slots=True, kw_only=True)
+class _Told:
     """What watched runs of a step told, in words; of what they changed, also whether layers may have done it."""
 
-    changed: tuple[tuple[str, bool], ...]
-    talk: str
-    asked: str
-    is_steady: bool
-    differentiates: bool
+    changed: tuple[tuple[str, bool], ...] = ()
+    talk: str = ""
+    asked: str = ""
+    is_steady: bool = False
+    differentiates: bool = False
 
 
 class TriedStep:
-    """The user's step on a batch, run in trials; ``talk`` is what it said to other processes, empty if nothing."""
+    """The user's step on a batch, run in trials."""
 
     def __init__(self, trainer: Any, module: Any, call: Callable[[Any], Any]) -> None:
         self._module, self._call = module, call
         self.reach = Reach(module, module.training_step, roots_of(trainer))
         self._survey = Survey(self.reach)
         self._surroundings: Surroundings | None = None
-        self._found: _Found | None = None
-        self.talk, self._asked, self._differentiates = "", "", False
+        self._told, self._is_known = _Told(), False
+
+    @property
+    def talk(self) -> str:
+        """What the step said to other processes; empty if nothing."""
+        return self._told.talk
 
     def __call__(self, batch: Any) -> Any:
         """Run the step."""
@@ -132,7 +136,7 @@ class TriedStep:
         finally:
             around.end_run()
 
-    def learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Found]:
+    def learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Told]:
         """Do work that runs the step, and tell what the runs did; nothing of it stays here."""
         with self._held() as around:
             found = work()
@@ -143,13 +147,11 @@ class TriedStep:
             (f"{name} ({space.label})", not blocks or any(reach.has(name, space) for reach in reaches))
             for name, space in changed
         )
-        return found, _Found(
-            changed=told, talk=self.talk, asked=self._asked, is_steady=is_steady, differentiates=self._differentiates
-        )
+        return found, replace(self._told, changed=told, is_steady=is_steady)
 
-    def know(self, found: _Found) -> None:
+    def know(self, told: _Told) -> None:
         """Remember what runs told, perhaps in a copy of this process."""
-        self._found, self.talk, self._asked = found, found.talk, found.asked
+        self._told, self._is_known = told, True
 
     def around(self, work: Callable[..., T]) -> Callable[..., T]:
         """Work that runs the step, with each run beginning alike and nothing of it staying here."""
@@ -164,7 +166,7 @@ class TriedStep:
     @contextmanager
     def _held(self) -> Iterator[Surroundings]:
         around = Surroundings(self.reach)
-        around.is_steady = self._found is not None and self._found.is_steady
+        around.is_steady = self._told.is_steady
         around.hold()
         self._surroundings = around
         try:
@@ -186,8 +188,7 @@ class TriedStep:
         return replace(found, exclusions=(*found.exclusions, *more))
 
     def _reasons(self) -> Iterator[tuple[str, tuple[Feature, ...]]]:
-        changed = () if self._found is None else self._found.changed
-        for what, is_inner in dict.fromkeys(item for told in of_all_ranks(changed) for item in told):
+        for what, is_inner in union(self._told.changed):
             yield (
                 f"the step changes {what} as often as it runs, which under DDP is once for every batch of a rank's own",
                 (*_ONCE, "checkpointing") if is_inner else _ONCE,
@@ -195,13 +196,13 @@ class TriedStep:
         for name, child in self._module.named_modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
-        if any(of_all_ranks(self._found is not None and self._found.differentiates)):
+        if any(of_all_ranks(self._told.differentiates)):
             yield "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)", _BEHIND
         talks = [text for text in of_all_ranks(self.talk) if text]
         if talks:
-            self.talk = self.talk or talks[0]
+            self._told.talk = self.talk or talks[0]
             yield f"the step talks to other processes itself ({talks[0]})", (*_ONCE, "checkpointing")
-        asked = [text for text in of_all_ranks(self._asked) if text]
+        asked = [text for text in of_all_ranks(self._told.asked) if text]
         if asked:
             yield f"the step asks which process it runs in ({asked[0]}); use self.global_rank", _SHARED
         names = self.reach.names
@@ -215,14 +216,14 @@ class TriedStep:
             yield f"the step reads {name}, which is another on every rank", _SHARED
 
     def _saw_backward(self) -> None:
-        self._differentiates = True
+        self._told.differentiates = True
 
     def _noticed(self, kind: processes.Talk, what: str) -> bool:
         if kind == "rank":
-            self._asked = self._asked or what
+            self._told.asked = self._told.asked or what
             return False
-        is_new, self.talk = not self.talk, self.talk or what
-        if self._found is not None and is_new:
+        is_new, self._told.talk = not self.talk, self.talk or what
+        if self._is_known and is_new:
             raise TraceError(f"the step talks to other processes itself ({what}), which it did not when it was traced")
         return True
 

@@ -33,7 +33,7 @@ from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlanRequest
 from lightning_mist.strategy.planning.division_proofs import degrees_of
-from lightning_mist.strategy.planning.first_batch import load_the_same, look_at_first_batch, silent, step_function
+from lightning_mist.strategy.planning.first_batch import load_the_same, look_at_first_batch, step_function
 from lightning_mist.strategy.planning.memory_budget import (
     check_evaluation,
     estimate_given,
@@ -44,6 +44,7 @@ from lightning_mist.strategy.planning.plain_parallelism import at_once_reason, i
 from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.trial_step import TriedStep
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.training import recorded_logs
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes, format_seconds
@@ -139,7 +140,7 @@ def _decided(
             'its data under strategy="ddp_mist"'
         )
     # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
-    with silent(module):
+    with recorded_logs(module):
         return _made(planner, names, started)
 
 
@@ -148,7 +149,7 @@ def _again(planner: Planner, names: Namespace, limit: int, batch: Any) -> Decisi
     planner.request, planner.batch = replace(planner.request, memory_limit=limit), batch
     planner.is_scarce = True
     planner.progress.tell(f"out of memory: planning again, within {format_bytes(limit)} per device")
-    with names.isolate_rng(), torch.compiler.set_stance("force_eager"), planner.progress, silent(planner.module):
+    with names.isolate_rng(), torch.compiler.set_stance("force_eager"), planner.progress, recorded_logs(planner.module):
         return _made(planner, names, perf_counter())
 
 

@@ -123,15 +123,11 @@ def _to(value: Any, device: torch.device) -> Any:
     return rebuild(value, lambda node: to_device(node, device) if isinstance(node, Tensor) else None)
 
 
-def _merge_pieces(name: str, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
-    if len(parts) == 1:
-        return parts[0][1]
-    return merged(("extra", name), parts, ways) if ways else merge_extra(parts)
-
-
 def merged(key: ResultKey, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
     """One value of a returned dictionary from those of its microbatches, in the ways that are known."""
     values = [value for _, value in parts]
+    if len(values) == 1 or not ways:
+        return merge_extra(parts)
     if key in ways:
         return together(key, values, [weight for weight, _ in parts], ways[key])
     if all(isinstance(value, dict) for value in values):
@@ -148,9 +144,7 @@ def combine(
     """The step's result for a whole batch from those for its parts, in the order of rows, on the step's device."""
     records = combine_records([(piece.weight, piece.records) for piece in pieces], ways)
     extras = {
-        name: _merge_pieces(
-            name, [(piece.weight, piece.extras[name]) for piece in pieces if name in piece.extras], ways
-        )
+        name: merged(("extra", name), [(p.weight, p.extras[name]) for p in pieces if name in p.extras], ways)
         for name in dict.fromkeys(name for piece in pieces for name in piece.extras)
     }
     losses = [(piece.weight, piece.loss) for piece in pieces if piece.loss is not None]

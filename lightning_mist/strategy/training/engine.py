@@ -44,9 +44,8 @@ from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.batch_results import BatchResult, Piece, combine, pieces_by_owner, results_in
 from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import PartSteps
-from lightning_mist.strategy.training.owned_optimizer import OwnedOptimizer
 from lightning_mist.strategy.training.step_guard import StepGuard
-from lightning_mist.strategy.training.whole_gradients import WholeGradients
+from lightning_mist.strategy.training.whole_gradients import OwnedOptimizer, WholeGradients
 
 
 class _InstallGradients(torch.autograd.Function):
@@ -105,11 +104,6 @@ class Engine(WholeGradients):
         self._parts = parts_of(plan, rank, module_map)
         self.is_filled, self.has_begun = True, False
         self.executor.refuse_use()
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether losses are computed on this rank."""
-        return self.executor.mesh.is_last
 
     @works
     def train_batch(
@@ -346,7 +340,7 @@ class Engine(WholeGradients):
         """The pieces of this rank's own batch, in the order of its rows."""
         executor, mine = self.executor, dict[int, list[Piece]]()
         # Tensor-parallel peers have computed the same: the first of them tells.
-        tells = self.is_last_stage and executor.mesh.tensor_index == 0
+        tells = executor.mesh.is_last and executor.mesh.tensor_index == 0
         copies: dict[int, Tensor] = {}
         if self._homeward is not None:
             told = results_in(executor.outputs, records) if tells else ()

@@ -103,13 +103,9 @@ def _looks(trainer: Any, everything: Everything) -> Iterator[_Looks]:
     for item in (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks):
         if item is None:
             continue
-        for name in _IN_TRAINING:
+        for name in (*_IN_TRAINING, *_IN_VALIDATION):
             looks = _look(item, name, everything)
-            if looks is not None:
-                yield looks
-        for name in _IN_VALIDATION:
-            looks = _look(item, name, everything)
-            if looks is not None and not looks.whole.startswith("parameters"):
+            if looks is not None and (name in _IN_TRAINING or not looks.whole.startswith("parameters")):
                 yield looks
 
 

@@ -186,4 +186,4 @@ def test_the_engine_has_the_rank_of_its_transport_and_the_plans_schedule():
     found = map_of(module, torch.randn(ROWS, 3))
     (transport,) = InMemoryWorld(1).transports
     engine = Engine(module, plan, found, transport, device=CPU)
-    assert (engine.rank, engine.plan, engine.is_last_stage) == (0, plan, True)
+    assert (engine.rank, engine.plan) == (0, plan)
