@@ -15,7 +15,7 @@ from lightning_mist.runtime.parameters import memory_of
 T = TypeVar("T")
 
 
-def _travelling(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """The error, or, if it cannot travel to other processes, one that says the same."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -40,7 +40,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
         try:
             box = [(True, work())]
         except Exception as error:  # the others wait: whatever it is, they must hear of it
-            box = [(False, _travelling(error))]
+            box = [(False, _picklable(error))]
     dist.broadcast_object_list(box, 0)
     succeeded, value = box[0]
     if not succeeded:
@@ -55,7 +55,7 @@ def everywhere(work: Callable[[], T]) -> T:
     try:
         result.append(work())
     except Exception as own:  # the others wait: whatever it is, they must hear of it
-        error = _travelling(own)
+        error = _picklable(own)
     first = next((item for item in of_all_ranks(error) if item is not None), None)
     if first is not None:
         raise first if error is None else error

@@ -23,7 +23,7 @@ from lightning_mist.model.initialization import (
 from lightning_mist.strategy.all_ranks import of_all_ranks
 
 
-class Constructions:
+class DeferredConstructions:
     """Counts the modules that are built without values, so that each draws random numbers of its own."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def initial_values(module: nn.Module, device: torch.device, limit: int | None) -
     )
 
 
-def has_hollow_parameters(module: nn.Module) -> bool:
+def has_empty_parameters(module: nn.Module) -> bool:
     """Whether some parameter of a module has no values here."""
     return any(is_hollow(parameter) for parameter in module.parameters())
 

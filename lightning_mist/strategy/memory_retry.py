@@ -44,13 +44,13 @@ class FirstSteps:
     """What happens when memory runs out in the first steps of a plan that was made here."""
 
     def __init__(self, strategy: Any, decision: Decision) -> None:
-        self._strategy, self._again, self._reach = strategy, decision.again, decision.reach
-        self._tries, self._is_stepping, self._asked_at = 0, False, decision.asked_at
+        self._strategy, self._replan, self._reach = strategy, decision.replan, decision.reach
+        self._tries, self._is_stepping, self._cache_place = 0, False, decision.cache_place
         self._left = 0 if decision.needs is None else WATCHED_STEPS
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers can be pickled after a fit, and what plans cannot.
-        return {**vars(self), "_strategy": None, "_again": None, "_reach": None, "_left": 0}
+        return {**vars(self), "_strategy": None, "_replan": None, "_reach": None, "_left": 0}
 
     def step(self, work: Callable[[], T]) -> T:
         """An optimizer step, its batch included; ends with InfeasibleError where no other plan can be taken."""
@@ -74,13 +74,13 @@ class FirstSteps:
             self._is_stepping = False
         self._left -= 1
         if not self._left:
-            self._again = self._reach = None
+            self._replan = self._reach = None
         return result
 
     def batch(self, work: Callable[[], T], batch: Any) -> T:
         """The forward, or the whole schedule, of one batch; ends as :meth:`step` does."""
         while self._left:
-            before = None if self._again is None else self._now()
+            before = None if self._replan is None else self._now()
             # A plan that the engine runs logs behind its batch in any case.
             is_plain = before is not None and self._strategy._engine is None
             try:
@@ -126,8 +126,8 @@ class FirstSteps:
 
     def _take_another(self, batch: Any) -> None:
         """Put the next plan that needs less in place."""
-        failed, again = self._strategy._decision, self._again
-        if again is None or self._tries == MOST_PLANS:
+        failed, replan = self._strategy._decision, self._replan
+        if replan is None or self._tries == MOST_PLANS:
             plans = f"{self._tries + 1} plans, each for less than the one before"
             raise InfeasibleError(f"out of memory in the first steps under {plans}{self._asking(failed)}")
         self._tries += 1
@@ -135,7 +135,7 @@ class FirstSteps:
         for parameter, _ in gradients:
             parameter.grad = None
         try:
-            self._strategy.replace_plan(partial(_other, again, failed, batch))
+            self._strategy.replace_plan(partial(_other, replan, failed, batch))
         except InfeasibleError as error:
             raise InfeasibleError(f"out of memory, and no plan needs less: {error}") from error
         for parameter, gradient in gradients:
@@ -144,9 +144,9 @@ class FirstSteps:
 
     def _remember(self, limit: int) -> None:
         """Let later runs plan within so many bytes; training goes on where that cannot be written."""
-        if self._asked_at is not None:
+        if self._cache_place is not None:
             with suppress(OSError):
-                remember_limit(self._asked_at, limit)
+                remember_limit(self._cache_place, limit)
 
     def _ended(self, error: Exception) -> Exception:
         """The error to end with where memory ran out: what to ask for."""
@@ -157,19 +157,19 @@ class FirstSteps:
 
     def _asking(self, decision: Decision) -> str:
         limit = _tighter(decision)
-        by_itself = "" if self._asked_at is None else ", as the next start does by itself"
+        by_itself = "" if self._cache_place is None else ", as the next start does by itself"
         limit_words = f"memory_limit={limit} ({format_bytes(limit)})"
         return f": plan with {limit_words}{by_itself}; smaller batches or more devices help as well"
 
 
-def _other(again: Callable[[int, Any], Decision], failed: Decision, batch: Any) -> Decision:
+def _other(replan: Callable[[int, Any], Decision], failed: Decision, batch: Any) -> Decision:
     """Another decision; of a plan that was not predicted, what it needs is known only now."""
     try:
-        found = again(_tighter(failed), batch)
+        found = replan(_tighter(failed), batch)
     except InfeasibleError:
         assert failed.needs is not None
-        found = again(failed.needs - 1, batch)  # whatever needs less at all
-    return found if found.plan.stages != failed.plan.stages else again(_tighter(found), batch)
+        found = replan(failed.needs - 1, batch)  # whatever needs less at all
+    return found if found.plan.stages != failed.plan.stages else replan(_tighter(found), batch)
 
 
 def _tighter(decision: Decision) -> int:

@@ -28,10 +28,10 @@ from lightning_mist.strategy.monitoring import (
     RunReport,
     StageReport,
     StageTimes,
+    divide_exchange,
     over_ranks,
     over_steps,
     predicted_times,
-    settled,
     step_times,
 )
 from lightning_mist.strategy.planning import Decision
@@ -63,7 +63,7 @@ def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Mea
         over_ranks([ranks[rank][index] for rank in stage.devices if index in ranks[rank]])
         for index, stage in enumerate(plan.stages)
     ]
-    return settled(stages, plan.num_groups)
+    return divide_exchange(stages, plan.num_groups)
 
 
 class Monitor:
@@ -112,7 +112,7 @@ class Monitor:
                 search_seconds=decision.search_seconds,
                 path=None if path is None else path.with_name(f"{path.stem}_better.json"),
                 say=self._progress.say,
-                kept_at=decision.kept_at,
+                cached_at=decision.cached_at,
             )
         )
         # What planning left with the allocator would count as reserved by training.

@@ -101,7 +101,7 @@ class PlanInstallation(EndsTogether):
         assert self._decision is not None
         attach_engine(self.precision_plugin, self._engine)
         # Only these need it; it leads to what cannot be pickled, and trainers can be after a fit.
-        self._decision = replace(self._decision, reach=None, again=None)
+        self._decision = replace(self._decision, reach=None, replan=None)
         self._monitor = Monitor(
             self._decision,
             device=self.root_device,

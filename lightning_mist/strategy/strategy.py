@@ -182,7 +182,7 @@ class MistBase(ActingRank, PlanInstallation):
             self_check=self_check,
             verbose=verbose,
         )
-        self._fitting, self._constructions = ExitStack(), empty_parameters.Constructions()
+        self._fitting, self._constructions = ExitStack(), empty_parameters.DeferredConstructions()
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class MistBase(ActingRank, PlanInstallation):
         """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
         module = self.lightning_module
         is_plain_io = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
-        if module is not None and is_plain_io and empty_parameters.has_hollow_parameters(module):
+        if module is not None and is_plain_io and empty_parameters.has_empty_parameters(module):
             content = empty_parameters.mapped_checkpoint(checkpoint_path, weights_only)
             if content is not None:
                 return content
@@ -345,7 +345,7 @@ class MistBase(ActingRank, PlanInstallation):
         """All weights in DDP's layout; complete on global rank 0."""
         assert self.lightning_module is not None
         if self._engine is None:
-            is_elsewhere = self.global_rank > 0 and empty_parameters.has_hollow_parameters(self.lightning_module)
+            is_elsewhere = self.global_rank > 0 and empty_parameters.has_empty_parameters(self.lightning_module)
             return {} if is_elsewhere else super().lightning_module_state_dict()
         self.refuse_without_the_others("a checkpoint")
         with self.all_take_part():
@@ -355,7 +355,7 @@ class MistBase(ActingRank, PlanInstallation):
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
         module, engine = self.lightning_module, self._engine
         assert module is not None
-        if engine is None and empty_parameters.has_hollow_parameters(module):
+        if engine is None and empty_parameters.has_empty_parameters(module):
             load_hollow(module, checkpoint["state_dict"], strict=strict)
         elif engine is None or engine.is_filled:
             super().load_model_state_dict(checkpoint, strict)

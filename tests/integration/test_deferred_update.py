@@ -11,7 +11,7 @@ from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.parameters.absent import AbsentParameter
-from lightning_mist.strategy.training.whole_gradients import _AgreeingScaler, _extend
+from lightning_mist.strategy.training.whole_model import _AgreeingScaler, _extend
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.tiers import tiered
 

@@ -7,9 +7,9 @@ from lightning_mist import MistStrategy
 from lightning_mist.errors import PlanError
 from lightning_mist.model.initialization.initial_values import empty_out, is_hollow
 from lightning_mist.strategy.empty_parameters import (
-    Constructions,
+    DeferredConstructions,
     device_limit,
-    has_hollow_parameters,
+    has_empty_parameters,
     hollow_on_host,
     initial_values,
     mapped_checkpoint,
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_each_construction_draws_its_own_numbers():
-    constructions = Constructions()
+    constructions = DeferredConstructions()
     with constructions.context(True):
         one = nn.Linear(3, 3)
     with constructions.context(True), constructions.context(True):
@@ -29,7 +29,7 @@ def test_each_construction_draws_its_own_numbers():
         plain = nn.Linear(3, 3)
     assert one.weight.is_meta
     assert two.weight.is_meta
-    assert not has_hollow_parameters(plain)
+    assert not has_empty_parameters(plain)
     first, second = (module.weight._mist_recipe.value(0) for module in (one, two))
     assert not torch.equal(first, second)
 
@@ -51,8 +51,8 @@ def test_modules_with_values_are_left_alone_unless_they_are_too_large():
     assert initial_values(module, CPU, None) is None
     assert initial_values(module, CPU, 80) is None
     values = initial_values(module, CPU, 79)
-    assert has_hollow_parameters(module)
-    values.materialize(["weight"])
+    assert has_empty_parameters(module)
+    values.give(["weight"])
     assert torch.equal(module.weight, before)
     assert module.bias.isnan().all()
 

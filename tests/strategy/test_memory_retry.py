@@ -12,7 +12,7 @@ from lightning_mist.strategy.planning.plan_cache import remember_limit, remember
 
 def steps(folder, needs=1000):
     """The first steps of one of several ranks."""
-    decision = SimpleNamespace(again=None, reach=None, needs=needs, asked_at=folder / "plan.json")
+    decision = SimpleNamespace(replan=None, reach=None, needs=needs, cache_place=folder / "plan.json")
     module = SimpleNamespace(_current_fx_name="optimizer_step")
     return FirstSteps(SimpleNamespace(_decision=decision, lightning_module=module, global_rank=1), decision)
 

@@ -8,10 +8,10 @@ from lightning_mist.strategy.monitoring.stage_times import (
     STEP,
     Measured,
     StageTimes,
+    divide_exchange,
     over_ranks,
     over_steps,
     predicted_times,
-    settled,
     step_times,
 )
 
@@ -25,10 +25,10 @@ __all__ = [
     "RunReport",
     "StageReport",
     "StageTimes",
+    "divide_exchange",
     "over_ranks",
     "over_steps",
     "predicted_times",
-    "settled",
     "step_times",
     "with_corrections",
 ]

@@ -112,7 +112,7 @@ class Learner:
     Args:
         is_plain: Whether the plan runs without the runtime.
         path: Where a better plan is written, if anywhere.
-        kept_at: Where the plan is kept for later runs; a better one makes them plan anew.
+        cached_at: Where the plan is kept for later runs; a better one makes them plan anew.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Learner:
         search_seconds: float,
         path: Path | None,
         say: Callable[[str], None],
-        kept_at: Path | None = None,
+        cached_at: Path | None = None,
     ) -> None:
         self.basis = basis
         self._plan, self._is_plain, self._path, self._say = plan, is_plain, path, say
-        self._kept_at = kept_at
+        self._cached_at = cached_at
         self._search_seconds = search_seconds
         self._has_learned, self._has_looked = False, False
         self.better: Better | None = None
@@ -170,8 +170,8 @@ class Learner:
             if found.predicted.step_seconds < (1.0 - LEAST_GAIN) * current.step_seconds:
                 if self._path is not None:
                     save(replace(found.plan, fingerprint=self._plan.fingerprint), self._path)
-                if self._kept_at is not None:
-                    self._kept_at.unlink(missing_ok=True)
+                if self._cached_at is not None:
+                    self._cached_at.unlink(missing_ok=True)
                 self.better = Better(
                     name=short_name(found.plan),
                     path=None if self._path is None else str(self._path),

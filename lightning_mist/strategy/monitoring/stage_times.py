@@ -32,8 +32,8 @@ class StageTimes:
         reduction_seconds: Reducing gradients where nothing hides it: also by how much longer the last backward takes
             than the others.
         optimizer_seconds: The optimizer's step, what comes between it and the last backward, and giving out parameters.
-        exchange_seconds: Telling other ranks of batches and losses, and waiting for theirs; nothing once it is settled
-            how much of that is waiting.
+        exchange_seconds: Telling other ranks of batches and losses, and waiting for theirs; nothing once it is divided
+            into waiting and the rest.
     """
 
     forward_seconds: float = 0.0
@@ -178,7 +178,7 @@ def over_ranks(ranks: Sequence[Measured]) -> Measured | None:
     return Measured(times=times, spread=spread, steps=min(rank.steps for rank in ranks))
 
 
-def settled(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measured | None, ...]:
+def divide_exchange(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measured | None, ...]:
     """What stages measured, the exchange of batches and losses divided into waiting and the rest.
 
     The group that comes to it last waits for nobody: what it takes there every group takes, and the rest is waiting.
@@ -187,7 +187,7 @@ def settled(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measure
     every = [item.times.exchange_seconds for item in stages[:num_groups] if item is not None]
     least = min(every, default=0.0)
 
-    def settle(item: Measured) -> Measured:
+    def divided(item: Measured) -> Measured:
         times = item.times
         changed = replace(
             times,
@@ -197,7 +197,9 @@ def settled(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measure
         )
         return replace(item, times=changed)
 
-    return tuple(settle(item) if item is not None and index < num_groups else item for index, item in enumerate(stages))
+    return tuple(
+        divided(item) if item is not None and index < num_groups else item for index, item in enumerate(stages)
+    )
 
 
 def _times(values: Sequence[float]) -> StageTimes:

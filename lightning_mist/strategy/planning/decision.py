@@ -84,11 +84,11 @@ class Decision:
         planning_seconds: Time from the first batch to the plan.
         plan_path: Where rank 0 wrote the plan, if it made one.
         basis: What the plan follows from, on rank 0, if it was made here.
-        kept_at: Where rank 0 keeps the plan for later runs of the same question, if it made one.
-        asked_at: Where plans of this question are kept, on every rank, if there are any.
+        cached_at: Where rank 0 keeps the plan for later runs of the same question, if it made one.
+        cache_place: Where plans of this question are kept, on every rank, if there are any.
         needs: The least ``memory_limit`` that the plan was to keep within, as far as that is known; None for plans that
             were not made here.
-        again: Makes another plan within so many bytes of each device for a batch, if this process is the only one.
+        replan: Makes another plan within so many bytes of each device for a batch, if this process is the only one.
         signature: What this rank's batch looked like that the plan was made for.
     """
 
@@ -101,9 +101,9 @@ class Decision:
     basis: "Basis | None" = None
     search_seconds: float = 0.0
     signature: Hashable = None
-    kept_at: Path | None = None
-    asked_at: Path | None = None
+    cached_at: Path | None = None
+    cache_place: Path | None = None
     needs: int | None = None
-    again: "Callable[[int, Any], Decision] | None" = None
+    replan: "Callable[[int, Any], Decision] | None" = None
     reach: Reach | None = None
     rules: CutRules | None = None

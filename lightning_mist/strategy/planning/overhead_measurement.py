@@ -100,12 +100,12 @@ def measure_overheads(profile: HardwareProfile, device: torch.device, world_size
         found = map_module(module, module.training_step, batch, blocks="blocks")
         plain = _plain(module, batch[:1])
         runs = {"data": _run(module, found, batch, device, _plan(world_size, zero_stage=1))}
-        again = _plan(world_size, zero_stage=1, checkpointed_layers="all")
-        runs["recomputed"] = _run(module, found, batch, device, again)
+        recomputing = _plan(world_size, zero_stage=1, checkpointed_layers="all")
+        runs["recomputed"] = _run(module, found, batch, device, recomputing)
         if world_size % 2 == 0:
             runs["pipeline"] = _run(module, found, batch, device, _plan(world_size, pipeline_stages=2))
-            put_off = _plan(world_size, pipeline_stages=2, schedule="zb-h1")
-            runs["put off"] = _run(module, found, batch, device, put_off)
+            split_backward = _plan(world_size, pipeline_stages=2, schedule="zb-h1")
+            runs["split backward"] = _run(module, found, batch, device, split_backward)
             split = derive_splits(module, module.training_step, batch, found, (2,))
             if split.splits:
                 runs["tensor"] = _run(module, split, batch, device, _plan(world_size, tensor_parallel_degree=2))
@@ -181,9 +181,9 @@ def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[flo
             # Half of the layers, and the head on stand-ins.
             skipped = pipeline.seconds[ActionKind.FORWARD] - plain[0] / 2 - action
             found["stand_in_seconds"] = skipped / HEAD_OPERATORS
-    if (put_off := runs.get("put off")) is not None:
-        apart = sum(put_off.seconds[kind] for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT))
-        more = apart - runs["pipeline"].seconds[ActionKind.BACKWARD]
+    if (split_backward := runs.get("split backward")) is not None:
+        halves = sum(split_backward.seconds[kind] for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT))
+        more = halves - runs["pipeline"].seconds[ActionKind.BACKWARD]
         found["deferred_operator_seconds"] = more / (LAYERS / 2 * BLOCK_BACKWARD_OPERATORS)
     if (tensor := runs.get("tensor")) is not None:
         # Each block's output is summed in forward, and the gradient of its input in backward.

@@ -26,7 +26,7 @@ _STEP = 1.25
 _PACKAGES = ("lightning-mist", "torch", "numpy", "highspy")
 
 
-def key_of(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Iterable[Any]) -> str:
+def cache_key(module: nn.Module, batch: Any, optimizers: Iterable[Any], others: Iterable[Any]) -> str:
     """What a plan is kept by; ``others`` are whatever else it follows from, told apart by their ``repr``."""
     told = sha256()
     for line in _lines(module, batch, optimizers, others):
@@ -78,14 +78,14 @@ def _sizes(value: Any) -> Any:
     return type(value).__name__
 
 
-def kept_path(directory: Path, key: str) -> Path:
+def cache_path(directory: Path, key: str) -> Path:
     """Where a plan is kept."""
     return directory / FOLDER / f"{key}.json"
 
 
-def kept_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
+def cached_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
     """A plan that was kept, or None; and why one that is there cannot be used, or None."""
-    path = kept_path(directory, key)
+    path = cache_path(directory, key)
     if not path.exists():
         return None, None
     try:
@@ -109,9 +109,9 @@ def remember_limit(path: Path, limit: int) -> None:
     path.unlink(missing_ok=True)
 
 
-def keep_plan(directory: Path, key: str, plan: Plan) -> str | None:
+def cache_plan(directory: Path, key: str, plan: Plan) -> str | None:
     """Keep a plan for the next time; why it could not be kept, or None."""
-    path = kept_path(directory, key)
+    path = cache_path(directory, key)
     try:
         write_plan(plan, path)
     except OSError as error:

@@ -46,7 +46,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     sharing_seconds,
     steps_to_come,
 )
-from lightning_mist.strategy.planning.plan_cache import keep_plan, kept_path, kept_plan, key_of, remembered_limit
+from lightning_mist.strategy.planning.plan_cache import cache_key, cache_path, cache_plan, cached_plan, remembered_limit
 from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, progress_through, timed_apart, told, tried
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.user_code import user_exclusions
@@ -73,8 +73,8 @@ class Planner:
     cluster: AnyCluster
     spec: ModelSpec | None = None
     basis: Basis | None = None
-    kept_at: Path | None = None
-    asked_at: Path | None = None
+    cached_at: Path | None = None
+    cache_place: Path | None = None
     is_scarce: bool = False
     wished: PlanRequest | None = None
     rules: CutRules | None = None
@@ -329,13 +329,13 @@ class Planner:
 
         def look() -> tuple[str | None, Path, int | None]:
             key = self._key(found)
-            plan, warning = kept_plan(self.request.directory, key)
+            plan, warning = cached_plan(self.request.directory, key)
             if warning is not None:
                 self.progress.say(warning)
-            path = kept_path(self.request.directory, key)
+            path = cache_path(self.request.directory, key)
             return None if plan is None else to_json(plan), path, remembered_limit(path)
 
-        text, self.asked_at, limit = on_rank_zero(look)
+        text, self.cache_place, limit = on_rank_zero(look)
         if limit is not None and limit < self.budget.limit:
             self.progress.tell(f"an earlier run was out of memory: planning within {format_bytes(limit)} per device")
             self.wished = self.wished or self.request
@@ -349,9 +349,9 @@ class Planner:
         """Keep a plan that was made here."""
         if self.strategy.is_global_zero:
             key = self._key(found)
-            warning = keep_plan(self.request.directory, key, plan)
+            warning = cache_plan(self.request.directory, key, plan)
             if warning is None:
-                self.kept_at = kept_path(self.request.directory, key)
+                self.cached_at = cache_path(self.request.directory, key)
             else:
                 self.progress.say(warning)
 
@@ -371,7 +371,7 @@ class Planner:
             found.exclusions,
             found.blocks,
         )
-        return key_of(self.module, self.batch, self.strategy.optimizers, others)
+        return cache_key(self.module, self.batch, self.strategy.optimizers, others)
 
     def fingerprint(self, found: ModuleMap) -> Fingerprint:
         """What a plan made here is made for."""

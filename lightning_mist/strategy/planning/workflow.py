@@ -144,7 +144,7 @@ def _decided(
         return _made(planner, names, started)
 
 
-def _again(planner: Planner, names: Namespace, limit: int, batch: Any) -> Decision:
+def _replanned(planner: Planner, names: Namespace, limit: int, batch: Any) -> Decision:
     """Another decision, within so many bytes of each device; the whole module is in place."""
     planner.request, planner.batch = replace(planner.request, memory_limit=limit), batch
     planner.is_scarce = True
@@ -179,10 +179,10 @@ def _made(planner: Planner, names: Namespace, started: float) -> Decision:
         basis=planner.basis,
         search_seconds=0.0 if made is None else made.stats.seconds,
         signature=batch_signature(planner.batch),
-        kept_at=planner.kept_at,
-        asked_at=planner.asked_at,
+        cached_at=planner.cached_at,
+        cache_place=planner.cache_place,
         needs=_needs(planner, plan) if is_auto else None,
-        again=partial(_again, planner, names) if is_alone else None,
+        replan=partial(_replanned, planner, names) if is_alone else None,
         reach=call.reach,
         rules=planner.rules,
     )
@@ -368,8 +368,8 @@ def _publish(
         progress.details(render(plan))
     else:
         progress.show(render(plan))
-    moved = (note for group in range(plan.num_groups) for note in ratio_notes(plan, found, group))
-    for note in (*split_notes(plan, found), *dict.fromkeys(moved)):
+    offloads = (note for group in range(plan.num_groups) for note in ratio_notes(plan, found, group))
+    for note in (*split_notes(plan, found), *dict.fromkeys(offloads)):
         progress.say(note)
     if estimate is not None:
         progress.tell(estimate.headline())

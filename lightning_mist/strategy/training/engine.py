@@ -45,7 +45,7 @@ from lightning_mist.strategy.training.batch_results import BatchResult, Piece, c
 from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import PartSteps
 from lightning_mist.strategy.training.step_guard import StepGuard
-from lightning_mist.strategy.training.whole_gradients import OwnedOptimizer, WholeGradients
+from lightning_mist.strategy.training.whole_model import OwnedOptimizer, WholeGradients
 
 
 class _InstallGradients(torch.autograd.Function):

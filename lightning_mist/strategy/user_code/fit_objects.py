@@ -54,7 +54,7 @@ class Super:
     function: Any
 
 
-class Everything:
+class FitObjects:
     """The objects of one fit, and what reaches the parameters of its module."""
 
     def __init__(self, trainer: Any, optimizers: Iterable[Any]) -> None:
@@ -148,7 +148,7 @@ class UnreadableError(Exception):
 class Resolver:
     """Attributes of objects of one fit."""
 
-    def __init__(self, everything: Everything, call: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, everything: FitObjects, call: Callable[[Any, Any], Any]) -> None:
         self._all, self._call = everything, call
 
     def attribute(self, base: Any, name: str) -> Any:

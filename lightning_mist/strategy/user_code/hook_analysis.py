@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_mist.strategy.user_code.fit_objects import (
     MODULE_METHODS,
-    Everything,
+    FitObjects,
     Groups,
     Known,
     Method,
@@ -53,7 +53,7 @@ class _Scope:
 class Reader:
     """Reads functions for what they can reach."""
 
-    def __init__(self, everything: Everything) -> None:
+    def __init__(self, everything: FitObjects) -> None:
         self._all = everything
         self.read: list[tuple[Any, Any]] = []
         self._open: set[tuple[Any, int]] = set()
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 class _Walk:
     """One function's source, walked with what its names stand for."""
 
-    def __init__(self, reader: Reader, everything: Everything, scope: _Scope) -> None:
+    def __init__(self, reader: Reader, everything: FitObjects, scope: _Scope) -> None:
         self._reader, self._all, self._scope, self._names = reader, everything, scope, scope.names
         self._resolver = Resolver(everything, lambda getter, owner: reader.call(getter, owner, ()))
 

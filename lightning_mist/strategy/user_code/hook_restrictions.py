@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.plan import Exclusion, Feature
-from lightning_mist.strategy.user_code.fit_objects import Everything, Known
+from lightning_mist.strategy.user_code.fit_objects import FitObjects, Known
 from lightning_mist.strategy.user_code.function_code import is_lightnings, mentions_gradients, names_of
 from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader
 
@@ -89,7 +89,7 @@ class _Looks:
 
 def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...]:
     """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters."""
-    everything = Everything(trainer, optimizers)
+    everything = FitObjects(trainer, optimizers)
     found: dict[tuple[Feature, str], None] = {}
     for looks in _looks(trainer, everything):
         features = _FEATURES[looks.whole]
@@ -99,7 +99,7 @@ def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...
     return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
 
 
-def _looks(trainer: Any, everything: Everything) -> Iterator[_Looks]:
+def _looks(trainer: Any, everything: FitObjects) -> Iterator[_Looks]:
     for item in (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks):
         if item is None:
             continue
@@ -109,7 +109,7 @@ def _looks(trainer: Any, everything: Everything) -> Iterator[_Looks]:
                 yield looks
 
 
-def _look(item: Any, name: str, everything: Everything) -> _Looks | None:
+def _look(item: Any, name: str, everything: FitObjects) -> _Looks | None:
     """What a hook may look at, if it is not Lightning's own."""
     hook = getattr(item, name, None)
     function = getattr(hook, "__func__", hook)
@@ -146,7 +146,7 @@ def _kind(error: ReachedError, reader: Reader, name: str) -> str:
     return "optimizer state" if error.is_state else "parameters"
 
 
-def _arguments(item: Any, name: str, everything: Everything) -> list[Any]:
+def _arguments(item: Any, name: str, everything: FitObjects) -> list[Any]:
     """What Lightning calls a hook with, as far as it reaches anything."""
     is_module = isinstance(item, nn.Module) or not hasattr(item, "on_sanity_check_start")
     first = [] if is_module else [Known(everything.trainer), Known(everything.module)]

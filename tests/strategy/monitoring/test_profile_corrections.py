@@ -61,7 +61,7 @@ class Teacher:
             search_seconds=search_seconds,
             path=self.path,
             say=self.said.append,
-            kept_at=folder / "kept.json",
+            cached_at=folder / "kept.json",
         )
 
 

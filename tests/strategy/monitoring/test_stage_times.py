@@ -8,10 +8,10 @@ from lightning_mist.schedule import Action
 from lightning_mist.strategy.monitoring.stage_times import (
     Measured,
     StageTimes,
+    divide_exchange,
     over_ranks,
     over_steps,
     predicted_times,
-    settled,
     step_times,
 )
 from tests.cost.memory.test_memory_model import make_plan
@@ -101,11 +101,11 @@ def test_who_comes_last_to_an_exchange_tells_what_it_takes():
     late = Measured(times=StageTimes(exchange_seconds=2, waiting_seconds=1), spread=StageTimes(), steps=1)
     early = replace(late, times=StageTimes(exchange_seconds=5, other_seconds=1))
     chunk = replace(late, times=StageTimes(forward_seconds=1))
-    first, second, third = settled([late, early, chunk], 2)
+    first, second, third = divide_exchange([late, early, chunk], 2)
     assert first.times == StageTimes(waiting_seconds=1, other_seconds=2)
     assert second.times == StageTimes(waiting_seconds=3, other_seconds=3)
     assert third == chunk
-    assert settled([None], 1) == (None,)
+    assert divide_exchange([None], 1) == (None,)
 
 
 def test_medians_over_steps_and_means_over_ranks():

@@ -62,8 +62,10 @@ def test_recomputation_is_more_than_the_second_forward():
 
 def test_putting_off_gradients_of_weights_is_counted_by_operator():
     pipeline = run(1.0, 2.0, RECV_ACTIVATION=0.1)
-    put_off = run(1.0, 0.0, BACKWARD_INPUT=1.5, BACKWARD_WEIGHT=1.1)
-    found = overheads._overheads(profile(), {"data": pipeline, "pipeline": pipeline, "put off": put_off}, (1.0, 2.0))
+    split_backward = run(1.0, 0.0, BACKWARD_INPUT=1.5, BACKWARD_WEIGHT=1.1)
+    found = overheads._overheads(
+        profile(), {"data": pipeline, "pipeline": pipeline, "split backward": split_backward}, (1.0, 2.0)
+    )
     operators = overheads.LAYERS / 2 * overheads.BLOCK_BACKWARD_OPERATORS
     assert found.deferred_operator_seconds == pytest.approx(0.6 / operators)
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan
-from lightning_mist.strategy.planning.plan_cache import FOLDER, keep_plan, kept_plan, key_of
+from lightning_mist.strategy.planning.plan_cache import FOLDER, cache_key, cache_plan, cached_plan
 
 
 class Net(nn.Module):
@@ -20,7 +20,7 @@ def key(*, net=Net, width=4, rows=4, length=40, lr=0.1, cls=torch.optim.AdamW, o
     module = net(width)
     module.layer.weight.requires_grad_(not frozen)
     batch = {"x": torch.zeros(rows, length), "text": ["a"] * rows}
-    return key_of(module, batch, [cls(module.parameters(), lr=lr, **more)], others)
+    return cache_key(module, batch, [cls(module.parameters(), lr=lr, **more)], others)
 
 
 class Other(Net):
@@ -46,12 +46,12 @@ def test_the_same_question_has_the_same_key_and_others_have_others():
 
 def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
     plan = plain_plan(2, 4, 3)
-    assert kept_plan(tmp_path, "a") == (None, None)
-    assert keep_plan(tmp_path, "a", plan) is None
-    assert kept_plan(tmp_path, "a") == (plan, None)
+    assert cached_plan(tmp_path, "a") == (None, None)
+    assert cache_plan(tmp_path, "a", plan) is None
+    assert cached_plan(tmp_path, "a") == (plan, None)
     (tmp_path / FOLDER / "a.json").write_text("{")
-    found, warning = kept_plan(tmp_path, "a")
+    found, warning = cached_plan(tmp_path, "a")
     assert found is None
     assert "is not used" in warning
     (tmp_path / "file").write_text("")
-    assert "not kept for later runs" in keep_plan(tmp_path / "file", "a", plan)
+    assert "not kept for later runs" in cache_plan(tmp_path / "file", "a", plan)

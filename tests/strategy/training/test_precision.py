@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
-from lightning_mist.strategy.training.whole_gradients import attach_engine
+from lightning_mist.strategy.training.whole_model import attach_engine
 
 
 class Engine:

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mist.strategy.training.whole_gradients import gradients_are_about_to_go
+from lightning_mist.strategy.training.whole_model import gradients_are_about_to_go
 
 
 def module_of(cls=pl.LightningModule, *, batch_idx=0, every=1, callbacks=()):

@@ -1,7 +1,8 @@
-"""Gradients of the whole model: clipped, unscaled and looked at, wherever they are.
+"""The whole model as optimizer and precision plugin see it: gradients clipped and unscaled, state, wherever they are.
 
-Lightning asks its precision plugin for this. The plugin object keeps its identity and the name of its class, because
-checkpoints store the plugin's state under that name; only its class is replaced by a subclass that asks the engine.
+Lightning asks its precision plugin for clipping and loss scaling. The plugin object keeps its identity and the name of
+its class, because checkpoints store the plugin's state under that name; only its class is replaced by a subclass that
+asks the engine. The user's optimizer updates what this rank owns, its state where the plan wants it.
 """
 
 from abc import ABC, abstractmethod
@@ -130,13 +131,13 @@ class WholeGradients(ABC):
         every = {name: parameter for parameter, name in self._names.items()}
         order = [self._names[parameter] for group in self.optimizer.cut.groups for parameter in group]
         speakers = self.gatherer.speakers
-        moved = self.executor.gradients
-        known = {} if moved is None else moved.norms()
+        offloaded = self.executor.gradients
+        known = {} if offloaded is None else offloaded.norms()
         norm = complete(global_grad_norm(self.executor.mesh, every, speakers, self.transport, names=order, known=known))
         clip_by_norm(_here(optimizer), max_norm, norm)
-        if moved is not None:
+        if offloaded is not None:
             # As torch.nn.utils.clip_grads_with_norm_ has it.
-            moved.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            offloaded.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
     @works
     def clip_by_value(self, optimizer: Any, clip_value: float) -> None:
@@ -148,8 +149,8 @@ class WholeGradients(ABC):
     @contextmanager
     def unscaling(self, optimizer: Any, factor: Tensor) -> Iterator[None]:
         """While gradients are multiplied by a factor: those in host memory are hidden, and will be."""
-        moved = self.executor.gradients
-        hidden = [] if moved is None else [p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient]
+        offloaded = self.executor.gradients
+        hidden = [] if offloaded is None else [p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient]
         kept = [parameter.grad for parameter in hidden]
         for parameter in hidden:
             parameter.grad = None
@@ -158,15 +159,15 @@ class WholeGradients(ABC):
         finally:
             for parameter, gradient in zip(hidden, kept, strict=True):
                 parameter.grad = gradient
-        if moved is not None:
-            moved.multiply(factor)
+        if offloaded is not None:
+            offloaded.multiply(factor)
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """Whether any rank found a gradient that is not finite; the same answer on all ranks."""
         flag = found.get(self.device, torch.zeros((), device=self.device))
-        moved = self.executor.gradients
-        if moved is not None and moved.found is not None:
-            flag = flag + moved.found
+        offloaded = self.executor.gradients
+        if offloaded is not None and offloaded.found is not None:
+            flag = flag + offloaded.found
         if self.plan.world_size > 1:
             self.transport.all_reduce(flag, tuple(range(self.plan.world_size))).wait()
         return {self.device: flag.clamp(max=1.0)}
