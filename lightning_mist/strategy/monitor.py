@@ -106,8 +106,8 @@ class Monitor:
             None
             if basis is None
             else Learner(
-                basis,
-                decision.plan,
+                basis=basis,
+                plan=decision.plan,
                 is_plain=decision.plan.is_plain,
                 search_seconds=decision.search_seconds,
                 path=None if path is None else path.with_name(f"{path.stem}_better.json"),

@@ -8,6 +8,7 @@ whole tensors, because it writes into them, is refused.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from threading import Lock
 from typing import Any, NoReturn
 
@@ -121,15 +122,10 @@ class SplitTensor(Tensor):
         """Number of dimensions."""
         return len(self.placement.sizes)
 
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Element type."""
-        return self.local.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Device of the part."""
-        return self.local.device
+    dtype = property(attrgetter("local.dtype"), doc="Element type.")
+    device = property(attrgetter("local.device"), doc="Device of the part.")
+    grad_fn = property(attrgetter("local.grad_fn"), doc="The part's node of the graph.")
+    is_leaf = property(attrgetter("local.is_leaf"), doc="Whether the part is a leaf.")
 
     @property
     def requires_grad(self) -> bool:
@@ -139,16 +135,6 @@ class SplitTensor(Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.local.requires_grad = value
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        """The part's node of the graph."""
-        return self.local.grad_fn
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether the part is a leaf."""
-        return self.local.is_leaf
 
     @property
     def data(self) -> Tensor:
@@ -307,14 +293,12 @@ class _Patch:
         self._apply, self._unwrap = Function.__dict__["apply"], torch._functorch.utils.unwrap_dead_wrappers
 
     def enter(self) -> None:
-        """Replace torch's functions unless they are."""
         with self._lock:
             if self._count == 0:
                 self._replace()
             self._count += 1
 
     def leave(self) -> None:
-        """Restore torch's functions if nobody else needs them replaced."""
         with self._lock:
             self._count -= 1
             if self._count == 0:

@@ -106,6 +106,7 @@ def _factors(corrections: Sequence[Correction]) -> str:
     return ", ".join(f"{item.term} x {item.factor:.2f} ± {item.spread:.2f}" for item in corrections)
 
 
+@dataclass(slots=True, kw_only=True)
 class Learner:
     """Learns from one run how its machine differs from the profile; on rank 0.
 
@@ -115,23 +116,16 @@ class Learner:
         cached_at: Where the plan is kept for later runs; a better one makes them plan anew.
     """
 
-    def __init__(
-        self,
-        basis: Basis,
-        plan: Plan,
-        *,
-        is_plain: bool,
-        search_seconds: float,
-        path: Path | None,
-        say: Callable[[str], None],
-        cached_at: Path | None = None,
-    ) -> None:
-        self.basis = basis
-        self._plan, self._is_plain, self._path, self._say = plan, is_plain, path, say
-        self._cached_at = cached_at
-        self._search_seconds = search_seconds
-        self._has_learned, self._has_looked = False, False
-        self.better: Better | None = None
+    basis: Basis
+    plan: Plan
+    is_plain: bool
+    search_seconds: float
+    path: Path | None
+    say: Callable[[str], None]
+    cached_at: Path | None = None
+    better: Better | None = None
+    _has_learned: bool = False
+    _has_looked: bool = False
 
     def learn(self, measured: Sequence[Measured | None]) -> None:
         """Correct predictions by what the stages measured, once per run, and keep that for later runs."""
@@ -140,10 +134,10 @@ class Learner:
         if self._has_learned or basis.store is None or fewest < LEAST_STEPS:
             return
         observations = observe(
-            self._plan,
+            self.plan,
             measured,
             corrections=basis.corrections,
-            is_plain=self._is_plain,
+            is_plain=self.is_plain,
             knows_layers=bool(basis.spec.seconds),
         )
         if not observations:
@@ -153,30 +147,30 @@ class Learner:
         try:
             save_corrections(basis.store, self.basis.corrections)
         except OSError as error:
-            self._say(f"what this run measured is not kept for later ones: {error}")
+            self.say(f"what this run measured is not kept for later ones: {error}")
             return
-        self._say(f"later plans for this machine are corrected by it: {_factors(self.basis.corrections)}")
+        self.say(f"later plans for this machine are corrected by it: {_factors(self.basis.corrections)}")
 
     def look_again(self, *, is_training: bool) -> None:
         """Search for a plan that is better by what was learned, quickly while training goes on, and write it."""
-        if not self._has_learned or self._has_looked or (is_training and self._search_seconds > QUICK_SECONDS):
+        if not self._has_learned or self._has_looked or (is_training and self.search_seconds > QUICK_SECONDS):
             return
         self._has_looked = True
         patience = QUICK_SECONDS if is_training else PATIENCE_SECONDS
         search = replace(self.basis.search, solver_seconds=min(patience, self.basis.search.solver_seconds))
         try:
             found = replace(self.basis, search=search).tune()
-            current = self.basis.predict(self._plan)
+            current = self.basis.predict(self.plan)
             if found.predicted.step_seconds < (1.0 - LEAST_GAIN) * current.step_seconds:
-                if self._path is not None:
-                    save(replace(found.plan, fingerprint=self._plan.fingerprint), self._path)
-                if self._cached_at is not None:
-                    self._cached_at.unlink(missing_ok=True)
+                if self.path is not None:
+                    save(replace(found.plan, fingerprint=self.plan.fingerprint), self.path)
+                if self.cached_at is not None:
+                    self.cached_at.unlink(missing_ok=True)
                 self.better = Better(
                     name=short_name(found.plan),
-                    path=None if self._path is None else str(self._path),
+                    path=None if self.path is None else str(self.path),
                     current_seconds=current.step_seconds,
                     step_seconds=found.predicted.step_seconds,
                 )
         except (MistError, OSError) as error:
-            self._say(f"no other plan was looked for: {error}")
+            self.say(f"no other plan was looked for: {error}")

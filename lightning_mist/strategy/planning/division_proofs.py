@@ -20,7 +20,6 @@ class _Raw(LogRecorder):
     """Keeps what is logged as it is given."""
 
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
-        """Record one value."""
         size = arguments.get("batch_size")
         self.records.append(
             LogRecord(name=name, value=value, arguments=() if size is None else (("batch_size", size),))

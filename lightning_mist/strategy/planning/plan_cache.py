@@ -83,9 +83,8 @@ def cache_path(directory: Path, key: str) -> Path:
     return directory / FOLDER / f"{key}.json"
 
 
-def cached_plan(directory: Path, key: str) -> tuple[Plan | None, str | None]:
+def cached_plan(path: Path) -> tuple[Plan | None, str | None]:
     """A plan that was kept, or None; and why one that is there cannot be used, or None."""
-    path = cache_path(directory, key)
     if not path.exists():
         return None, None
     try:
@@ -109,9 +108,8 @@ def remember_limit(path: Path, limit: int) -> None:
     path.unlink(missing_ok=True)
 
 
-def cache_plan(directory: Path, key: str, plan: Plan) -> str | None:
+def cache_plan(plan: Plan, path: Path) -> str | None:
     """Keep a plan for the next time; why it could not be kept, or None."""
-    path = cache_path(directory, key)
     try:
         write_plan(plan, path)
     except OSError as error:

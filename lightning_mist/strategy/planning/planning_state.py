@@ -328,11 +328,10 @@ class Planner:
         """The plan that was made for the same question before, if there is one; the same on every rank."""
 
         def look() -> tuple[str | None, Path, int | None]:
-            key = self._key(found)
-            plan, warning = cached_plan(self.request.directory, key)
+            path = self._cache_path(found)
+            plan, warning = cached_plan(path)
             if warning is not None:
                 self.progress.say(warning)
-            path = cache_path(self.request.directory, key)
             return None if plan is None else to_json(plan), path, remembered_limit(path)
 
         text, self.cache_place, limit = on_rank_zero(look)
@@ -348,14 +347,14 @@ class Planner:
     def keep(self, found: ModuleMap, plan: Plan) -> None:
         """Keep a plan that was made here."""
         if self.strategy.is_global_zero:
-            key = self._key(found)
-            warning = cache_plan(self.request.directory, key, plan)
+            path = self._cache_path(found)
+            warning = cache_plan(plan, path)
             if warning is None:
-                self.cached_at = cache_path(self.request.directory, key)
+                self.cached_at = path
             else:
                 self.progress.say(warning)
 
-    def _key(self, found: ModuleMap) -> str:
+    def _cache_path(self, found: ModuleMap) -> Path:
         request, trainer = self.request, self.trainer
         others = (
             self.cluster,
@@ -371,7 +370,7 @@ class Planner:
             found.exclusions,
             found.blocks,
         )
-        return cache_key(self.module, self.batch, self.strategy.optimizers, others)
+        return cache_path(request.directory, cache_key(self.module, self.batch, self.strategy.optimizers, others))
 
     def fingerprint(self, found: ModuleMap) -> Fingerprint:
         """What a plan made here is made for."""

@@ -41,7 +41,6 @@ class _Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return self.dtype.itemsize * prod(self.shape)
 
 
@@ -59,13 +58,11 @@ class _Notice:
     random_state: Tensor
 
     def packed(self) -> Tensor:
-        """As bytes."""
         numbers = bytearray(_NUMBERS.pack(self.seed, self.note, self.is_new))
         return torch.cat([torch.frombuffer(numbers, dtype=torch.uint8), self.random_state])
 
     @classmethod
     def unpacked(cls, buffer: Tensor) -> "_Notice":
-        """From bytes."""
         seed, note, is_new = _NUMBERS.unpack(bytes(buffer[: _NUMBERS.size].tolist()))
         return cls(seed=seed, note=note, is_new=is_new, random_state=buffer[_NUMBERS.size :].clone())
 

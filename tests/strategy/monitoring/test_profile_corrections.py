@@ -55,8 +55,8 @@ class Teacher:
         self.said, self.path = [], folder / "mist_plan_better.json"
         self.plan = basis.tune().plan
         self.learner = Learner(
-            basis,
-            self.plan,
+            basis=basis,
+            plan=self.plan,
             is_plain=False,
             search_seconds=search_seconds,
             path=self.path,

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan
-from lightning_mist.strategy.planning.plan_cache import FOLDER, cache_key, cache_plan, cached_plan
+from lightning_mist.strategy.planning.plan_cache import cache_key, cache_path, cache_plan, cached_plan
 
 
 class Net(nn.Module):
@@ -45,13 +45,13 @@ def test_the_same_question_has_the_same_key_and_others_have_others():
 
 
 def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
-    plan = plain_plan(2, 4, 3)
-    assert cached_plan(tmp_path, "a") == (None, None)
-    assert cache_plan(tmp_path, "a", plan) is None
-    assert cached_plan(tmp_path, "a") == (plan, None)
-    (tmp_path / FOLDER / "a.json").write_text("{")
-    found, warning = cached_plan(tmp_path, "a")
+    plan, path = plain_plan(2, 4, 3), cache_path(tmp_path, "a")
+    assert cached_plan(path) == (None, None)
+    assert cache_plan(plan, path) is None
+    assert cached_plan(path) == (plan, None)
+    path.write_text("{")
+    found, warning = cached_plan(path)
     assert found is None
     assert "is not used" in warning
     (tmp_path / "file").write_text("")
-    assert "not kept for later runs" in cache_plan(tmp_path / "file", "a", plan)
+    assert "not kept for later runs" in cache_plan(plan, cache_path(tmp_path / "file", "a"))
