@@ -137,13 +137,9 @@ _PROPERTIES = (
 )  # fmt: skip
 
 
-def _property(context: SplitContext, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(args[0].local)
-
-
 for _name in _PROPERTIES:
     if hasattr(Tensor, _name):
-        RULES[getattr(Tensor, _name).__get__] = _property
+        RULES[getattr(Tensor, _name).__get__] = _question
 
 
 @rule("numel", "nelement", "stride", "is_contiguous", "is_nonzero", "is_same_size")

@@ -58,20 +58,22 @@ class _Ranks:
             )
         self.condition.notify_all()
 
+    def _failed(self, what: str) -> PlanError:
+        """Wake all ranks with an error. The condition must be held."""
+        error = self.error = PlanError(what)
+        self.condition.notify_all()
+        return error
+
     def exchange(self, rank: int, kind: tuple[object, ...], tensor: Tensor, combine: Callable[..., Tensor]) -> Tensor:
         """Wait for the tensors of all ranks; this rank's result of them."""
         with self.condition:
             if rank != self.turn:
                 # Ranks share what a module keeps between calls; they must not compute with each other's tensors.
-                self.error = PlanError(f"rank {self.turn} computes with a tensor that belongs to rank {rank}")
-                self.condition.notify_all()
-                raise self.error
+                raise self._failed(f"rank {self.turn} computes with a tensor that belongs to rank {rank}")
             self.arrived[rank] = (kind, tensor)
             kinds = {other: value[0] for other, value in self.arrived.items()}
             if len(set(kinds.values())) > 1:
-                self.error = PlanError(f"ranks are in different collectives: {kinds}")
-                self.condition.notify_all()
-                raise self.error
+                raise self._failed(f"ranks are in different collectives: {kinds}")
             if len(self.arrived) == self.size:
                 tensors = [self.arrived[other][1] for other in range(self.size)]
                 self.results = {other: combine(tensors, other) for other in range(self.size)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -166,14 +167,9 @@ def joined(found: Sequence[Cluster]) -> AnyCluster:
 
     Of devices of one name the least memory counts, and of their hosts.
     """
-    runs: list[list[Cluster]] = []
-    for cluster in found:
-        if runs and runs[-1][0].device.name == cluster.device.name:
-            runs[-1].append(cluster)
-        else:
-            runs.append([cluster])
     parts = []
-    for run in runs:
+    for _, alike_in_a_row in groupby(found, key=lambda cluster: cluster.device.name):
+        run = list(alike_in_a_row)
         first = run[0]
         per_node = min(len(run), first.devices_per_node)
         per_node = per_node if len(run) % per_node == 0 else 1

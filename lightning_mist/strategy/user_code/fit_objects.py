@@ -148,8 +148,8 @@ class UnreadableError(Exception):
 class Resolver:
     """Attributes of objects of one fit."""
 
-    def __init__(self, everything: FitObjects, call: Callable[[Any, Any], Any]) -> None:
-        self._all, self._call = everything, call
+    def __init__(self, objects: FitObjects, call: Callable[[Any, Any], Any]) -> None:
+        self._all, self._call = objects, call
 
     def attribute(self, base: Any, name: str) -> Any:
         """What ``base.name`` is; None if that is unknown and reaches nothing.

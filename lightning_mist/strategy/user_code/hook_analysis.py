@@ -7,8 +7,8 @@ so that a hook that only looks at a loss, prints or counts costs nothing, and no
 import ast
 import builtins
 import inspect
+import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -39,22 +39,11 @@ class ReachedError(Exception):
         self.what, self.callee, self.is_state = what, callee, is_state
 
 
-@dataclass(slots=True)
-class _Scope:
-    """A function that is being read: what its names stand for."""
-
-    function: Any
-    owner: Any
-    file: str
-    names: dict[str, Any]
-    returned: list[Any] = field(default_factory=list)
-
-
 class Reader:
     """Reads functions for what they can reach."""
 
-    def __init__(self, everything: FitObjects) -> None:
-        self._all = everything
+    def __init__(self, objects: FitObjects) -> None:
+        self._all = objects
         self.read: list[tuple[Any, Any]] = []
         self._open: set[tuple[Any, int]] = set()
 
@@ -77,39 +66,42 @@ class Reader:
         if len(self.read) > _MOST_FUNCTIONS:
             raise ReachedError(f"{function.__name__}, which calls more than can be read", function)
         try:
-            scope, body = self._scope(function, owner, values, keywords or {})
-            _Walk(self, self._all, scope).block(body)
+            names = _named_arguments(code, values, keywords or {})
+            walk = _Walk(self, self._all, function, owner, names)
+            walk.block(self._body(function, names))
         finally:
             self._open.discard(key)
-        found = [value for value in scope.returned if value is not None]
-        if len(found) == len(scope.returned) == 1:
+        found = [value for value in walk.returned if value is not None]
+        if len(found) == len(walk.returned) == 1:
             return found[0]
         if any(self._all.holds(value) for value in found):
             raise ReachedError(f"what {function.__name__} returns")
         return None
 
-    def _scope(
-        self, function: Any, owner: Any, values: list[Any], keywords: dict[str, Any]
-    ) -> tuple[_Scope, list[ast.stmt]]:
-        code = function.__code__
-        names: dict[str, Any] = dict.fromkeys((*code.co_varnames, *code.co_cellvars))
-        positional = code.co_varnames[: code.co_argcount]
-        names.update(zip(positional, values, strict=False))
-        rest = [value for value in values[len(positional) :] if value is not None]
-        flags, keyword_only = code.co_flags, code.co_argcount + code.co_kwonlyargcount
-        extra = {name: value for name, value in keywords.items() if name not in code.co_varnames[:keyword_only]}
-        names.update({name: value for name, value in keywords.items() if name not in extra})
-        if flags & inspect.CO_VARARGS and rest:
-            names[code.co_varnames[keyword_only]] = Known(tuple(_plain(value) for value in rest))
-        if flags & inspect.CO_VARKEYWORDS and extra:
-            place = keyword_only + bool(flags & inspect.CO_VARARGS)
-            names[code.co_varnames[place]] = Known({name: _plain(value) for name, value in extra.items()})
-        body = body_of(code)
+    def _body(self, function: Any, names: dict[str, Any]) -> list[ast.stmt]:
+        body = body_of(function.__code__)
         if body is None:
-            used = [names.get(name, Known(function.__globals__.get(name))) for name in loaded_names(code)]
+            used = [names.get(name, Known(function.__globals__.get(name))) for name in loaded_names(function.__code__)]
             if any(value is not None and self._all.holds(value) for value in used):
                 raise ReachedError(f"{function.__name__}, whose source is not at hand", function)
-        return _Scope(function, owner, code.co_filename, names), body or []
+        return body or []
+
+
+def _named_arguments(code: types.CodeType, values: list[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    """What the names of a function stand for when it is called so."""
+    names: dict[str, Any] = dict.fromkeys((*code.co_varnames, *code.co_cellvars))
+    positional = code.co_varnames[: code.co_argcount]
+    names.update(zip(positional, values, strict=False))
+    rest = [value for value in values[len(positional) :] if value is not None]
+    flags, keyword_only = code.co_flags, code.co_argcount + code.co_kwonlyargcount
+    extra = {name: value for name, value in keywords.items() if name not in code.co_varnames[:keyword_only]}
+    names.update({name: value for name, value in keywords.items() if name not in extra})
+    if flags & inspect.CO_VARARGS and rest:
+        names[code.co_varnames[keyword_only]] = Known(tuple(_plain(value) for value in rest))
+    if flags & inspect.CO_VARKEYWORDS and extra:
+        place = keyword_only + bool(flags & inspect.CO_VARARGS)
+        names[code.co_varnames[place]] = Known({name: _plain(value) for name, value in extra.items()})
+    return names
 
 
 def _plain(value: Any) -> Any:
@@ -119,9 +111,10 @@ def _plain(value: Any) -> Any:
 class _Walk:
     """One function's source, walked with what its names stand for."""
 
-    def __init__(self, reader: Reader, everything: FitObjects, scope: _Scope) -> None:
-        self._reader, self._all, self._scope, self._names = reader, everything, scope, scope.names
-        self._resolver = Resolver(everything, lambda getter, owner: reader.call(getter, owner, ()))
+    def __init__(self, reader: Reader, objects: FitObjects, function: Any, owner: Any, names: dict[str, Any]) -> None:
+        self._reader, self._all, self._function, self._owner, self._names = reader, objects, function, owner, names
+        self.returned: list[Any] = []
+        self._resolver = Resolver(objects, lambda getter, owner: reader.call(getter, owner, ()))
 
     # Statements --------------------------------------------------------------------------------------------------
 
@@ -133,7 +126,7 @@ class _Walk:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             self._assign(node)
         elif isinstance(node, ast.Return):
-            self._scope.returned.append(None if node.value is None else self.value(node.value))
+            self.returned.append(None if node.value is None else self.value(node.value))
         elif isinstance(node, (ast.If, ast.While)):
             self._test(node.test)
             self.block(node.body + node.orelse)
@@ -278,14 +271,14 @@ class _Walk:
         return any(self._all.is_optimizer(_plain(value)) for value in values)
 
     def _reached(self, node: ast.AST, callee: Any = None, *, is_state: bool = False) -> NoReturn:
-        name, what = self._scope.file.replace("\\", "/").rpartition("/")[2], ast.unparse(node)
+        name, what = self._function.__code__.co_filename.replace("\\", "/").rpartition("/")[2], ast.unparse(node)
         what = what if len(what) <= 60 else f"{what[:57]}..."
         raise ReachedError(f"{what} at {name}:{getattr(node, 'lineno', 0)}", callee, is_state=is_state)
 
     def _named(self, name: str) -> Any:
         if name in self._names:
             return self._names[name]
-        function = self._scope.function
+        function = self._function
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         if name in cells:
             try:
@@ -326,7 +319,7 @@ class _Walk:
 
     def _on_call(self, node: ast.Call) -> Any:
         if _is_super(node):
-            return Super(self._scope.owner, self._scope.function)
+            return Super(self._owner, self._function)
         callee = self.value(node.func)
         target = callee.value if isinstance(callee, Known) else None
         arguments, keywords = self._arguments(node)

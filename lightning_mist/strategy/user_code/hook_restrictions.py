@@ -89,39 +89,39 @@ class _Looks:
 
 def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...]:
     """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters."""
-    everything = FitObjects(trainer, optimizers)
+    objects = FitObjects(trainer, optimizers)
     found: dict[tuple[Feature, str], None] = {}
-    for looks in _looks(trainer, everything):
+    for looks in _looks(trainer, objects):
         features = _FEATURES[looks.whole]
         found.update({(feature, looks.reason): None for feature in features})
-    for reason, features in _parameter_hooks(everything.module):
+    for reason, features in _parameter_hooks(objects.module):
         found.update({(feature, reason): None for feature in features})
     return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
 
 
-def _looks(trainer: Any, everything: FitObjects) -> Iterator[_Looks]:
+def _looks(trainer: Any, objects: FitObjects) -> Iterator[_Looks]:
     for item in (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks):
         if item is None:
             continue
         for name in (*_IN_TRAINING, *_IN_VALIDATION):
-            looks = _look(item, name, everything)
+            looks = _look(item, name, objects)
             if looks is not None and (name in _IN_TRAINING or not looks.whole.startswith("parameters")):
                 yield looks
 
 
-def _look(item: Any, name: str, everything: FitObjects) -> _Looks | None:
+def _look(item: Any, name: str, objects: FitObjects) -> _Looks | None:
     """What a hook may look at, if it is not Lightning's own."""
     hook = getattr(item, name, None)
     function = getattr(hook, "__func__", hook)
     if not callable(function) or is_lightnings(inspect.unwrap(function)):
         return None
-    owner, given = getattr(hook, "__self__", None), _arguments(item, name, everything)
+    owner, given = getattr(hook, "__self__", None), _arguments(item, name, objects)
     if isinstance(function, partial):
         owner, given = None, [*(Known(value) for value in function.args), *given]
         function = function.func
     elif not inspect.isfunction(inspect.unwrap(function)):
         owner, function = function, inspect.getattr_static(type(function), "__call__")
-    reader = Reader(everything)
+    reader = Reader(objects)
     where = f"{name} of {type(item).__name__}"
     try:
         reader.call(function, owner, given)
@@ -146,11 +146,11 @@ def _kind(error: ReachedError, reader: Reader, name: str) -> str:
     return "optimizer state" if error.is_state else "parameters"
 
 
-def _arguments(item: Any, name: str, everything: FitObjects) -> list[Any]:
+def _arguments(item: Any, name: str, objects: FitObjects) -> list[Any]:
     """What Lightning calls a hook with, as far as it reaches anything."""
     is_module = isinstance(item, nn.Module) or not hasattr(item, "on_sanity_check_start")
-    first = [] if is_module else [Known(everything.trainer), Known(everything.module)]
-    optimizer = Known(everything.optimizers[0]) if everything.optimizers else None
+    first = [] if is_module else [Known(objects.trainer), Known(objects.module)]
+    optimizer = Known(objects.optimizers[0]) if objects.optimizers else None
     if name in ("on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping"):
         return [*first, optimizer]
     if name in ("optimizer_step", "optimizer_zero_grad"):
