@@ -5,7 +5,7 @@ follows every operator and slows the step down), all later ones are timed. In th
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.devices import ops_of
-from lightning_mist.plan import Plan, ZeroStage, step_rates
+from lightning_mist.plan import ZeroStage, step_rates
+from lightning_mist.runtime.checks import batch_signature
 from lightning_mist.runtime.recording import Recorder, meter_memory, state_tensors
 from lightning_mist.strategy.monitoring import (
     CLOSURE,
@@ -28,8 +29,7 @@ from lightning_mist.strategy.monitoring import (
     RunReport,
     StageReport,
     StageTimes,
-    divide_exchange,
-    over_ranks,
+    over_stages,
     over_steps,
     predicted_times,
     step_times,
@@ -55,15 +55,6 @@ class _Bytes(NamedTuple):
 
 def _most(values: Sequence[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def _of_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Measured | None, ...]:
-    """What each stage measured, from what each rank did."""
-    stages = [
-        over_ranks([ranks[rank][index] for rank in stage.devices if index in ranks[rank]])
-        for index, stage in enumerate(plan.stages)
-    ]
-    return divide_exchange(stages, plan.num_groups)
 
 
 class Monitor:
@@ -195,7 +186,7 @@ class Monitor:
         plan = self.decision.plan
         predicted = plan.predicted
         said = predicted_times(plan)
-        self.measured = _of_stages(plan, [times for *_, times in gathered])
+        self.measured = over_stages(plan, [times for *_, times in gathered])
         stages = tuple(
             replace(
                 self._stage(index, [gathered[rank][1] for rank in stage.devices]),

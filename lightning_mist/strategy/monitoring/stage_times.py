@@ -204,3 +204,12 @@ def divide_exchange(stages: Sequence[Measured | None], num_groups: int) -> tuple
 
 def _times(values: Sequence[float]) -> StageTimes:
     return StageTimes(**dict(zip(NAMES, values, strict=True)))
+
+
+def over_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Measured | None, ...]:
+    """What each stage measured on average, from what each rank measured of its stages."""
+    stages = [
+        over_ranks([ranks[rank][index] for rank in stage.devices if index in ranks[rank]])
+        for index, stage in enumerate(plan.stages)
+    ]
+    return divide_exchange(stages, plan.num_groups)

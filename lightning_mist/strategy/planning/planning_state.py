@@ -324,7 +324,7 @@ class Planner:
         self.progress.tell(f"plain data parallelism: {why}")
         return bare
 
-    def kept(self, found: ModuleMap) -> Plan | None:
+    def cached(self, found: ModuleMap) -> Plan | None:
         """The plan that was made for the same question before, if there is one; the same on every rank."""
 
         def look() -> tuple[str | None, Path, int | None]:
@@ -339,12 +339,12 @@ class Planner:
             self.progress.tell(f"an earlier run was out of memory: planning within {format_bytes(limit)} per device")
             self.wished = self.wished or self.request
             self.request = replace(self.request, memory_limit=limit)
-            return self.kept(found)
+            return self.cached(found)
         if text is not None:
             self.progress.say("the plan was made by an earlier run of the same module on this machine")
         return None if text is None else from_json(text)
 
-    def keep(self, found: ModuleMap, plan: Plan) -> None:
+    def cache(self, found: ModuleMap, plan: Plan) -> None:
         """Keep a plan that was made here."""
         if self.strategy.is_global_zero:
             path = self._cache_path(found)

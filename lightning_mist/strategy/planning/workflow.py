@@ -240,10 +240,10 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
         planner.progress.tell(f"plain data parallelism: {enough}")
         rows = on_rank_zero(lambda: batch_rows(planner.batch))
         return plain_plan(planner.strategy.world_size, rows, len(found.blocks)), None, found
-    kept = planner.kept(found)
-    if kept is not None:
-        _refuse_unsafe_cuts(planner, found, kept)
-        return kept, None, planner.split(found, degrees_of(kept))
+    cached = planner.cached(found)
+    if cached is not None:
+        _refuse_unsafe_cuts(planner, found, cached)
+        return cached, None, planner.split(found, degrees_of(cached))
     try:
         plan, made, split = _searched(planner, found)
     except InfeasibleError:
@@ -253,7 +253,7 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
         planner.progress.tell("no plan needs so little: planning as if there had been no earlier run")
         planner.request, planner.wished = planner.wished, None
         plan, made, split = _searched(planner, found)
-    planner.keep(found, plan)  # asked for before the module is split
+    planner.cache(found, plan)  # asked for before the module is split
     return plan, made, split
 
 

@@ -134,10 +134,10 @@ def test_a_plan_is_kept_by_what_was_known_before_anything_was_tried(monkeypatch)
         def plain_is_enough(self):
             return None
 
-        def kept(self, found):
+        def cached(self, found):
             self.kept_by += (found,)
 
-        def keep(self, found, plan):
+        def cache(self, found, plan):
             self.kept_by += (found,)
 
     planner = Excluding()
