@@ -1,6 +1,6 @@
 """Tensors whose parts lie on several ranks and that show their whole shape."""
 
-from lightning_mist.tensor_parallel import (  # the modules rules_* make their rules known when they are imported
+from lightning_mist.tensor_parallel import (  # noqa: F401 (these make their rules known when they are imported)
     rules_attention,
     rules_elementwise,
     rules_linear,
@@ -37,12 +37,6 @@ __all__ = [
     "layout_of",
     "local_of",
     "present",
-    "rules_attention",
-    "rules_elementwise",
-    "rules_linear",
-    "rules_reduce",
-    "rules_shape",
-    "rules_vocabulary",
     "run_ranks",
     "shard",
     "split_sequence",
