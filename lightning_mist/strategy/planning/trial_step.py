@@ -20,11 +20,11 @@ from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model import run_apart
 from lightning_mist.model.child_process import can_fork
 from lightning_mist.model.user_code import Reach, Surroundings, is_users
-from lightning_mist.plan import Exclusion, Feature, ModuleMap
+from lightning_mist.plan import Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime.stage import processes
 from lightning_mist.strategy.all_ranks import of_all_ranks, union
-from lightning_mist.strategy.user_code import Survey
+from lightning_mist.strategy.user_code import Survey, exclusions_of
 
 T = TypeVar("T")
 
@@ -181,11 +181,7 @@ class TriedStep:
 
         Called on all ranks at once.
         """
-        reasons: dict[tuple[Feature, str], None] = {}
-        for reason, features in self._reasons():
-            reasons.update({(feature, reason): None for feature in features})
-        more = tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
-        return replace(found, exclusions=(*found.exclusions, *more))
+        return replace(found, exclusions=(*found.exclusions, *exclusions_of(self._reasons())))
 
     def _reasons(self) -> Iterator[tuple[str, tuple[Feature, ...]]]:
         for what, is_inner in union(self._told.changed):

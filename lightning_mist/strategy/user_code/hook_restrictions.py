@@ -7,9 +7,9 @@ does, not by its name: a hook that only looks at a loss rules nothing out
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -73,44 +73,37 @@ _BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero
 """Hooks that run between forward and backward, which are one under every plan but plain data parallelism."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Looks:
-    """A hook that may look at what other ranks have."""
+Reasons = Iterable[tuple[str, tuple[Feature, ...]]]
+"""Why features of plans are ruled out, for people, and which."""
 
-    where: str
-    what: str
-    whole: str
 
-    @property
-    def reason(self) -> str:
-        """Why plans that leave a rank a part are ruled out, for people."""
-        return f"{self.where} may use {self.whole} ({self.what}), which would not all be on every rank's device"
+def exclusions_of(reasons: Reasons) -> tuple[Exclusion, ...]:
+    """What some reasons rule out, each feature once for each."""
+    found = dict.fromkeys((feature, reason) for reason, features in reasons for feature in features)
+    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
 
 
 def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...]:
     """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters."""
     objects = FitObjects(trainer, optimizers)
-    found: dict[tuple[Feature, str], None] = {}
-    for looks in _looks(trainer, objects):
-        features = _FEATURES[looks.whole]
-        found.update({(feature, looks.reason): None for feature in features})
-    for reason, features in _parameter_hooks(objects.module):
-        found.update({(feature, reason): None for feature in features})
-    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
+    return exclusions_of(chain(_looks(trainer, objects), _parameter_hooks(objects.module)))
 
 
-def _looks(trainer: Any, objects: FitObjects) -> Iterator[_Looks]:
+def _looks(trainer: Any, objects: FitObjects) -> Reasons:
     for item in (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks):
         if item is None:
             continue
         for name in (*_IN_TRAINING, *_IN_VALIDATION):
-            looks = _look(item, name, objects)
-            if looks is not None and (name in _IN_TRAINING or not looks.whole.startswith("parameters")):
-                yield looks
+            used = _look(item, name, objects)
+            if used is not None and (name in _IN_TRAINING or not used[0].startswith("parameters")):
+                whole, code = used
+                where = f"{name} of {type(item).__name__}"
+                reason = f"{where} may use {whole} ({code}), which would not all be on every rank's device"
+                yield reason, _FEATURES[whole]
 
 
-def _look(item: Any, name: str, objects: FitObjects) -> _Looks | None:
-    """What a hook may look at, if it is not Lightning's own."""
+def _look(item: Any, name: str, objects: FitObjects) -> tuple[str, str] | None:
+    """What of the whole module a hook may use, if it is not Lightning's own, and the code that does and its place."""
     hook = getattr(item, name, None)
     function = getattr(hook, "__func__", hook)
     if not callable(function) or is_lightnings(inspect.unwrap(function)):
@@ -122,11 +115,10 @@ def _look(item: Any, name: str, objects: FitObjects) -> _Looks | None:
     elif not inspect.isfunction(inspect.unwrap(function)):
         owner, function = function, inspect.getattr_static(type(function), "__call__")
     reader = Reader(objects)
-    where = f"{name} of {type(item).__name__}"
     try:
         reader.call(function, owner, given)
     except ReachedError as error:
-        return _Looks(where, error.what, _kind(error, reader, name))
+        return _kind(error, reader, name), error.what
     return None
 
 
@@ -158,7 +150,7 @@ def _arguments(item: Any, name: str, objects: FitObjects) -> list[Any]:
     return first
 
 
-def _parameter_hooks(module: Any) -> Iterator[tuple[str, tuple[Feature, ...]]]:
+def _parameter_hooks(module: Any) -> Reasons:
     """Hooks that autograd runs for single parameters."""
     if not isinstance(module, nn.Module):
         return
