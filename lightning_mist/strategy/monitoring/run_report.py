@@ -150,20 +150,10 @@ class RunReport:
             measured_rate = getattr(self.measured_rates, attribute, None)
             predicted_rate = getattr(self.predicted_rates, attribute, None)
             if measured_rate is not None:
-                table.add_row(
-                    name,
-                    _text(predicted_rate, formatter),
-                    formatter(measured_rate),
-                    _difference(predicted_rate, measured_rate),
-                )
+                table.add_row(*_row(name, predicted_rate, measured_rate, formatter))
         for index, stage in enumerate(self.stages):
             for name, predicted, measured in stage.rows():
-                table.add_row(
-                    f"{name}, stage {index}",
-                    _text(predicted, format_bytes),
-                    format_bytes(measured),
-                    _difference(predicted, measured),
-                )
+                table.add_row(*_row(f"{name}, stage {index}", predicted, measured, format_bytes))
         return table
 
 
@@ -174,6 +164,10 @@ _RATES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("times the roofline", "roofline_ratio", per_second),
 )
 """Rows of the table: in words, which of the rates, its text."""
+
+
+def _row(name: str, predicted: float | None, measured: float, formatter: Callable[[Any], str]) -> tuple[str, ...]:
+    return name, _text(predicted, formatter), formatter(measured), _difference(predicted, measured)
 
 
 def _text(value: float | None, formatter: Any) -> str:

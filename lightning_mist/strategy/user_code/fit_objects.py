@@ -150,6 +150,7 @@ class Resolver:
 
     def __init__(self, objects: FitObjects, call: Callable[[Any, Any], Any]) -> None:
         self._all, self._call = objects, call
+        self._known = {"optimizers": objects.optimizers, **dict.fromkeys(("model", "lightning_module"), objects.module)}
 
     def attribute(self, base: Any, name: str) -> Any:
         """What ``base.name`` is; None if that is unknown and reaches nothing.
@@ -178,19 +179,13 @@ class Resolver:
         return self._of_object(base, name)
 
     def _of_trainer(self, name: str) -> Any:
-        known = {
-            "model": self._all.module,
-            "lightning_module": self._all.module,
-            "strategy": self._all.strategy,
-            "optimizers": self._all.optimizers,
-        }
         if name.startswith("_") or name in _CLOSED:
             raise UnreadableError
+        known = {**self._known, "strategy": self._all.strategy}
         return Known(known[name]) if name in known else None
 
     def _of_strategy(self, name: str) -> Any:
-        known = {"model": self._all.module, "lightning_module": self._all.module, "optimizers": self._all.optimizers}
-        return Known(known[name]) if name in known else _only(name, _STRATEGY_NAMES)
+        return Known(self._known[name]) if name in self._known else _only(name, _STRATEGY_NAMES)
 
     def _of_optimizer(self, base: Known, name: str) -> Any:
         if name == "param_groups":
