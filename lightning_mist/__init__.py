@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_mist import _autoload
 
 if TYPE_CHECKING:
-    from lightning_mist.estimate import MemoryEstimate, estimate_memory
     from lightning_mist.errors import InfeasibleError, MistError, PlanError, ProfileError, ScheduleError, TraceError
+    from lightning_mist.estimate import MemoryEstimate, estimate_memory
     from lightning_mist.hardware import Cluster, HardwareProfile
     from lightning_mist.model import register_memory_rule, trace_model
     from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage, plan_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.errors import InfeasibleError, PlanError, TraceError
+from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import (
     Fingerprint,
