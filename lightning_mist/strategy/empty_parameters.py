@@ -18,9 +18,9 @@ from lightning_mist.model.initialization import (
     deferred_construction,
     empty_out,
     find_sources,
-    is_hollow,
 )
 from lightning_mist.strategy.all_ranks import of_all_ranks
+from lightning_mist.tensors import is_hollow
 
 
 class DeferredConstructions:

@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import ZeroStage, step_rates
-from lightning_mist.runtime.checks import batch_signature
 from lightning_mist.runtime.recording import Recorder, meter_memory, state_tensors
 from lightning_mist.strategy.monitoring import (
     CLOSURE,

@@ -193,7 +193,7 @@ class MistBase(ActingRank, PlanInstallation):
         assert accelerator is not None
         if trainer.state.fn != self._names.fitting:
             if (whole := empty_parameters.initial_values(module, self.root_device, None)) is not None:
-                whole.give(whole.names)
+                whole.materialize(whole.names)
                 whole.forget()
             super().setup(trainer)
             return

@@ -1,5 +1,6 @@
 """What sharded tensors need of the ranks that share them, and a group that only counts what is asked of it."""
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -38,27 +39,29 @@ class CountingGroup:
     Attributes:
         calls: Per call, in order: the operation and the bytes of the *whole* tensor: of the tensor reduced, of all
             parts gathered, of all entries scattered.
+        watcher: Told of every call at once.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self.size, self.rank = size, rank
         self.calls: list[tuple[Operation, int]] = []
+        self.watcher: Callable[[Operation, int], None] = lambda *_: None
+
+    def _note(self, operation: Operation, tensor: Tensor, count: int = 1) -> None:
+        self.calls.append((operation, count * tensor.numel() * tensor.element_size()))
+        self.watcher(*self.calls[-1])
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """A tensor of the same shape."""
-        self.calls.append(("all_reduce", _num_bytes(tensor)))
+        self._note("all_reduce", tensor)
         return torch.empty_like(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """A tensor with one more dimension in front."""
-        self.calls.append(("all_gather", self.size * _num_bytes(tensor)))
+        self._note("all_gather", tensor, self.size)
         return tensor.new_empty((self.size, *tensor.shape))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """A tensor without the first dimension."""
-        self.calls.append(("reduce_scatter", _num_bytes(tensor)))
+        self._note("reduce_scatter", tensor)
         return tensor.new_empty(tensor.shape[1:])
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

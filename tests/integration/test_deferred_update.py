@@ -10,7 +10,7 @@ from benchmarks.parity.cell import on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
-from lightning_mist.runtime.parameters.absent import AbsentParameter
+from lightning_mist.runtime.parameters.absent_parameters import AbsentParameter
 from lightning_mist.strategy.training.whole_model import _AgreeingScaler, _extend
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.tiers import tiered

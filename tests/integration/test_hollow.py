@@ -9,7 +9,7 @@ from torch import nn
 from lightning_mist import MistStrategy, PlanError
 from lightning_mist.model import map_module
 from lightning_mist.plan import Plan, StageMesh, StagePlan
-from lightning_mist.runtime.parameters.absent import at_work
+from lightning_mist.runtime.parameters.absent_parameters import at_work
 from lightning_mist.strategy.training import module_state
 from lightning_mist.strategy.training.engine import start_engine
 

@@ -26,7 +26,6 @@ from lightning_mist.model.cuts import compiled_exclusions
 from lightning_mist.model.initialization import InitialValues, blocks_alike
 from lightning_mist.model.trace import step_bytes
 from lightning_mist.plan import Exclusion, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
-from lightning_mist.runtime.batches import batch_rows, slice_rows
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, union
 from lightning_mist.strategy.monitoring import Basis, with_corrections

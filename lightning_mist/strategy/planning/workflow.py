@@ -27,7 +27,7 @@ from lightning_mist.plan import (
 )
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
-from lightning_mist.schedule.ratios import ratio_notes
+from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import local_machine
@@ -45,6 +45,7 @@ from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.trial_step import TriedStep
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import recorded_logs
+from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
 from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.units import format_bytes, format_seconds

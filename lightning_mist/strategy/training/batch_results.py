@@ -14,6 +14,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.cutting import ResultKey, Way, together
 from lightning_mist.strategy.training.log_records import LogRecord, combine_records
+from lightning_mist.tensors import leaves, rebuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class OwnedOptimizer:
         self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
         self._transport, self._device = executor.transport, device
         self._offloaded = offload_optimizer_state(
-            *(optimizer, mesh, module_map, parameters, executor.lanes, executor.state_pool, executor.shards),
+            *(optimizer, mesh, module_map, parameters, executor.streams, executor.state_pool, executor.shards),
             *(executor.gradients, executor.transport),
         )
         if self._offloaded is not None:
@@ -106,7 +106,7 @@ class OwnedOptimizer:
             self._offloaded.settle()
             home = self._offloaded.send_home
             load_full_optimizer_state(
-                self.cut, state, apart=self._offloaded.moved, loaded=lambda parameter: home([parameter])
+                self.cut, state, apart=self._offloaded.offloaded, loaded=lambda parameter: home([parameter])
             )
 
 

@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import Correction, correction_store, factor_of, load_corrections, save_corrections
 from lightning_mist.plan import load
-from lightning_mist.plan.naming import short_name
+from lightning_mist.plan.plan_text import short_name
 from lightning_mist.strategy.monitoring.profile_corrections import (
     LEAST_GAIN,
     LEAST_STEPS,

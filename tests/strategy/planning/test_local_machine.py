@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_mist.hardware import HardwareProfile, StepOverheads, detect
-from lightning_mist.hardware.profile.profile import ComputeRate
+from lightning_mist.hardware.profile.hardware_profile import ComputeRate
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.progress import Progress
 

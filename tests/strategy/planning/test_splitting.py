@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan import Exclusion, Plan, StageMesh, StagePlan
-from lightning_mist.runtime.batches import slice_rows
 from lightning_mist.strategy.planning.division_proofs import degrees_of, with_splits
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.tensors import slice_rows
