@@ -52,7 +52,7 @@ def test_modules_with_values_are_left_alone_unless_they_are_too_large():
     assert initial_values(module, CPU, 80) is None
     values = initial_values(module, CPU, 79)
     assert has_empty_parameters(module)
-    values.give(["weight"])
+    values.materialize(["weight"])
     assert torch.equal(module.weight, before)
     assert module.bias.isnan().all()
 
