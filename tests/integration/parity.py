@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_mist.model.cuts.module_map import map_module
+from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.plan import (
     Checkpointing,
     ModuleMap,

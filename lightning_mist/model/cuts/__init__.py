@@ -2,6 +2,6 @@
 
 from lightning_mist.model.cuts.blocks import find_blocks
 from lightning_mist.model.cuts.compiled_parts import compiled_exclusions
-from lightning_mist.model.cuts.module_map import map_module
+from lightning_mist.model.cuts.mapping import map_module
 
 __all__ = ["compiled_exclusions", "find_blocks", "map_module"]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.cuts.module_map import map_module
+from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.runtime.checks.selfcheck import check_stages, loss_of, refuse_unchecked
 from lightning_mist.runtime.gradients.weight_gradients import WeightGradients
 from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors

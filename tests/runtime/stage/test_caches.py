@@ -1,6 +1,6 @@
 import torch
 
-from lightning_mist.model.cuts.module_map import map_module
+from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.runtime.stage.stages import no_caches
 from tests import zoo
 

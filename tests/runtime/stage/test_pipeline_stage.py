@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.cuts.module_map import map_module
+from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.runtime.stage.fake_parameters import free_parameters
 from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from lightning_mist.tensors import copy_batch, slice_rows

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.model.cuts.module_map import map_module
+from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.tensors import slice_rows
 from tests import zoo
 
