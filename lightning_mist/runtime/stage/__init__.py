@@ -1,6 +1,7 @@
 """One stage of an unmodified module: what it computes, what it skips, and what crosses its ends."""
 
 from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
+from lightning_mist.runtime.stage.processes import Talk, watched_processes
 from lightning_mist.runtime.stage.stages import RankStages, make_stages, no_caches
 from lightning_mist.runtime.stage.step_run import InputSpec, StageOutput
 from lightning_mist.runtime.stage.unit_runner import UnitRunner, make_unit_runner
@@ -10,8 +11,10 @@ __all__ = [
     "PipelineStage",
     "RankStages",
     "StageOutput",
+    "Talk",
     "UnitRunner",
     "make_stages",
     "make_unit_runner",
     "no_caches",
+    "watched_processes",
 ]

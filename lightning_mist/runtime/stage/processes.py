@@ -33,7 +33,7 @@ _ASKING = ("get_", "_get_", "is_", "_is_", "_check_", "destroy_", "_abort_")
 
 
 @contextmanager
-def watched(notice: Notice) -> Iterator[None]:
+def watched_processes(notice: Notice) -> Iterator[None]:
     """Inside, user code that talks to other processes is noticed, on any thread; what this package says is not."""
     if not dist.is_available() or not dist.is_initialized():
         yield

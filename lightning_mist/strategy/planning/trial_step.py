@@ -22,7 +22,7 @@ from lightning_mist.model.child_process import can_fork
 from lightning_mist.model.user_code import Reach, Surroundings, is_users
 from lightning_mist.plan import Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
-from lightning_mist.runtime.stage import processes
+from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.all_ranks import of_all_ranks, union
 from lightning_mist.strategy.user_code import Survey, exclusions_of
 
@@ -170,7 +170,7 @@ class TriedStep:
         around.hold()
         self._surroundings = around
         try:
-            with processes.watched(self._noticed):
+            with watched_processes(self._noticed):
                 yield around
         finally:
             self._surroundings = None
@@ -214,7 +214,7 @@ class TriedStep:
     def _saw_backward(self) -> None:
         self._told.differentiates = True
 
-    def _noticed(self, kind: processes.Talk, what: str) -> bool:
+    def _noticed(self, kind: Talk, what: str) -> bool:
         if kind == "rank":
             self._told.asked = self._told.asked or what
             return False

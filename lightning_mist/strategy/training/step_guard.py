@@ -18,7 +18,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.communication import Microbatch
-from lightning_mist.runtime.stage import processes
+from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.user_code import Survey, changed
 from lightning_mist.tensors import batch_signature
 
@@ -62,7 +62,7 @@ class StepGuard:
         self._check_parameters()
         with ExitStack() as stack:
             if self._repeats:
-                stack.enter_context(processes.watched(self._noticed))
+                stack.enter_context(watched_processes(self._noticed))
             if self._repeats or self._recomputes:
                 self._last = self._look()
             yield
@@ -149,7 +149,7 @@ class StepGuard:
         state = None if numpy is None else numpy.random.get_state(legacy=False)["state"]
         return hash(random.getstate()), None if state is None else (state["pos"], hash(state["key"].tobytes()))
 
-    def _noticed(self, kind: processes.Talk, what: str) -> bool:
+    def _noticed(self, kind: Talk, what: str) -> bool:
         verb = "asked which process it runs in" if kind == "rank" else "talked to other processes"
         if kind == "rank" and not self.shares:
             return False

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_mist.runtime.stage.processes import watched
+from lightning_mist.runtime.stage.processes import watched_processes
 
 
 class Library:
@@ -29,7 +29,7 @@ def noticed(library, text, answer=True):
         found.append((kind, what.split(" at ")[0]))
         return answer
 
-    with watched(notice):
+    with watched_processes(notice):
         result = Library(library)(text)
     return found, result
 
@@ -63,11 +63,11 @@ def test_a_notice_may_refuse(group):
     def refuse(kind, what):
         raise ValueError(what)
 
-    with pytest.raises(ValueError, match=r"barrier at .*test_processes"), watched(refuse):
+    with pytest.raises(ValueError, match=r"barrier at .*test_processes"), watched_processes(refuse):
         dist.barrier()
     dist.barrier()
 
 
 def test_there_is_nothing_to_notice_without_processes():
-    with watched(lambda kind, what: True):
+    with watched_processes(lambda kind, what: True):
         pass
