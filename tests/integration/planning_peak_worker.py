@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy, SearchSpace
 from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
+from lightning_mist.strategy import strategy
 from lightning_mist.strategy.planning import planning_state as planner
 from lightning_mist.strategy.planning import trial_step as trials
 from lightning_mist.strategy.planning import workflow as planning
@@ -76,7 +77,7 @@ def main():
     )
     here = mock.Mock(return_value=False)
     with (
-        mock.patch.object(planning, "decide", metered),
+        mock.patch.object(strategy, "decide", metered),
         mock.patch.object(trials, "leaves_no_trace", here),
         mock.patch.object(planner, "timed_apart", here),
     ):
