@@ -22,7 +22,7 @@ from lightning_mist.tuner.budget import USABLE_MEMORY
 from lightning_mist.tuner.search_space import OFFLOADED
 
 THEME = "planner-search"
-REPLAN_LIMIT_SECONDS = 0.3
+REPLAN_LIMIT_SECONDS = 1.0
 PEAK_LIMIT_BYTES = int(0.6 * 2**30)
 LESS_MEMORY, MORE_MEMORY = 0.95, 1.05
 """Shares of the devices' memory that later questions allow; more than there is as if there were more."""

@@ -2,8 +2,7 @@
 
 from lightning_mist.tuner.bound import solve, solve_family
 from lightning_mist.tuner.offload_search import TimeIsUpError
-from lightning_mist.tuner.past import Found
-from lightning_mist.tuner.problem import PRECISION, Family
+from lightning_mist.tuner.problem import PRECISION, Family, Incumbent
 from lightning_mist.tuner.tally import Group, Tally, family_of, single_stage
 
 
@@ -57,7 +56,7 @@ def attempt(tally: Tally, counts: list[int], num_microbatches: int, below: float
         answer = solve(problem, below=below, deadline=tally.deadline)
         bound = answer.bound
         if answer.chosen:
-            tally.note(Found(problem=problem, answer=answer))
+            tally.note(Incumbent(problem=problem, answer=answer))
     else:
         bound = solve_some(tally, family_of(tally, counts, num_microbatches, below), below)
     # A plan with a stage that was left out of the problem takes at least ``below``.
@@ -81,5 +80,5 @@ def solve_some(tally: Tally, family: Family, below: float) -> float:
         return below
     result = solve_family(family, below=below, deadline=tally.deadline)
     for count, answer in result.answers.items():
-        tally.note(Found(problem=family.problem(count), answer=answer))
+        tally.note(Incumbent(problem=family.problem(count), answer=answer))
     return result.bound

@@ -5,8 +5,7 @@ from time import perf_counter
 
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.milp import SolverError
-from lightning_mist.tuner.past import Found
-from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.problem import PRECISION, Incumbent
 
 CHECK_SECONDS = 5.0
 """The most seconds for which HiGHS checks a proven optimum."""
@@ -25,7 +24,7 @@ class Checked:
         failure: Why HiGHS has no answer, if it ended without one before its time.
     """
 
-    found: Found
+    found: Incumbent
     certified: bool
     refutes: bool
     failure: str = ""
@@ -37,7 +36,7 @@ class Checked:
         return (_REFUTED,) if self.refutes else failed
 
 
-def check(found: Found, deadline: float) -> Checked:
+def check(found: Incumbent, deadline: float) -> Checked:
     """Let HiGHS look for something better."""
     time_limit = max(0.1, min(CHECK_SECONDS, deadline - perf_counter()))
     try:
@@ -46,7 +45,7 @@ def check(found: Found, deadline: float) -> Checked:
         return Checked(found=found, certified=False, refutes=False, failure=str(error))
     is_better = answer.objective < found.answer.objective
     return Checked(
-        found=Found(problem=found.problem, answer=answer) if is_better else found,
+        found=Incumbent(problem=found.problem, answer=answer) if is_better else found,
         certified=answer.is_proven,
         refutes=answer.objective < found.answer.bound * (1 - PRECISION),
     )

@@ -4,7 +4,7 @@ What stages take at least (:mod:`lightning_mist.tuner.floors`) makes pipelines t
 (:mod:`lightning_mist.tuner.floor_bound`). Most families are ruled out by that before any of their stages is evaluated.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,16 +15,21 @@ from lightning_mist.cost.time import copy_rates
 from lightning_mist.tuner.floor_bound import floor_bound
 from lightning_mist.tuner.floor_family import FloorFamily, StageFloors
 from lightning_mist.tuner.floors import Situation, stage_floors
-from lightning_mist.tuner.known_runs import AllRuns
-from lightning_mist.tuner.least_runs import PLACES, slots_of
+from lightning_mist.tuner.least_runs import PLACES, LeastRuns, joined_runs, slot_runs, slots_of
 from lightning_mist.tuner.narrowed import Narrowed, narrowed
-from lightning_mist.tuner.pieces import piece_key
-from lightning_mist.tuner.placed_runs import Moves, PlacedRuns
+from lightning_mist.tuner.placed_runs import Moves, PlacedRuns, placed_runs, with_copies
 from lightning_mist.tuner.space import Shape, Space
 from lightning_mist.tuner.tables import ROOM
 
 _MORE = 1.04
 """Multiple of the pace asked for up to which floors are worked out: plans near the best are asked about next."""
+
+_AHEAD = 1.5
+"""Multiple of the pace asked for up to which runs are worked out: other numbers of stages are compared up to 1.25 times
+the best plan's."""
+
+_SPARE = 0.78
+"""Share of the pace up to which runs at a place are worked out that is asked for first."""
 
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
@@ -57,7 +62,6 @@ class FamilyFloors:
         space: The search space.
         slot_of: Makes slots.
         memory_limit: Bytes that a device may use.
-        runs: Runs of layers, which depend neither on limits nor on the size of batches.
         kinds: Kinds of state that may be in host memory.
     """
 
@@ -65,10 +69,11 @@ class FamilyFloors:
     space: Space
     slot_of: SlotOf
     memory_limit: float
-    runs: AllRuns
     kinds: frozenset[str] = frozenset()
     _found: dict[tuple[frozenset[str], tuple[int, ...], int], _Bound] = field(default_factory=dict)
-    _arranged: dict[int, tuple[dict[Hashable, StageSlot], float]] = field(default_factory=dict)
+    _slots: dict[int, tuple[tuple[StageSlot, ...], float]] = field(default_factory=dict)
+    _runs: dict[int, LeastRuns] = field(default_factory=dict)
+    _placed: dict[tuple[int, str, frozenset[str]], PlacedRuns] = field(default_factory=dict)
     _stages: dict[tuple[frozenset[str], int], dict[Situation, tuple[float, StageFloors]]] = field(default_factory=dict)
 
     def bound(
@@ -118,15 +123,11 @@ class FamilyFloors:
     def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> FloorFamily | None:
         """The problem of pipelines that take fewer seconds than ``below``, if there can be any."""
         pace = below / num_microbatches * ROOM
-        slots, batch_bytes = self._slots(num_microbatches)
-        known = self.runs.up_to(self.model, self.space, slots, pace)
-        if not len(known.runs):
+        slots, batch_bytes = self._slots_of(num_microbatches)
+        runs = self._runs_up_to(slots, num_microbatches, pace)
+        if not len(runs):
             return None
-        moves = None
-        if self.kinds:
-            rates = copy_rates(self.model.profile, self.model.cluster)
-            moves = Moves(kinds=self.kinds, rates=rates, num_microbatches=num_microbatches)
-        placed = {place: known.at(place, moves, pace) for place in PLACES}
+        placed = {place: self._at(place, runs, num_microbatches, pace, self.kinds) for place in PLACES}
         limit = self.memory_limit - batch_bytes
         longest, shortest = max(counts), min(counts)
 
@@ -169,11 +170,34 @@ class FamilyFloors:
             known.update({item: (most, floors) for item, floors in zip(new, found, strict=True)})
         return {item: known[item][1] for item in asked}
 
-    def _slots(self, num_microbatches: int) -> tuple[dict[Hashable, StageSlot], float]:
-        """Slots of all arrangements of devices by all that their runs depend on, and bytes of a rank's batches."""
-        if num_microbatches not in self._arranged:
+    def _slots_of(self, num_microbatches: int) -> tuple[tuple[StageSlot, ...], float]:
+        """Slots of all arrangements of devices, and bytes of a rank's batches."""
+        if num_microbatches not in self._slots:
             slots = slots_of(self.space, self.slot_of, num_microbatches)
             batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
-            of_keys: dict[Hashable, StageSlot] = {piece_key(self.model, slot, self.space, ()): slot for slot in slots}
-            self._arranged[num_microbatches] = of_keys, batch_bytes
-        return self._arranged[num_microbatches]
+            self._slots[num_microbatches] = slots, batch_bytes
+        return self._slots[num_microbatches]
+
+    def _runs_up_to(self, slots: Sequence[StageSlot], num_microbatches: int, pace: float) -> LeastRuns:
+        """Runs of layers on all arrangements of devices up to a pace at least."""
+        known = self._runs.get(num_microbatches)
+        if known is None or known.pace * ROOM < pace:
+            every = [slot_runs(self.model, self.space, slot, pace * _AHEAD) for slot in slots]
+            known = self._runs[num_microbatches] = joined_runs(self.model, self.space.num_layers, every)
+            self._placed = {key: runs for key, runs in self._placed.items() if key[0] != num_microbatches}
+        return known
+
+    def _at(self, place: str, runs: LeastRuns, num_microbatches: int, pace: float, kinds: frozenset[str]) -> PlacedRuns:
+        """The runs that are fast enough at a place, with what they may move of some kinds of state."""
+        key = num_microbatches, place, kinds
+        known = self._placed.get(key)
+        if known is not None and known.pace >= pace:
+            return known
+        if kinds:
+            rates = copy_rates(self.model.profile, self.model.cluster)
+            moves = Moves(kinds=kinds, rates=rates, num_microbatches=num_microbatches)
+            found = with_copies(self._at(place, runs, num_microbatches, pace, frozenset()), runs, moves)
+        else:
+            found = placed_runs(runs, place, max(pace, min(runs.pace, pace / _SPARE)))
+        self._placed[key] = found
+        return found

@@ -24,20 +24,27 @@ from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.memory import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
-from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.offload_ratios import RatioGrid
 from lightning_mist.tuner.offload_search import OffloadSearch
-from lightning_mist.tuner.pieces import PieceKey, Pieces, piece_key
-from lightning_mist.tuner.places import FrontierKey, Place, TableKey, slot_of
-from lightning_mist.tuner.space import Shape, Space
-from lightning_mist.tuner.stage_points import Situations, Stage, covers, either, widened
-from lightning_mist.tuner.tables import ROOM, Table, Wanted, make_tables, within
+from lightning_mist.tuner.space import Shape, Space, common_unit
+from lightning_mist.tuner.stage_points import Situations, Stage, covers, either
+from lightning_mist.tuner.tables import ROOM, Request, Table, make_tables, within
 from lightning_mist.tuner.windows import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 
 __all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
 
 AHEAD = 1.05
-"""Multiple of a pace up to which candidates are looked at: what may be near the best is asked for next."""
+"""Multiple of a bottleneck time up to which candidates are looked at: what may be near the best is asked for next."""
+
+TableKey = tuple[Role, int, tuple[int, int] | None, Hashable]
+"""Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
+part of the cluster to another."""
+
+FrontierKey = tuple[TableKey, int, int]
+"""What tells frontiers apart: the table, the stages behind as far as they count, a number for the situations."""
+
+Place = tuple[int, int, tuple[int, ...]]
+"""A stage, the number of stages, and the parts of the cluster in which these lie, if it has unlike ones."""
 
 Wish = tuple[int, int, tuple[int, ...], BoolArray | None]
 """A :data:`Place`, and of which numbers of devices and layers choices are of interest; of all if ``None``."""
@@ -52,14 +59,9 @@ class IntraStage:
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use for what it offloads.
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
-        tables: Where what does not depend on the limits is kept; by default for this object alone.
-        runs: What stages take at least, also of other batches; by default for this object alone.
-        pieces: What tables are put together of, likewise.
 
     Attributes:
-        evaluated: Candidates whose seconds were computed here.
-        known: Candidates that were evaluated before.
-        runs: What stages take at least.
+        evaluated: Candidates whose seconds were computed.
     """
 
     def __init__(
@@ -70,20 +72,12 @@ class IntraStage:
         *,
         host_limit: float = np.inf,
         elsewhere: tuple[Space, ...] = (),
-        tables: dict[TableKey, Table] | None = None,
-        runs: AllRuns | None = None,
-        pieces: Pieces | None = None,
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
-        self.evaluated = self.known = 0
-        self._used: set[TableKey] = set()
-        self._pieces, self._met = Pieces() if pieces is None else pieces, set[Hashable]()
-        # What a first search evaluates later ones need not, so it leaves nothing out that others could ask for.
-        self._is_first = pieces is not None and not pieces.of
+        self.evaluated = 0
         self._classes = layer_classes(model.spec)
-        self._tables: dict[TableKey, Table] = {} if tables is None else tables
-        self.runs = AllRuns() if runs is None else runs
+        self._tables: dict[TableKey, Table] = {}
         self._windows: dict[Role, Windows] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
@@ -108,11 +102,6 @@ class IntraStage:
         if grid.each != self._search.grid.each:
             self._frontiers.clear()
         self._search = replace(self._search, grid=grid, deadline=deadline)
-
-    @property
-    def both_limits(self) -> tuple[float, float]:
-        """Bytes that a device may use, and of host memory."""
-        return self.memory_limit, self.host_limit
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""
@@ -186,7 +175,8 @@ class IntraStage:
             pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
             if pace * ROOM < slowest or not covers(known_NL, found[1].among_NL):
                 wanted.setdefault(key[0], {})[key] = found
-        self._make_tables({key: list(some.values()) for key, some in wanted.items()}, num_microbatches, slowest)
+        places = {key: next(place for place, _ in some.values()) for key, some in wanted.items()}
+        self._make_tables(places, num_microbatches, slowest)
         shared = [(self._tables[key], [stage for _, stage in some.values()]) for key, some in wanted.items()]
         found_of_tables, evaluated = self._search.frontiers(shared, slowest)
         self.evaluated += evaluated
@@ -215,8 +205,8 @@ class IntraStage:
 
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""
-        wanted = Wanted(slots=[slot], windows=self._windows_of(slot.stage_index, slot.num_stages))
-        (table,), evaluated = make_tables(self.model, self.space, [wanted], np.inf)
+        request = [slot], self._windows_of(slot.stage_index, slot.num_stages)
+        (table,), evaluated = make_tables(self.model, self.space, [request], np.inf)
         self.evaluated += evaluated
         return table
 
@@ -233,8 +223,20 @@ class IntraStage:
         pipeline: tuple[int, ...] = (),
     ) -> StageSlot:
         """A slot with an arrangement of devices."""
-        place = stage_index, num_stages, pipeline
-        return slot_of((self.space, *self._elsewhere), place, num_microbatches, shape)
+        replicas = common_unit(space.least_replicas(num_microbatches) for space in (self.space, *self._elsewhere))
+        return StageSlot(
+            stage_index=stage_index,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            data_parallel_degree=shape.data,
+            rows=self.space.rows(num_microbatches, shape.data),
+            batch_rows=self.space.batch_rows,
+            replicas=shape.data if num_stages == 1 else replicas,
+            schedule=self.space.schedule,
+            tensor_parallel_degree=shape.tensor,
+            sequence_parallel=shape.sequence,
+            parts=pipeline,
+        )
 
     def _key(self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...]) -> TableKey:
         slot = self.slot(stage_index, num_stages, num_microbatches, Shape(1), pipeline)
@@ -242,48 +244,24 @@ class IntraStage:
         settled = self.space.layer_range(stage_index, num_stages)
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
-    def _make_tables(
-        self, asked: Mapping[TableKey, Sequence[tuple[Place, Stage]]], num_microbatches: int, pace: float
-    ) -> None:
-        """The tables of some stages, with all that these may be, as far as they do not exist."""
-        missing: dict[TableKey, Wanted] = {}
-        most = pace * AHEAD
-        for key, items in asked.items():
-            (stage_index, num_stages, pipeline), _ = items[0]
-            asked_NL = either(*(stage.among_NL for _, stage in items))
-            table, among_NL = self._tables.get(key), None if self._is_first else widened(asked_NL)
-            if table is not None and table.pace * ROOM >= pace and covers(table.among_NL, asked_NL):
-                if key not in self._used:
-                    self._piece_keys(table.slots, table.windows)
+    def _make_tables(self, asked: Mapping[TableKey, Place], num_microbatches: int, pace: float) -> None:
+        """The tables of some stages up to a bottleneck time, as far as they do not exist."""
+        missing: dict[TableKey, Request] = {}
+        for key, (stage_index, num_stages, pipeline) in asked.items():
+            if key in self._tables and self._tables[key].pace * ROOM >= pace:
                 continue
-            if table is not None:
-                among_NL, most = either(table.among_NL, among_NL), max(most, table.pace)
             # What depends on the stages behind is counted when they are known.
             slots = [
                 replace(self.slot(stage_index, num_stages, num_microbatches, shape, pipeline), behind=0)
                 for shape in self.space.shapes_of(num_stages, num_microbatches)
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
-                if among_NL is None or among_NL[shape.devices].any()
             ]
-            windows = self._windows_of(stage_index, num_stages)
-            keys = self._piece_keys(slots, windows)
-            missing[key] = Wanted(slots=slots, windows=windows, keys=keys, among_NL=among_NL)
-        self._used |= set(asked)
+            missing[key] = slots, self._windows_of(stage_index, num_stages)
         # Of the devices of other parts nothing is known here.
-        machine, alone = (self.model, self.space), not self._elsewhere
-        tables, evaluated = make_tables(*machine, list(missing.values()), most, alone=alone, pieces=self._pieces)
+        alone = not self._elsewhere
+        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], pace * AHEAD, alone=alone)
         self.evaluated += evaluated
         self._tables |= dict(zip(missing, tables, strict=True))
-
-    def _piece_keys(self, slots: Sequence[StageSlot], windows: Windows) -> list[PieceKey]:
-        """What tells the candidates of some slots from others; counts those that were known before."""
-        of_windows = windows.start_W.tobytes(), windows.layers_W.tobytes()
-        keys = [piece_key(self.model, slot, self.space, of_windows) for slot in slots]
-        for key in keys:
-            if key not in self._met:
-                self._met.add(key)
-                self.known += self._pieces.size(key)
-        return keys
 
     def _windows_of(self, stage_index: int, num_stages: int) -> Windows:
         settled = self.space.layer_range(stage_index, num_stages)

@@ -96,13 +96,8 @@ class MixedStages:
 
     @property
     def evaluated(self) -> int:
-        """Candidates whose seconds have been computed."""
+        """Candidates whose seconds were computed."""
         return sum(item.evaluated for item in (*self.parts, self.together))
-
-    @property
-    def known(self) -> int:
-        """Candidates whose seconds were known before."""
-        return sum(item.known for item in (*self.parts, self.together))
 
     def limits(self, plan: Plan) -> tuple[float, ...]:
         """Bytes that the devices of every stage of a plan may use."""

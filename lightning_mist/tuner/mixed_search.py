@@ -15,8 +15,7 @@ from lightning_mist.tuner.checked import Checked, check
 from lightning_mist.tuner.mixed import Group, MixedStages
 from lightning_mist.tuner.near_optimal import COMPARED, compared
 from lightning_mist.tuner.offload_search import TimeIsUpError
-from lightning_mist.tuner.past import Found
-from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.problem import PRECISION, Incumbent
 from lightning_mist.tuner.search import ASSUMED, FIRST_SECONDS, Outcome
 from lightning_mist.tuner.tally import NEAR
 
@@ -70,9 +69,9 @@ class _Search:
         for item in (*stages.parts, stages.together):
             item.try_ratios(item.space.offload_ratios, self.patience)
         self.is_stopped = False
-        self.best: dict[int, Found] = {}
+        self.best: dict[int, Incumbent] = {}
         self.solved = 0
-        self._found: dict[tuple[int, int], Found] = {}
+        self._found: dict[tuple[int, int], Incumbent] = {}
         numbers = {(count, group.num_microbatches) for group in stages.groups for count in group.counts}
         self.lower = {number: stages.bound(*number) for number in numbers}
         self.bounds = {
@@ -117,7 +116,7 @@ class _Search:
                 self.is_stopped = True
                 return
 
-    def solve_near(self, winner: Found) -> None:
+    def solve_near(self, winner: Incumbent) -> None:
         """Solve every pipeline near the best by itself, and forget others, which depend on the order of the search."""
         if self.is_late:
             return
@@ -132,7 +131,7 @@ class _Search:
                     family = self.stages.family(group, counts, below=most)
                     below = dict.fromkeys(family.heads, most)
                     for count, answer in solve_each(family, below, deadline=self.deadline).items():
-                        self.keep(Found(problem=family.problem(count), answer=answer))
+                        self.keep(Incumbent(problem=family.problem(count), answer=answer))
         except TimeIsUpError:
             self.best, self._found = met
             return
@@ -148,20 +147,20 @@ class _Search:
             answer = solve(problem, below=below, deadline=self.deadline)
             bound = answer.bound
             if answer.chosen:
-                self.keep(Found(problem=problem, answer=answer))
+                self.keep(Incumbent(problem=problem, answer=answer))
         else:
             bound, family = below, self.stages.family(group, counts, below=below)
             if family.heads:
                 result = solve_family(family, below=below, deadline=self.deadline)
                 bound = result.bound
                 for count, answer in result.answers.items():
-                    self.keep(Found(problem=family.problem(count), answer=answer))
+                    self.keep(Incumbent(problem=family.problem(count), answer=answer))
         # A plan with a stage that was left out of the problem takes at least ``below``.
         for count in counts:
             key = (*group[:3], count)
             self.bounds[key] = max(self.bounds[key], min(below, bound))
 
-    def keep(self, found: Found) -> None:
+    def keep(self, found: Incumbent) -> None:
         """Remember an answer, if it is the best of its numbers of stages and microbatches."""
         count, objective = len(found.answer.chosen), found.answer.objective
         key = count, found.problem.num_microbatches

@@ -12,19 +12,18 @@ from contextlib import suppress
 
 from lightning_mist.tuner.bound import solve, solve_each
 from lightning_mist.tuner.offload_search import TimeIsUpError
-from lightning_mist.tuner.past import Found
-from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.problem import PRECISION, Incumbent
 from lightning_mist.tuner.space import Space
 from lightning_mist.tuner.tally import NEAR, Group, Tally, family_of, single_stage
 
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
-Pipelines = dict[tuple[int, int], Found]
+Pipelines = dict[tuple[int, int], Incumbent]
 """The best answers of pipelines, by numbers of stages and of microbatches."""
 
 
-def near_optimal(tally: Tally, winner: Found, groups: list[Group]) -> Pipelines:
+def near_optimal(tally: Tally, winner: Incumbent, groups: list[Group]) -> Pipelines:
     """The best answer of every pipeline near the best of all, and of a few other numbers of stages.
 
     Args:
@@ -63,7 +62,7 @@ def compared(space: Space, winner: int) -> tuple[int, ...]:
     return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))
 
 
-def _near(tally: Tally, groups: list[Group], most: float) -> Iterator[Found]:
+def _near(tally: Tally, groups: list[Group], most: float) -> Iterator[Incumbent]:
     """The best answer of every pipeline that takes fewer seconds than ``most``."""
     for counts, num_microbatches in groups:
         if tally.is_late or tally.floor(counts, num_microbatches, most) >= most * (1 - PRECISION):
@@ -75,7 +74,7 @@ def _near(tally: Tally, groups: list[Group], most: float) -> Iterator[Found]:
         yield from _several(tally, open_counts, num_microbatches, most)
 
 
-def _best_of(tally: Tally, groups: list[Group], num_stages: int, most: float) -> Found | None:
+def _best_of(tally: Tally, groups: list[Group], num_stages: int, most: float) -> Incumbent | None:
     """The best answer of all pipelines with a number of stages, if it takes fewer seconds than ``most``."""
     best, below, counts = None, most, (num_stages,)
     waiting = [(tally.lower[num_stages, number], False, number) for among, number in groups if num_stages in among]
@@ -93,21 +92,21 @@ def _best_of(tally: Tally, groups: list[Group], num_stages: int, most: float) ->
     return best
 
 
-def _single(tally: Tally, num_microbatches: int, below: float) -> Iterator[Found]:
+def _single(tally: Tally, num_microbatches: int, below: float) -> Iterator[Incumbent]:
     """The best answer of one stage, if it takes fewer seconds than ``below``."""
     problem = single_stage(tally.intra, tally.space, num_microbatches, below)
     answer = solve(problem, below=below, deadline=tally.deadline)
     if answer.chosen:
-        yield Found(problem=problem, answer=answer)
+        yield Incumbent(problem=problem, answer=answer)
 
 
-def _several(tally: Tally, counts: tuple[int, ...], num_microbatches: int, below: float) -> Iterator[Found]:
+def _several(tally: Tally, counts: tuple[int, ...], num_microbatches: int, below: float) -> Iterator[Incumbent]:
     """The best answer of each of some numbers of stages that takes fewer seconds than ``below``."""
     family = family_of(tally, counts, num_microbatches, below)
     answers = solve_each(family, dict.fromkeys(family.heads, below), deadline=tally.deadline)
     for count, answer in answers.items():
-        yield Found(problem=family.problem(count), answer=answer)
+        yield Incumbent(problem=family.problem(count), answer=answer)
 
 
-def _key(found: Found) -> tuple[int, int]:
+def _key(found: Incumbent) -> tuple[int, int]:
     return len(found.answer.chosen), found.problem.num_microbatches

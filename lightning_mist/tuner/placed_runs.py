@@ -13,7 +13,6 @@ Array axes
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -122,23 +121,6 @@ class PlacedRuns:
     def __len__(self) -> int:
         """Number of runs."""
         return len(self.cell_R)
-
-    def up_to(self, pace: float) -> "PlacedRuns":
-        """Those that are fast enough for a smaller pace, without what they may move."""
-        kept_R = np.flatnonzero(self.steady_R <= pace)
-        kept_V, begins_V = np.unique(self.cell_R[kept_R], return_index=True)
-        taken: dict[str, Any] = {
-            name: np.take(getattr(self, name), kept_R, axis=-1) for name in self.__slots__ if name.endswith("R")
-        }
-        taken["cell_R"] = np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(kept_R)))
-        return PlacedRuns(
-            pace=pace,
-            place=self.place,
-            layers_V=self.layers_V[kept_V],
-            devices_V=self.devices_V[kept_V],
-            begins_V=begins_V,
-            **taken,
-        )
 
     @property
     def is_first(self) -> bool:

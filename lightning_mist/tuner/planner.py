@@ -1,4 +1,4 @@
-"""A planner of one network on one machine, which may be asked again.
+"""A planner of one network on one machine; see :mod:`lightning_mist.tuner.search` for the search itself.
 
 The pipelines of a search (:mod:`lightning_mist.tuner.search`) are solved by the closed form of the step. All that are
 near the best are then run on the clock, and the fastest there is the winner
@@ -6,7 +6,6 @@ near the best are then run on the clock, and the fastest there is the winner
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from time import perf_counter
 
 from lightning_mist.cost import (
@@ -29,24 +28,16 @@ from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
 from lightning_mist.tuner.mixed_search import search_mixed
-from lightning_mist.tuner.past import Past, Pasts
-from lightning_mist.tuner.pieces import Pieces
-from lightning_mist.tuner.places import TableKey
 from lightning_mist.tuner.result import Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
-from lightning_mist.tuner.tables import Table
 from lightning_mist.units import format_bytes
-
-KEPT = 4
-"""Search spaces whose candidates are kept."""
 
 
 class Planner:
-    """Finds plans for one network on one machine; keeps what it has computed from one question to the next.
+    """Finds plans for one network on one machine; every question is searched anew, with the cost model made once.
 
     Args:
         spec: The network.
@@ -58,9 +49,6 @@ class Planner:
     def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
-        self._tables: dict[Space, dict[TableKey, Table]] = {}
-        self._pasts, self._pieces = Pasts(), Pieces()
-        self._runs = AllRuns()
 
     @property
     def alike(self) -> StageCostModel:
@@ -113,15 +101,7 @@ class Planner:
         """
         model = self.alike
         limit, host = usable_bytes(model.cluster, memory_limit), host_bytes_of_each(model.cluster, host_memory_limit)
-        return IntraStage(
-            model,
-            space,
-            limit + more,
-            host_limit=host,
-            tables=self._tables_of(space),
-            runs=self._runs,
-            pieces=self._pieces,
-        )
+        return IntraStage(model, space, limit + more, host_limit=host)
 
     def _look(
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0
@@ -133,30 +113,7 @@ class Planner:
         intra = self.stages(space, *limits, more)
         if too_large(intra):
             return intra, Outcome.nothing(len(space.pipelines()))
-        outcome = search_pipelines(intra, space, deadline, self._pasts.of(space))
-        self._pasts.add(space, Past.of(intra.both_limits, outcome.bounds, tuple(outcome.found.values())))
-        return intra, outcome
-
-    def _tables_of(self, space: Space) -> dict[TableKey, Table]:
-        """Candidates of a search space; those of spaces asked for longest ago are forgotten.
-
-        Stages of a number of microbatches cost the same whichever such numbers, numbers of stages and schedules
-        beside that of the exact search are looked at, and for how long.
-        """
-        looked = replace(
-            space.search,
-            max_stages=None,
-            num_stages=None,
-            num_microbatches=None,
-            schedules=(space.schedule,),
-            chunks=SearchSpace().chunks,
-            solver_seconds=SearchSpace().solver_seconds,
-        )
-        key = replace(space, search=looked, max_stages=space.world_size, notes=())
-        self._tables[key] = tables = self._tables.pop(key, {})
-        while len(self._tables) > KEPT:
-            del self._tables[next(iter(self._tables))]
-        return tables
+        return intra, search_pipelines(intra, space, deadline)
 
     def tune(
         self,
@@ -214,8 +171,7 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
         alternatives=choice.alternatives,
         stats=TuneStats(
             seconds=perf_counter() - began,
-            candidates=intra.evaluated + intra.known,
-            evaluated=intra.evaluated,
+            candidates=intra.evaluated,
             pipelines=outcome.pipelines,
             solved=outcome.solved,
         ),

@@ -204,3 +204,11 @@ class Answer:
     def is_proven(self) -> bool:
         """Whether nothing is better, but for rounding."""
         return self.gap <= PRECISION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incumbent:
+    """The best answer so far to the problem of one pipeline."""
+
+    problem: InterStageProblem
+    answer: Answer

@@ -55,14 +55,12 @@ class TuneStats:
     Attributes:
         seconds: Seconds of the whole search.
         candidates: Stage candidates whose seconds and bytes were looked at.
-        evaluated: How many of them were computed for it, and not for a search before.
         pipelines: Pairs of stage and microbatch counts in the search space.
         solved: Pairs that had to be solved.
     """
 
     seconds: float
     candidates: int
-    evaluated: int
     pipelines: int
     solved: int
 

@@ -15,9 +15,9 @@ found below it, ever slower ones.
 So stages that are far too slow are never evaluated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import MappingProxyType
 
@@ -31,8 +31,7 @@ from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.likely import quick_bounds
 from lightning_mist.tuner.near_optimal import near_optimal
 from lightning_mist.tuner.offload_search import TimeIsUpError
-from lightning_mist.tuner.past import Found, Past, known_answers, raised
-from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.problem import PRECISION, Incumbent
 from lightning_mist.tuner.space import Space
 from lightning_mist.tuner.tally import Group, Tally, family_of
 
@@ -59,11 +58,10 @@ class Outcome:
         solved: How many of them were solved.
         notes: What went otherwise than it should, for people.
         is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.
-        bounds: Seconds that no plan of a pipeline goes below, as far as can be relied on.
     """
 
-    best: dict[int, Found]
-    found: dict[tuple[int, int], Found]
+    best: dict[int, Incumbent]
+    found: dict[tuple[int, int], Incumbent]
     winner: int | None
     bound: float
     certified: bool
@@ -71,7 +69,6 @@ class Outcome:
     solved: int
     notes: tuple[str, ...] = ()
     is_late: bool = False
-    bounds: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def nothing(cls, pipelines: int) -> "Outcome":
@@ -83,17 +80,15 @@ class Outcome:
         return cls(best={}, found={}, winner=None, bound=np.inf, certified=False, pipelines=pipelines, solved=0)
 
 
-def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Sequence[Past] = ()) -> Outcome:
-    """The best pipeline, proven, and good ones with other numbers of stages, from what earlier searches have left.
+def search_pipelines(intra: IntraStage, space: Space, deadline: float) -> Outcome:
+    """The best pipeline, proven, and good ones with other numbers of stages.
 
     Args:
         intra: What stages may be.
         space: The search space.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
-        pasts: Earlier searches of the same space.
     """
-    limits = intra.both_limits
-    lower = raised(quick_bounds(intra, space), pasts, limits)
+    lower = quick_bounds(intra, space)
     patience = max(deadline, perf_counter() + FIRST_SECONDS)
     tally = Tally(
         intra=intra,
@@ -104,8 +99,6 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
         bounds=dict(lower),
         floors=floors_of(intra, space),
     )
-    for item in (known := known_answers(pasts, limits)):
-        tally.note(item)
     groups = list(_groups(tuple(lower), are_equal=space.search.equal_stages))
     tally.floors.kinds = frozenset(space.search.offloaded if space.offload_ratios else ())
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
@@ -116,19 +109,15 @@ def search_pipelines(intra: IntraStage, space: Space, deadline: float, pasts: Se
     if not tally.best:
         return _outcome(tally, None, bound)
     winner = min(tally.best, key=lambda count: (tally.best[count].answer.objective, count))
-    is_known = any(tally.best[winner] is item for item in known)  # Its problem has no other choices.
-    is_whole = (not is_known and (winner == 1 or not space.offload_ratios)) or _settle(tally, winner)
+    is_whole = winner == 1 or not space.offload_ratios or _settle(tally, winner)
     checked = check(tally.best[winner], deadline)
     # What is proven of a smaller problem is not of the whole one.
     checked = replace(checked, certified=checked.certified and is_whole)
     tally.note(checked.found)
     if checked.refutes:
         bound = 0.0  # Nothing that has been proven can be relied on.
-    proven = dict(tally.bounds) if space.offload_ratios else tally.bounds
     near = near_optimal(tally, tally.best[winner], groups)
-    for key, value in tally.proven.items():
-        proven[key] = max(proven[key], value)
-    return replace(_outcome(tally, winner, bound, checked, near), bounds={} if checked.refutes else proven)
+    return _outcome(tally, winner, bound, checked, near)
 
 
 def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
@@ -139,9 +128,7 @@ def floors_of(intra: IntraStage, space: Space) -> FamilyFloors:
         space: The search space.
     """
     assert isinstance(intra.model, StageCostModel)
-    return FamilyFloors(
-        model=intra.model, space=space, slot_of=intra.slot, memory_limit=intra.memory_limit, runs=intra.runs
-    )
+    return FamilyFloors(model=intra.model, space=space, slot_of=intra.slot, memory_limit=intra.memory_limit)
 
 
 def _look(tally: Tally, groups: list[Group]) -> None:
@@ -238,9 +225,9 @@ def _outcome(
     winner: int | None,
     bound: float,
     checked: Checked | None = None,
-    found: Mapping[tuple[int, int], Found] = MappingProxyType({}),
+    found: Mapping[tuple[int, int], Incumbent] = MappingProxyType({}),
 ) -> Outcome:
-    best: dict[int, Found] = {}
+    best: dict[int, Incumbent] = {}
     for (count, _), item in found.items():
         if count not in best or item.answer.objective < best[count].answer.objective:
             best[count] = item
@@ -254,5 +241,4 @@ def _outcome(
         solved=len(tally.solved),
         notes=checked.notes if checked is not None else (),
         is_late=tally.is_stopped,
-        bounds=tally.bounds,
     )

@@ -140,17 +140,3 @@ def covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:
         asked_NL: About which is asked.
     """
     return known_NL is None or (asked_NL is not None and not (asked_NL & ~known_NL).any())
-
-
-def widened(among_NL: BoolArray | None) -> BoolArray | None:
-    """Numbers of devices and layers with those that are likely to be asked about next: a layer more or less.
-
-    Args:
-        among_NL: Those of interest; ``None`` if all are.
-    """
-    if among_NL is None:
-        return None
-    found_NL: BoolArray = among_NL.copy()
-    found_NL[:, 1:] |= among_NL[:, :-1]
-    found_NL[:, :-1] |= among_NL[:, 1:]
-    return found_NL

@@ -1,31 +1,38 @@
 """Candidates of all slots with one role and number of microbatches: their seconds and what their memory is made of.
 
 Of a pipeline whose step is to take less than ``G T`` seconds no stage takes more than ``T`` per microbatch. So a table
-made for a pace ``T`` leaves out, before anything is evaluated,
+made for a bottleneck time ``T`` leaves out, before anything is evaluated,
 
 * what computes for longer than ``T``, recomputation included, and
-* what leaves the other devices too many layers: a run of layers on ``n`` of ``N`` devices leaves ``N - n``, which
+* what leaves the other devices too many layers: a layer range on ``n`` of ``N`` devices leaves ``N - n``, which
   compute all other regions in no less than these take at their least number of device-seconds, divided by ``N - n``.
 
 The steady time of a stage has no negative term, so that both are safe whatever else it does.
 
+What a stage takes depends on the rest of its pipeline only through what it exchanges with other stages and, if
+parameters are sharded, through how many are behind it. So the candidates of one arrangement of devices are evaluated
+without these, for all roles at once.
+
 Array axes
     K  candidates, by rising steady time
-    C  candidates of one arrangement of devices
-    W  windows
+    C  candidates of one arrangement of devices, or of several
+    E  layer ranges times numbers of recomputed layers
+    W  layer ranges
     R  regions
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageSlot
-from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, covered
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
 from lightning_mist.cost.memory import PeakParts
+from lightning_mist.cost.time import Unsharding
+from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
-from lightning_mist.tuner.pieces import Figures, Lines, NewLines, PieceKey, Pieces, learn
 from lightning_mist.tuner.space import OFFLOADED, Space
 from lightning_mist.tuner.windows import Windows
 
@@ -38,10 +45,10 @@ class Table:
     """Candidates by rising steady time.
 
     Attributes:
-        pace: Seconds per microbatch up to which nothing is missing.
-        windows: The runs of layers.
+        pace: Bottleneck time up to which no candidate is missing, in seconds per microbatch.
+        windows: The layer ranges.
         slots: A slot for every arrangement of devices.
-        window_K: Which run each candidate has.
+        window_K: Which layer range each candidate has.
         shape_K: Which arrangement.
         checkpointed_K: Recomputed layers.
         zero_stage_K: 0 to 3.
@@ -50,8 +57,6 @@ class Table:
         floor_K: Steady seconds with what of the boundary seconds neither averages gradients nor gives out parameters.
         again_K: What every stage behind adds to the steady seconds.
         parts: What their peaks are made of.
-        keys: What tells the candidates of every slot from those of other tables; none if that is not known.
-        among_NL: Of which numbers of devices and layers nothing is missing; of all if ``None``.
     """
 
     pace: float
@@ -66,8 +71,6 @@ class Table:
     floor_K: FloatArray
     again_K: FloatArray
     parts: PeakParts
-    keys: tuple[PieceKey, ...] = ()
-    among_NL: BoolArray | None = None
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -135,160 +138,205 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A table that is to be made.
+class _Lines:
+    """Every layer range that a stage may have, with every number of layers that it may recompute.
 
     Attributes:
-        slots: A slot of the role for every arrangement of devices.
-        windows: The runs of layers of the role.
-        keys: What tells the pieces of every slot from others; none if nothing is kept.
-        among_NL: Which numbers of devices and layers to look at; all if ``None``.
+        window_E: Which layer range.
+        low_E: First region.
+        high_E: One past the last region.
+        zeros: ZeRO stages that each of them may have on several devices.
     """
 
-    slots: Sequence[StageSlot]
-    windows: Windows
-    keys: Sequence[PieceKey] = ()
-    among_NL: BoolArray | None = None
+    window_E: IntArray
+    start_E: IntArray
+    layers_E: IntArray
+    checkpointed_E: IntArray
+    low_E: IntArray
+    high_E: IntArray
+    zeros: tuple[int, ...]
 
-    def inside(self, slot: StageSlot) -> BoolArray:
-        """Which of the runs to look at on the devices of a slot."""
-        if self.among_NL is None:
-            return np.ones(len(self.windows), dtype=bool)
-        devices = slot.data_parallel_degree * slot.tensor_parallel_degree
-        found_W: BoolArray = self.among_NL[devices, self.windows.layers_W]
-        return found_W
+    @classmethod
+    def of(cls, spec: ModelSpec, space: Space, windows: Windows) -> "_Lines":
+        window_E, checkpointed_E = space.recomputed(windows.layers_W)
+        start_E, layers_E = windows.start_W[window_E], windows.layers_W[window_E]
+        low_E, high_E = covered(spec, start_E, start_E + layers_E)
+        return cls(
+            window_E=window_E,
+            start_E=start_E,
+            layers_E=layers_E,
+            checkpointed_E=checkpointed_E,
+            low_E=low_E,
+            high_E=high_E,
+            zeros=tuple(sorted(set(space.search.zero_stages))),
+        )
+
+    def least(self, model: CostModel, slot: StageSlot) -> FloatArray:
+        """Seconds that each computes at least per microbatch, recomputation included."""
+        seconds = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        forward, both = prefix_sums(seconds.forward_R), prefix_sums(seconds.forward_R + seconds.backward_R)
+        first_E = self.start_E + 1
+        recomputed_E = forward[first_E + self.checkpointed_E] - forward[first_E]
+        result_E: FloatArray = both[self.high_E] - both[self.low_E] + recomputed_E
+        return result_E
+
+    def candidates(self, slot: StageSlot, at_J: IntArray) -> tuple[StageCandidates, IntArray]:
+        """The candidates of some lines on the devices of a slot, and the layer range of each."""
+        # On one device there is nothing to shard.
+        zeros = self.zeros if slot.data_parallel_degree > 1 else (0,)
+        line_C = np.tile(at_J, len(zeros))
+        candidates = StageCandidates(
+            start_K=self.start_E[line_C],
+            end_K=self.start_E[line_C] + self.layers_E[line_C],
+            checkpointed_K=self.checkpointed_E[line_C],
+            zero_stage_K=np.repeat(np.array(zeros), len(at_J)),
+        )
+        return candidates, self.window_E[line_C]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures(ArrayRecord):
+    """What candidates cost whatever the rest of their pipeline is.
+
+    Attributes:
+        alone_C: Steady seconds without exchange with other stages, and without unsharding.
+        shards: What unsharding adds.
+        own_C: Boundary seconds without those for tied parameters.
+        rest_C: What of these neither averages gradients nor gives out parameters.
+        parts: What their peaks are made of, without the batch.
+    """
+
+    AXIS: ClassVar[str] = "C"
+
+    candidates: StageCandidates
+    alone_C: FloatArray
+    shards: Unsharding
+    own_C: FloatArray
+    rest_C: FloatArray
+    parts: PeakParts
+
+    @classmethod
+    def of(cls, model: CostModel, slot: StageSlot, candidates: StageCandidates) -> "_Figures":
+        seconds, shards = model.parted_seconds(slot, candidates)
+        memory, rest_C = model.memory(slot), seconds.update_K + seconds.once_K
+        parts = PeakParts.of(memory.needs(slot, candidates))
+        return cls(
+            candidates=candidates,
+            alone_C=seconds.alone_K,
+            shards=shards,
+            own_C=seconds.reduce_K + seconds.update_copies_K + seconds.gather_K + rest_C,
+            rest_C=rest_C,
+            parts=parts.beside(-memory.batch_bytes(slot)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrangement:
+    """What is to be evaluated of a table on one arrangement of devices: its number, and what has which layer range."""
+
+    table: int
+    shape: int
+    slot: StageSlot
+    candidates: StageCandidates
+    window_C: IntArray
+
+
+Request = tuple[Sequence[StageSlot], Windows]
+"""A table that is to be made: a slot of the role for every arrangement of devices, and the layer ranges of the role."""
 
 
 def make_tables(
-    model: CostModel,
-    space: Space,
-    wanted: Sequence[Wanted],
-    pace: float,
-    *,
-    alone: bool = True,
-    pieces: Pieces | None = None,
+    model: CostModel, space: Space, requests: Sequence[Request], pace: float, *, alone: bool = True
 ) -> tuple[list[Table], int]:
-    """Evaluate everything that can be part of a pipeline of a pace, of several roles.
-
-    What arrangements of several roles cost is asked about together.
+    """Evaluate everything that can be part of a pipeline with a bottleneck time, of several roles.
 
     Args:
         model: The cost model.
         space: The search space.
-        wanted: What to look at.
-        pace: Seconds per microbatch, possibly infinite.
+        requests: The tables; all slots have the same number of microbatches.
+        pace: Bottleneck time in seconds per microbatch, possibly infinite.
         alone: Whether all devices of the pipeline are of the search space.
-        pieces: What has been evaluated, and is added to; by default nothing has.
 
     Returns:
         The tables, and how many candidates were evaluated for them.
     """
-    known = Pieces() if pieces is None else pieces
-    every: list[list[tuple[int, NewLines, BoolArray]]] = []
-    alike: dict[Hashable, list[NewLines]] = {}
-    for place, item in enumerate(wanted):
-        count = len(item.slots)
-        outside_WS = _outside(model, space, item.slots, item.windows) if alone else np.zeros((len(item.windows), count))
-        lines, looked = Lines.of(model.spec, space, item.windows), []
-        names = item.keys or [(place, index) for index in range(count)]
-        for index, (slot, name) in enumerate(zip(item.slots, names, strict=True)):
-            inside_W = (outside_WS[:, index] <= pace * ROOM) & item.inside(slot)
-            if not inside_W.any():
-                continue
-            piece = known.piece(name, model, slot, lines)
-            wanted_E = inside_W[lines.window_E] & (piece.least_E <= pace * ROOM)
-            new = NewLines(piece=piece, slot=slot, lines=lines, new_E=wanted_E & ~piece.done_E)
-            looked.append((index, new, wanted_E))
-            if new.new_E.any():
-                alike.setdefault(name[1:] if item.keys else name, []).append(new)
-        every.append(looked)
-    evaluated = sum(learn(model, group) for group in alike.values())
-    tables = [_table(model, item, looked, pace) for item, looked in zip(wanted, every, strict=True)]
-    known.forget()
-    return tables, evaluated
+    asked: list[_Arrangement] = []
+    for number, (slots, windows) in enumerate(requests):
+        shape = len(windows), len(slots)
+        fast_WS = (_outside(model, space, slots, windows) if alone else np.zeros(shape)) <= pace * ROOM
+        lines = _Lines.of(model.spec, space, windows)
+        for index in np.flatnonzero(fast_WS.any(axis=0)).tolist():
+            slot = slots[index]
+            at_J = np.flatnonzero(fast_WS[lines.window_E, index] & (lines.least(model, slot) <= pace * ROOM))
+            if len(at_J):
+                found, window_C = lines.candidates(slot, at_J)
+                asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, window_C=window_C))
+    figures = _evaluate(model, asked)
+    tables = []
+    for number, request in enumerate(requests):
+        places = [place for place, item in enumerate(asked) if item.table == number]
+        tables.append(_table(model, request, [(asked[place], figures[place]) for place in places], pace))
+    return tables, sum(len(item.candidates) for item in asked)
 
 
-def _table(model: CostModel, wanted: Wanted, looked: Sequence[tuple[int, NewLines, BoolArray]], pace: float) -> Table:
-    """The table of arrangements whose lines have been evaluated.
+def _evaluate(model: CostModel, asked: Sequence[_Arrangement]) -> list[_Figures]:
+    """What candidates of arrangements cost; those of several roles on the same devices are asked about together."""
+    alike: dict[Hashable, list[int]] = {}
+    for place, item in enumerate(asked):
+        slot = item.slot
+        devices = slot.rows, slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel
+        alike.setdefault((slot.num_stages == 1, slot.part, devices), []).append(place)
+    found: dict[int, _Figures] = {}
+    for places in alike.values():
+        candidates = StageCandidates.joined([asked[place].candidates for place in places])
+        figures, begin = _Figures.of(model, asked[places[0]].slot, candidates), 0
+        for place in places:
+            end = begin + len(asked[place].candidates)
+            found[place] = figures if end - begin == len(candidates) else figures.take(np.arange(begin, end))
+            begin = end
+    return [found[place] for place in range(len(asked))]
 
-    Args:
-        model: The cost model.
-        wanted: What the table is of.
-        looked: Arrangements, their pieces, and which lines of each are wanted.
-        pace: Seconds per microbatch.
-    """
-    places, begin = [np.empty(0, dtype=np.int64)], 0
-    for _, item, wanted_E in looked:
-        places.append(begin + np.flatnonzero(wanted_E[item.piece.figures.line_C]))
-        begin += len(item.piece.figures)
-    sizes = [len(at_C) for at_C in places[1:]]
-    figures = Figures.joined([Figures.none(), *(item.piece.figures for _, item, _ in looked)]).take(
-        np.concatenate(places)
+
+def _table(model: CostModel, request: Request, items: Sequence[tuple[_Arrangement, _Figures]], pace: float) -> Table:
+    """The candidates of all arrangements that are fast enough, by rising steady time."""
+    slots, windows = request
+    if not items:
+        return _empty(request, pace)
+    figures = _Figures.joined([found for _, found in items])
+    transfer_C, tied_C = np.concatenate(
+        [np.stack(model.shared_seconds(item.slot, item.candidates)) for item, _ in items], axis=1
     )
-    shape_C = np.repeat(np.array([index for index, _, _ in looked], dtype=np.int64), sizes)
-    shared_XC = _shared(model, [item.slot for _, item, _ in looked], figures.candidates, sizes)
-    window_C = looked[0][1].lines.window_E[figures.line_C] if looked else shape_C
-    return _sorted(model, wanted, figures, (window_C, shape_C), shared_XC, pace)
-
-
-def _shared(
-    model: CostModel, slots: Sequence[StageSlot], candidates: StageCandidates, sizes: Sequence[int]
-) -> FloatArray:
-    """What candidates of arrangements exchange with other stages: per microbatch, and once per batch."""
-    shared_XC, begin = np.zeros((2, len(candidates))), 0
-    for slot, size in zip(slots, sizes, strict=True):
-        if size:
-            some = candidates.take(slice(begin, begin + size))
-            shared_XC[0, begin : begin + size], shared_XC[1, begin : begin + size] = model.shared_seconds(slot, some)
-        begin += size
-    return shared_XC
-
-
-def _sorted(
-    model: CostModel,
-    wanted: Wanted,
-    figures: Figures,
-    numbers: tuple[IntArray, IntArray],
-    shared_XC: FloatArray,
-    pace: float,
-) -> Table:
-    """The candidates of all arrangements that are fast enough, by rising steady time.
-
-    Args:
-        model: The cost model.
-        wanted: What the table is of.
-        figures: What candidates cost, whatever the rest of the pipeline.
-        numbers: Which run of layers and which arrangement each has.
-        shared_XC: What it exchanges with other stages, per microbatch and once per batch.
-        pace: Seconds per microbatch.
-    """
-    slots, (transfer_C, tied_C) = tuple(wanted.slots), shared_XC
     # Of a table's slots what they unshard is counted alike: the same microbatches, and as many stages behind.
-    unshard_C = figures.shards.seconds(slots[0]) if slots else transfer_C
-    again_C = figures.shards.again(slots[0]) if slots else transfer_C
-    steady_C = figures.alone_C + transfer_C + unshard_C
+    again_C = figures.shards.again(slots[0])
+    steady_C = figures.alone_C + transfer_C + figures.shards.seconds(slots[0])
     boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
     fast_K = np.flatnonzero(steady_C <= pace * ROOM)
     fast_K = fast_K[np.argsort(steady_C[fast_K], kind="stable")]
+    shape_K = np.repeat([item.shape for item, _ in items], [len(item.candidates) for item, _ in items])[fast_K]
     batch_S = np.array([model.memory(slot).batch_bytes(slot) for slot in slots], dtype=np.float64)
-    window_K, shape_K = (numbers_C[fast_K] for numbers_C in numbers)
-    steady_K, boundary_K, candidates = steady_C[fast_K], boundary_C[fast_K], figures.candidates.take(fast_K)
     return Table(
         pace=pace,
-        windows=wanted.windows,
-        slots=slots,
-        window_K=window_K,
+        windows=windows,
+        slots=tuple(slots),
+        window_K=np.concatenate([item.window_C for item, _ in items])[fast_K],
         shape_K=shape_K,
-        checkpointed_K=candidates.checkpointed_K,
-        zero_stage_K=candidates.zero_stage_K,
-        steady_K=steady_K,
-        boundary_K=boundary_K,
+        checkpointed_K=figures.candidates.checkpointed_K[fast_K],
+        zero_stage_K=figures.candidates.zero_stage_K[fast_K],
+        steady_K=steady_C[fast_K],
+        boundary_K=boundary_C[fast_K],
         floor_K=floor_C[fast_K],
         again_K=again_C[fast_K],
         parts=figures.parts.take(fast_K).beside(batch_S[shape_K]),
-        keys=tuple(wanted.keys),
-        among_NL=wanted.among_NL,
     )
+
+
+def _empty(request: Request, pace: float) -> Table:
+    numbers = ("window_K", "shape_K", "checkpointed_K", "zero_stage_K")
+    seconds = ("steady_K", "boundary_K", "floor_K", "again_K")
+    columns: dict[str, Any] = {name: np.empty(0, dtype=np.int64) for name in numbers} | {
+        name: np.empty(0) for name in seconds
+    }
+    return Table(pace=pace, windows=request[1], slots=tuple(request[0]), parts=PeakParts.none(), **columns)
 
 
 def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:

@@ -9,8 +9,7 @@ import numpy as np
 
 from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.past import Found
-from lightning_mist.tuner.problem import PRECISION, Family, InterStageProblem, places_behind
+from lightning_mist.tuner.problem import PRECISION, Family, Incumbent, InterStageProblem, places_behind
 from lightning_mist.tuner.space import Space
 
 Group = tuple[tuple[int, ...], int]
@@ -50,8 +49,8 @@ class Tally:
     patience: float
     bounds: dict[tuple[int, int], float]
     floors: FamilyFloors
-    best: dict[int, Found] = field(default_factory=dict)
-    found: dict[tuple[int, int], Found] = field(default_factory=dict)
+    best: dict[int, Incumbent] = field(default_factory=dict)
+    found: dict[tuple[int, int], Incumbent] = field(default_factory=dict)
     solved: set[tuple[int, int]] = field(default_factory=set)
     is_stopped: bool = False
     proven: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -88,7 +87,7 @@ class Tally:
             self.proven[key] = max(self.proven.get(key, 0.0), bound)
         return max(lowest, bound)
 
-    def note(self, found: Found) -> None:
+    def note(self, found: Incumbent) -> None:
         """Remember an answer."""
         count, objective = len(found.answer.chosen), found.answer.objective
         key = count, found.problem.num_microbatches

@@ -127,7 +127,7 @@ def test_a_faster_plan_takes_the_place_of_the_one_that_was_found():
         closed_form_seconds=9.0,
         predicted=ours.predicted,
         alternatives=(),
-        stats=TuneStats(seconds=1.0, candidates=1, evaluated=1, pipelines=1, solved=1),
+        stats=TuneStats(seconds=1.0, candidates=1, pipelines=1, solved=1),
         notes=(),
     )
     (_, item) = compare_plans(ours, [Baseline(name="quick", plan=quick)], outside=searched)

@@ -3,7 +3,6 @@ import pytest
 
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.family_floors import FamilyFloors
-from lightning_mist.tuner.known_runs import AllRuns
 from lightning_mist.tuner.search import floors_of, search_pipelines
 from tests.tuner.instances import random_instance
 
@@ -61,9 +60,7 @@ class Counting(FamilyFloors):
 
 
 def counting(maker):
-    return Counting(
-        model=maker.model, space=maker.space, slot_of=maker.slot, memory_limit=maker.memory_limit, runs=AllRuns()
-    )
+    return Counting(model=maker.model, space=maker.space, slot_of=maker.slot, memory_limit=maker.memory_limit)
 
 
 def test_what_is_known_is_not_asked_again():

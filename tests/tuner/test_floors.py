@@ -12,9 +12,8 @@ from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile.interference_model import COEFFICIENTS
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.floors import Situation, stage_floors
-from lightning_mist.tuner.known_runs import KnownRuns
 from lightning_mist.tuner.least_runs import joined_runs, slot_runs, slots_of
-from lightning_mist.tuner.placed_runs import Moves
+from lightning_mist.tuner.placed_runs import Moves, placed_runs, with_copies
 from lightning_mist.tuner.search_space import OFFLOADED
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced
@@ -36,7 +35,13 @@ def floors_of(maker, microbatches, moves, limit, index, count):
     runs = joined_runs(maker.model, maker.space.num_layers, of_slots)
     place = "first" if not index else "last" if index == count - 1 else "middle"
     situation = Situation.of(place, stage_phases(index, count, microbatches))
-    return stage_floors(KnownRuns(runs=runs).at(place, moves, np.inf), limit, [situation])[0] if len(runs) else None
+    return stage_floors(placed_at(runs, place, moves), limit, [situation])[0] if len(runs) else None
+
+
+def placed_at(runs, place, moves):
+    """All runs at a place, with what they may move."""
+    resident = placed_runs(runs, place, np.inf)
+    return resident if moves is None else with_copies(resident, runs, moves)
 
 
 def compare(found, rng):
@@ -106,11 +111,11 @@ def test_floors_up_to_a_pace_are_those_of_all_that_are_no_slower():
     microbatches = maker.space.microbatch_counts()[-1]
     slots = slots_of(maker.space, maker.slot, microbatches)
     of_slots = [slot_runs(maker.model, maker.space, slot, np.inf) for slot in slots]
-    known = KnownRuns(runs=joined_runs(maker.model, maker.space.num_layers, of_slots))
+    runs = joined_runs(maker.model, maker.space.num_layers, of_slots)
     rates = copy_rates(found.rates, found.machine)
     situations = [Situation.in_1f1b("middle", behind, microbatches) for behind in (1, 2)]
     moves = Moves(kinds=frozenset(OFFLOADED), rates=rates, num_microbatches=microbatches)
-    placed, compared = known.at("middle", moves, np.inf), 0
+    placed, compared = placed_at(runs, "middle", moves), 0
     for limit in (1e15, 1e6, 3e5, 1e5):
         for every in stage_floors(placed, limit, situations):
             pace = float(np.median(every.steady_V)) if len(every) else 1.0

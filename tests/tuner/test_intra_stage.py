@@ -165,3 +165,24 @@ def test_what_places_share_is_kept_for_all_of_them():
         for found, wanted in zip(stages.frontiers(places, 4), alone, strict=True):
             assert np.array_equal(found.steady_K, wanted.steady_K)
             assert np.array_equal(found.devices_K, wanted.devices_K)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_slot_has_the_rows_of_its_replicas(num_stages):
+    maker = stages_of(devices=4, rows=4)
+    slot = maker.slot(0, num_stages, 4, Shape(2))
+    assert (slot.stage_index, slot.num_stages, slot.num_microbatches) == (0, num_stages, 4)
+    assert slot.data_parallel_degree == 2
+    # Sixteen rows in four microbatches, each for two.
+    assert slot.rows == 2
+    assert slot.batch_rows == 4
+    assert slot.replicas == (2 if num_stages == 1 else maker.space.least_replicas(4))
+
+
+def test_replicas_are_what_all_parts_of_the_cluster_can_have():
+    one, other = (stages_of(devices=4, rows=4, data_parallel_degrees=degrees) for degrees in ((2, 4), (1, 2)))
+    numbers = {maker.space.least_replicas(8) for maker in (one, other)}
+    slot = IntraStage(one.model, one.space, 1e12, elsewhere=(other.space,)).slot(0, 2, 8, Shape(4), (0, 1))
+    assert len(numbers) == 2
+    assert slot.replicas == min(numbers)
+    assert slot.parts == (0, 1)

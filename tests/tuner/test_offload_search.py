@@ -17,7 +17,6 @@ from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.offload_feasible import ordered
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import apply
-from lightning_mist.tuner.stage_points import Stage
 from tests.specs import cluster, profile, spec, with_splits
 
 MACHINES = {
@@ -42,8 +41,8 @@ def make(network, machine, *, limit, host=np.inf, batch=16, **search):
 def table_of(maker, index, stages, microbatches, pace):
     """The table that a stage shares with others, up to a pace."""
     place = index, stages, ()
-    (key, _, _), phases = maker._frontier_key(place, microbatches)
-    maker._make_tables({key: [(place, Stage(phases=phases))]}, microbatches, pace)
+    (key, _, _), _ = maker._frontier_key(place, microbatches)
+    maker._make_tables({key: place}, microbatches, pace)
     return maker._tables[key]
 
 

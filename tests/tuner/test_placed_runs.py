@@ -40,14 +40,3 @@ def test_what_is_too_slow_is_missing():
     assert len(fewer) == (every.steady_R <= pace).sum()
     assert sorted(fewer.steady_R) == sorted(every.steady_R[every.steady_R <= pace])
     assert len(placed_runs(runs, "middle", 0.0)) == 0
-
-
-def test_runs_for_a_smaller_pace_are_those_that_would_be_found_for_it():
-    runs = all_runs()
-    for place in PLACES:
-        every = placed_runs(runs, place, np.inf)
-        pace = float(np.median(every.steady_R))
-        found, wanted = every.up_to(pace), placed_runs(runs, place, pace)
-        assert 0 < len(found) < len(every)
-        for name in found.__slots__:
-            np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))

@@ -16,33 +16,16 @@ ALIKE = spec(6, tied=True, measured=True)
 
 def test_asked_again_a_planner_answers_as_a_new_one():
     planner = Planner(ALIKE, cluster(4), profile=profile())
-    for limit, rows in ((10**7, 4), (10**6, 4), (10**6, 8), (8 * 10**5, 8)):
+    for limit, rows in ((10**7, 4), (10**6, 4), (10**6, 8), (8 * 10**5, 8), (10**6, 4)):
         again = planner.tune(global_batch_size=4 * rows, memory_limit=limit, search=SearchSpace())
         fresh = tune(ALIKE, cluster(4), profile=profile(), global_batch_size=4 * rows, memory_limit=limit)
-        assert again.plan == fresh.plan
-        assert (again.bound, again.status) == (fresh.bound, fresh.status)
+        assert replace(again, stats=fresh.stats) == fresh
+        assert again.stats.candidates == fresh.stats.candidates > 0
 
 
 def test_host_memory_is_not_negative():
     with pytest.raises(ValueError, match="host_memory_limit=-1: bytes of host memory of a node are not negative"):
         tune(ALIKE, cluster(4), profile=profile(), global_batch_size=16, host_memory_limit=-1)
-
-
-def test_other_numbers_of_stages_and_microbatches_are_answered_from_what_is_known():
-    planner = Planner(ALIKE, cluster(4), profile=profile())
-    space = SearchSpace(schedules=("1f1b",))
-    asked = {"global_batch_size": 16, "memory_limit": 10**9}
-    first = planner.tune(**asked, search=space)
-    assert first.stats.candidates > 0
-    for limits in (
-        {"num_stages": (first.plan.num_stages,)},
-        {"num_microbatches": (first.plan.num_microbatches,)},
-        {"solver_seconds": 30.0},
-        {"schedules": ("1f1b", "zb-h1")},
-    ):
-        again = planner.tune(**asked, search=SearchSpace(**{"schedules": ("1f1b",), **limits}))
-        assert again.stats.evaluated == 0 < again.stats.candidates <= first.stats.candidates
-    assert first.stats.evaluated == first.stats.candidates
 
 
 def test_what_may_be_in_host_memory_makes_plans_faster_or_possible():

@@ -27,7 +27,7 @@ def result(status, bound=0.4, **changes):
         closed_form_seconds=0.5,
         predicted=best.predicted,
         alternatives=(Alternative(name="2 stages", plan=plan(0.75)),),
-        stats=TuneStats(seconds=1.0, candidates=12, evaluated=12, pipelines=3, solved=2),
+        stats=TuneStats(seconds=1.0, candidates=12, pipelines=3, solved=2),
         notes=("seconds of layers are measured",),
     )
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.memory.phases import stage_phases
-from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either, widened
+from lightning_mist.tuner.stage_points import Stage, StagePoints, covers, either
 from tests.tuner.test_offload_search import make, table_of
 
 
@@ -77,10 +77,3 @@ def test_what_is_of_interest_together_and_what_is_known_already():
     assert covers(other, some)
     assert not covers(some, other)
     assert not covers(other, None)
-
-
-def test_what_is_asked_about_next_has_a_layer_more_or_less():
-    among = np.zeros((2, 5), dtype=bool)
-    among[0, 1], among[1, 4] = True, True
-    assert widened(None) is None
-    assert widened(among).tolist() == [[True, True, True, False, False], [False, False, False, True, True]]

@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
+from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.space import apply
-from lightning_mist.tuner.tables import Wanted, make_tables, within
+from lightning_mist.tuner.tables import make_tables, within
 from lightning_mist.tuner.windows import layer_classes, windows_of
 from tests.specs import cluster, profile, spec
 from tests.tuner.problems import slot
@@ -23,7 +24,7 @@ def table(role="middle", pace=np.inf, *, alone=True):
     index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
     slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
     windows = windows_of(role, NETWORK.num_layers, layer_classes(NETWORK))
-    (found,), evaluated = make_tables(model, space, [Wanted(slots=slots, windows=windows)], pace, alone=alone)
+    (found,), evaluated = make_tables(model, space, [(slots, windows)], pace, alone=alone)
     assert evaluated >= len(found)
     return model, found
 
@@ -108,3 +109,22 @@ def test_choices_leave_every_other_stage_a_layer_and_a_device():
     choices = slot(starts, layers, devices, [1.0] * 7, [0.0] * 7)
     found = within(choices, stage_index=1, num_stages=3, num_layers=5, most_devices=2)
     assert found.tolist() == [False, True, True, False, True, False, False]
+
+
+def test_tables_of_several_roles_are_those_of_each_alone():
+    model = StageCostModel(NETWORK, profile(), cluster(4))
+    maker = IntraStage(model, apply(SearchSpace(offload=()), NETWORK, 4, 16), 1e12)
+    classes, shapes = layer_classes(NETWORK), maker.space.shapes(MICROBATCHES)
+    requests = [
+        ([maker.slot(index, STAGES, MICROBATCHES, shape) for shape in shapes], windows_of(role, 5, classes))
+        for index, role in enumerate(("first", "middle", "last"))
+    ]
+    for pace in (np.inf, 0.0):
+        together, evaluated = make_tables(model, maker.space, requests, pace)
+        assert evaluated == sum(map(len, together))
+        for found, request in zip(together, requests, strict=True):
+            (other,), _ = make_tables(model, maker.space, [request], pace)
+            for name in ("window_K", "shape_K", "zero_stage_K", "steady_K", "boundary_K", "floor_K", "again_K"):
+                np.testing.assert_array_equal(getattr(found, name), getattr(other, name))
+            phases = stage_phases(1, STAGES, MICROBATCHES)
+            np.testing.assert_array_equal(found.parts.peaks(phases), other.parts.peaks(phases))
