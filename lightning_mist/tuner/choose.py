@@ -125,7 +125,7 @@ def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
     good as the fastest of all.
     """
     assert outcome.winner is not None
-    answers = (outcome.best[outcome.winner], *outcome.found.values())
+    answers = (outcome.winner, *outcome.found.values())
     made: dict[Plan, float] = {}
     for item in answers:
         plan = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)

@@ -10,8 +10,6 @@ or more.
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.tuner.mixed import Stages
 from lightning_mist.tuner.problem import PRECISION
@@ -40,25 +38,20 @@ def search_copies(
     """
     stages, outcome = look(space, 0.0)
     copies, saved = degrees_of_copies(space), most_saved(spec, space)
-    if outcome.is_late or not copies or (outcome.winner and saved <= MATTERS * stages.memory_limit):
+    if outcome.is_late or not copies or (outcome.winner is not None and saved <= MATTERS * stages.memory_limit):
         return stages, outcome
     # Whatever fits with the batches of its own copy fits with so many more bytes.
     _, loose = look(space, saved)
-    if _least(loose) >= _least(outcome) * (1 - PRECISION):
+    if loose.least >= outcome.least * (1 - PRECISION):
         bound = min(outcome.bound, loose.bound)
         return stages, replace(outcome, bound=bound, is_late=loose.is_late)
     degrees = (replace(space.search, data_parallel_degrees=item) for item in copies)
     every = [(stages, outcome), *(look(replace(space, search=search), 0.0) for search in degrees)]
     is_late = any(item.is_late for _, item in every)
     bound = min(item.bound for _, item in every)
-    stages, best = min(every, key=lambda item: _least(item[1]))
-    notes = (*best.notes, _NOTE) if best.winner else best.notes
+    stages, best = min(every, key=lambda item: item[1].least)
+    notes = (*best.notes, _NOTE) if best.winner is not None else best.notes
     return stages, replace(best, bound=bound, certified=False, notes=notes, is_late=is_late)
-
-
-def _least(outcome: Outcome) -> float:
-    """The step seconds of the best answer, infinite without one."""
-    return outcome.best[outcome.winner].answer.objective if outcome.winner else np.inf
 
 
 def degrees_of_copies(space: Space) -> tuple[tuple[int, ...], ...]:

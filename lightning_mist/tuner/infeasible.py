@@ -18,8 +18,8 @@ from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.tuner.holding import too_large
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.least import LateError, LeastMemory
-from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.mixed import MixedStages, Stages
+from lightning_mist.tuner.problem import InterStageProblem, Pipeline
 from lightning_mist.tuner.search_space import COUNTS, OFFLOADED, SearchSpace
 from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
 

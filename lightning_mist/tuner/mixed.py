@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import permutations, product
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,36 +29,8 @@ from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.budget import at_most, host_bytes_of_each, usable_bytes
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices
-from lightning_mist.tuner.problem import Family, InterStageProblem
+from lightning_mist.tuner.problem import Family, InterStageProblem, Pipeline, PipelineGroup
 from lightning_mist.tuner.space import Space, divisors
-
-
-class Pipeline(NamedTuple):
-    """Numbers of stages and microbatches, and the part of every stage; no part of the only one, which has them all."""
-
-    num_stages: int
-    num_microbatches: int
-    parts: tuple[int, ...]
-
-
-class Group(NamedTuple):
-    """Pipelines whose stages cost the same, but for how many stages of the part in front are in front of them.
-
-    Attributes:
-        num_microbatches: Number of microbatches.
-        first: The part in which their first stages lie, or :data:`EVERY_PART` of the only stage.
-        rest: The part of every stage behind these.
-        counts: Their numbers of stages, ascending.
-    """
-
-    num_microbatches: int
-    first: int
-    rest: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    def parts(self, num_stages: int) -> tuple[int, ...]:
-        """The part of every stage of the pipeline with a number of stages; nothing if there is only one."""
-        return () if self.first == EVERY_PART else (self.first,) * (num_stages - len(self.rest)) + self.rest
 
 
 class MixedStages:
@@ -116,18 +88,28 @@ class MixedStages:
         )
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[PipelineGroup, ...]:
         """Every pipeline of the search space, those together that differ only in stages of the part in front."""
         return tuple(_groups(self.space, self.spaces, self.together.space, self.model.cluster.parts))
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """Every pipeline of the search space."""
-        return tuple(
-            Pipeline(count, group.num_microbatches, group.parts(count))
-            for group in self.groups
-            for count in group.counts
-        )
+        return tuple(group.pipeline(count) for group in self.groups for count in group.counts)
+
+    def quick_bounds(self) -> dict[Pipeline, float]:
+        """Step seconds that no plan of each pipeline goes below, whatever memory it needs."""
+        bounds = {key[:2]: self.bound(*key[:2]) for key in self.pipelines}
+        return {key: bounds[key[:2]] for key in self.pipelines}
+
+    def lower_bound(self, group: PipelineGroup, below: float, deadline: float) -> float:
+        """Bounds that know the memory of stages are of devices that are all alike; here nothing is known."""
+        return 0.0
+
+    def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
+        """Let stages offload these fractions of each kind of state, until ``deadline``."""
+        for item in (*self.parts, self.together):
+            item.try_ratios(ratios if item.space.offload_ratios else (), deadline)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -144,7 +126,7 @@ class MixedStages:
             slots=(_in_part(found, EVERY_PART),),
         )
 
-    def family(self, group: Group, counts: Sequence[int], *, below: float) -> Family:
+    def family(self, group: PipelineGroup, counts: Sequence[int], *, below: float) -> Family:
         """The choices of all stages, without those that only plans of at least ``below`` seconds can have.
 
         Args:
@@ -160,7 +142,7 @@ class MixedStages:
             lambda index, num_stages: self._choices(index, num_stages, group, below),
         )
 
-    def _choices(self, index: int, num_stages: int, group: Group, below: float) -> SlotChoices:
+    def _choices(self, index: int, num_stages: int, group: PipelineGroup, below: float) -> SlotChoices:
         """What a stage of one of several may be."""
         parts, count = group.parts(num_stages), group.num_microbatches
         part = parts[index]
@@ -207,11 +189,11 @@ def _in_part(choices: SlotChoices, part: int) -> SlotChoices:
     return replace(choices, part_K=np.full(len(choices), part))
 
 
-def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[Cluster]) -> Iterator[Group]:
+def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[Cluster]) -> Iterator[PipelineGroup]:
     """Every pipeline: those of one stage, then those whose parts can be dealt out to their stages, in every order."""
     if space.search.devices_per_stage is None or space.world_size in space.search.devices_per_stage:
         single = [count for stages, count in only.pipelines() if stages == 1]
-        yield from (Group(num_microbatches=count, first=EVERY_PART, rest=(), counts=(1,)) for count in single)
+        yield from (PipelineGroup(num_microbatches=count, first=EVERY_PART, rest=(), counts=(1,)) for count in single)
     asked = space.stage_counts
     for num_microbatches in sorted({count for item in spaces for count in item.microbatch_counts()}):
         sizes = [{shape.devices for shape in item.shapes(num_microbatches)} for item in spaces]
@@ -226,7 +208,7 @@ def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[
                 # Equal stages have other layers with every number of stages.
                 for some in [(count,) for count in counts] if space.search.equal_stages else [counts]:
                     if some:
-                        yield Group(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=some)
+                        yield PipelineGroup(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=some)
 
 
 def _stages_of_part(counts: Collection[int], size: int, most: int) -> tuple[int, ...]:

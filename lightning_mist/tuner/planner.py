@@ -29,7 +29,7 @@ from lightning_mist.tuner.hosts import with_offload
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
-from lightning_mist.tuner.mixed_search import search_mixed
+from lightning_mist.tuner.pipelines import AlikePipelines, Pipelines
 from lightning_mist.tuner.result import Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
@@ -109,11 +109,9 @@ class Planner:
         """Search the pipelines, with so many more bytes on each device."""
         if isinstance(self.model, MixedCostModel):
             mixed = mixed_stages(self.model, space, *limits, more)
-            return mixed, Outcome.nothing(len(mixed.pipelines)) if too_large(mixed) else search_mixed(mixed, deadline)
+            return mixed, _search(mixed, mixed, deadline)
         intra = self.stages(space, *limits, more)
-        if too_large(intra):
-            return intra, Outcome.nothing(len(space.pipelines()))
-        return intra, search_pipelines(intra, space, deadline)
+        return intra, _search(intra, AlikePipelines(intra), deadline)
 
     def tune(
         self,
@@ -152,11 +150,17 @@ class Planner:
         return _result(stages, outcome, began, (memory_limit, host_memory_limit))
 
 
+def _search(stages: Stages, pipelines: Pipelines, deadline: float) -> Outcome:
+    if too_large(stages):
+        return Outcome.nothing(sum(len(group.counts) for group in pipelines.groups))
+    return search_pipelines(pipelines, deadline)
+
+
 def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:
     """The plan that an outcome leads to, and why."""
     assert outcome.winner is not None
     choice = choose(intra, outcome)
-    plan, least = choice.plan, outcome.best[outcome.winner].answer.objective
+    plan, least = choice.plan, outcome.winner.answer.objective
     bound = min(outcome.bound, least)
     gap = max(0.0, (least - bound) / least)
     status: Status = "optimal" if gap <= 10 * PRECISION else "time limit"

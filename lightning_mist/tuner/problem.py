@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,38 @@ from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 
 PRECISION = 1e-9
 """Relative difference of objectives below which two answers count as equal, far below what costs are known to."""
+
+
+class Pipeline(NamedTuple):
+    """Numbers of stages and microbatches, and the part of every stage; none if it has all or there is only one."""
+
+    num_stages: int
+    num_microbatches: int
+    parts: tuple[int, ...]
+
+
+class PipelineGroup(NamedTuple):
+    """Pipelines whose stages cost the same, but for how many stages of the part in front are in front of them.
+
+    Attributes:
+        num_microbatches: Number of microbatches.
+        first: The part in which their first stages lie, or :data:`~lightning_mist.tuner.choices.EVERY_PART`.
+        rest: The part of every stage behind these.
+        counts: Their numbers of stages, ascending.
+    """
+
+    num_microbatches: int
+    first: int
+    rest: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def parts(self, num_stages: int) -> tuple[int, ...]:
+        """The part of every stage of the pipeline with a number of stages; none if devices are alike."""
+        return () if self.first == EVERY_PART else (self.first,) * (num_stages - len(self.rest)) + self.rest
+
+    def pipeline(self, num_stages: int) -> Pipeline:
+        """The pipeline with a number of stages."""
+        return Pipeline(num_stages, self.num_microbatches, self.parts(num_stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.choose import CLOCKED, clocked
 from lightning_mist.tuner.equal_stages import even_chunks
 from lightning_mist.tuner.intra_stage import IntraStage, layer_classes
-from lightning_mist.tuner.mixed import MixedStages, Pipeline, Stages, mixed_layout
+from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_layout
+from lightning_mist.tuner.problem import Pipeline
 from lightning_mist.tuner.search_space import OFFLOADED, SearchSpace
 from lightning_mist.tuner.space import Shape
 

@@ -1,13 +1,12 @@
-"""Stages of a small network, and searches that have found nothing yet."""
+"""Stages of a small network, and searches of them."""
 
 import numpy as np
 
 from lightning_mist.tuner import SearchSpace, search
 from lightning_mist.tuner.bound import solve
-from lightning_mist.tuner.likely import quick_bounds
+from lightning_mist.tuner.pipelines import AlikePipelines
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.problem import InterStageProblem
-from lightning_mist.tuner.tally import Tally
 from tests.specs import cluster, profile, spec
 
 
@@ -32,9 +31,6 @@ def each_by_itself(stages):
     return found
 
 
-def tally_of(stages):
-    """A search of them that has found nothing yet."""
-    lower = quick_bounds(stages, stages.space)
-    floors = search.floors_of(stages, stages.space)
-    limits = {"deadline": np.inf, "patience": np.inf}
-    return Tally(intra=stages, space=stages.space, lower=lower, bounds=dict(lower), floors=floors, **limits)
+def searched(stages, deadline=np.inf):
+    """What a search of them comes to."""
+    return search.search_pipelines(AlikePipelines(stages), deadline)

@@ -3,10 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import checked, search
+from lightning_mist.tuner import checked
 from lightning_mist.tuner.milp import Program, SolverError
 from lightning_mist.tuner.problem import PRECISION
-from tests.tuner.searches import each_by_itself, stages_of
+from tests.tuner.searches import each_by_itself, searched, stages_of
 
 
 def test_what_refutes_the_dynamic_program_is_taken_and_said(monkeypatch):
@@ -17,8 +17,8 @@ def test_what_refutes_the_dynamic_program_is_taken_and_said(monkeypatch):
         "solve_program",
         lambda problem, *, time_limit, incumbent: replace(incumbent, objective=least / 2, bound=0.0),
     )
-    outcome = search.search_pipelines(stages, stages.space, np.inf)
-    assert outcome.best[outcome.winner].answer.objective == least / 2
+    outcome = searched(stages)
+    assert outcome.winner.answer.objective == least / 2
     assert outcome.bound == 0.0
     assert not outcome.certified
     assert "report" in outcome.notes[0]
@@ -31,17 +31,17 @@ def test_a_solver_that_fails_takes_nothing_from_what_is_proven(monkeypatch):
         raise SolverError("HiGHS ended with Solve error")
 
     monkeypatch.setattr(Program, "solve", fail)
-    outcome = search.search_pipelines(stages, stages.space, np.inf)
-    assert outcome.best[outcome.winner].answer.objective == pytest.approx(min(each_by_itself(stages).values()))
-    assert outcome.bound == pytest.approx(outcome.best[outcome.winner].answer.objective, rel=2 * PRECISION)
+    outcome = searched(stages)
+    assert outcome.winner.answer.objective == pytest.approx(min(each_by_itself(stages).values()))
+    assert outcome.bound == pytest.approx(outcome.winner.answer.objective, rel=2 * PRECISION)
     assert not outcome.certified
     assert outcome.notes == ("not checked by HiGHS: HiGHS ended with Solve error",)
 
 
 def test_an_optimum_is_proven_once_more():
     stages = stages_of()
-    outcome = search.search_pipelines(stages, stages.space, np.inf)
-    found = outcome.best[outcome.winner]
+    outcome = searched(stages)
+    found = outcome.winner
     again = checked.check(found, np.inf)
     assert again.certified
     assert not again.refutes

@@ -1,10 +1,10 @@
-import numpy as np
 import pytest
 
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.family_floors import FamilyFloors
-from lightning_mist.tuner.search import floors_of, search_pipelines
+from lightning_mist.tuner.pipelines import AlikePipelines
 from tests.tuner.instances import random_instance
+from tests.tuner.searches import searched
 
 
 def prepared(seed):
@@ -17,9 +17,8 @@ def prepared(seed):
 def found_and_floors(seed):
     """Numbers of stages and of microbatches with the seconds of pipelines that were found, and bounds of them."""
     maker = prepared(seed)
-    outcome, floors = search_pipelines(maker, maker.space, np.inf), floors_of(maker, maker.space)
-    floors.kinds = frozenset(maker.space.search.offload)
-    return [(*key, found.answer.objective) for key, found in outcome.found.items() if key[0] > 1], floors
+    outcome, floors = searched(maker), AlikePipelines(maker).floors
+    return [(*key[:2], found.answer.objective) for key, found in outcome.found.items() if key[0] > 1], floors
 
 
 @pytest.mark.parametrize("seed", range(40))

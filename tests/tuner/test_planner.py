@@ -6,8 +6,8 @@ from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.model.spec.polynomial import MICROBATCH
-from lightning_mist.tuner import Planner, SearchSpace, mixed_search, search, tune
+from lightning_mist.model.spec.symbols import MICROBATCH
+from lightning_mist.tuner import Planner, SearchSpace, search_state, tune
 from lightning_mist.tuner.infeasible import UndecidedError
 from tests.specs import cluster, profile, spec
 
@@ -95,8 +95,7 @@ def test_what_fits_only_in_several_copies_is_found():
 
 @pytest.mark.parametrize("place", ["1x4xL4", "1x2xL4+1x2xT4"])
 def test_a_search_cut_short_does_not_say_that_nothing_fits(monkeypatch, place):
-    for module in (search, mixed_search):
-        monkeypatch.setattr(module, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(search_state, "FIRST_SECONDS", 0.0)
     planner = Planner(spec(4), parse_cluster(place))
     asked = {"global_batch_size": 16, "memory_limit": 1000}
     with pytest.raises(UndecidedError, match="no plan was found in solver_seconds=1e-09, and not everything"):

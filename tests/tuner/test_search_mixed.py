@@ -8,8 +8,8 @@ from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.mixed import mixed_stages
-from lightning_mist.tuner.mixed_search import search_mixed
 from lightning_mist.tuner.near_optimal import COMPARED
+from lightning_mist.tuner.search import search_pipelines
 from tests.specs import cluster, profile, spec
 from tests.tuner.whole_space import Instance, by_trying_everything
 
@@ -29,7 +29,7 @@ def question(**search):
 def searched(asked, seconds=60.0):
     planner = asked.planner()
     space = planner.space(asked.global_batch_size, asked.search)
-    return search_mixed(mixed_stages(planner.model, space, asked.memory_limit, None), perf_counter() + seconds)
+    return search_pipelines(mixed_stages(planner.model, space, asked.memory_limit, None), perf_counter() + seconds)
 
 
 def test_the_best_is_found_and_numbers_of_stages_beside_it():
@@ -37,16 +37,17 @@ def test_the_best_is_found_and_numbers_of_stages_beside_it():
     found = searched(asked)
     wanted = {count: by_trying_everything(with_stages(asked, count)).seconds for count in (1, 2, 3)}
     least = min(wanted.values())
-    winner = found.best[found.winner]
-    assert wanted[found.winner] == least
-    assert winner.answer.objective == pytest.approx(least, rel=PRECISION)
+    winner = len(found.winner.answer.chosen)
+    assert wanted[winner] == least
+    assert found.winner.answer.objective == pytest.approx(least, rel=PRECISION)
     assert found.bound == pytest.approx(least, rel=PRECISION)
     assert found.certified
     assert not found.is_late
-    others = [count for count in wanted if count != found.winner and wanted[count] < COMPARED * least]
+    others = [count for count in wanted if count != winner and wanted[count] < COMPARED * least]
     assert others
     for count in others:
-        assert found.best[count].answer.objective == pytest.approx(wanted[count], rel=PRECISION)
+        best = min(item.answer.objective for key, item in found.found.items() if key.num_stages == count)
+        assert best == pytest.approx(wanted[count], rel=PRECISION)
 
 
 def with_stages(asked, count):
@@ -54,10 +55,13 @@ def with_stages(asked, count):
 
 
 def test_answers_are_pipelines_that_have_what_they_are_said_to_take():
-    for (count, microbatches), item in searched(question()).found.items():
+    for (count, microbatches, parts), item in searched(question()).found.items():
         problem = item.problem
         assert (len(problem.slots), problem.num_microbatches) == (count, microbatches)
         assert problem.is_feasible(item.answer.chosen)
+        if count > 1:
+            picked = zip(problem.slots, item.answer.chosen, strict=True)
+            assert tuple(slot.part_K[index] for slot, index in picked) == parts
         assert problem.objective(item.answer.chosen) == pytest.approx(item.answer.objective, rel=1e-12)
 
 
@@ -68,11 +72,11 @@ def test_a_search_that_is_cut_short_says_so_and_proves_less():
     assert hurried.bound <= full.bound * (1 + PRECISION)
     assert hurried.solved < full.solved
     # It goes on until it has a plan.
-    assert hurried.best[hurried.winner].answer.objective >= full.bound * (1 - PRECISION)
+    assert hurried.winner.answer.objective >= full.bound * (1 - PRECISION)
 
 
 def test_without_pipelines_nothing_is_found():
     found = searched(question(num_stages=(3,), devices_per_stage=(2,)))
     assert found.winner is None
     assert found.bound == np.inf
-    assert found.best == {}
+    assert found.found == {}
