@@ -7,11 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_mist.tuner.planner import Planner
+    from lightning_mist.tuner.planner import Planner, tune
     from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
     from lightning_mist.tuner.search_space import SearchSpace
     from lightning_mist.tuner.space import degrees_to_try
-    from lightning_mist.tuner.tuning import tune
 
 __all__ = [
     "Alternative",
@@ -24,11 +23,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "planner": ("Planner",),
+    "planner": ("Planner", "tune"),
     "result": ("Alternative", "TuneResult", "TuneStats"),
     "search_space": ("SearchSpace",),
     "space": ("degrees_to_try",),
-    "tuning": ("tune",),
 }
 
 

@@ -28,14 +28,15 @@ ones, so that the relaxation is tight. Memory does not appear: what does not fit
 good as a known one can have are left out (:mod:`lightning_mist.tuner.arcs`).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.tuner.arcs import Arcs, arcs_of
-from lightning_mist.tuner.milp import Program
-from lightning_mist.tuner.problem import Answer, InterStageProblem
+from lightning_mist.tuner.milp import Program, SolverError
+from lightning_mist.tuner.problem import PRECISION, Answer, Incumbent, InterStageProblem
 
 PACES = 64
 """The most steady times for which there are constraints of the family "paces"."""
@@ -43,6 +44,12 @@ PACES = 64
 
 MOST_ARCS = 60_000
 """The most arcs for which a program is made if there is an incumbent: with more, HiGHS only reads it in seconds."""
+
+
+CHECK_SECONDS = 5.0
+"""The most seconds for which HiGHS checks a proven optimum."""
+
+_REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to be possible: please report this"
 
 
 def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: Answer | None = None) -> Answer:
@@ -178,3 +185,41 @@ def add_exposed(program: Program, arcs: Arcs, x: IntArray, exposed: int) -> None
         at, before = arcs.stage_A == stage, arcs.stage_A < stage
         coefficients = np.concatenate([arcs.steady_A[before], -arcs.boundary_A[at]])
         program.add_row(np.concatenate([x[before], x[at]]), coefficients, lower=0.0, seconds=[(exposed, 1.0)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What HiGHS says of an answer that the dynamic program has found.
+
+    Attributes:
+        found: The answer, or the better one that HiGHS has found.
+        certified: Whether it has proven that there is none better.
+        refutes: Whether its answer is better than what the dynamic program had proven to be possible.
+        failure: Why HiGHS has no answer, if it ended without one before its time.
+    """
+
+    found: Incumbent
+    certified: bool
+    refutes: bool
+    failure: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of it."""
+        failed = (f"not checked by HiGHS: {self.failure}",) if self.failure else ()
+        return (_REFUTED,) if self.refutes else failed
+
+
+def check(found: Incumbent, deadline: float) -> Checked:
+    """Let HiGHS look for something better."""
+    time_limit = max(0.1, min(CHECK_SECONDS, deadline - perf_counter()))
+    try:
+        answer = solve_program(found.problem, time_limit=time_limit, incumbent=found.answer)
+    except SolverError as error:
+        return Checked(found=found, certified=False, refutes=False, failure=str(error))
+    is_better = answer.objective < found.answer.objective
+    return Checked(
+        found=Incumbent(problem=found.problem, answer=answer) if is_better else found,
+        certified=answer.is_proven,
+        refutes=answer.objective < found.answer.bound * (1 - PRECISION),
+    )

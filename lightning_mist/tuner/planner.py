@@ -23,13 +23,11 @@ from lightning_mist.tuner import space as search_space
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
 from lightning_mist.tuner.choose import choose, make_plan
-from lightning_mist.tuner.copies import search_copies
-from lightning_mist.tuner.holding import too_large
-from lightning_mist.tuner.hosts import with_offload
-from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late
+from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
 from lightning_mist.tuner.pipelines import AlikePipelines, Pipelines
+from lightning_mist.tuner.replicas import search_copies
 from lightning_mist.tuner.result import Status, TuneResult, TuneStats
 from lightning_mist.tuner.search import Outcome, search_pipelines
 from lightning_mist.tuner.space import SearchSpace, Space
@@ -79,7 +77,7 @@ class Planner:
         found = search_space.apply(
             search or SearchSpace(), self.spec, self.cluster.world_size, global_batch_size, devices_per_node=near
         )
-        return with_offload(found, self.cluster, profiles_of(self.model), self.spec.module_map)
+        return search_space.with_offload(found, self.cluster, profiles_of(self.model), self.spec.module_map)
 
     def stages(
         self,
@@ -148,6 +146,44 @@ class Planner:
             until = max(deadline, perf_counter() + 0.1)
             explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster), until)
         return _result(stages, outcome, began, (memory_limit, host_memory_limit))
+
+
+def tune(
+    spec: ModelSpec,
+    cluster: AnyCluster,
+    *,
+    profile: Profiles = None,
+    global_batch_size: int,
+    memory_limit: int | None = None,
+    host_memory_limit: int | None = None,
+    search: SearchSpace | None = None,
+) -> TuneResult:
+    """The fastest plan that fits.
+
+    Args:
+        spec: The network.
+        cluster: The devices.
+        profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the
+            catalog.
+        global_batch_size: Rows that one Lightning batch brings over all devices.
+        memory_limit: Bytes of each device that may be used in all; see
+            :func:`~lightning_mist.tuner.budget.usable_bytes`.
+        host_memory_limit: Bytes of host memory of each node that offloading may take, of which every device may take
+            an equal part; by default a share of what the hosts have, see
+            :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
+        search: Limits of the search; by default none.
+
+    Raises:
+        InfeasibleError: If no plan fits, with the least that any needs and what binds.
+        PlanError: If the batch does not come in equal parts from the devices.
+        ProfileError: If the profile lacks what the cost model needs.
+    """
+    return Planner(spec, cluster, profile=profile).tune(
+        global_batch_size=global_batch_size,
+        memory_limit=memory_limit,
+        host_memory_limit=host_memory_limit,
+        search=search,
+    )
 
 
 def _search(stages: Stages, pipelines: Pipelines, deadline: float) -> Outcome:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.tuner.bound import solve_family
-from lightning_mist.tuner.checked import check
+from lightning_mist.tuner.inter_stage import check
 from lightning_mist.tuner.near_optimal import NEAR, to_compare_with
 from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.pipelines import Pipelines

@@ -7,7 +7,7 @@ stage computes on ``B N / (G d)`` rows per microbatch. A part of a microbatch ne
 number; it divides ``B``, so that all parts are equal.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import gcd
@@ -16,6 +16,7 @@ import numpy as np
 
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.errors import PlanError
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
 from lightning_mist.plan.rank_order import longest_chain
@@ -289,6 +290,45 @@ def _without_ruled_out_sharding(search: SearchSpace, module_map: ModuleMap, note
             f"{module_map.largest_zero_stage}"
         )
     return search if left == search.zero_stages else replace(search, zero_stages=left)
+
+
+def with_offload(
+    space: Space, cluster: AnyCluster, profiles: Sequence[HardwareProfile], module_map: ModuleMap
+) -> Space:
+    """A search space whose kinds of offloaded state are settled.
+
+    Where they are left to the devices, all are looked at on devices with memory of their own. Nothing is where the
+    rates of copies between such devices and their hosts are not known, nor what the module has to have on its device.
+
+    Args:
+        space: The search space.
+        cluster: The devices.
+        profiles: How fast those of each part are.
+        module_map: The module, whose exclusions are honoured.
+    """
+    if space.search.offload is None:
+        every = OFFLOADED if cluster.kind == "cuda" else ()
+        space = replace(space, search=replace(space.search, offload=every))
+    space = _without_ruled_out_offload(space, module_map)
+    if not space.search.offload or all(map(_knows_copies, profiles, cluster.parts)):
+        return space
+    note = "without offload: how fast devices copy from and to the host is not known"
+    return replace(space, search=replace(space.search, offload=()), notes=(*space.notes, note))
+
+
+def _without_ruled_out_offload(space: Space, module_map: ModuleMap) -> Space:
+    reasons: dict[str, list[str]] = {}
+    for kind in space.search.offloaded:
+        reasons.setdefault("; ".join(module_map.excludes_offload(kind)), []).append(kind)
+    left = tuple(reasons.pop("", ()))
+    notes = tuple(f"without offload of {', '.join(kinds)}: {why}" for why, kinds in reasons.items())
+    return replace(space, search=replace(space.search, offload=left), notes=(*space.notes, *notes)) if notes else space
+
+
+def _knows_copies(profile: HardwareProfile, part: Cluster) -> bool:
+    """Whether the rates of copies between a device and its host are known."""
+    rates = profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second
+    return part.device.kind != "cuda" or min(rates) > 0
 
 
 def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import checked, search_state
+from lightning_mist.tuner import inter_stage, search_state
 from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.likely import quick_bounds
 from lightning_mist.tuner.offload_search import TimeIsUpError
@@ -54,7 +54,7 @@ def test_where_nothing_fits_there_is_no_winner():
 def test_what_is_proven_without_all_ratios_is_not_certified(monkeypatch, has_time):
     stages = stages_of(memory=700_000, offload=("optimizer",), offload_ratios=(0.0, 0.5, 1.0))
     assert stages.space.offload_ratios
-    real, seen = checked.solve_program, []
+    real, seen = inter_stage.solve_program, []
 
     def program(problem, **asked):
         seen.append(problem)
@@ -63,7 +63,7 @@ def test_what_is_proven_without_all_ratios_is_not_certified(monkeypatch, has_tim
     def late(*asked):
         raise TimeIsUpError
 
-    monkeypatch.setattr(checked, "solve_program", program)
+    monkeypatch.setattr(inter_stage, "solve_program", program)
     if not has_time:
         monkeypatch.setattr(SearchState, "optima", late)
     outcome = searched(stages)

@@ -3,7 +3,7 @@ import pytest
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.holding import held_bytes, kept_bytes, too_large
+from lightning_mist.tuner.infeasible import held_bytes, kept_bytes, too_large
 from tests.specs import cluster, profile, spec
 from tests.tuner.searches import stages_of
 

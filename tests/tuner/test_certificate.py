@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import checked
+from lightning_mist.tuner import inter_stage
 from lightning_mist.tuner.milp import Program, SolverError
 from lightning_mist.tuner.problem import PRECISION
 from tests.tuner.searches import each_by_itself, searched, stages_of
@@ -13,7 +13,7 @@ def test_what_refutes_the_dynamic_program_is_taken_and_said(monkeypatch):
     stages = stages_of()
     least = min(each_by_itself(stages).values())
     monkeypatch.setattr(
-        checked,
+        inter_stage,
         "solve_program",
         lambda problem, *, time_limit, incumbent: replace(incumbent, objective=least / 2, bound=0.0),
     )
@@ -42,7 +42,7 @@ def test_an_optimum_is_proven_once_more():
     stages = stages_of()
     outcome = searched(stages)
     found = outcome.winner
-    again = checked.check(found, np.inf)
+    again = inter_stage.check(found, np.inf)
     assert again.certified
     assert not again.refutes
     assert again.found is found

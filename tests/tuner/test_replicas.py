@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.copies import degrees_of_copies, most_saved
+from lightning_mist.tuner.replicas import degrees_of_copies, most_saved
 from lightning_mist.tuner.space import apply
 from tests.specs import spec
 
