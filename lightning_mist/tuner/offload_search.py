@@ -17,7 +17,7 @@ Array axes
     O  kinds of state, in the order of ``OFFLOADED``
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
@@ -37,6 +37,9 @@ from lightning_mist.tuner.tables import ROOM, Table
 
 TIE = 1 + 1e-13
 """Offloaded candidates count as slower by this, which no tolerance sees: of equally fast ones the resident one wins."""
+
+SECONDS_AT_ONCE = 1 << 13
+"""Candidates with ratios whose seconds are worked out together: each takes 5 KB meanwhile."""
 
 
 class TimeIsUpError(Exception):
@@ -104,21 +107,33 @@ class OffloadSearch:
             index_U, combination_U = np.divmod(code_U, len(self.grid))
             shape_U, places = points.table.shape_K[index_U], []
             for shape in np.unique(shape_U).tolist():
-                at_U = np.flatnonzero(shape_U == shape)
-                offload_UO = self.grid.offload_CO[combination_U[at_U]]
-                placed.append((points.table.slots[shape], _with(points.table.candidates(index_U[at_U]), offload_UO)))
-                places.append(at_U)
+                of_shape_U = np.flatnonzero(shape_U == shape)
+                for begin in range(0, len(of_shape_U), SECONDS_AT_ONCE):
+                    at_U = of_shape_U[begin : begin + SECONDS_AT_ONCE]
+                    offload_UO = self.grid.offload_CO[combination_U[at_U]]
+                    candidates = _with(points.table.candidates(index_U[at_U]), offload_UO)
+                    placed.append((points.table.slots[shape], candidates))
+                    places.append(at_U)
             every.append((of_J, places))
-        if placed:
-            self._check_time()
-        answers, result = iter(seconds_of_stages(self.model, placed)), []
+        answers, result = self._answers(placed), []
         for of_J, places in every:
             seconds_XU = np.empty((2, sum(map(len, places))))
             for at_U in places:
-                answer = next(answers)
-                seconds_XU[:, at_U] = answer.steady_K * TIE, answer.boundary_K
+                seconds_XU[:, at_U] = next(answers)
             result.append((seconds_XU[0, of_J], seconds_XU[1, of_J]))
         return result
+
+    def _answers(self, placed: Sequence[Placed]) -> Iterator[tuple[FloatArray, FloatArray]]:
+        """Steady and boundary seconds of each, of some together as long as these are not too many."""
+        block: list[Placed] = []
+        for item, after in zip(placed, (*placed[1:], None), strict=True):
+            block.append(item)
+            count = sum(len(candidates) for _, candidates in block)
+            if after is None or count + len(after[1]) > SECONDS_AT_ONCE:
+                self._check_time()
+                for answer in seconds_of_stages(self.model, block):
+                    yield answer.steady_K * TIE, answer.boundary_K
+                block = []
 
     def _choices(
         self,
