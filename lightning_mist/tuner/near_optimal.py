@@ -1,19 +1,16 @@
 """Pipelines beside the best that the clock and other schedules choose among, enumerated on purpose.
 
 Which these are depends on the network, the machine and the question alone, and not on the order in which the search
-ruled out others: every pipeline whose best plan takes at most :data:`NEAR` times as long as the best of all, which the
-search solves to its proven optimum in the whole space, and the best pipeline of a few other numbers of stages.
+ruled out others: every pipeline whose best plan is near the best of all, or is with all state resident
+(:mod:`lightning_mist.tuner.search_state` says how near), and the best pipeline of a few other numbers of stages.
+The search solves the first to their proven optima in the whole space.
 """
 
 import heapq
 
 from lightning_mist.tuner.problem import PRECISION, Incumbent, Pipeline, PipelineGroup
-from lightning_mist.tuner.search_state import SearchState
+from lightning_mist.tuner.search_state import NEAR_RESIDENT, SearchState
 from lightning_mist.tuner.space import Space
-
-NEAR = 1.05
-"""Multiple of the best plan's seconds by the closed form below which every pipeline is solved, to be run on the clock
-and tried under other schedules: for 2.7 billion parameters on 4 L4 one that takes 3.7 % longer by the form wins so."""
 
 COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
@@ -28,6 +25,25 @@ def compared(space: Space, winner: int) -> tuple[int, ...]:
     """
     wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
     return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))
+
+
+def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: float) -> dict[Pipeline, Incumbent]:
+    """The best answers with all state resident of pipelines not in ``near`` that are as near as these may be.
+
+    Raises:
+        TimeIsUpError: If there is no time left to evaluate their stages.
+    """
+    pipelines, cutoff = state.pipelines, least * NEAR_RESIDENT
+    pipelines.try_ratios((), state.deadline)
+    found: dict[Pipeline, Incumbent] = {}
+    for group in pipelines.groups if pipelines.space.offload_ratios else ():
+        keys = {group.pipeline(count): count for count in group.counts}
+        counts = [count for key, count in keys.items() if key not in near and state.bounds[key] < cutoff]
+        # This bound is not one of what may be offloaded, so that it is not remembered.
+        bound = pipelines.lower_bound(group, cutoff, state.deadline) if counts and group.counts != (1,) else 0.0
+        if counts and bound < cutoff * (1 - PRECISION) and not state.is_late:
+            found |= state.optima(group, counts, cutoff)
+    return found
 
 
 def to_compare_with(

@@ -22,7 +22,7 @@ import numpy as np
 
 from lightning_mist.tuner.bound import solve_family
 from lightning_mist.tuner.inter_stage import check
-from lightning_mist.tuner.near_optimal import NEAR, to_compare_with
+from lightning_mist.tuner.near_optimal import near_resident, to_compare_with
 from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.pipelines import Pipelines
 from lightning_mist.tuner.problem import PRECISION, Incumbent, Pipeline, PipelineGroup
@@ -88,9 +88,10 @@ def search_pipelines(pipelines: Pipelines, deadline: float) -> Outcome:
     key, winner = state.winner
     checked = check(winner, deadline)
     found = {**(state.met if state.is_stopped else {}), **state.found, key: checked.found}
-    cutoff = checked.found.answer.objective * NEAR
+    cutoff = checked.found.answer.objective * state.near
     near = {key: item for key, item in found.items() if item.answer.objective < cutoff or state.is_stopped}
     with suppress(TimeIsUpError):
+        near |= near_resident(state, near, checked.found.answer.objective)
         near |= to_compare_with(state, near, checked.found)
     return _outcome(
         state,
@@ -126,7 +127,7 @@ def _outcome(
 
 def _solve_several(state: SearchState, groups: Groups) -> None:
     """Solve pipelines of several stages, with a cutoff assumed as long as there is no incumbent, or only a slow one."""
-    cutoff = state.least * NEAR
+    cutoff = state.least * state.near
     groups = [group for group in groups if state.raise_bound(group, cutoff) < cutoff * (1 - PRECISION)]
     if not groups:
         return
@@ -139,7 +140,7 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
     for cutoff in assumed:
         _solve(state, groups, cutoff)
         # What was met on the way may take longer than what was assumed, and prove nothing.
-        if state.least * NEAR <= cutoff or state.is_stopped:
+        if state.least * state.near <= cutoff or state.is_stopped:
             return
 
 
@@ -147,7 +148,7 @@ def _solve(state: SearchState, groups: Groups, assumed: float) -> None:
     """Solve every pipeline that may take fewer seconds than the cutoff, those with the least bounds first."""
 
     def cutoff() -> float:
-        return min(state.least * NEAR, assumed)
+        return min(state.least * state.near, assumed)
 
     lowest = {group: state.raise_bound(group, cutoff()) for group in groups}
     for group in sorted(groups, key=lambda item: (lowest[item], item)):

@@ -14,6 +14,7 @@ from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.narrowed import Narrowed
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.search_state import NEAR_RESIDENT
 from tests.tuner.instances import random_instance
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
@@ -78,7 +79,7 @@ def test_every_pipeline_near_the_best_is_solved(memory):
     least = min(wanted.values())
     found = {key[:2]: item for key, item in searched(stages).found.items()}
     for key, value in wanted.items():
-        if value < least * near_optimal.NEAR:
+        if value < least * NEAR_RESIDENT:
             assert found[key].answer.objective == pytest.approx(value, rel=2 * PRECISION)
     compared = near_optimal.compared(stages.space, min(wanted, key=wanted.get)[0])
     for count in compared:
