@@ -14,12 +14,14 @@ Array axes
     K  choices of a slot
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import EVERY_PART
+from lightning_mist.tuner.lines import Ends
 from lightning_mist.tuner.problem import InterStageProblem
 from lightning_mist.tuner.suffixes import Suffixes, Walk
 
@@ -69,7 +71,14 @@ def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
     walk = suffixes.walk(float(paces_K[-1]))
     if not walk.values:
         return _joined(problem, [])
-    return _Sweep(problem, suffixes, walk, _least_pace(suffixes, paces_K), known).arcs()
+    count, states = len(problem.slots), len(walk.states.row_J) + 1
+    found = []
+    for item in matching(suffixes, walk, problem.num_microbatches, _least_pace(suffixes, paces_K), known):
+        stage = count - 1 - item.behind
+        from_A = np.where(stage > 0, 1 + stage * states + item.from_A, 0)
+        to_A = np.where(item.to_A < 0, -1, 1 + (stage + 1) * states + item.to_A)
+        found.append(np.stack([np.full(len(from_A), stage), item.choice_A, from_A, to_A]))
+    return _joined(problem, found)
 
 
 def _least_pace(suffixes: Suffixes, paces_K: FloatArray) -> float:
@@ -115,65 +124,89 @@ def _joined(problem: InterStageProblem, found: list[IntArray]) -> Arcs:
     )
 
 
-class _Sweep:
-    """From the first stage to the last, the arcs that can matter; the least sums behind them are known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """Choices of a stage at states that can matter.
 
-    def __init__(
-        self, problem: InterStageProblem, suffixes: Suffixes, walk: Walk, least_pace: float, known: float
-    ) -> None:
-        self.problem, self.suffixes, self.walk = problem, suffixes, walk
-        self.least_pace, self.known = least_pace, known * _ROUNDING
+    Attributes:
+        behind: Stages behind.
+        is_head: Whether it is a first stage.
+        from_A: The state that holds it and what is behind it; 0 of first stages.
+        to_A: The state behind it; -1 if there is none.
+        choice_A: Index of the choice in its slot.
+    """
 
-    def arcs(self) -> Arcs:
-        """All arcs, stage by stage."""
-        count, nowhere = len(self.problem.slots), len(self.walk.states.row_J)
-        head = self.suffixes.heads[count]
-        behind_K = self.suffixes.behind_head(head, self.walk.states)
-        sums_K = self.walk.sums[count - 2][behind_K]
-        kept_K = self._matter(np.zeros(len(head)), head.steady_K, head.reach_K, sums_K)
-        found = [self._rows(0, head.index_K[kept_K], 0 * behind_K[kept_K], self._node(1, behind_K[kept_K]))]
-        front_J = np.full(nowhere + 1, np.inf)
-        np.minimum.at(front_J, behind_K[kept_K], head.steady_K[kept_K])
-        for stage in range(1, count - 1):
-            rows, front_J = self._middle(stage, front_J)
-            found.append(rows)
-        last = self.suffixes.last
-        place_K = self.suffixes.last_places(self.walk.states)
-        kept_K = self._matter(front_J[place_K], last.steady_K, last.reach_K, np.zeros(len(last)))
-        node_K = self._node(count - 1, place_K[kept_K])
-        found.append(self._rows(count - 1, last.index_K[kept_K], node_K, np.full(len(node_K), -1)))
-        return _joined(self.problem, found)
+    behind: int
+    is_head: bool
+    from_A: IntArray
+    to_A: IntArray
+    choice_A: IntArray
+    devices_A: IntArray
+    layers_A: IntArray
 
-    def _middle(self, stage: int, front_J: FloatArray) -> tuple[IntArray, FloatArray]:
-        behind = len(self.problem.slots) - 1 - stage
-        states, sums_J = self.walk.states, self.walk.sums[behind - 1]
-        next_J, found = np.full_like(front_J, np.inf), [np.empty((4, 0), dtype=np.int64)]
-        lines = self.suffixes.middle[behind - 1]
-        lines = lines.take(lines.least_C <= self.walk.pace)
-        for some, source_CJ in self.suffixes.sources(lines, states, {}):
-            column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J
-            steady_CJ, reach_CJ = some.steady_CR[:, column], some.reach_CR[:, column]
-            kept_CJ = self._matter(front_J[:-1], steady_CJ, reach_CJ, sums_J[source_CJ])
-            line, place = np.nonzero(kept_CJ)
-            steady_CJ = np.broadcast_to(steady_CJ, kept_CJ.shape)
-            to = source_CJ[line, place]
-            np.minimum.at(next_J, to, front_J[place] + steady_CJ[line, place])
-            index_CJ = np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)
-            nodes = self._node(stage, place), self._node(stage + 1, to)
-            found.append(self._rows(stage, index_CJ[line, place], *nodes))
-        return np.concatenate(found, axis=1), next_J
 
-    def _matter(self, front: FloatArray, steady: FloatArray, reach: FloatArray, behind: FloatArray) -> BoolArray:
-        """Whether an arc can be part of an answer that takes no longer than is known."""
-        slowest = (self.problem.num_microbatches - 1) * np.clip(steady, self.least_pace, self.walk.pace)
-        least = slowest + np.maximum(front + steady, reach) + behind
-        kept: BoolArray = (steady <= self.walk.pace) & np.isfinite(front + behind) & (least <= self.known)
-        return kept
+def matching(
+    suffixes: Suffixes, walk: Walk, num_microbatches: int, least_pace: float, known: float
+) -> Iterator[Matching]:
+    """All choices at states that an answer of at most ``known`` seconds can have, from first stages to last ones.
 
-    def _node(self, stage: int, place: IntArray) -> IntArray:
-        node: IntArray = 1 + stage * (len(self.walk.states.row_J) + 1) + place
-        return node
+    Args:
+        suffixes: The stages.
+        walk: A pass at the most steady seconds of a stage.
+        num_microbatches: Microbatches per batch.
+        least_pace: Steady seconds that the slowest stage of any answer takes at least.
+        known: Step seconds.
+    """
 
-    @staticmethod
-    def _rows(stage: int, choice: IntArray, source: IntArray, target: IntArray) -> IntArray:
-        return np.stack([np.full(len(choice), stage), choice, source, target]).astype(np.int64)
+    def matters(
+        front: FloatArray | float, steady: FloatArray, reach: FloatArray, sums: FloatArray | float
+    ) -> BoolArray:
+        slowest = (num_microbatches - 1) * np.clip(steady, least_pace, walk.pace)
+        least = slowest + np.maximum(front + steady, reach) + sums
+        return (steady <= walk.pace) & np.isfinite(front + sums) & (least <= known * _ROUNDING)
+
+    states = walk.states
+    front_J = np.full(len(states.row_J) + 1, np.inf)
+    for behind in range(len(walk.sums), 0, -1):
+        sums_J, next_J = walk.sums[behind - 1], np.full_like(front_J, np.inf)
+        if (front_J < np.inf).any():
+            lines = suffixes.middle[behind - 1]
+            lines = lines.take(lines.least_C <= walk.pace)
+            for some, source_CJ in suffixes.sources(lines, states, {}):
+                column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J
+                steady_CJ, reach_CJ = some.steady_CR[:, column], some.reach_CR[:, column]
+                kept_CJ = matters(front_J[:-1], steady_CJ, reach_CJ, sums_J[source_CJ])
+                line, place = np.nonzero(kept_CJ)
+                to = source_CJ[line, place]
+                np.minimum.at(next_J, to, front_J[place] + np.broadcast_to(steady_CJ, kept_CJ.shape)[line, place])
+                yield Matching(
+                    behind=behind,
+                    is_head=False,
+                    from_A=place,
+                    to_A=to,
+                    choice_A=np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)[line, place],
+                    devices_A=some.devices_C[line],
+                    layers_A=some.layers_C[line],
+                )
+        if behind + 1 in suffixes.heads:
+            head = suffixes.heads[behind + 1]
+            behind_K = suffixes.behind_head(head, states)
+            kept_K = matters(0.0, head.steady_K, head.reach_K, sums_J[behind_K])
+            np.minimum.at(next_J, behind_K[kept_K], head.steady_K[kept_K])
+            yield _of_end(head.take(kept_K), behind, 0 * behind_K[kept_K], behind_K[kept_K])
+        front_J = next_J
+    last, place_K = suffixes.last, suffixes.last_places(states)
+    kept_K = matters(front_J[place_K], last.steady_K, last.reach_K, 0.0)
+    yield _of_end(last.take(kept_K), 0, place_K[kept_K], np.full(int(kept_K.sum()), -1))
+
+
+def _of_end(ends: Ends, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
+    return Matching(
+        behind=behind,
+        is_head=behind > 0,
+        from_A=from_A,
+        to_A=to_A,
+        choice_A=ends.index_K,
+        devices_A=ends.devices_K,
+        layers_A=ends.layers_K,
+    )

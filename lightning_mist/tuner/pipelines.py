@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.tuner.family_floors import FamilyFloors
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage
 from lightning_mist.tuner.likely import quick_bounds
+from lightning_mist.tuner.pipeline_bounds import PipelineBounds
 from lightning_mist.tuner.problem import Family, InterStageProblem, Pipeline, PipelineGroup, places_behind
 from lightning_mist.tuner.space import Space
 
@@ -52,7 +52,7 @@ class AlikePipelines:
     def __init__(self, intra: IntraStage) -> None:
         assert isinstance(intra.model, StageCostModel)
         self.intra, self.space = intra, intra.space
-        self.floors = FamilyFloors(
+        self.bounds = PipelineBounds(
             model=intra.model, space=intra.space, slot_of=intra.slot, memory_limit=intra.memory_limit
         )
         self.try_ratios(intra.space.offload_ratios)
@@ -76,12 +76,12 @@ class AlikePipelines:
 
     def lower_bound(self, group: PipelineGroup, below: float, deadline: float) -> float:
         """Step seconds that no plan of a group that fits goes below, as far as they are less than ``below``."""
-        return self.floors.bound(group.counts, group.num_microbatches, below, deadline, below)
+        return self.bounds.bound(group.counts, group.num_microbatches, below, deadline)
 
     def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
         """Let stages, and bounds, offload these fractions of each kind of state, until ``deadline``."""
         self.intra.try_ratios(ratios, deadline)
-        self.floors.kinds = frozenset(self.space.search.offloaded if ratios else ())
+        self.bounds.kinds = frozenset(self.space.search.offloaded if ratios else ())
 
     def single(self, num_microbatches: int, *, below: float) -> InterStageProblem:
         """The choices of the only stage, without those that take at least ``below`` seconds."""
@@ -99,7 +99,7 @@ class AlikePipelines:
         if below == np.inf:
             frontier = partial(self.intra.frontier, num_microbatches=num_microbatches)
             return Family.of(*sizes, num_microbatches, counts, frontier)
-        found = self.floors.narrowed(counts, num_microbatches, below)
+        found = self.bounds.open_stages(counts, num_microbatches, below)
         places = [*places_behind(found.counts), *((0, count) for count in found.counts)]
         asked = [(*place, (), found.of(*place)) for place in places]
         slots = self.intra.frontiers(asked, num_microbatches, found.slowest)

@@ -2,7 +2,7 @@
 
 Pipelines of several stages whose stages cost the same, but for how many are behind them, form a group. Groups are
 taken in the order of a lower bound of their step seconds that knows how much memory their stages have
-(:mod:`lightning_mist.tuner.family_floors`), until it reaches the cutoff: a little more than the incumbent, so that
+(:mod:`lightning_mist.tuner.pipeline_bounds`), until it reaches the cutoff: a little more than the incumbent, so that
 every pipeline near the best is solved too, for the clock and other schedules to choose among. Most groups are ruled out
 by their bound before any of their stages is evaluated. Each that is left is solved exactly by the dynamic program
 (:mod:`lightning_mist.tuner.bound`), and the winner once more by HiGHS, which starts from that answer. All this is about

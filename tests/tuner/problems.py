@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 
-from lightning_mist.tuner.floor_family import FloorFamily, StageFloors
 from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
 from lightning_mist.tuner.problem import Family, InterStageProblem
 
@@ -26,22 +25,6 @@ def slot(start, layers, devices, steady, boundary, part=None):
         sequence_K=zeros,
         offload_KO=np.zeros((len(start), 4)),
     )
-
-
-def floors_of(problem):
-    """What the stages of a problem on devices that are all alike take at least, wherever they lie."""
-
-    def of_stage(found):
-        return StageFloors(
-            layers_V=found.layers_K,
-            devices_V=found.devices_K,
-            steady_V=found.steady_K,
-            reach_V=found.steady_K + np.maximum(found.boundary_K, 0.0),
-        )
-
-    sizes = problem.num_layers, problem.num_devices[0], problem.num_microbatches
-    tails = [of_stage(found) for found in problem.slots[:0:-1]]
-    return FloorFamily.of(sizes, tails, {len(problem.slots): of_stage(problem.slots[0])})
 
 
 def random_problem(seed):

@@ -9,9 +9,8 @@ from benchmarks.planner.apart import spec_of
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets import PRESETS
-from lightning_mist.tuner import SearchSpace, family_floors, near_optimal, tune
-from lightning_mist.tuner.family_floors import FamilyFloors
-from lightning_mist.tuner.narrowed import Narrowed
+from lightning_mist.tuner import SearchSpace, near_optimal, tune
+from lightning_mist.tuner.pipeline_bounds import OpenStages, PipelineBounds
 from lightning_mist.tuner.problem import PRECISION
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.search_state import NEAR_RESIDENT
@@ -26,15 +25,15 @@ def without_bounds(monkeypatch):
 
     def everything(self, counts, num_microbatches, below):
         size = self.space.world_size + 1, self.space.num_layers + 1
-        return Narrowed(
+        return OpenStages(
             counts=tuple(counts),
             slowest=below / num_microbatches,
             heads_CNL=np.ones((len(counts), *size), dtype=bool),
             tails_BNL=np.ones((max(counts) - 1, *size), dtype=bool),
         )
 
-    monkeypatch.setattr(family_floors, "floor_bound", lambda *asked: 0.0)
-    monkeypatch.setattr(FamilyFloors, "narrowed", everything)
+    monkeypatch.setattr(PipelineBounds, "bound", lambda *asked: 0.0)
+    monkeypatch.setattr(PipelineBounds, "open_stages", everything)
 
 
 def plan_of(seed):

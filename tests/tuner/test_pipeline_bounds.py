@@ -1,0 +1,95 @@
+"""Lower bounds of pipelines are never above the exact value, and variable fixing leaves out nothing fast enough."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_mist.tuner import Planner
+from lightning_mist.tuner.pipeline_bounds import open_stages
+from lightning_mist.tuner.pipelines import AlikePipelines
+from tests.tuner.instances import random_instance
+from tests.tuner.problems import random_problem, slot, small_seeds
+from tests.tuner.searches import searched
+
+
+def prepared(seed):
+    found = random_instance(seed, unlike=0)
+    planner = Planner(found.network, found.machine, profile=found.rates)
+    space = planner.space(found.rows * found.machine.world_size, found.search)
+    return planner.stages(space, found.memory_limit, found.host_memory_limit)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_pipeline_takes_less_than_its_bound(seed):
+    maker = prepared(seed)
+    outcome, bounds = searched(maker), AlikePipelines(maker).bounds
+    for (count, microbatches, *_), found in outcome.found.items():
+        seconds = found.answer.objective
+        if count > 1:
+            assert bounds.bound((count,), microbatches, 2 * seconds) <= seconds * (1 + 1e-9)
+            assert bounds.bound((count,), microbatches, seconds / 2) <= seconds / 2
+
+
+def test_bounds_are_the_same_in_whatever_order_they_are_asked_for():
+    compared = 0
+    for maker in map(prepared, range(30)):
+        microbatches = [count for stages, count in maker.space.pipelines() if stages == 2]
+        if not microbatches:
+            continue
+        wanted = AlikePipelines(maker).bounds.bound((2,), microbatches[-1], 1e9)
+        bounds = AlikePipelines(maker).bounds
+        for below in (wanted / 2, wanted * 2, 1e9, wanted / 2) if wanted < 1e9 else ():
+            assert bounds.bound((2,), microbatches[-1], below) == pytest.approx(min(wanted, below), rel=1e-8)
+            compared += 1
+    assert compared > 5
+
+
+def answers_of(problem):
+    """Every feasible answer with its step seconds."""
+    for chosen in itertools.product(*(range(len(item)) for item in problem.slots)):
+        if problem.is_feasible(chosen):
+            yield chosen, problem.objective(chosen)
+
+
+SEEDS = [
+    seed
+    for seed in small_seeds(250)
+    if len(random_problem(seed).slots) > 1 and len(random_problem(seed).num_devices) == 1
+]
+
+
+@pytest.mark.parametrize("seeds", [SEEDS[start::4] for start in range(4)])
+def test_what_is_fast_enough_stays_open(seeds):
+    fixed = 0
+    for seed in seeds:
+        problem = random_problem(seed)
+        answers = list(answers_of(problem))
+        best = min((seconds for _, seconds in answers), default=1.0)
+        for below in (best * 1.01, best * 1.5, best * 20):
+            found = open_stages(problem.alone(), below)
+            for chosen, seconds in answers:
+                if seconds < below:
+                    assert len(chosen) in found.counts
+                    assert problem.steady(chosen).max() <= found.slowest * (1 + 1e-9)
+                    for stage, (item, index) in enumerate(zip(problem.slots, chosen, strict=True)):
+                        assert found.of(stage, len(chosen))[item.devices_K[index], item.layers_K[index]]
+            every = {
+                (n, length) for item in problem.slots for n, length in zip(item.devices_K, item.layers_K, strict=True)
+            }
+            fixed += len(every) - (found.heads_CNL.any(axis=0) | found.tails_BNL.any(axis=0)).sum()
+    assert fixed > 0
+
+
+def test_what_the_others_cannot_complete_is_fixed():
+    # Three layers on three devices: a first stage with one leaves two layers to two, not to one.
+    first = slot([0, 0], [1, 1], [1, 2], [1.0, 0.5], [0.0, 0.0])
+    last = slot([1], [2], [2], [1.0], [0.0])
+    problem = random_problem(SEEDS[0])
+    problem = type(problem)(num_layers=3, num_devices=(3,), num_microbatches=4, slots=(first, last))
+    found = open_stages(problem.alone(), 100.0)
+    assert np.argwhere(found.of(0, 2)).tolist() == [[1, 1]]
+    assert np.argwhere(found.of(1, 2)).tolist() == [[2, 2]]
+    # Both take a second: of four rounds and one more at least two are each stage's own.
+    assert found.slowest == pytest.approx(min(100 / 4, (100 - 2) / 3))
+    assert not open_stages(problem.alone(), 3.0).counts

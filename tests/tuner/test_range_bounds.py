@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+
+from lightning_mist.cost import StageCostModel
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.range_bounds import least_sums, range_bounds, slots_of
+from lightning_mist.tuner.space import apply
+from tests.specs import cluster, profile, spec
+
+
+def bounds_of(network, pace=np.inf, devices=4, **search):
+    model = StageCostModel(network, profile(), cluster(devices, kind="cuda"))
+    maker = IntraStage(model, apply(SearchSpace(**search), network, devices, 4 * devices), 1e12)
+    return range_bounds(model, maker.space, slots_of(maker.space, maker.slot, 4), pace)
+
+
+@pytest.mark.parametrize("values", [[3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 7.0], [2.0], []])
+def test_least_sums_are_those_of_the_best_ranges(values):
+    wanted = [
+        min((sum(values[start : start + length]) for start in range(len(values) - length + 1)), default=0.0)
+        for length in range(len(values) + 1)
+    ]
+    np.testing.assert_allclose(least_sums(np.array(values)), wanted)
+
+
+def test_every_range_is_there_by_devices_and_layers():
+    found = bounds_of(spec(4))
+    # Of 1, 2 devices; 1 with one kind of ZeRO, 2 with four; so many ways to recompute.
+    wanted = [(1, layers) for layers in range(1, 4) for _ in range(layers + 1)]
+    wanted += [(2, layers) for layers in range(1, 4) for _ in range(4 * (layers + 1))]
+    assert list(zip(found.devices_R, found.layers_R, strict=True)) == wanted
+
+
+def test_what_computes_for_too_long_is_missing():
+    whole = bounds_of(spec(4))
+    fewer = bounds_of(spec(4), float(np.median((whole.forward_XR + whole.backward_XR)[1])))
+    assert 0 < len(fewer) < len(whole)
+    assert not len(bounds_of(spec(4), 0.0).layers_R.ravel())
+
+
+def test_the_head_and_the_tail_add_to_the_ends():
+    found = bounds_of(spec(4))
+    for values_XR in (found.forward_XR, found.parameters_XR, found.gradients_XR):
+        assert (values_XR[[0, 2]] > values_XR[1]).all()
+
+
+def test_zero_shares_state_out():
+    found = bounds_of(spec(4), checkpointing=False)
+    here = (found.devices_R == 2) & (found.layers_R == 2)
+    for values_XR, wanted in ((found.optimizer_XR, [1, 0.5, 0.5, 0.5]), (found.parameters_XR, [1, 1, 1, 0.5])):
+        np.testing.assert_allclose(values_XR[1, here] / values_XR[1, here][0], wanted)
