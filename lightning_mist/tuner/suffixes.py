@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
-from lightning_mist.tuner.anywhere import Anywhere, Sources
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.lines import Ends, Lines, ends_of, lines_of
 from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.space import common_unit
@@ -89,7 +88,6 @@ class Suffixes:
         self.heads = {count: ends_of(slot, layers, devices, is_first=True) for count, slot in family.heads.items()}
         self.last = ends_of(family.tails[0], layers, devices, is_first=False)
         self.middle = [lines_of(slot, layers, devices) for slot in family.tails[1:]]
-        self._anywhere = Anywhere.of(self.middle)
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(lines.part_C, lines.devices_C) for lines in self.middle]
@@ -149,7 +147,6 @@ class Suffixes:
             return Walk(pace=pace, cap=cap, values=values, states=states, sums=())
         sums.append(self._last_sums(states, pace, cap))
         maps: dict[int, IntArray] = {}
-        everywhere = self._everywhere(states, pace, slack)
         for count in range(2, max(self.heads) + 1):
             if count in self.heads:
                 total_K = self._totals(self.heads[count], states, sums[-1], pace, cap)
@@ -158,9 +155,6 @@ class Suffixes:
                     values[count] = best
             if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
                 break
-            if everywhere is not None and self._anywhere is not None:
-                sums.append(self._anywhere.stages[count - 2].in_front(sums[-1], everywhere, pace, cap))
-                continue
             lines = self._kept(self.middle[count - 2], pace, cap, slack)
             if cap is not None:
                 lines = _needed(lines, sums[-1], cap)
@@ -275,24 +269,6 @@ class Suffixes:
         if cap is None:
             kept_C &= lines.rank_C == 0  # Nothing but the steady time counts.
         return lines.take(kept_C)
-
-    def _everywhere(self, states: _States, pace: float, slack: float) -> Sources | None:
-        """The states behind others, if what is between them costs the same everywhere, and they are not too many."""
-        if self._anywhere is None:
-            return None
-        part_E, devices_E, layers_E = self._anywhere.part_E, self._anywhere.devices_E, self._anywhere.layers_E
-        idle_E = pace * devices_E / self.rate_P[part_E] - layers_E
-        kept_E = np.flatnonzero(idle_E <= slack + self._margin(pace))
-        if len(kept_E) * len(states.row_J) > _AT_ONCE:
-            return None
-        row_E = np.full(len(idle_E), -1)
-        row_E[kept_E] = np.arange(len(kept_E))
-        units_E = (devices_E // self.unit_P[part_E])[kept_E, None]
-        offset_E = layers_E[kept_E, None] * self._combinations + units_E * self._strides_P[part_E[kept_E], None]
-        used_PJ = self._used_PU[:, states.flat_J % self._combinations]
-        fits_EJ = (states.row_J > layers_E[kept_E, None]) & (used_PJ[part_E[kept_E]] >= units_E)
-        source_EJ = states.number[np.where(fits_EJ, states.flat_J - offset_E, 0)]
-        return Sources(row_E=row_E, source_EJ=np.where(fits_EJ, source_EJ, len(states.row_J)))
 
     def _extended(
         self,
