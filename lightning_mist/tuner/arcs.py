@@ -9,8 +9,8 @@ it, ``t`` and ``d`` its own steady and boundary time and ``T`` the least pace of
 
 Array axes
     A  arcs
-    C  lines (see :mod:`lightning_mist.tuner.lines`)
-    J  states (see :mod:`lightning_mist.tuner.suffixes`)
+    C  lines (see :mod:`lightning_mist.tuner.slot_options`)
+    J  states (see :mod:`lightning_mist.tuner.suffix_dp`)
     K  choices of a slot
 """
 
@@ -21,9 +21,9 @@ import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import EVERY_PART
-from lightning_mist.tuner.lines import Ends
 from lightning_mist.tuner.problem import InterStageProblem
-from lightning_mist.tuner.suffixes import Suffixes, Walk
+from lightning_mist.tuner.slot_options import Ends
+from lightning_mist.tuner.suffix_dp import Suffixes, Walk
 
 _ROUNDING = 1 + 1e-9
 """An arc is left out if it is worse than what is known by more than rounding."""

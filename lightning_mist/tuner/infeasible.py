@@ -13,8 +13,8 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, StagePlan
-from lightning_mist.tuner.bound import least_peak
 from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.tuner.exact import least_peak
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.least import LateError, LeastMemory
 from lightning_mist.tuner.mixed import MixedStages, Stages

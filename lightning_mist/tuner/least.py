@@ -24,10 +24,10 @@ from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.memory import PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, stage_phases
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.layer_ranges import Role, role_of
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.space import OFFLOADED
 from lightning_mist.tuner.tables import Table
-from lightning_mist.tuner.windows import Role, role_of
 
 MOST = 1 << 15
 """Candidates of a slot that are evaluated with offload; with more of them fewer shares are looked at."""

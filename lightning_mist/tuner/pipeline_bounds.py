@@ -1,7 +1,7 @@
 """Lower bounds of pipelines by those of their stages, and variable fixing: which layers and devices a stage can have.
 
 Lower bounds of stages (:mod:`lightning_mist.tuner.stage_bounds`) are choices that take no longer than any that there
-are, so that the dynamic program over them (:mod:`lightning_mist.tuner.bound`) bounds the step seconds of all pipelines
+are, so that the dynamic program over them (:mod:`lightning_mist.tuner.exact`) bounds the step seconds of all pipelines
 of a family. Most families are ruled out by that before any of their stages is evaluated. Of the others every pair of
 layers and devices is left out that no pipeline can have that is fast enough, and so is what is too slow: with ``Z`` the
 least sum of the steady times of all stages, a pipeline of fewer than ``V`` seconds has
@@ -25,8 +25,8 @@ from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import BoolArray
 from lightning_mist.tuner.arcs import matching
-from lightning_mist.tuner.bound import solve_family
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
+from lightning_mist.tuner.exact import solve_family
 from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.range_bounds import POSITIONS, Position, RangeBounds, is_alike, range_bounds, slots_of
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space
@@ -38,7 +38,7 @@ from lightning_mist.tuner.stage_bounds import (
     position_bounds,
     stage_bounds,
 )
-from lightning_mist.tuner.suffixes import Suffixes, Walk
+from lightning_mist.tuner.suffix_dp import Suffixes, Walk
 from lightning_mist.tuner.tables import ROOM
 
 ROUNDS = 3

@@ -20,9 +20,9 @@ from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
 from lightning_mist.tuner import space as search_space
-from lightning_mist.tuner.bound import PRECISION
 from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
 from lightning_mist.tuner.choose import choose, make_plan
+from lightning_mist.tuner.exact import PRECISION
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
 from lightning_mist.tuner.intra_stage import IntraStage
 from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages

@@ -5,7 +5,7 @@ from time import perf_counter
 
 import numpy as np
 
-from lightning_mist.tuner.bound import solve, solve_each
+from lightning_mist.tuner.exact import solve, solve_each
 from lightning_mist.tuner.pipelines import Pipelines
 from lightning_mist.tuner.problem import PRECISION, Incumbent, Pipeline, PipelineGroup
 

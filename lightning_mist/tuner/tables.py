@@ -33,8 +33,8 @@ from lightning_mist.cost.memory import PeakParts
 from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
+from lightning_mist.tuner.layer_ranges import Windows
 from lightning_mist.tuner.space import OFFLOADED, Space
-from lightning_mist.tuner.windows import Windows
 
 ROOM = 1 + 1e-9
 """What is left out for being too slow is so by more than rounding."""

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.exact import solve
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.pareto import non_dominated
 from lightning_mist.tuner.problem import InterStageProblem

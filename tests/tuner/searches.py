@@ -3,7 +3,7 @@
 import numpy as np
 
 from lightning_mist.tuner import SearchSpace, search
-from lightning_mist.tuner.bound import solve
+from lightning_mist.tuner.exact import solve
 from lightning_mist.tuner.pipelines import AlikePipelines
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.problem import InterStageProblem

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner import inter_stage, milp
-from lightning_mist.tuner.bound import PRECISION, solve
+from lightning_mist.tuner.exact import PRECISION, solve
 from lightning_mist.tuner.inter_stage import solve_program
 from lightning_mist.tuner.problem import Answer
 from tests.tuner.problems import brute_force, random_problem, small_seeds

@@ -10,7 +10,7 @@ from lightning_mist.errors import InfeasibleError, PlanError, ProfileError
 from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice
 from lightning_mist.tuner import Planner, SearchSpace, tune
-from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.tuner.exact import PRECISION
 from lightning_mist.tuner.mixed import mixed_layout, mixed_stages
 from lightning_mist.tuner.space import Shape, common_unit
 from tests.specs import cluster, profile, spec, with_splits

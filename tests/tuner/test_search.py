@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner import inter_stage, search_state
-from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.tuner.exact import PRECISION
 from lightning_mist.tuner.likely import quick_bounds
 from lightning_mist.tuner.offload_search import TimeIsUpError
 from lightning_mist.tuner.search_state import SearchState

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.bound import PRECISION
+from lightning_mist.tuner.exact import PRECISION
 from lightning_mist.tuner.mixed import mixed_stages
 from lightning_mist.tuner.near_optimal import COMPARED
 from lightning_mist.tuner.search import search_pipelines

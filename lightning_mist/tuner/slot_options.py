@@ -1,7 +1,7 @@
 """The choices of a stage as the dynamic program wants them: only those that count, and by what they use up.
 
 Of a choice only its steady time ``t`` and ``t + d``, with its boundary time ``d``, enter the step (see
-:mod:`lightning_mist.tuner.bound`), and more of either never helps. So a choice counts only if no other with the same
+:mod:`lightning_mist.tuner.exact`), and more of either never helps. So a choice counts only if no other with the same
 layers at the same place on as many devices of the same part is at least as good in both.
 
 Array axes

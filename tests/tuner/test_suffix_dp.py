@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.problem import Family, InterStageProblem
-from lightning_mist.tuner.suffixes import Suffixes
+from lightning_mist.tuner.suffix_dp import Suffixes
 from tests.tuner.problems import brute_force, random_family, slot
 
 SEEDS = range(40)

@@ -11,7 +11,7 @@ All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack,
 by more, nor may a suffix hold more layers than its devices can.
 
 Array axes
-    C  lines (see :mod:`lightning_mist.tuner.lines`)
+    C  lines (see :mod:`lightning_mist.tuner.slot_options`)
     J  states that can be part of an answer; in a table of sums one more, which is never reached
     K  choices of a first or last stage
     P  parts of the cluster
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.tuner.lines import Ends, Lines, ends_of, lines_of
 from lightning_mist.tuner.problem import Family
+from lightning_mist.tuner.slot_options import Ends, Lines, ends_of, lines_of
 from lightning_mist.tuner.space import common_unit
 
 _MARGIN = 1e-9

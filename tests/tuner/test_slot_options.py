@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART
-from lightning_mist.tuner.lines import ends_of, lines_of
+from lightning_mist.tuner.slot_options import ends_of, lines_of
 from tests.tuner.problems import slot
 
 

@@ -8,7 +8,7 @@ which can be built from the last stage to the first: putting a stage ``(t, d)`` 
 and value ``v`` into ``s + t`` and ``max(v, s + t + d)``; at the end the sum itself counts. So
 
 * without a cap, the least ``s + max(0, d_0)`` with every ``t_i <= T`` is a bound on ``v``, and one pass over the
-  stages (:mod:`lightning_mist.tuner.suffixes`);
+  stages (:mod:`lightning_mist.tuner.suffix_dp`);
 * with a cap, the least suffix sum for which every ``s + t + d <= V`` tells in one pass whether ``v <= V`` is possible:
   a smaller suffix sum never hurts;
 * bisection on ``V`` between the two gives the least ``v`` for a ``T``, and a best-first search over intervals of ``T``
@@ -32,7 +32,7 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.intra_stage import EVERY_PART
 from lightning_mist.tuner.problem import PRECISION, Answer, Family, InterStageProblem
-from lightning_mist.tuner.suffixes import Suffixes, Walk
+from lightning_mist.tuner.suffix_dp import Suffixes, Walk
 
 __all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_each", "solve_family"]
 
