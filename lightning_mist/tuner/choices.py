@@ -13,9 +13,6 @@ from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.tuner.space import OFFLOADED, Shape
 
-ANYWHERE = -1
-"""Start of a choice whose costs do not depend on where it lies."""
-
 EVERY_PART = -1
 """Part of a choice that takes all devices of all parts of a cluster, as the only stage of a plan may."""
 
@@ -25,7 +22,7 @@ class SlotChoices(ArrayRecord):
     """What one stage may be.
 
     Attributes:
-        start_K: First layer, or :data:`ANYWHERE`.
+        start_K: First layer, or :data:`~lightning_mist.tuner.layer_ranges.ANYWHERE`.
         layers_K: Number of layers.
         devices_K: Number of devices.
         part_K: Part of the cluster that they lie in, 0 if it has one, or :data:`EVERY_PART`.

@@ -23,7 +23,7 @@ from lightning_mist.cost import CostModel, StageSlot
 from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.memory import stage_phases
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.choices import ANYWHERE, EVERY_PART, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.layer_ranges import Role, Windows, fixed_window, layer_classes, role_of, windows_of
 from lightning_mist.tuner.offload_ratios import RatioGrid
 from lightning_mist.tuner.offload_search import OffloadSearch
@@ -31,7 +31,7 @@ from lightning_mist.tuner.space import Shape, Space, common_unit
 from lightning_mist.tuner.stage_points import Situations, Stage, covers, either
 from lightning_mist.tuner.tables import ROOM, Request, Table, make_tables, within
 
-__all__ = ["ANYWHERE", "EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
+__all__ = ["EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
 
 AHEAD = 1.05
 """Multiple of a bottleneck time up to which candidates are looked at: what may be near the best is asked for next."""

@@ -7,7 +7,7 @@ Array axes
     W  windows
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,9 @@ import numpy as np
 
 from lightning_mist.cost.inputs import IntArray, parameter_regions
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.tuner.choices import ANYWHERE
+
+ANYWHERE = -1
+"""Start of a choice whose costs do not depend on where it lies."""
 
 
 def layer_classes(spec: ModelSpec) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ class Windows:
     Attributes:
         start_W: First layer of one of those that cost the same.
         layers_W: Number of layers.
-        starts: First layers of all of them, or :data:`~lightning_mist.tuner.choices.ANYWHERE` alone.
+        starts: First layers of all of them, or :data:`ANYWHERE` alone.
     """
 
     start_W: IntArray
@@ -123,3 +125,16 @@ def _middle(num_layers: int, classes: tuple[int, ...]) -> Windows:
         layers_W=np.array([len(window) - 1 for window in places], dtype=np.int64),  # type: ignore[arg-type]
         starts=tuple(np.array(starts) for starts in places.values()),
     )
+
+
+def places_behind(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Stage and number of stages of all that may lie behind the first ones of pipelines, the last stage first.
+
+    Args:
+        counts: Numbers of stages.
+    """
+    found = []
+    for behind in range(max(counts, default=1) - 1):
+        num_stages = max(behind + 2, min(counts))
+        found.append((num_stages - 1 - behind, num_stages))
+    return found

@@ -25,8 +25,9 @@ from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.channels import copy_rates, interference_of
 from lightning_mist.cost.compile import BoolArray
 from lightning_mist.tuner.arcs import matching
-from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
+from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.exact import solve_family
+from lightning_mist.tuner.layer_ranges import ANYWHERE
 from lightning_mist.tuner.problem import Family
 from lightning_mist.tuner.range_bounds import POSITIONS, Position, RangeBounds, is_alike, range_bounds, slots_of
 from lightning_mist.tuner.space import OFFLOADED, Shape, Space

@@ -11,9 +11,10 @@ import numpy as np
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.intra_stage import EVERY_PART, IntraStage
-from lightning_mist.tuner.likely import quick_bounds
+from lightning_mist.tuner.layer_ranges import places_behind
 from lightning_mist.tuner.pipeline_bounds import PipelineBounds
-from lightning_mist.tuner.problem import Family, InterStageProblem, Pipeline, PipelineGroup, places_behind
+from lightning_mist.tuner.problem import Family, InterStageProblem, Pipeline, PipelineGroup
+from lightning_mist.tuner.region_bounds import quick_bounds
 from lightning_mist.tuner.space import Space
 
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.cost.inputs import FloatArray
-from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
+from lightning_mist.cost.compile import FloatArray
+from lightning_mist.tuner.intra_stage import EVERY_PART, SlotChoices
+from lightning_mist.tuner.layer_ranges import ANYWHERE, places_behind
 
 PRECISION = 1e-9
 """Relative difference of objectives below which two answers count as equal, far below what costs are known to."""
@@ -197,19 +198,6 @@ class Family:
             num_microbatches=self.num_microbatches,
             slots=(self.heads[num_stages], *reversed(self.tails[: num_stages - 1])),
         )
-
-
-def places_behind(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Stage and number of stages of all that may lie behind the first ones of pipelines, the last stage first.
-
-    Args:
-        counts: Numbers of stages.
-    """
-    found = []
-    for behind in range(max(counts, default=1) - 1):
-        num_stages = max(behind + 2, min(counts))
-        found.append((num_stages - 1 - behind, num_stages))
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
+from lightning_mist.cost.array_record import ArrayRecord
+from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.tuner.intra_stage import EVERY_PART, SlotChoices
+from lightning_mist.tuner.layer_ranges import ANYWHERE
 from lightning_mist.tuner.pareto import non_dominated
 
 

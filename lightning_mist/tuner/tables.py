@@ -32,8 +32,8 @@ from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntAr
 from lightning_mist.cost.memory import PeakParts
 from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.tuner.choices import ANYWHERE, SlotChoices
-from lightning_mist.tuner.layer_ranges import Windows
+from lightning_mist.tuner.choices import SlotChoices
+from lightning_mist.tuner.layer_ranges import ANYWHERE, Windows
 from lightning_mist.tuner.space import OFFLOADED, Space
 
 ROOM = 1 + 1e-9

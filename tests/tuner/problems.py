@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 
-from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART, SlotChoices
+from lightning_mist.tuner.intra_stage import EVERY_PART, SlotChoices
+from lightning_mist.tuner.layer_ranges import ANYWHERE
 from lightning_mist.tuner.problem import Family, InterStageProblem
 
 

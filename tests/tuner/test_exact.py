@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.exact import PRECISION, least_peak, solve, solve_each, solve_family
-from lightning_mist.tuner.intra_stage import ANYWHERE
+from lightning_mist.tuner.layer_ranges import ANYWHERE
 from lightning_mist.tuner.problem import Family, InterStageProblem
 from tests.tuner.problems import brute_force, random_family, random_problem, slot, small_seeds
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.choices import ANYWHERE
-from lightning_mist.tuner.layer_ranges import fixed_window, layer_classes, role_of, windows_of
+from lightning_mist.tuner.layer_ranges import ANYWHERE, fixed_window, layer_classes, role_of, windows_of
 from tests.specs import spec
 
 ALIKE, UNLIKE = (0,) * 6, (0, 0, 1, 0, 1, 0)

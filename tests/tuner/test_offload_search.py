@@ -12,8 +12,8 @@ from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.model_spec import ParameterSpec
 from lightning_mist.plan import ParameterUse
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
+from lightning_mist.tuner.layer_ranges import ANYWHERE
 from lightning_mist.tuner.offload_feasible import ordered
 from lightning_mist.tuner.search_space import OFFLOADED
 from lightning_mist.tuner.space import apply

@@ -5,8 +5,8 @@ import pytest
 
 from lightning_mist.tuner import inter_stage, search_state
 from lightning_mist.tuner.exact import PRECISION
-from lightning_mist.tuner.likely import quick_bounds
 from lightning_mist.tuner.offload_search import TimeIsUpError
+from lightning_mist.tuner.region_bounds import quick_bounds
 from lightning_mist.tuner.search_state import SearchState
 from tests.tuner.searches import each_by_itself, searched, stages_of
 

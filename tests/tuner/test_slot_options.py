@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.intra_stage import ANYWHERE, EVERY_PART
+from lightning_mist.tuner.intra_stage import EVERY_PART
+from lightning_mist.tuner.layer_ranges import ANYWHERE
 from lightning_mist.tuner.slot_options import ends_of, lines_of
 from tests.tuner.problems import slot
 

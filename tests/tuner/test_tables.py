@@ -4,9 +4,8 @@ import pytest
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.choices import ANYWHERE
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.layer_ranges import layer_classes, windows_of
+from lightning_mist.tuner.layer_ranges import ANYWHERE, layer_classes, windows_of
 from lightning_mist.tuner.space import apply
 from lightning_mist.tuner.tables import make_tables, within
 from tests.specs import cluster, profile, spec
