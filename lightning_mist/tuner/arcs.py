@@ -9,7 +9,7 @@ it, ``t`` and ``d`` its own steady and boundary time and ``T`` the least pace of
 
 Array axes
     A  arcs
-    C  lines (see :mod:`lightning_mist.tuner.slot_options`)
+    C  options (see :mod:`lightning_mist.tuner.slot_options`)
     J  states (see :mod:`lightning_mist.tuner.suffix_dp`)
     K  choices of a slot
 """
@@ -22,7 +22,7 @@ import numpy as np
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import EVERY_PART
 from lightning_mist.tuner.problem import InterStageProblem
-from lightning_mist.tuner.slot_options import Ends
+from lightning_mist.tuner.slot_options import EndOptions
 from lightning_mist.tuner.suffix_dp import Suffixes, Walk
 
 _ROUNDING = 1 + 1e-9
@@ -170,23 +170,23 @@ def matching(
     for behind in range(len(walk.sums), 0, -1):
         sums_J, next_J = walk.sums[behind - 1], np.full_like(front_J, np.inf)
         if (front_J < np.inf).any():
-            lines = suffixes.middle[behind - 1]
-            lines = lines.take(lines.least_C <= walk.pace)
-            for some, source_CJ in suffixes.sources(lines, states, {}):
+            options = suffixes.middle[behind - 1]
+            options = options.take(options.least_C <= walk.pace)
+            for some, source_CJ in suffixes.sources(options, states, {}):
                 column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J
                 steady_CJ, reach_CJ = some.steady_CR[:, column], some.reach_CR[:, column]
                 kept_CJ = matters(front_J[:-1], steady_CJ, reach_CJ, sums_J[source_CJ])
-                line, place = np.nonzero(kept_CJ)
-                to = source_CJ[line, place]
-                np.minimum.at(next_J, to, front_J[place] + np.broadcast_to(steady_CJ, kept_CJ.shape)[line, place])
+                option, place = np.nonzero(kept_CJ)
+                to = source_CJ[option, place]
+                np.minimum.at(next_J, to, front_J[place] + np.broadcast_to(steady_CJ, kept_CJ.shape)[option, place])
                 yield Matching(
                     behind=behind,
                     is_head=False,
                     from_A=place,
                     to_A=to,
-                    choice_A=np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)[line, place],
-                    devices_A=some.devices_C[line],
-                    layers_A=some.layers_C[line],
+                    choice_A=np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)[option, place],
+                    devices_A=some.devices_C[option],
+                    layers_A=some.layers_C[option],
                 )
         if behind + 1 in suffixes.heads:
             head = suffixes.heads[behind + 1]
@@ -200,7 +200,7 @@ def matching(
     yield _of_end(last.take(kept_K), 0, place_K[kept_K], np.full(int(kept_K.sum()), -1))
 
 
-def _of_end(ends: Ends, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
+def _of_end(ends: EndOptions, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
     return Matching(
         behind=behind,
         is_head=behind > 0,

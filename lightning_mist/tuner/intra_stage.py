@@ -24,7 +24,7 @@ from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.memory import stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds
-from lightning_mist.tuner.layer_ranges import Role, Windows, fixed_window, layer_classes, role_of, windows_of
+from lightning_mist.tuner.layer_ranges import LayerRanges, Role, fixed_range, layer_classes, layer_ranges_of, role_of
 from lightning_mist.tuner.offload_ratios import RatioGrid
 from lightning_mist.tuner.offload_search import OffloadSearch
 from lightning_mist.tuner.space import Shape, Space, common_unit
@@ -78,7 +78,7 @@ class IntraStage:
         self.evaluated = 0
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {}
-        self._windows: dict[Role, Windows] = {}
+        self._windows: dict[Role, LayerRanges] = {}
         # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
         # What tells the frontiers of a place from others, with its situations; numbers of these.
@@ -263,11 +263,11 @@ class IntraStage:
         self.evaluated += evaluated
         self._tables |= dict(zip(missing, tables, strict=True))
 
-    def _windows_of(self, stage_index: int, num_stages: int) -> Windows:
-        settled = self.space.layer_range(stage_index, num_stages)
-        if settled is not None:
-            return fixed_window(*settled)
+    def _windows_of(self, stage_index: int, num_stages: int) -> LayerRanges:
+        cuts = self.space.cuts(num_stages)
+        if cuts is not None:
+            return fixed_range(cuts[stage_index], cuts[stage_index + 1])
         role = role_of(stage_index, num_stages)
         if role not in self._windows:
-            self._windows[role] = windows_of(role, self.space.num_layers, self._classes)
+            self._windows[role] = layer_ranges_of(role, self.space.num_layers, self._classes)
         return self._windows[role]

@@ -1,10 +1,10 @@
-"""Runs of layers that a stage may have, those that cost the same once.
+"""Ranges of layers that a stage may have, those that cost the same once.
 
 Stages that are neither first nor last and hold the same kinds of layers in the same order cost the same wherever they
-lie, so each such window is looked at once. If all layers are alike the start of these stages is left open altogether.
+lie, so each such range is looked at once. If all layers are alike the start of these stages is left open altogether.
 
 Array axes
-    W  windows
+    W  ranges
 """
 
 from collections.abc import Hashable, Sequence
@@ -55,8 +55,8 @@ def role_of(stage_index: int, num_stages: int) -> Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
-    """Runs of layers that cost differently.
+class LayerRanges:
+    """Ranges of layers that cost differently.
 
     Attributes:
         start_W: First layer of one of those that cost the same.
@@ -69,7 +69,7 @@ class Windows:
     starts: tuple[IntArray, ...]
 
     def __len__(self) -> int:
-        """Number of windows."""
+        """Number of ranges."""
         return len(self.start_W)
 
     @property
@@ -77,20 +77,20 @@ class Windows:
         """At how many places each occurs."""
         return np.array([len(starts) for starts in self.starts], dtype=np.int64)
 
-    def take(self, index: IntArray) -> "Windows":
+    def take(self, index: IntArray) -> "LayerRanges":
         """Some of them."""
         starts = tuple(self.starts[place] for place in index.tolist())
-        return Windows(start_W=self.start_W[index], layers_W=self.layers_W[index], starts=starts)
+        return LayerRanges(start_W=self.start_W[index], layers_W=self.layers_W[index], starts=starts)
 
 
-def fixed_window(first: int, end: int) -> Windows:
-    """The one run that a stage may have whose place is settled."""
+def fixed_range(first: int, end: int) -> LayerRanges:
+    """The one range that a stage may have whose place is settled."""
     start_W = np.array([first], dtype=np.int64)
-    return Windows(start_W=start_W, layers_W=np.array([end - first], dtype=np.int64), starts=(start_W,))
+    return LayerRanges(start_W=start_W, layers_W=np.array([end - first], dtype=np.int64), starts=(start_W,))
 
 
-def windows_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> Windows:
-    """Every run of layers that a stage may have.
+def layer_ranges_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
+    """Every range of layers that a stage may have.
 
     Args:
         role: Where it is.
@@ -106,21 +106,21 @@ def windows_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> Windows
         start_W, layers_W = np.zeros_like(lengths), lengths
     else:
         start_W, layers_W = num_layers - lengths, lengths
-    return Windows(start_W=start_W, layers_W=layers_W, starts=tuple(start_W[:, None]))
+    return LayerRanges(start_W=start_W, layers_W=layers_W, starts=tuple(start_W[:, None]))
 
 
-def _middle(num_layers: int, classes: tuple[int, ...]) -> Windows:
-    """Windows that touch neither end."""
+def _middle(num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
+    """LayerRanges that touch neither end."""
     if len(set(classes)) == 1:
         layers_W = np.arange(1, num_layers - 1)
         starts = (np.array([ANYWHERE]),) * len(layers_W)
-        return Windows(start_W=np.ones_like(layers_W), layers_W=layers_W, starts=starts)
+        return LayerRanges(start_W=np.ones_like(layers_W), layers_W=layers_W, starts=starts)
     places: dict[Hashable, list[int]] = {}
     for start in range(1, num_layers - 1):
         for end in range(start + 1, num_layers):
             # The class of the layer before tells what is received.
             places.setdefault(classes[start - 1 : end], []).append(start)
-    return Windows(
+    return LayerRanges(
         start_W=np.array([starts[0] for starts in places.values()], dtype=np.int64),
         layers_W=np.array([len(window) - 1 for window in places], dtype=np.int64),  # type: ignore[arg-type]
         starts=tuple(np.array(starts) for starts in places.values()),

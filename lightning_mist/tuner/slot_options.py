@@ -6,7 +6,7 @@ layers at the same place on as many devices of the same part is at least as good
 
 Array axes
     K  choices of a slot
-    C  lines: choices with the same layers and devices at different places
+    C  options: choices with the same layers and devices at different places
     R  layers of the suffix of the network that begins with the stage; one entry if the place does not matter
 """
 
@@ -23,18 +23,18 @@ from lightning_mist.tuner.pareto import non_dominated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines(ArrayRecord):
-    """Choices by what they use up; infinite where a line has none.
+class SlotOptions(ArrayRecord):
+    """Choices by what they use up; infinite where an option has none.
 
     Attributes:
         part_C: Part of the cluster.
         devices_C: Devices.
         layers_C: Layers.
-        rank_C: How many lines use up the same and are faster everywhere.
+        rank_C: How many options use up the same and are faster everywhere.
         steady_CR: Steady seconds.
         reach_CR: Steady and boundary seconds together.
         index_CR: Index of the choice in its slot, -1 where there is none.
-        least_C: Least steady seconds of each line.
+        least_C: Least steady seconds of each option.
     """
 
     AXIS: ClassVar[str] = "C"
@@ -50,7 +50,7 @@ class Lines(ArrayRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends(ArrayRecord):
+class EndOptions(ArrayRecord):
     """Choices whose place is known: of a first or last stage.
 
     Attributes:
@@ -70,7 +70,7 @@ class Ends(ArrayRecord):
     index_K: IntArray
 
 
-def ends_of(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], *, is_first: bool) -> Ends:
+def end_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], *, is_first: bool) -> EndOptions:
     """The choices of the first or the last stage that count.
 
     Args:
@@ -83,7 +83,7 @@ def ends_of(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], *,
     index_K = _that_count(
         slot, num_layers, num_devices, (slot.start_K == ANYWHERE) | (slot.start_K == start_K), start_K
     )
-    return Ends(
+    return EndOptions(
         part_K=slot.part_K[index_K],
         devices_K=slot.devices_K[index_K],
         layers_K=slot.layers_K[index_K],
@@ -93,7 +93,7 @@ def ends_of(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], *,
     )
 
 
-def lines_of(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]) -> Lines:
+def slot_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]) -> SlotOptions:
     """The choices of a stage between others that count.
 
     Args:
@@ -114,11 +114,11 @@ def lines_of(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]) -
     place_K = kind_K * num_rows + row_K
     rank_K = np.arange(len(place_K)) - np.searchsorted(place_K, place_K)
     depth = 1 + int(rank_K.max(initial=0))
-    _, first_C, line_K = np.unique(kind_K * depth + rank_K, return_index=True, return_inverse=True)
+    _, first_C, option_K = np.unique(kind_K * depth + rank_K, return_index=True, return_inverse=True)
     index_CR = np.full((len(first_C), num_rows), -1, dtype=np.int64)
-    index_CR[line_K.reshape(-1), row_K] = index_K
+    index_CR[option_K.reshape(-1), row_K] = index_K
     steady_CR = np.where(index_CR >= 0, _at(slot.steady_K, index_CR), np.inf)
-    return Lines(
+    return SlotOptions(
         part_C=slot.part_K[index_K[first_C]],
         devices_C=slot.devices_K[index_K[first_C]],
         layers_C=slot.layers_K[index_K[first_C]],

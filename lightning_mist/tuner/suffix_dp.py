@@ -11,7 +11,7 @@ All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack,
 by more, nor may a suffix hold more layers than its devices can.
 
 Array axes
-    C  lines (see :mod:`lightning_mist.tuner.slot_options`)
+    C  options (see :mod:`lightning_mist.tuner.slot_options`)
     J  states that can be part of an answer; in a table of sums one more, which is never reached
     K  choices of a first or last stage
     P  parts of the cluster
@@ -25,7 +25,7 @@ import numpy as np
 
 from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.problem import Family
-from lightning_mist.tuner.slot_options import Ends, Lines, ends_of, lines_of
+from lightning_mist.tuner.slot_options import EndOptions, SlotOptions, end_options, slot_options
 from lightning_mist.tuner.space import common_unit
 
 _MARGIN = 1e-9
@@ -85,12 +85,12 @@ class Suffixes:
     def __init__(self, family: Family) -> None:
         layers, devices = family.num_layers, family.num_devices
         self.family = family
-        self.heads = {count: ends_of(slot, layers, devices, is_first=True) for count, slot in family.heads.items()}
-        self.last = ends_of(family.tails[0], layers, devices, is_first=False)
-        self.middle = [lines_of(slot, layers, devices) for slot in family.tails[1:]]
+        self.heads = {count: end_options(slot, layers, devices, is_first=True) for count, slot in family.heads.items()}
+        self.last = end_options(family.tails[0], layers, devices, is_first=False)
+        self.middle = [slot_options(slot, layers, devices) for slot in family.tails[1:]]
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
-        pairs += [(lines.part_C, lines.devices_C) for lines in self.middle]
+        pairs += [(options.part_C, options.devices_C) for options in self.middle]
         units = []
         for part, count in enumerate(devices):
             taken = np.unique(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs]))
@@ -113,15 +113,15 @@ class Suffixes:
         rate_P = np.full(len(self.unit_P), np.inf)
         for item in (*self.heads.values(), self.last):
             np.minimum.at(rate_P, item.part_K, item.steady_K * item.devices_K / item.layers_K)
-        for lines in self.middle:
-            np.minimum.at(rate_P, lines.part_C, lines.least_C * lines.devices_C / lines.layers_C)
+        for options in self.middle:
+            np.minimum.at(rate_P, options.part_C, options.least_C * options.devices_C / options.layers_C)
         floor_P: FloatArray = np.maximum(rate_P, _NO_TIME)
         return floor_P
 
     def paces(self) -> FloatArray:
         """The steady times of all choices, ascending: one of them is that of the slowest stage."""
         times = [item.steady_K for item in (*self.heads.values(), self.last)]
-        times += [lines.steady_CR[lines.index_CR >= 0] for lines in self.middle]
+        times += [options.steady_CR[options.index_CR >= 0] for options in self.middle]
         return np.unique(np.concatenate(times))
 
     def least_pace(self) -> float:
@@ -155,10 +155,10 @@ class Suffixes:
                     values[count] = best
             if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
                 break
-            lines = self._kept(self.middle[count - 2], pace, cap, slack)
+            options = self._kept(self.middle[count - 2], pace, cap, slack)
             if cap is not None:
-                lines = _needed(lines, sums[-1], cap)
-            sums.append(self._extended(lines, states, sums[-1], maps, cap, pace))
+                options = _needed(options, sums[-1], cap)
+            sums.append(self._extended(options, states, sums[-1], maps, cap, pace))
         return Walk(pace=pace, cap=cap, values=values, states=states, sums=tuple(sums))
 
     def chosen(self, walk: Walk, num_stages: int) -> tuple[int, ...]:
@@ -169,21 +169,21 @@ class Suffixes:
         chosen = [int(head.index_K[index])]
         place = int(self.behind_head(head, states)[index])
         for stage in range(num_stages - 2, 0, -1):
-            lines, row = self.middle[stage - 1], int(states.row_J[place])
-            column = 0 if lines.steady_CR.shape[1] == 1 else row
+            options, row = self.middle[stage - 1], int(states.row_J[place])
+            column = 0 if options.steady_CR.shape[1] == 1 else row
             flat = int(states.flat_J[place])
-            steady_C, (units_C, offset_C) = lines.steady_CR[:, column], self._uses(stage - 1)
-            used_C = self._used_PU[:, flat % self._combinations][lines.part_C]
-            fits_C = (lines.layers_C < row) & (used_C >= units_C) & (steady_C <= walk.pace)
-            # The pass has left out only lines from which no answer can come, and none leads from here to a state.
+            steady_C, (units_C, offset_C) = options.steady_CR[:, column], self._uses(stage - 1)
+            used_C = self._used_PU[:, flat % self._combinations][options.part_C]
+            fits_C = (options.layers_C < row) & (used_C >= units_C) & (steady_C <= walk.pace)
+            # The pass has left out only options from which no answer can come, and none leads from here to a state.
             at_N = np.flatnonzero(fits_C)
             behind_N = states.number[flat - offset_C[at_N]]
             sum_N = steady_C[at_N] + walk.sums[stage - 1][behind_N]
             if walk.cap is not None:
-                reach_N = lines.reach_CR[at_N, column] + walk.sums[stage - 1][behind_N]
+                reach_N = options.reach_CR[at_N, column] + walk.sums[stage - 1][behind_N]
                 sum_N = np.where(reach_N <= walk.cap, sum_N, np.inf)
             best = int(sum_N.argmin())
-            chosen.append(int(lines.index_CR[at_N[best], column]))
+            chosen.append(int(options.index_CR[at_N[best], column]))
             place = int(behind_N[best])
         total_K = self._last_total(walk.pace, walk.cap)
         total_K = np.where(self.last_places(states) == place, total_K, np.inf)
@@ -193,7 +193,7 @@ class Suffixes:
     def _margin(self, pace: float) -> float:
         return _MARGIN * (self.family.num_layers + pace * float(self._capacity_P.sum()))
 
-    def _idle(self, item: Ends, pace: float) -> FloatArray:
+    def _idle(self, item: EndOptions, pace: float) -> FloatArray:
         """Layers by which the devices of a choice would be idle at a pace; infinite if it takes longer."""
         idle_K = pace * item.devices_K / self.rate_P[item.part_K] - item.layers_K
         return np.where(item.steady_K <= pace, idle_K, np.inf)
@@ -211,22 +211,22 @@ class Suffixes:
         number[flat_J] = np.arange(len(row_J))
         return _States(row_J=row_J, flat_J=flat_J, number=number, slack=slack)
 
-    def _offsets(self, lines: Lines) -> IntArray:
+    def _offsets(self, options: SlotOptions) -> IntArray:
         """How much smaller the number of the state behind a stage is than that with it."""
-        units_C = lines.devices_C // self.unit_P[lines.part_C]
-        offset_C: IntArray = lines.layers_C * self._combinations + units_C * self._strides_P[lines.part_C]
+        units_C = options.devices_C // self.unit_P[options.part_C]
+        offset_C: IntArray = options.layers_C * self._combinations + units_C * self._strides_P[options.part_C]
         return offset_C
 
     def _uses(self, place: int) -> tuple[IntArray, IntArray]:
-        """The units that the lines of a stage between others use up, and their offsets; kept."""
+        """The units that the options of a stage between others use up, and their offsets; kept."""
         found = self._used.get(place)
         if found is None:
-            lines = self.middle[place]
-            found = lines.devices_C // self.unit_P[lines.part_C], self._offsets(lines)
+            options = self.middle[place]
+            found = options.devices_C // self.unit_P[options.part_C], self._offsets(options)
             self._used[place] = found
         return found
 
-    def behind_head(self, head: Ends, states: _States) -> IntArray:
+    def behind_head(self, head: EndOptions, states: _States) -> IntArray:
         """The state behind each choice of a first stage."""
         rows_K = self.family.num_layers - head.layers_K
         units_K = head.devices_K // self.unit_P[head.part_K]
@@ -252,7 +252,9 @@ class Suffixes:
         sums_J[-1] = np.inf
         return sums_J
 
-    def _totals(self, head: Ends, states: _States, sums_J: FloatArray, pace: float, cap: float | None) -> FloatArray:
+    def _totals(
+        self, head: EndOptions, states: _States, sums_J: FloatArray, pace: float, cap: float | None
+    ) -> FloatArray:
         """Sums with each choice of a first stage in front."""
         behind_K = sums_J[self.behind_head(head, states)]
         if cap is None:
@@ -262,17 +264,17 @@ class Suffixes:
             total_K = np.where((head.reach_K + behind_K <= cap) & (total_K <= cap), total_K, np.inf)
         return np.where(head.steady_K <= pace, total_K, np.inf)
 
-    def _kept(self, lines: Lines, pace: float, cap: float | None, slack: float) -> Lines:
-        """The lines that can be part of an answer."""
-        idle_C = pace * lines.devices_C / self.rate_P[lines.part_C] - lines.layers_C
-        kept_C: BoolArray = (lines.least_C <= pace) & (idle_C <= slack + self._margin(pace))
+    def _kept(self, options: SlotOptions, pace: float, cap: float | None, slack: float) -> SlotOptions:
+        """The options that can be part of an answer."""
+        idle_C = pace * options.devices_C / self.rate_P[options.part_C] - options.layers_C
+        kept_C: BoolArray = (options.least_C <= pace) & (idle_C <= slack + self._margin(pace))
         if cap is None:
-            kept_C &= lines.rank_C == 0  # Nothing but the steady time counts.
-        return lines.take(kept_C)
+            kept_C &= options.rank_C == 0  # Nothing but the steady time counts.
+        return options.take(kept_C)
 
     def _extended(
         self,
-        lines: Lines,
+        options: SlotOptions,
         states: _States,
         behind_J: FloatArray,
         maps: dict[int, IntArray],
@@ -281,7 +283,7 @@ class Suffixes:
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
-        for some, source_C in self.sources(lines, states, maps):
+        for some, source_C in self.sources(options, states, maps):
             behind_CJ = behind_J[source_C]
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
@@ -295,19 +297,21 @@ class Suffixes:
             np.minimum(best_J[:-1], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1])
         return best_J
 
-    def sources(self, lines: Lines, states: _States, maps: dict[int, IntArray]) -> Iterator[tuple[Lines, IntArray]]:
-        """Some lines at a time, and for every state the one behind them."""
+    def sources(
+        self, options: SlotOptions, states: _States, maps: dict[int, IntArray]
+    ) -> Iterator[tuple[SlotOptions, IntArray]]:
+        """Some options at a time, and for every state the one behind them."""
         step = max(1, _AT_ONCE // max(1, len(states.row_J)))
-        offset_C = self._offsets(lines)
+        offset_C = self._offsets(options)
         used_PJ = self._used_PU[:, states.flat_J % self._combinations]
-        for begin in range(0, len(lines), step):
+        for begin in range(0, len(options), step):
             some = slice(begin, begin + step)
             found = []
             for offset, part, units, layers in zip(
                 offset_C[some],
-                lines.part_C[some],
-                lines.devices_C[some] // self.unit_P[lines.part_C[some]],
-                lines.layers_C[some],
+                options.part_C[some],
+                options.devices_C[some] // self.unit_P[options.part_C[some]],
+                options.layers_C[some],
                 strict=True,
             ):
                 if int(offset) not in maps:
@@ -315,17 +319,15 @@ class Suffixes:
                     source_J = states.number[np.where(fits_J, states.flat_J - offset, 0)]
                     maps[int(offset)] = np.where(fits_J, source_J, len(states.row_J))
                 found.append(maps[int(offset)])
-            kept = np.zeros(len(lines), dtype=bool)
-            kept[some] = True
-            yield lines.take(kept), np.stack(found)
+            yield options.take(some), np.stack(found)
 
 
-def _needed(lines: Lines, behind_J: FloatArray, cap: float) -> Lines:
-    """The lines that a cap lets stand in front of some suffix, without those that a faster one can always replace."""
+def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:
+    """The options that a cap lets stand in front of some suffix, without those that a faster one can always replace."""
     reached_J = behind_J[behind_J < np.inf]
-    if not len(lines) or not len(reached_J) or lines.steady_CR.shape[1] > 1:
-        return lines
-    reach_C = lines.reach_CR[:, 0]
-    # Lines with the same layers and devices come one after another, by rising steady time.
-    faster_C = np.where(lines.rank_C > 0, np.concatenate([[np.inf], reach_C[:-1]]), np.inf)
-    return lines.take((reach_C + reached_J.min() <= cap) & (faster_C + reached_J.max() > cap))
+    if not len(options) or not len(reached_J) or options.steady_CR.shape[1] > 1:
+        return options
+    reach_C = options.reach_CR[:, 0]
+    # Options with the same layers and devices come one after another, by rising steady time.
+    faster_C = np.where(options.rank_C > 0, np.concatenate([[np.inf], reach_C[:-1]]), np.inf)
+    return options.take((reach_C + reached_J.min() <= cap) & (faster_C + reached_J.max() > cap))

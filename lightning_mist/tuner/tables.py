@@ -33,7 +33,7 @@ from lightning_mist.cost.memory import PeakParts
 from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.tuner.choices import SlotChoices
-from lightning_mist.tuner.layer_ranges import ANYWHERE, Windows
+from lightning_mist.tuner.layer_ranges import ANYWHERE, LayerRanges
 from lightning_mist.tuner.space import OFFLOADED, Space
 
 ROOM = 1 + 1e-9
@@ -60,7 +60,7 @@ class Table:
     """
 
     pace: float
-    windows: Windows
+    windows: LayerRanges
     slots: tuple[StageSlot, ...]
     window_K: IntArray
     shape_K: IntArray
@@ -157,7 +157,7 @@ class _Lines:
     zeros: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, space: Space, windows: Windows) -> "_Lines":
+    def of(cls, spec: ModelSpec, space: Space, windows: LayerRanges) -> "_Lines":
         window_E, checkpointed_E = space.recomputed(windows.layers_W)
         start_E, layers_E = windows.start_W[window_E], windows.layers_W[window_E]
         low_E, high_E = covered(spec, start_E, start_E + layers_E)
@@ -241,7 +241,7 @@ class _Arrangement:
     window_C: IntArray
 
 
-Request = tuple[Sequence[StageSlot], Windows]
+Request = tuple[Sequence[StageSlot], LayerRanges]
 """A table that is to be made: a slot of the role for every arrangement of devices, and the layer ranges of the role."""
 
 
@@ -346,7 +346,7 @@ def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
     return found_K
 
 
-def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: Windows) -> FloatArray:
+def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: LayerRanges) -> FloatArray:
     """Seconds that the other devices take at least for all other regions; axes ``W`` and slot."""
     if not slots:
         return np.zeros((len(windows), 0))

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.layer_ranges import ANYWHERE, fixed_window, layer_classes, role_of, windows_of
+from lightning_mist.tuner.layer_ranges import ANYWHERE, fixed_range, layer_classes, layer_ranges_of, role_of
 from tests.specs import spec
 
 ALIKE, UNLIKE = (0,) * 6, (0, 0, 1, 0, 1, 0)
@@ -24,19 +24,19 @@ def test_roles_say_who_has_others_before_and_behind():
 
 @pytest.mark.parametrize("classes", [ALIKE, UNLIKE])
 def test_ends_of_a_pipeline_have_every_number_of_layers_that_leaves_one(classes):
-    assert places(windows_of("only", 6, classes)) == [(0, 6)]
-    assert places(windows_of("first", 6, classes)) == [(0, count) for count in range(1, 6)]
-    assert sorted(places(windows_of("last", 6, classes))) == [(first, 6 - first) for first in range(1, 6)]
+    assert places(layer_ranges_of("only", 6, classes)) == [(0, 6)]
+    assert places(layer_ranges_of("first", 6, classes)) == [(0, count) for count in range(1, 6)]
+    assert sorted(places(layer_ranges_of("last", 6, classes))) == [(first, 6 - first) for first in range(1, 6)]
 
 
 def test_middles_of_layers_that_are_alike_are_left_open():
-    found = windows_of("middle", 6, ALIKE)
+    found = layer_ranges_of("middle", 6, ALIKE)
     assert places(found) == [(ANYWHERE, count) for count in range(1, 5)]
     assert found.start_W.tolist() == [1] * 4  # Where one of them is looked at.
 
 
 def test_middles_of_unlike_layers_are_all_there_and_those_that_are_alike_together():
-    found = windows_of("middle", 6, UNLIKE)
+    found = layer_ranges_of("middle", 6, UNLIKE)
     wanted = [(first, end - first) for first, end in itertools.combinations(range(1, 6), 2)]
     assert sorted(places(found)) == sorted(wanted)
     for window, starts in enumerate(found.starts):
@@ -48,7 +48,7 @@ def test_middles_of_unlike_layers_are_all_there_and_those_that_are_alike_togethe
 
 
 def test_some_windows_are_taken_with_their_places():
-    found = windows_of("middle", 6, UNLIKE)
+    found = layer_ranges_of("middle", 6, UNLIKE)
     index = np.array([len(found) - 1, 0])
     assert places(found.take(index)) == [
         pair for window in index.tolist() for pair in places(found.take(np.array([window])))
@@ -57,7 +57,7 @@ def test_some_windows_are_taken_with_their_places():
 
 
 def test_a_window_whose_place_is_settled():
-    assert places(fixed_window(2, 5)) == [(2, 3)]
+    assert places(fixed_range(2, 5)) == [(2, 3)]
 
 
 def test_layers_that_share_a_parameter_with_another_part_stand_alone():

@@ -5,7 +5,7 @@ from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.layer_ranges import ANYWHERE, layer_classes, windows_of
+from lightning_mist.tuner.layer_ranges import ANYWHERE, layer_classes, layer_ranges_of
 from lightning_mist.tuner.space import apply
 from lightning_mist.tuner.tables import make_tables, within
 from tests.specs import cluster, profile, spec
@@ -22,7 +22,7 @@ def table(role="middle", pace=np.inf, *, alone=True):
     maker = IntraStage(model, space, 1e12)
     index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
     slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
-    windows = windows_of(role, NETWORK.num_layers, layer_classes(NETWORK))
+    windows = layer_ranges_of(role, NETWORK.num_layers, layer_classes(NETWORK))
     (found,), evaluated = make_tables(model, space, [(slots, windows)], pace, alone=alone)
     assert evaluated >= len(found)
     return model, found
@@ -115,7 +115,7 @@ def test_tables_of_several_roles_are_those_of_each_alone():
     maker = IntraStage(model, apply(SearchSpace(offload=()), NETWORK, 4, 16), 1e12)
     classes, shapes = layer_classes(NETWORK), maker.space.shapes(MICROBATCHES)
     requests = [
-        ([maker.slot(index, STAGES, MICROBATCHES, shape) for shape in shapes], windows_of(role, 5, classes))
+        ([maker.slot(index, STAGES, MICROBATCHES, shape) for shape in shapes], layer_ranges_of(role, 5, classes))
         for index, role in enumerate(("first", "middle", "last"))
     ]
     for pace in (np.inf, 0.0):
