@@ -3,7 +3,7 @@
 A node is a stage and what it and those behind it hold: a number of layers and of devices of every part. A choice leads
 from a node of its stage to one of the next. Of all arcs only those are kept that can be part of an answer that is not
 worse than a known one. With ``f`` and ``b`` the least sums of the steady times of the stages in front of it and behind
-it, ``t`` and ``d`` its own steady and boundary time and ``T`` the least pace of any answer,
+it, ``t`` and ``d`` its own steady and boundary time and ``T`` the least bottleneck time of any answer,
 
     (G - 1) max(t, T) + max(f + t, t + d) + b  <=  known.
 
@@ -64,16 +64,16 @@ def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
     if len(problem.slots) == 1:
         return _of_single(problem, known)
     suffixes = Suffixes(problem.alone())
-    paces_K = suffixes.paces()
-    paces_K = paces_K[paces_K * problem.num_microbatches <= known * _ROUNDING]
-    if not len(paces_K):
+    bottlenecks_K = suffixes.bottlenecks()
+    bottlenecks_K = bottlenecks_K[bottlenecks_K * problem.num_microbatches <= known * _ROUNDING]
+    if not len(bottlenecks_K):
         return _joined(problem, [])
-    walk = suffixes.walk(float(paces_K[-1]))
+    walk = suffixes.walk(float(bottlenecks_K[-1]))
     if not walk.values:
         return _joined(problem, [])
     count, states = len(problem.slots), len(walk.states.row_J) + 1
     found = []
-    for item in matching(suffixes, walk, problem.num_microbatches, _least_pace(suffixes, paces_K), known):
+    for item in matching(suffixes, walk, problem.num_microbatches, _least_bottleneck(suffixes, bottlenecks_K), known):
         stage = count - 1 - item.behind
         from_A = np.where(stage > 0, 1 + stage * states + item.from_A, 0)
         to_A = np.where(item.to_A < 0, -1, 1 + (stage + 1) * states + item.to_A)
@@ -81,16 +81,16 @@ def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
     return _joined(problem, found)
 
 
-def _least_pace(suffixes: Suffixes, paces_K: FloatArray) -> float:
-    """The least pace at which there is an answer; there is one at the last."""
-    low, high = 0, len(paces_K) - 1
+def _least_bottleneck(suffixes: Suffixes, bottlenecks_K: FloatArray) -> float:
+    """The least bottleneck time at which there is an answer; there is one at the last."""
+    low, high = 0, len(bottlenecks_K) - 1
     while low < high:
         middle = (low + high) // 2
-        if suffixes.walk(float(paces_K[middle])).values:
+        if suffixes.walk(float(bottlenecks_K[middle])).values:
             high = middle
         else:
             low = middle + 1
-    return float(paces_K[high])
+    return float(bottlenecks_K[high])
 
 
 def _of_single(problem: InterStageProblem, known: float) -> Arcs:
@@ -146,7 +146,7 @@ class Matching:
 
 
 def matching(
-    suffixes: Suffixes, walk: Walk, num_microbatches: int, least_pace: float, known: float
+    suffixes: Suffixes, walk: Walk, num_microbatches: int, least_bottleneck: float, known: float
 ) -> Iterator[Matching]:
     """All choices at states that an answer of at most ``known`` seconds can have, from first stages to last ones.
 
@@ -161,9 +161,9 @@ def matching(
     def matters(
         front: FloatArray | float, steady: FloatArray, reach: FloatArray, sums: FloatArray | float
     ) -> BoolArray:
-        slowest = (num_microbatches - 1) * np.clip(steady, least_pace, walk.pace)
+        slowest = (num_microbatches - 1) * np.clip(steady, least_bottleneck, walk.bottleneck)
         least = slowest + np.maximum(front + steady, reach) + sums
-        return (steady <= walk.pace) & np.isfinite(front + sums) & (least <= known * _ROUNDING)
+        return (steady <= walk.bottleneck) & np.isfinite(front + sums) & (least <= known * _ROUNDING)
 
     states = walk.states
     front_J = np.full(len(states.row_J) + 1, np.inf)
@@ -171,7 +171,7 @@ def matching(
         sums_J, next_J = walk.sums[behind - 1], np.full_like(front_J, np.inf)
         if (front_J < np.inf).any():
             options = suffixes.middle[behind - 1]
-            options = options.take(options.least_C <= walk.pace)
+            options = options.take(options.least_C <= walk.bottleneck)
             for some, source_CJ in suffixes.sources(options, states, {}):
                 column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J
                 steady_CJ, reach_CJ = some.steady_CR[:, column], some.reach_CR[:, column]

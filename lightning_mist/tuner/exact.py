@@ -140,7 +140,7 @@ def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | No
         walk = suffixes.walk(value)
         return suffixes.chosen(walk, num_stages) if walk.values else None
 
-    return _bisect(suffixes.paces(), attempt)
+    return _bisect(suffixes.bottlenecks(), attempt)
 
 
 def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:
@@ -157,18 +157,18 @@ class _Walks:
 
     def __init__(self, family: Family) -> None:
         self.suffixes = Suffixes(family)
-        self.paces_K = self.suffixes.paces()
+        self.bottlenecks_K = self.suffixes.bottlenecks()
         self._kept: dict[tuple[float, float | None], Walk] = {}
         self._room = _MOST_SUMS
 
-    def walk(self, pace: float, cap: float | None, only: int | None) -> Walk:
+    def walk(self, bottleneck: float, cap: float | None, only: int | None) -> Walk:
         """One pass, of which one number of stages is of interest, or all are."""
-        walk = self._kept.get((pace, cap))
+        walk = self._kept.get((bottleneck, cap))
         if walk is None:
-            walk = self.suffixes.walk(pace, cap)
+            walk = self.suffixes.walk(bottleneck, cap)
             self._room -= sum(map(len, walk.sums))
             if self._room >= 0:
-                self._kept[pace, cap] = walk
+                self._kept[bottleneck, cap] = walk
         if only is None:
             return walk
         return replace(walk, values={count: value for count, value in walk.values.items() if count == only})
@@ -189,23 +189,23 @@ class _Search:
     ) -> None:
         self.family, self.below, self.deadline = family, below, deadline
         self.walks, self.suffixes, self.only, self.precision = walks, walks.suffixes, only, precision
-        self.pace = family.num_microbatches - 1
+        self.repeats = family.num_microbatches - 1
         self.objective = below
         self.num_stages = 0
         self.found: dict[int, tuple[float, tuple[int, ...]]] = {}
         # A pipeline takes at least G times the steady time of any of its stages.
-        self.paces_K = walks.paces_K
-        self.is_cut = bool(self.paces_K.size and self.paces_K[-1] * family.num_microbatches >= below)
-        self.paces_K = self.paces_K[self.paces_K * family.num_microbatches < below]
-        # Bound on the objective, first and last pace, and bound on v at these paces.
+        self.bottlenecks_K = walks.bottlenecks_K
+        self.is_cut = bool(self.bottlenecks_K.size and self.bottlenecks_K[-1] * family.num_microbatches >= below)
+        self.bottlenecks_K = self.bottlenecks_K[self.bottlenecks_K * family.num_microbatches < below]
+        # Bound on the objective, first and last bottleneck time, and bound on v at these bottleneck times.
         self.intervals: list[tuple[float, int, int, float]] = []
 
     def run(self) -> FamilyAnswer:
         """The best answer below the given objective."""
-        first = int(np.searchsorted(self.paces_K, self.suffixes.least_pace() * (1 - self.precision)))
+        first = int(np.searchsorted(self.bottlenecks_K, self.suffixes.least_bottleneck() * (1 - self.precision)))
         bound = self.below if self.is_cut else np.inf
-        if first < len(self.paces_K):
-            bound = min(bound, self._explore(first, len(self.paces_K) - 1))
+        if first < len(self.bottlenecks_K):
+            bound = min(bound, self._explore(first, len(self.bottlenecks_K) - 1))
         bound = min(bound, self.objective)
         self._settle()
         answers = {
@@ -215,8 +215,8 @@ class _Search:
         return FamilyAnswer(num_stages=self.num_stages, answers=answers, bound=bound)
 
     def _explore(self, first: int, last: int) -> float:
-        """Look at all paces between two; returns a bound on the objective there."""
-        walk = self._walk(float(self.paces_K[last]))
+        """Look at all bottleneck times between two; returns a bound on the objective there."""
+        walk = self._walk(float(self.bottlenecks_K[last]))
         if not walk.values:
             return np.inf
         bound, low = np.inf, min(walk.values.values())
@@ -238,21 +238,21 @@ class _Search:
         if not self.num_stages:
             return
         steady, objective = self._costs(self.num_stages, self.found[self.num_stages][1])
-        walk = self._walk(steady, (objective - self.pace * steady) * (1 + self.precision))
+        walk = self._walk(steady, (objective - self.repeats * steady) * (1 + self.precision))
         if self.num_stages in walk.values:
             chosen = self.suffixes.chosen(walk, self.num_stages)
             if (objective := self._costs(self.num_stages, chosen)[1]) <= self.objective * (1 + self.precision):
                 self.objective = objective
                 self.found[self.num_stages] = objective, chosen
 
-    def _walk(self, pace: float, cap: float | None = None) -> Walk:
-        return self.walks.walk(pace, cap, self.only)
+    def _walk(self, bottleneck: float, cap: float | None = None) -> Walk:
+        return self.walks.walk(bottleneck, cap, self.only)
 
     def _fastest(self, first: int, last: int, low: float) -> int:
-        """The least pace that can lead to a better answer; answers near it are good ones to begin with."""
-        while first < last and self.pace * float(self.paces_K[first]) + low < self.objective:
+        """The least bottleneck time that can lead to a better answer; answers near it are good ones to begin with."""
+        while first < last and self.repeats * float(self.bottlenecks_K[first]) + low < self.objective:
             middle = (first + last) // 2
-            walk = self._walk(float(self.paces_K[middle]))
+            walk = self._walk(float(self.bottlenecks_K[middle]))
             if walk.values:
                 self._note(walk)
                 last = middle
@@ -261,53 +261,56 @@ class _Search:
         return first
 
     def _middle(self, begin: int, end: int, low: float) -> tuple[int, int]:
-        """A pace to look at, and the last one of an interval that can still lead to a better answer."""
-        if not self.pace:
+        """A bottleneck time to look at, and the last one of an interval that can still lead to a better answer."""
+        if not self.repeats:
             return end, end
-        worth = int(np.searchsorted(self.paces_K, (self.objective - low) / self.pace, "right")) - 1
+        worth = int(np.searchsorted(self.bottlenecks_K, (self.objective - low) / self.repeats, "right")) - 1
         end = max(begin, min(end, worth))
-        # Between the paces, not between their numbers: what lies far from the least one soon drops out.
-        middle = int(np.searchsorted(self.paces_K, (self.paces_K[begin] + self.paces_K[end]) / 2, "right")) - 1
+        # Between the bottleneck times, not between their numbers: what lies far from the least one soon drops out.
+        middle = (
+            int(np.searchsorted(self.bottlenecks_K, (self.bottlenecks_K[begin] + self.bottlenecks_K[end]) / 2, "right"))
+            - 1
+        )
         return min(max(middle, begin), end), end
 
     def _push(self, begin: int, end: int, low: float) -> None:
         if begin <= end:
-            heapq.heappush(self.intervals, (self.pace * float(self.paces_K[begin]) + low, begin, end, low))
+            heapq.heappush(self.intervals, (self.repeats * float(self.bottlenecks_K[begin]) + low, begin, end, low))
 
     def _value(self, index: int, begin: int) -> tuple[float, int, float]:
-        """What steady times up to a pace can give.
+        """What steady times up to a bottleneck time can give.
 
         Args:
-            index: The pace.
-            begin: The least pace that is still of interest.
+            index: The bottleneck time.
+            begin: The least bottleneck time that is still of interest.
 
         Returns:
-            The least ``v``, or a lower bound of it that proves that no pace from ``begin`` to this one is of interest;
-            the pace of the answer that reaches ``v``; and a bound on the objective from that pace to this one. Without
-            any answer up to this pace nothing below is of interest either: ``begin``, and infinities.
+            The least ``v``, or a lower bound of it that proves that no bottleneck time from ``begin`` to this one is of
+            interest; the bottleneck time of the answer that reaches ``v``; and a bound on the objective from that one
+            to this one. Without any answer up to here nothing below is of interest either: ``begin``, and infinities.
         """
-        pace, floor = float(self.paces_K[index]), float(self.paces_K[begin])
-        walk = self._walk(pace)
+        bottleneck, floor = float(self.bottlenecks_K[index]), float(self.bottlenecks_K[begin])
+        walk = self._walk(bottleneck)
         if not walk.values:
             return np.inf, begin, np.inf
         low = min(walk.values.values())
         high, reached = self._note(walk)
         reached = max(begin, reached)
         is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
-        while high - low > self.precision * high and self.pace * floor + low < self.objective * (1 - self.precision):
-            worth = self.objective - self.pace * floor
+        while high - low > self.precision * high and self.repeats * floor + low < self.objective * (1 - self.precision):
+            worth = self.objective - self.repeats * floor
             cap = min(high, worth) * (1 - self.precision) if is_best else (low + min(high, worth)) / 2
             is_best = not is_best
-            walk = self._walk(pace, cap)
+            walk = self._walk(bottleneck, cap)
             if not walk.values:
                 low = max(low, cap)
             else:
                 value, at = self._note(walk)
                 high, reached = value, max(begin, at)
-        return low, reached, self.pace * float(self.paces_K[reached]) + low
+        return low, reached, self.repeats * float(self.bottlenecks_K[reached]) + low
 
     def _note(self, walk: Walk) -> tuple[float, int]:
-        """Remember the best answers of a pass; returns the ``v`` of the one with the least sum, and its pace."""
+        """Remember the best answers of a pass; returns the ``v`` of the one with the least sum, and its bottleneck."""
         best = np.inf, 0
         for num_stages in sorted(walk.values, key=walk.values.__getitem__)[:_NOTED]:
             chosen = self.suffixes.chosen(walk, num_stages)
@@ -316,9 +319,9 @@ class _Search:
                 self.found[num_stages] = objective, chosen
             if objective < self.objective:
                 self.objective, self.num_stages = objective, num_stages
-            value = objective - self.pace * steady
+            value = objective - self.repeats * steady
             if value < best[0]:
-                best = value, int(np.searchsorted(self.paces_K, steady))
+                best = value, int(np.searchsorted(self.bottlenecks_K, steady))
         return best
 
     def _costs(self, num_stages: int, chosen: tuple[int, ...]) -> tuple[float, float]:

@@ -75,9 +75,9 @@ class OpenStages:
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
-    """Lower bounds of the stages of one number of microbatches, up to a pace; the limit is that beside batches."""
+    """Lower bounds of the stages of one number of microbatches, up to a bottleneck time, beside batches."""
 
-    pace: float
+    bottleneck: float
     memory_limit: float
     positions: dict[Position, PositionBounds]
     stages: dict[tuple[Position, int], StageBounds] = field(default_factory=dict)
@@ -135,10 +135,10 @@ class PipelineBounds:
 
     def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> Family:
         """The pipelines that take fewer seconds than ``below``, with lower bounds of stages for choices."""
-        pace = below / num_microbatches * ROOM
+        bottleneck = below / num_microbatches * ROOM
         known = self._known.get((self.kinds, num_microbatches))
-        if known is None or known.pace < pace:
-            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, pace)
+        if known is None or known.bottleneck < bottleneck:
+            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
 
         def choices(stage_index: int, num_stages: int) -> SlotChoices:
             position: Position = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
@@ -149,22 +149,22 @@ class PipelineBounds:
                     known.memory_limit,
                     others,
                     has_gradients=num_microbatches > 1,
-                    pace=known.pace,
+                    bottleneck=known.bottleneck,
                 )
-            return _as_choices(known.stages[position, others].within(pace))
+            return _as_choices(known.stages[position, others].within(bottleneck))
 
         sizes = self.space.num_layers, (self.space.world_size,)
         return Family.of(*sizes, num_microbatches, counts, choices)
 
-    def _prepared(self, num_microbatches: int, pace: float) -> _Known:
+    def _prepared(self, num_microbatches: int, bottleneck: float) -> _Known:
         slots, setting = slots_of(self.space, self.slot_of, num_microbatches), self._setting(num_microbatches)
         up_to, ranges = self._ranges.get(num_microbatches, (0.0, None))
-        if ranges is None or up_to < pace:
-            ranges = range_bounds(self.model, self.space, slots, pace)
-            self._ranges[num_microbatches] = pace, ranges
+        if ranges is None or up_to < bottleneck:
+            ranges = range_bounds(self.model, self.space, slots, bottleneck)
+            self._ranges[num_microbatches] = bottleneck, ranges
         batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
-        positions = {position: position_bounds(ranges, position, setting, pace) for position in POSITIONS}
-        return _Known(pace=pace, memory_limit=self.memory_limit - batch_bytes, positions=positions)
+        positions = {position: position_bounds(ranges, position, setting, bottleneck) for position in POSITIONS}
+        return _Known(bottleneck=bottleneck, memory_limit=self.memory_limit - batch_bytes, positions=positions)
 
     def _setting(self, num_microbatches: int) -> Setting:
         machine = self.model.profile, self.model.cluster
@@ -196,25 +196,25 @@ def open_stages(family: Family, below: float) -> OpenStages:
         return nothing
     masks = {count: np.zeros(shape, dtype=bool) for count in family.heads}
     tails_BNL = np.zeros((len(family.tails), *shape), dtype=bool)
-    for item in matching(suffixes, walk, family.num_microbatches, suffixes.least_pace(), below):
+    for item in matching(suffixes, walk, family.num_microbatches, suffixes.least_bottleneck(), below):
         mask_NL = masks[item.behind + 1] if item.is_head else tails_BNL[item.behind]
         mask_NL[item.devices_A, item.layers_A] = True
     counts = tuple(count for count, mask_NL in sorted(masks.items()) if mask_NL.any())
     heads_CNL = np.stack([masks[count] for count in counts]) if counts else nothing.heads_CNL
-    return OpenStages(counts=counts, slowest=walk.pace, heads_CNL=heads_CNL, tails_BNL=tails_BNL)
+    return OpenStages(counts=counts, slowest=walk.bottleneck, heads_CNL=heads_CNL, tails_BNL=tails_BNL)
 
 
 def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | None:
     """A pass at the steady seconds that no stage of a pipeline exceeds that is fast enough, if one can be."""
     others = num_microbatches - 1
-    pace, walk = below / num_microbatches, None
+    bottleneck, walk = below / num_microbatches, None
     for _ in range(ROUNDS if others else 1):
-        walk = suffixes.walk(pace)
+        walk = suffixes.walk(bottleneck)
         least = min(walk.values.values(), default=np.inf)
         if least >= below * ROOM:
             return None
         if others:
-            pace = min(pace, (below - least) / others * ROOM)
+            bottleneck = min(bottleneck, (below - least) / others * ROOM)
     return walk
 
 

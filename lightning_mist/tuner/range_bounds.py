@@ -80,18 +80,18 @@ class RangeBounds(ArrayRecord):
     is_across_R: BoolArray
 
 
-def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot], pace: float) -> RangeBounds:
-    """Lower bounds of all ranges that compute for no longer than a pace.
+def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot], bottleneck: float) -> RangeBounds:
+    """Lower bounds of all ranges that compute for no longer than a bottleneck time.
 
     Args:
         model: The cost model.
         space: The search space.
         slots: A slot of every arrangement of devices.
-        pace: Seconds per microbatch.
+        bottleneck: Seconds per microbatch.
     """
     rows: list[dict[str, Any]] = []
     for slot in slots:
-        arranged = _Arranged(model, space, slot, pace)
+        arranged = _Arranged(model, space, slot, bottleneck)
         if len(arranged.layers_K):
             zeros = sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0]
             common = arranged.of_any_zero()
@@ -141,14 +141,14 @@ def is_alike(model: StageCostModel) -> bool:
 class _Arranged:
     """Ranges on one arrangement of devices."""
 
-    def __init__(self, model: StageCostModel, space: Space, slot: StageSlot, pace: float) -> None:
+    def __init__(self, model: StageCostModel, space: Space, slot: StageSlot, bottleneck: float) -> None:
         self.model, self.space, self.slot = model, space, slot
         self.memory = model.memory(slot)
         self.holdings, self.degree = self.memory.holdings, slot.shard_degree
         self.nodes = shard_nodes(model.cluster, slot)
         self.compute = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
         both_L = _of_layers(self.compute.forward_R + self.compute.backward_R)
-        most = min(int(np.searchsorted(both_L, pace * ROOM, side="right")) - 1, space.num_layers - 1)
+        most = min(int(np.searchsorted(both_L, bottleneck * ROOM, side="right")) - 1, space.num_layers - 1)
         index_K, self.recomputed_K = space.recomputed(np.arange(1, most + 1))
         self.layers_K = index_K + 1
         # A correction says of communication how much longer what is exposed of it takes.

@@ -75,9 +75,9 @@ class StageBounds(ArrayRecord):
     devices_V: IntArray
     steady_V: FloatArray
 
-    def within(self, pace: float) -> "StageBounds":
-        """Those that take no longer than a pace, and not forever."""
-        return self.take((self.steady_V <= pace) & (self.steady_V < np.inf))
+    def within(self, bottleneck: float) -> "StageBounds":
+        """Those that take no longer than a bottleneck time, and not forever."""
+        return self.take((self.steady_V <= bottleneck) & (self.steady_V < np.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,17 +186,19 @@ def dual_weights(interference: Interference | None, across_nodes: bool) -> Float
     return weights_CC
 
 
-def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, pace: float) -> PositionBounds:
+def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, bottleneck: float) -> PositionBounds:
     """Prepare the lower bounds of stages at a position, whatever memory they have.
 
     Args:
         ranges: The ranges.
         position: The position.
         setting: What may be offloaded, and how fast.
-        pace: The most steady seconds of a stage.
+        bottleneck: The most steady seconds of a stage.
     """
     at = POSITIONS.index(position)
-    ranges = ranges.take(np.flatnonzero((ranges.forward_XR + ranges.backward_XR + ranges.transfer_XR)[at] <= pace))
+    ranges = ranges.take(
+        np.flatnonzero((ranges.forward_XR + ranges.backward_XR + ranges.transfer_XR)[at] <= bottleneck)
+    )
     forward_R, backward_R, transfer_R = ranges.forward_XR[at], ranges.backward_XR[at], ranges.transfer_XR[at]
     weights = _Weights(setting.interference, ranges)
     loads_WR = weights.sum(
@@ -281,26 +283,28 @@ class _Weights:
 
 
 def stage_bounds(
-    found: PositionBounds, memory_limit: float, others: int, *, has_gradients: bool, pace: float
+    found: PositionBounds, memory_limit: float, others: int, *, has_gradients: bool, bottleneck: float
 ) -> StageBounds:
-    """Lower bounds of stages at a position with some microbatches in flight, up to a pace.
+    """Lower bounds of stages at a position with some microbatches in flight, up to a bottleneck time.
 
     Args:
         found: What has been prepared for the position.
         memory_limit: Bytes of a device.
         others: Other microbatches in flight around a backward.
         has_gradients: Whether there are gradients already.
-        pace: The most steady seconds of a stage that are of interest.
+        bottleneck: The most steady seconds of a stage that are of interest.
     """
     excess_R = found.needed_R - memory_limit + others * found.kept_R + has_gradients * found.gradients_R
     seconds_R = np.where(excess_R <= 0, found.steady_R, np.inf)
     steady_V = np.minimum.reduceat(seconds_R, found.begins_V) if len(seconds_R) else np.empty(0)
     if found.offload is not None:
         # Offloading is of use only to what is faster than what fits.
-        at_M = np.flatnonzero((excess_R > 0) & (found.steady_R <= pace) & (found.steady_R < steady_V[found.pair_R]))
+        at_M = np.flatnonzero(
+            (excess_R > 0) & (found.steady_R <= bottleneck) & (found.steady_R < steady_V[found.pair_R])
+        )
         np.minimum.at(steady_V, found.pair_R[at_M], _offloaded(found, found.offload, excess_R[at_M], others, at_M))
     bounds = StageBounds(layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V)
-    return bounds.within(pace)
+    return bounds.within(bottleneck)
 
 
 def _offloaded(

@@ -2,11 +2,12 @@
 
 A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and its devices of every
 part. One pass finds for every ``k`` and state the least sum of steady times, with every steady time at most ``T`` (the
-pace), and if asked with every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a suffix of
-``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
+bottleneck time), and if asked with every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a
+suffix of ``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
 
-What cannot be part of an answer at a pace is left out beforehand. With ``r_p`` the least seconds times devices per
-layer of any choice in part ``p``, ``n`` devices of it hold at most ``T n / r_p`` layers; what they hold less is idle.
+What cannot be part of an answer at a bottleneck time is left out beforehand. With ``r_p`` the least seconds times
+devices per layer of any choice in part ``p``, ``n`` devices of it hold at most ``T n / r_p`` layers; what they hold
+less is idle.
 All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack, so no stage and no suffix may be idle
 by more, nor may a suffix hold more layers than its devices can.
 
@@ -40,7 +41,7 @@ _AT_ONCE = 1 << 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
-    """The states that can be part of an answer at a pace.
+    """The states that can be part of an answer at a bottleneck time.
 
     Attributes:
         row_J: Layers.
@@ -60,7 +61,7 @@ class Walk:
     """What one pass found.
 
     Attributes:
-        pace: The most steady seconds of a stage.
+        bottleneck: The most steady seconds of a stage.
         cap: The most that ``sum t + D`` may be, or ``None``.
         values: For every number of stages with an answer the least sum of steady times; without a cap the boundary
             time of the first stage counts with them.
@@ -68,7 +69,7 @@ class Walk:
         sums: For every number of stages of a suffix the least sum by state.
     """
 
-    pace: float
+    bottleneck: float
     cap: float | None
     values: dict[int, float]
     states: _States
@@ -118,53 +119,53 @@ class Suffixes:
         floor_P: FloatArray = np.maximum(rate_P, _NO_TIME)
         return floor_P
 
-    def paces(self) -> FloatArray:
+    def bottlenecks(self) -> FloatArray:
         """The steady times of all choices, ascending: one of them is that of the slowest stage."""
         times = [item.steady_K for item in (*self.heads.values(), self.last)]
         times += [options.steady_CR[options.index_CR >= 0] for options in self.middle]
         return np.unique(np.concatenate(times))
 
-    def least_pace(self) -> float:
+    def least_bottleneck(self) -> float:
         """Steady seconds that the slowest stage takes at least, so that all devices together hold all layers."""
         speed = float(self._capacity_P.sum())
         return self.family.num_layers / speed if speed > 0 else np.inf
 
-    def walk(self, pace: float, cap: float | None = None) -> Walk:
+    def walk(self, bottleneck: float, cap: float | None = None) -> Walk:
         """One pass.
 
         Args:
-            pace: The most steady seconds of a stage.
+            bottleneck: The most steady seconds of a stage.
             cap: The most that ``sum t + D`` may be; by default anything.
         """
-        idle = {id(item): self._idle(item, pace) for item in (*self.heads.values(), self.last)}
+        idle = {id(item): self._idle(item, bottleneck) for item in (*self.heads.values(), self.last)}
         heads = [float(idle[id(head)].min(initial=np.inf)) for head in self.heads.values()]
         least_head, least_last = min(heads, default=np.inf), float(idle[id(self.last)].min(initial=np.inf))
-        states = self._states(pace, least_head, least_last)
+        states = self._states(bottleneck, least_head, least_last)
         slack = states.slack - least_head - least_last
         values: dict[int, float] = {}
         sums: list[FloatArray] = []
-        if not len(states.row_J) or not slack >= -self._margin(pace):
-            return Walk(pace=pace, cap=cap, values=values, states=states, sums=())
-        sums.append(self._last_sums(states, pace, cap))
+        if not len(states.row_J) or not slack >= -self._margin(bottleneck):
+            return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=())
+        sums.append(self._last_sums(states, bottleneck, cap))
         maps: dict[int, IntArray] = {}
         for count in range(2, max(self.heads) + 1):
             if count in self.heads:
-                total_K = self._totals(self.heads[count], states, sums[-1], pace, cap)
+                total_K = self._totals(self.heads[count], states, sums[-1], bottleneck, cap)
                 best = float(total_K.min(initial=np.inf))
                 if best < np.inf:
                     values[count] = best
             if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
                 break
-            options = self._kept(self.middle[count - 2], pace, cap, slack)
+            options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
             if cap is not None:
                 options = _needed(options, sums[-1], cap)
-            sums.append(self._extended(options, states, sums[-1], maps, cap, pace))
-        return Walk(pace=pace, cap=cap, values=values, states=states, sums=tuple(sums))
+            sums.append(self._extended(options, states, sums[-1], maps, cap, bottleneck))
+        return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=tuple(sums))
 
     def chosen(self, walk: Walk, num_stages: int) -> tuple[int, ...]:
         """The choice of every stage of an answer that a pass found."""
         head, states = self.heads[num_stages], walk.states
-        total_K = self._totals(head, states, walk.sums[num_stages - 2], walk.pace, walk.cap)
+        total_K = self._totals(head, states, walk.sums[num_stages - 2], walk.bottleneck, walk.cap)
         index = int(total_K.argmin())
         chosen = [int(head.index_K[index])]
         place = int(self.behind_head(head, states)[index])
@@ -174,7 +175,7 @@ class Suffixes:
             flat = int(states.flat_J[place])
             steady_C, (units_C, offset_C) = options.steady_CR[:, column], self._uses(stage - 1)
             used_C = self._used_PU[:, flat % self._combinations][options.part_C]
-            fits_C = (options.layers_C < row) & (used_C >= units_C) & (steady_C <= walk.pace)
+            fits_C = (options.layers_C < row) & (used_C >= units_C) & (steady_C <= walk.bottleneck)
             # The pass has left out only options from which no answer can come, and none leads from here to a state.
             at_N = np.flatnonzero(fits_C)
             behind_N = states.number[flat - offset_C[at_N]]
@@ -185,23 +186,23 @@ class Suffixes:
             best = int(sum_N.argmin())
             chosen.append(int(options.index_CR[at_N[best], column]))
             place = int(behind_N[best])
-        total_K = self._last_total(walk.pace, walk.cap)
+        total_K = self._last_total(walk.bottleneck, walk.cap)
         total_K = np.where(self.last_places(states) == place, total_K, np.inf)
         chosen.append(int(self.last.index_K[int(total_K.argmin())]))
         return tuple(chosen)
 
-    def _margin(self, pace: float) -> float:
-        return _MARGIN * (self.family.num_layers + pace * float(self._capacity_P.sum()))
+    def _margin(self, bottleneck: float) -> float:
+        return _MARGIN * (self.family.num_layers + bottleneck * float(self._capacity_P.sum()))
 
-    def _idle(self, item: EndOptions, pace: float) -> FloatArray:
-        """Layers by which the devices of a choice would be idle at a pace; infinite if it takes longer."""
-        idle_K = pace * item.devices_K / self.rate_P[item.part_K] - item.layers_K
-        return np.where(item.steady_K <= pace, idle_K, np.inf)
+    def _idle(self, item: EndOptions, bottleneck: float) -> FloatArray:
+        """Layers by which the devices of a choice would be idle at a bottleneck time; infinite if it takes longer."""
+        idle_K = bottleneck * item.devices_K / self.rate_P[item.part_K] - item.layers_K
+        return np.where(item.steady_K <= bottleneck, idle_K, np.inf)
 
-    def _states(self, pace: float, least_head: float, least_last: float) -> _States:
-        rows, margin = np.arange(1, self.family.num_layers), self._margin(pace)
-        slack = pace * float(self._capacity_P.sum()) - self.family.num_layers
-        hold_U = pace * ((self.unit_P / self.rate_P) @ self._used_PU)
+    def _states(self, bottleneck: float, least_head: float, least_last: float) -> _States:
+        rows, margin = np.arange(1, self.family.num_layers), self._margin(bottleneck)
+        slack = bottleneck * float(self._capacity_P.sum()) - self.family.num_layers
+        hold_U = bottleneck * ((self.unit_P / self.rate_P) @ self._used_PU)
         idle_RU = hold_U[None, :] - rows[:, None]
         inside_RU = (idle_RU >= least_last - margin) & (idle_RU <= slack - least_head + margin)
         row_J, used_J = np.nonzero(inside_RU)
@@ -242,18 +243,18 @@ class Suffixes:
         inside_K = last.layers_K < self.family.num_layers
         return np.where(inside_K, states.number[np.where(inside_K, flat_K, 0)], len(states.row_J))
 
-    def _last_total(self, pace: float, cap: float | None) -> FloatArray:
-        total_K = np.where(self.last.steady_K <= pace, self.last.steady_K, np.inf)
+    def _last_total(self, bottleneck: float, cap: float | None) -> FloatArray:
+        total_K = np.where(self.last.steady_K <= bottleneck, self.last.steady_K, np.inf)
         return total_K if cap is None else np.where(self.last.reach_K <= cap, total_K, np.inf)
 
-    def _last_sums(self, states: _States, pace: float, cap: float | None) -> FloatArray:
+    def _last_sums(self, states: _States, bottleneck: float, cap: float | None) -> FloatArray:
         sums_J = np.full(len(states.row_J) + 1, np.inf)
-        np.minimum.at(sums_J, self.last_places(states), self._last_total(pace, cap))
+        np.minimum.at(sums_J, self.last_places(states), self._last_total(bottleneck, cap))
         sums_J[-1] = np.inf
         return sums_J
 
     def _totals(
-        self, head: EndOptions, states: _States, sums_J: FloatArray, pace: float, cap: float | None
+        self, head: EndOptions, states: _States, sums_J: FloatArray, bottleneck: float, cap: float | None
     ) -> FloatArray:
         """Sums with each choice of a first stage in front."""
         behind_K = sums_J[self.behind_head(head, states)]
@@ -262,12 +263,12 @@ class Suffixes:
         else:
             total_K = head.steady_K + behind_K
             total_K = np.where((head.reach_K + behind_K <= cap) & (total_K <= cap), total_K, np.inf)
-        return np.where(head.steady_K <= pace, total_K, np.inf)
+        return np.where(head.steady_K <= bottleneck, total_K, np.inf)
 
-    def _kept(self, options: SlotOptions, pace: float, cap: float | None, slack: float) -> SlotOptions:
+    def _kept(self, options: SlotOptions, bottleneck: float, cap: float | None, slack: float) -> SlotOptions:
         """The options that can be part of an answer."""
-        idle_C = pace * options.devices_C / self.rate_P[options.part_C] - options.layers_C
-        kept_C: BoolArray = (options.least_C <= pace) & (idle_C <= slack + self._margin(pace))
+        idle_C = bottleneck * options.devices_C / self.rate_P[options.part_C] - options.layers_C
+        kept_C: BoolArray = (options.least_C <= bottleneck) & (idle_C <= slack + self._margin(bottleneck))
         if cap is None:
             kept_C &= options.rank_C == 0  # Nothing but the steady time counts.
         return options.take(kept_C)
@@ -279,7 +280,7 @@ class Suffixes:
         behind_J: FloatArray,
         maps: dict[int, IntArray],
         cap: float | None,
-        pace: float,
+        bottleneck: float,
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
@@ -289,7 +290,7 @@ class Suffixes:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
             else:
                 steady_CJ, reach_CJ = some.steady_CR[:, states.row_J], some.reach_CR[:, states.row_J]
-                steady_CJ = np.where(steady_CJ <= pace, steady_CJ, np.inf)
+                steady_CJ = np.where(steady_CJ <= bottleneck, steady_CJ, np.inf)
             sum_CJ = steady_CJ + behind_CJ
             if cap is not None:
                 behind_CJ += reach_CJ

@@ -9,10 +9,10 @@ from lightning_mist.tuner.space import apply
 from tests.specs import cluster, profile, spec
 
 
-def bounds_of(network, pace=np.inf, devices=4, **search):
+def bounds_of(network, bottleneck=np.inf, devices=4, **search):
     model = StageCostModel(network, profile(), cluster(devices, kind="cuda"))
     maker = IntraStage(model, apply(SearchSpace(**search), network, devices, 4 * devices), 1e12)
-    return range_bounds(model, maker.space, slots_of(maker.space, maker.slot, 4), pace)
+    return range_bounds(model, maker.space, slots_of(maker.space, maker.slot, 4), bottleneck)
 
 
 @pytest.mark.parametrize("values", [[3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 7.0], [2.0], []])

@@ -61,9 +61,9 @@ def prepared(found, maker, microbatches, position, kinds):
     return position_bounds(ranges, position, setting, np.inf)
 
 
-def bounds_in(found, limit, behind, microbatches, pace=np.inf):
+def bounds_in(found, limit, behind, microbatches, bottleneck=np.inf):
     others = in_flight("1f1b", behind, microbatches)
-    return stage_bounds(found, limit, others, has_gradients=microbatches > 1, pace=pace)
+    return stage_bounds(found, limit, others, has_gradients=microbatches > 1, bottleneck=bottleneck)
 
 
 def position_of(index, count):
@@ -112,15 +112,15 @@ def test_bounds_rise_as_memory_shrinks_and_what_cannot_fit_is_not_there(kinds):
             assert all(seconds >= more[pair] for pair, seconds in less.items())
 
 
-def test_bounds_up_to_a_pace_are_those_of_all_that_are_no_slower():
+def test_bounds_up_to_a_bottleneck_are_those_of_all_that_are_no_slower():
     found, _ = question(11)
     maker, compared = stages_of(found), 0
     microbatches = maker.space.microbatch_counts()[-1]
     at_position = prepared(found, maker, microbatches, "middle", OFFLOADED)
     for limit, behind in itertools.product((1e15, 1e6, 3e5, 1e5), (1, 2)):
         every = bounds_in(at_position, limit, behind, microbatches)
-        pace = float(np.median(every.steady_V)) if len(every) else 1.0
-        kept, fewer = every.within(pace), bounds_in(at_position, limit, behind, microbatches, pace)
+        bottleneck = float(np.median(every.steady_V)) if len(every) else 1.0
+        kept, fewer = every.within(bottleneck), bounds_in(at_position, limit, behind, microbatches, bottleneck)
         np.testing.assert_array_equal(fewer.layers_V, kept.layers_V)
         np.testing.assert_array_equal(fewer.devices_V, kept.devices_V)
         np.testing.assert_allclose(fewer.steady_V, kept.steady_V, rtol=1e-12)

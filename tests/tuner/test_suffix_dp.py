@@ -10,13 +10,13 @@ from tests.tuner.problems import brute_force, random_family, slot
 SEEDS = range(40)
 
 
-def least(problem, pace, cap):
-    """The least sum of steady times at a pace, by trying everything; without a cap with the first boundary time."""
+def least(problem, bottleneck, cap):
+    """The least sum of steady times at a bottleneck time, with the first boundary time if without a cap."""
 
     def value(item, chosen):
         steady, boundary = item.steady(chosen), item.boundary(chosen)
         exposed = max(0.0, float((boundary - np.cumsum(steady) + steady).max()))
-        if steady.max() > pace or (cap is not None and steady.sum() + exposed > cap * (1 + 1e-12)):
+        if steady.max() > bottleneck or (cap is not None and steady.sum() + exposed > cap * (1 + 1e-12)):
             return np.inf
         return float(steady.sum()) + (max(0.0, float(boundary[0])) if cap is None else 0.0)
 
@@ -27,17 +27,17 @@ def least(problem, pace, cap):
 def test_a_pass_finds_the_least_sums_of_every_number_of_stages(seed):
     family = random_family(seed)
     suffixes = Suffixes(family)
-    paces = suffixes.paces()
-    for pace in paces[[len(paces) // 3, -1]].tolist():
-        free = {count: least(family.problem(count), pace, None) for count in family.heads}
-        walk = suffixes.walk(pace)
+    bottlenecks = suffixes.bottlenecks()
+    for bottleneck in bottlenecks[[len(bottlenecks) // 3, -1]].tolist():
+        free = {count: least(family.problem(count), bottleneck, None) for count in family.heads}
+        walk = suffixes.walk(bottleneck)
         assert walk.values == pytest.approx({count: value for count, value in free.items() if np.isfinite(value)})
         for factor in (1.05, 1.6):
             cap = factor * min(free.values())
             if np.isinf(cap):
                 continue
-            wanted = {count: least(family.problem(count), pace, cap) for count in family.heads}
-            capped = suffixes.walk(pace, cap)
+            wanted = {count: least(family.problem(count), bottleneck, cap) for count in family.heads}
+            capped = suffixes.walk(bottleneck, cap)
             assert capped.values == pytest.approx({n: value for n, value in wanted.items() if np.isfinite(value)})
 
 
@@ -45,7 +45,7 @@ def test_a_pass_finds_the_least_sums_of_every_number_of_stages(seed):
 def test_choices_reach_what_a_pass_found(seed):
     family = random_family(seed)
     suffixes = Suffixes(family)
-    walk = suffixes.walk(float(suffixes.paces()[-1]))
+    walk = suffixes.walk(float(suffixes.bottlenecks()[-1]))
     for count, value in walk.values.items():
         problem, chosen = family.problem(count), suffixes.chosen(walk, count)
         assert problem.is_feasible(chosen)
@@ -54,12 +54,12 @@ def test_choices_reach_what_a_pass_found(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_answer_is_faster_than_the_least_pace(seed):
+def test_no_answer_is_faster_than_the_least_bottleneck(seed):
     family = random_family(seed)
     suffixes = Suffixes(family)
     slowest = [brute_force(family.problem(n), lambda p, chosen: float(p.steady(chosen).max())) for n in family.heads]
-    assert suffixes.least_pace() <= min(slowest) * (1 + 1e-9)
-    assert not suffixes.walk(suffixes.least_pace() * 0.99).values
+    assert suffixes.least_bottleneck() <= min(slowest) * (1 + 1e-9)
+    assert not suffixes.walk(suffixes.least_bottleneck() * 0.99).values
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e15])
@@ -76,7 +76,7 @@ def test_layers_that_take_no_time_are_free(scale):
 
 
 def test_the_random_families_bind():
-    """Their answers are limited by paces and by caps, on one part and on two."""
+    """Their answers are limited by bottleneck times and by caps, on one part and on two."""
     kinds = {
         (len(family.num_devices), bool(np.isfinite(min(map(brute_force, map(family.problem, family.heads))))))
         for family in map(random_family, SEEDS)
