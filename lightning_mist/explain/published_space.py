@@ -14,8 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.choose import make_plan
-from lightning_mist.tuner.clocked import CLOCKED, clocked, step_seconds_of_plan
+from lightning_mist.tuner.choose import CLOCKED, clocked, make_plan, step_seconds_of_plan
 from lightning_mist.tuner.exact import solve
 from lightning_mist.tuner.intra_stage import IntraStage, SlotChoices
 from lightning_mist.tuner.planner import Planner

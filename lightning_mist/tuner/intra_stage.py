@@ -264,9 +264,9 @@ class IntraStage:
         self._tables |= dict(zip(missing, tables, strict=True))
 
     def _windows_of(self, stage_index: int, num_stages: int) -> LayerRanges:
-        cuts = self.space.cuts(num_stages)
-        if cuts is not None:
-            return fixed_range(cuts[stage_index], cuts[stage_index + 1])
+        settled = self.space.layer_range(stage_index, num_stages)
+        if settled is not None:
+            return fixed_range(*settled)
         role = role_of(stage_index, num_stages)
         if role not in self._windows:
             self._windows[role] = layer_ranges_of(role, self.space.num_layers, self._classes)

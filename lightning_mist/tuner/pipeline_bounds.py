@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_mist.cost import StageCostModel, StageSlot
-from lightning_mist.cost.channels import copy_rates, interference_of
-from lightning_mist.cost.compile import BoolArray
+from lightning_mist.cost.inputs.expressions import BoolArray
+from lightning_mist.cost.time.overlap import copy_rates, interference_of
 from lightning_mist.tuner.arcs import matching
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.exact import solve_family

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.cost.compile import FloatArray
+from lightning_mist.cost.inputs.expressions import FloatArray
 from lightning_mist.tuner.intra_stage import EVERY_PART, SlotChoices
 from lightning_mist.tuner.layer_ranges import ANYWHERE, places_behind
 

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.array_record import ArrayRecord
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.exchange import shard_nodes, transfers
-from lightning_mist.cost.shards import unit_seconds
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.time.communication import shard_nodes, transfers
+from lightning_mist.cost.time.zero_seconds import unit_seconds
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.space import Shape, Space
@@ -35,7 +35,9 @@ POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
 """Positions, in the order of axis ``X``."""
 
 OUTERMOST = 4
-"""Units of a stage that a microbatch finds unsharded already, at most; see :mod:`lightning_mist.cost.shards`."""
+"""Units of a stage that a microbatch finds unsharded already, at most; see
+:mod:`lightning_mist.cost.time.zero_seconds`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

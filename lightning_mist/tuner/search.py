@@ -6,7 +6,7 @@ taken in the order of a lower bound of their step seconds that knows how much me
 every pipeline near the best is solved too, for the clock and other schedules to choose among. Most groups are ruled out
 by their bound before any of their stages is evaluated. Each that is left is solved exactly by the dynamic program
 (:mod:`lightning_mist.tuner.exact`), and the winner once more by HiGHS, which starts from that answer. All this is about
-the closed form of the step (:mod:`lightning_mist.cost.pipeline`).
+the closed form of the step (:mod:`lightning_mist.cost.step_time`).
 
 A single stage is looked at first. Of pipelines those that may be faster are first solved with all state resident, which
 is cheap, for an incumbent. As long as there is none, a cutoff is assumed, little above the lower bound of all; if

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_mist.cost.array_record import ArrayRecord
-from lightning_mist.cost.compile import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.intra_stage import EVERY_PART, SlotChoices
 from lightning_mist.tuner.layer_ranges import ANYWHERE
 from lightning_mist.tuner.pareto import non_dominated

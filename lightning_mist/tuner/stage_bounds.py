@@ -14,7 +14,7 @@ Of each of the latter two, and of optimizer state, two buffers stay on the devic
 any unit: of what ``n`` units offload, ``2 / n`` at least. Copies of optimizer state count for nothing.
 
 While the channels ``S`` of a device are active, channel ``i`` advances at ``v_i(S)`` of what it does alone
-(:mod:`lightning_mist.hardware.profile.interference`). Dual weights (Lagrangian multipliers of the channels) with
+(:mod:`lightning_mist.hardware.profile.interference_model`). Dual weights (Lagrangian multipliers of the channels) with
 
     sum_{i in S} w_i v_i(S) <= 1    for every S
 
@@ -37,10 +37,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_mist.cost.array_record import ArrayRecord
-from lightning_mist.cost.channels import CopyRates
-from lightning_mist.cost.compile import FloatArray, IntArray
-from lightning_mist.cost.offload import BUFFERS
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.expressions import FloatArray, IntArray
+from lightning_mist.cost.memory.offload_bytes import BUFFERS
+from lightning_mist.cost.time.overlap import CopyRates
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import CHANNELS, speed_table
 from lightning_mist.plan import ScheduleName

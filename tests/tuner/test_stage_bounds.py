@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.channels import copy_rates
-from lightning_mist.cost.phases import stage_phases
+from lightning_mist.cost.memory.phases import stage_phases
+from lightning_mist.cost.time.overlap import copy_rates
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import CHANNELS, COEFFICIENTS, seconds_together, speed_table
 from lightning_mist.tuner import Planner
