@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.estimate.allocator.simulation import (
-    AllocatorSettings,
-    MemoryEvent,
-    finish,
-    free,
-    malloc,
-    simulate_allocator,
-    use,
-)
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, finish, free, malloc, use
+from lightning_mist.estimate.allocator.simulation import simulate_allocator
 
 MIB = 2**20
 STREAMS = ("compute", "side")
@@ -84,7 +77,7 @@ def simulated(events: Sequence[MemoryEvent], settings: AllocatorSettings) -> dic
     """What the simulation says, under the same names."""
     result = simulate_allocator(events, settings)
     found = {name: getattr(result.peak, name) for name in FIGURES}
-    ran = len(events) if result.out_of_memory is None else result.out_of_memory.event
+    ran = len(events) if result.out_of_memory is None else result.out_of_memory
     return {**found, "flushes": result.flushes, "events": ran}
 
 

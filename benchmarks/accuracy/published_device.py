@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
-from lightning_mist.estimate.allocator.simulation import AllocatorSettings
 
 
 class OutOfDeviceMemoryError(RuntimeError):

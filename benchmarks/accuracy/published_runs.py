@@ -12,7 +12,7 @@ from benchmarks.accuracy.published_parallel import ParallelDecoder
 from benchmarks.accuracy.published_rows import Prediction, Row, UnpredictableError, known
 from benchmarks.accuracy.published_torchtune import TorchTune
 from benchmarks.accuracy.published_training import STEPS, Trainer, Training
-from lightning_mist.estimate.allocator.simulation import AllocatorSettings
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 
 _KEYS = frozenset(
     (

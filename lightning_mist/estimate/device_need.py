@@ -141,7 +141,7 @@ def replayed_need(
     result, least = unlimited, unlimited.peak.reserved
     room = max(1, min(capacity, limit - overheads.outside.expected))
     if unlimited.peak.allocated <= room < least:
-        least = least_capacity(every, settings).least
+        least = least_capacity(every, settings)
         result = simulate_allocator(every, replace(settings, capacity_bytes=max(room, least)))
     return _with_allocator(
         allocated=SPREADS["allocated"].of(unlimited.peak.allocated),

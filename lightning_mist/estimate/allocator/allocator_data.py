@@ -126,84 +126,28 @@ class AllocatorBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamBytes:
-    """What one pool of one stream has reserved.
-
-    Attributes:
-        stream: Name of the stream.
-        is_small: Whether it is the pool of blocks up to 1 MiB.
-        reserved: Bytes reserved.
-    """
-
-    stream: str
-    is_small: bool
-    reserved: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemory:
-    """The request that could not be served.
-
-    Attributes:
-        event: Index of the event.
-        nbytes: Bytes asked for.
-        stream: Who asked.
-        held: What was held when the request failed, after all that can be given back was given back.
-    """
-
-    event: int
-    nbytes: int
-    stream: str
-    held: AllocatorBytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorResult:
     """What the allocator did with a list of events.
 
     Attributes:
         peak: Largest value of each figure; each may be reached at another event.
-        peak_allocated_event: Index of the event at which ``peak.allocated`` was first reached; -1 without any.
-        peak_reserved_event: The same for ``peak.reserved``.
         final: What was held after the last event.
         flushes: How often everything that was free was given back to the device because a request did not fit
             (``num_alloc_retries``). Each one waits for the device.
-        out_of_memory: The request that could not be served, where the simulation ended; None if it ran through.
-        streams: What each pool had reserved when ``peak.reserved`` was first reached, largest first.
+        out_of_memory: Index of the request that could not be served, where the simulation ended after all that can be
+            given back was given back; None if it ran through.
     """
 
     peak: AllocatorBytes
-    peak_allocated_event: int
-    peak_reserved_event: int
     final: AllocatorBytes
     flushes: int
-    out_of_memory: OutOfMemory | None
-    streams: tuple[StreamBytes, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeastCapacity:
-    """How much memory the allocator needs to serve a list of events.
-
-    Attributes:
-        least: The smallest capacity at which every request is served, if need be by giving all free memory back to the
-            device in between, which waits for the device each time. To within 2 MiB.
-        comfortable: The smallest capacity at which that is never needed: what is reserved without a limit.
-        flushes: How often it is needed at ``least``.
-    """
-
-    least: int
-    comfortable: int
-    flushes: int
-
-
-_BOOLEANS = {"True": True, "False": False}
+    out_of_memory: int | None
 
 
 def _boolean(text: str) -> bool:
-    if text not in _BOOLEANS:
+    if text not in ("True", "False"):
         raise ValueError("True or False is needed")
-    return _BOOLEANS[text]
+    return text == "True"
 
 
 def _mebibytes(text: str) -> int:

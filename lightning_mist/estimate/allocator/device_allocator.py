@@ -6,7 +6,7 @@ After ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp`` of tor
 
 from collections.abc import Callable
 
-from lightning_mist.estimate.allocator.allocator_data import AllocatorBytes, AllocatorSettings, StreamBytes
+from lightning_mist.estimate.allocator.allocator_data import AllocatorBytes, AllocatorSettings
 from lightning_mist.estimate.allocator.expandable_segments import best_fit, grow, unmap
 from lightning_mist.estimate.allocator.pools import BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, Block, Pool, split
 
@@ -51,12 +51,7 @@ class CachingAllocator:
             self._rounded = lambda nbytes: _rounded_to_divisions(nbytes, divisions)
 
     def malloc(self, identity: int, nbytes: int, stream: str) -> bool:
-        """Serve a request.
-
-        Args:
-            identity: Name of the allocation.
-            nbytes: Bytes asked for; 0 takes no memory.
-            stream: The stream that asks.
+        """Serve a request, of which 0 bytes take no memory.
 
         Returns:
             False if there is not enough memory; the allocation does not exist then.
@@ -127,14 +122,6 @@ class CachingAllocator:
             requested=self.requested, allocated=self.allocated, active=self.active, reserved=self.reserved
         )
 
-    def streams_at_peak(self) -> tuple[StreamBytes, ...]:
-        """What each pool had reserved when most was, largest first."""
-        pools = [pool for pools in self._pools for pool in pools.values() if pool.reserved_at_peak]
-        return tuple(
-            StreamBytes(stream=pool.stream, is_small=pool.is_small, reserved=pool.reserved_at_peak)
-            for pool in sorted(pools, key=lambda pool: -pool.reserved_at_peak)
-        )
-
     def flush(self) -> None:
         """Wait for all streams and give everything back that is free in whole segments or pages."""
         for block in self._waiting:
@@ -191,7 +178,7 @@ class CachingAllocator:
         if self._settings.expandable_segments:
             return grow(pool, size, self._new_range, self._reserve)
         nbytes = pool.segment_for(size)
-        return self._new_block(pool, nbytes) if self._reserve(pool, nbytes) else None
+        return self._new_block(pool, nbytes) if self._reserve(nbytes) else None
 
     def _new_range(self, pool: Pool, size: int) -> Block:
         capacity, page = self._settings.capacity_bytes, pool.segment_bytes
@@ -207,17 +194,12 @@ class CachingAllocator:
         self._next_address += nbytes
         return block
 
-    def _reserve(self, pool: Pool, nbytes: int) -> bool:
+    def _reserve(self, nbytes: int) -> bool:
         capacity = self._settings.capacity_bytes
         if capacity is not None and self.reserved + nbytes > capacity:
             return False
         self.reserved += nbytes
-        pool.reserved += nbytes
-        if self.reserved > self.peak_reserved:
-            self.peak_reserved = self.reserved
-            for pools in self._pools:
-                for each in pools.values():
-                    each.reserved_at_peak = each.reserved
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
     def _recover_finished(self) -> None:
@@ -237,7 +219,6 @@ class CachingAllocator:
     def _give_back(self, block: Block) -> None:
         """Return a whole segment to the device."""
         block.pool.remove(block)
-        block.pool.reserved -= block.size
         self.reserved -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:

@@ -11,7 +11,7 @@ from operator import attrgetter
 from lightning_mist.estimate.allocator.pools import Block, Pool
 
 # Asks the device for so many bytes; False if it has not got them.
-Reserve = Callable[[Pool, int], bool]
+Reserve = Callable[[int], bool]
 
 # Makes a new range of addresses for a pool: one block of at least so many bytes, without memory yet.
 NewRange = Callable[[Pool, int], Block]
@@ -73,18 +73,20 @@ def unmap(block: Block) -> int:
         return 0
     pool.remove(block)
     if first > block.address:
-        _put_beside(block, Block(pool, block.address, first - block.address), is_before=True)
-    rest = block.address + block.size - end
-    if rest:
-        _put_beside(block, Block(pool, end, rest), is_before=False)
+        low = Block(pool, block.address, first - block.address)
+        block.put_before(low)
+        pool.add(low)
+    if end < block.address + block.size:
+        high = Block(pool, end, block.address + block.size - end)
+        block.put_after(high)
+        pool.add(high)
     block.address, block.size, block.is_mapped = first, end - first, False
     for neighbour in (block.before, block.after):
         if neighbour is not None and not neighbour.is_mapped:
             pool.unmapped.remove(neighbour)
-            _swallow(block, neighbour)
+            block.swallow(neighbour)
     if not block.is_whole:  # else the range itself is given up
         insort(pool.unmapped, block, key=_by_address)
-    pool.reserved -= end - first
     return end - first
 
 
@@ -113,48 +115,15 @@ def _map(block: Block, size: int, reserve: Reserve) -> bool:
     """Give the beginning of an unmapped block memory for ``size`` bytes, in whole pages, and free it."""
     pool, page = block.pool, block.pool.segment_bytes
     mapped = -(-size // page) * page
-    if not reserve(pool, mapped):
+    if not reserve(mapped):
         return False
     pool.unmapped.remove(block)
     block.is_mapped = True
     if mapped < block.size:
         rest = Block(pool, block.address + mapped, block.size - mapped)
         rest.is_mapped = False
-        _link(block, rest, is_before=False)
+        block.put_after(rest)
         insort(pool.unmapped, rest, key=_by_address)
         block.size = mapped
     pool.free(block)
     return True
-
-
-def _put_beside(block: Block, piece: Block, *, is_before: bool) -> None:
-    _link(block, piece, is_before=is_before)
-    piece.pool.add(piece)
-
-
-def _link(block: Block, piece: Block, *, is_before: bool) -> None:
-    """Make ``piece`` a neighbour of ``block``."""
-    if is_before:
-        piece.before, piece.after = block.before, block
-        if piece.before is not None:
-            piece.before.after = piece
-        block.before = piece
-    else:
-        piece.before, piece.after = block, block.after
-        if piece.after is not None:
-            piece.after.before = piece
-        block.after = piece
-
-
-def _swallow(block: Block, neighbour: Block) -> None:
-    """Make a neighbour a part of ``block``."""
-    block.size += neighbour.size
-    if neighbour is block.before:
-        block.address = neighbour.address
-        block.before = neighbour.before
-        if block.before is not None:
-            block.before.after = block
-    else:
-        block.after = neighbour.after
-        if block.after is not None:
-            block.after.before = block

@@ -6,6 +6,7 @@ search. After ``c10/cuda/CUDACachingAllocator.cpp`` of torch (``Block``, ``Block
 """
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 
 from lightning_mist.estimate.allocator.allocator_data import MIB
 
@@ -21,6 +22,7 @@ SEGMENT_STEP_BYTES = 2 * MIB
 _ADDRESS_BITS = 72
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment.
 
@@ -37,74 +39,68 @@ class Block:
         since: Number of searches when it became free.
     """
 
-    __slots__ = (
-        "address",
-        "after",
-        "before",
-        "is_free",
-        "is_mapped",
-        "pool",
-        "requested",
-        "since",
-        "size",
-        "streams",
-    )
-
-    def __init__(self, pool: "Pool", address: int, size: int) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.requested = 0
-        self.before: Block | None = None
-        self.after: Block | None = None
-        self.is_free = False
-        self.is_mapped = True
-        self.streams: set[str] | None = None
-        self.since = 0
+    pool: "Pool"
+    address: int
+    size: int
+    requested: int = 0
+    before: "Block | None" = None
+    after: "Block | None" = None
+    is_free: bool = False
+    is_mapped: bool = True
+    streams: set[str] | None = None
+    since: int = 0
 
     @property
     def is_whole(self) -> bool:
         """Whether it is all of its segment."""
         return self.before is None and self.after is None
 
+    def put_before(self, piece: "Block") -> None:
+        """Make a piece the neighbour below."""
+        piece.before, piece.after = self.before, self
+        if self.before is not None:
+            self.before.after = piece
+        self.before = piece
 
+    def put_after(self, piece: "Block") -> None:
+        """Make a piece the neighbour above."""
+        piece.before, piece.after = self, self.after
+        if self.after is not None:
+            self.after.before = piece
+        self.after = piece
+
+    def swallow(self, neighbour: "Block") -> None:
+        """Make a neighbour a part of this block."""
+        self.size += neighbour.size
+        if neighbour is self.before:
+            self.address, self.before = neighbour.address, neighbour.before
+            if self.before is not None:
+                self.before.after = self
+        else:
+            self.after = neighbour.after
+            if self.after is not None:
+                self.after.before = self
+
+
+@dataclass(slots=True, eq=False)
 class Pool:
     """The free blocks of one stream and size class.
 
-    Args:
+    Attributes:
         is_small: Whether it serves requests up to 1 MiB.
         segment_bytes: What is taken from the device for a request too small for a segment of its own; the page of
             expandable segments.
         searches: One number that pools of a size class share: how often a block was looked for.
-
-    Attributes:
-        reserved: Bytes that its segments have taken from the device.
-        reserved_at_peak: The same when most was reserved over all pools.
         unmapped: Parts of expandable segments without memory, by address.
     """
 
-    __slots__ = (
-        "_blocks",
-        "_keys",
-        "is_small",
-        "reserved",
-        "reserved_at_peak",
-        "searches",
-        "segment_bytes",
-        "stream",
-        "unmapped",
-    )
-
-    def __init__(self, stream: str, is_small: bool, segment_bytes: int, searches: list[int]) -> None:
-        self.stream = stream
-        self.is_small = is_small
-        self.segment_bytes = segment_bytes
-        self.searches = searches
-        self.reserved = 0
-        self.reserved_at_peak = 0
-        self.unmapped: list[Block] = []
-        self._keys: list[int] = []
-        self._blocks: dict[int, Block] = {}
+    stream: str
+    is_small: bool
+    segment_bytes: int
+    searches: list[int]
+    unmapped: list[Block] = field(default_factory=list)
+    _keys: list[int] = field(default_factory=list)
+    _blocks: dict[int, Block] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Put a free block in."""
@@ -160,30 +156,16 @@ class Pool:
 
     def free(self, block: Block) -> None:
         """Put a block back, as one with free neighbours."""
-        before, after = block.before, block.after
-        if before is not None and before.is_free:
-            self.remove(before)
-            block.address = before.address
-            block.size += before.size
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if after is not None and after.is_free:
-            self.remove(after)
-            block.size += after.size
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.is_free:
+                self.remove(neighbour)
+                block.swallow(neighbour)
         self.add(block)
 
 
 def split(block: Block, size: int) -> None:
     """Cut a block to ``size`` bytes; the rest becomes a free block behind it."""
     rest = Block(block.pool, block.address + size, block.size - size)
-    rest.before = block
-    rest.after = block.after
-    if rest.after is not None:
-        rest.after.before = rest
-    block.after = rest
+    block.put_after(rest)
     block.size = size
     block.pool.add(rest)

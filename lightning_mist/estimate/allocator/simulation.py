@@ -12,32 +12,9 @@ from lightning_mist.estimate.allocator.allocator_data import (
     AllocatorBytes,
     AllocatorResult,
     AllocatorSettings,
-    LeastCapacity,
     MemoryEvent,
-    OutOfMemory,
-    StreamBytes,
-    finish,
-    free,
-    malloc,
-    use,
 )
 from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
-
-__all__ = [
-    "AllocatorBytes",
-    "AllocatorResult",
-    "AllocatorSettings",
-    "LeastCapacity",
-    "MemoryEvent",
-    "OutOfMemory",
-    "StreamBytes",
-    "finish",
-    "free",
-    "least_capacity",
-    "malloc",
-    "simulate_allocator",
-    "use",
-]
 
 # Segments are multiples of it, so nothing finer than this can decide whether a request fits.
 _STEP_BYTES = 2 << 20
@@ -47,30 +24,22 @@ def simulate_allocator(events: Sequence[MemoryEvent], settings: AllocatorSetting
     """Replay allocations through the caching allocator.
 
     Args:
-        events: What the program asks for, in order.
         settings: How the allocator is set up; torch's defaults and no limit if not given.
-
-    Returns:
-        What was held at most and at the end. A request that cannot be served ends the simulation.
 
     Raises:
         ValueError: If an event names an allocation that does not exist, or makes one that does.
     """
     device = CachingAllocator(settings or AllocatorSettings())
-    failed: OutOfMemory | None = None
-    requested = allocated = active = reserved = 0
-    allocated_event = reserved_event = -1
+    failed = None
+    requested = allocated = active = 0
     for index, (kind, identity, nbytes, stream) in enumerate(events):
         if kind == "malloc":
             if not device.malloc(identity, nbytes, stream):
-                failed = OutOfMemory(event=index, nbytes=nbytes, stream=stream, held=device.held())
+                failed = index
                 break
             active = max(active, device.active)
             requested = max(requested, device.requested)
-            if device.allocated > allocated:
-                allocated, allocated_event = device.allocated, index
-            if device.peak_reserved > reserved:
-                reserved, reserved_event = device.peak_reserved, index
+            allocated = max(allocated, device.allocated)
         elif kind == "free":
             device.free(identity)
         elif kind == "use":
@@ -79,38 +48,30 @@ def simulate_allocator(events: Sequence[MemoryEvent], settings: AllocatorSetting
             device.finish(stream)
     return AllocatorResult(
         peak=AllocatorBytes(requested=requested, allocated=allocated, active=active, reserved=device.peak_reserved),
-        peak_allocated_event=allocated_event,
-        peak_reserved_event=reserved_event,
         final=device.held(),
         flushes=device.flushes,
         out_of_memory=failed,
-        streams=device.streams_at_peak(),
     )
 
 
-def least_capacity(events: Sequence[MemoryEvent], settings: AllocatorSettings | None = None) -> LeastCapacity:
-    """How little memory suffices for a list of allocations.
+def least_capacity(events: Sequence[MemoryEvent], settings: AllocatorSettings | None = None) -> int:
+    """Bytes that suffice for a list of allocations, if need be by giving all free memory back in between.
 
     Fragmentation may let a larger capacity fail where a smaller one serves; the result is one at which the events run
     and 2 MiB less fails, found by bisection.
 
     Args:
-        events: What the program asks for, in order.
         settings: How the allocator is set up; its capacity is ignored.
     """
     settings = settings or AllocatorSettings()
     # Giving back early is a choice made below a capacity; it is no part of what is needed.
     free_of_limits = replace(settings, capacity_bytes=None, garbage_collection_threshold=None)
-    unlimited = simulate_allocator(events, free_of_limits)
-    enough = unlimited.peak.reserved
-    if not enough:
-        return LeastCapacity(least=0, comfortable=0, flushes=0)
-    too_little = flushes = 0
+    enough, too_little = simulate_allocator(events, free_of_limits).peak.reserved, 0
     while enough - too_little > _STEP_BYTES:
         middle = too_little + (enough - too_little) // _STEP_BYTES // 2 * _STEP_BYTES
         result = simulate_allocator(events, replace(free_of_limits, capacity_bytes=middle))
         if result.out_of_memory is None:
-            enough, flushes = middle, result.flushes
+            enough = middle
         else:
             too_little = middle
-    return LeastCapacity(least=enough, comfortable=unlimited.peak.reserved, flushes=flushes)
+    return enough

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy.allocator_on_cuda import MIB, STREAMS, main, random_events, simulated
-from lightning_mist.estimate.allocator.simulation import AllocatorSettings
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 
 
 def test_traces_are_the_same_for_a_seed_and_touch_every_rule() -> None:

@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.accuracy.published_device import OutOfDeviceMemoryError, SimulatedDevice
-from lightning_mist.estimate.allocator.simulation import AllocatorSettings
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 
 MIB = 1 << 20
 

@@ -1,7 +1,6 @@
 import pytest
 
-from lightning_mist.estimate.allocator.allocator_data import parse_allocator_settings
-from lightning_mist.estimate.allocator.simulation import AllocatorSettings
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, parse_allocator_settings
 
 MIB = 2**20
 

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
-from lightning_mist.estimate.allocator.simulation import (
+from lightning_mist.estimate.allocator.allocator_data import (
     AllocatorBytes,
     AllocatorSettings,
     MemoryEvent,
     free,
     malloc,
-    simulate_allocator,
     use,
 )
+from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
+from lightning_mist.estimate.allocator.simulation import simulate_allocator
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
 from tests.tiers import examples
 

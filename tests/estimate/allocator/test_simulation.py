@@ -5,18 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.estimate.allocator.simulation import (
-    AllocatorSettings,
-    LeastCapacity,
-    MemoryEvent,
-    StreamBytes,
-    finish,
-    free,
-    least_capacity,
-    malloc,
-    simulate_allocator,
-    use,
-)
+from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, finish, free, malloc, use
+from lightning_mist.estimate.allocator.simulation import least_capacity, simulate_allocator
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
 from tests.tiers import examples
 
@@ -55,11 +45,6 @@ def test_the_smallest_block_that_fits_is_taken_and_its_neighbours_come_back_toge
 def test_streams_do_not_share_what_is_free() -> None:
     events = [malloc(0, 30 * MIB), free(0), malloc(1, 30 * MIB, "gather"), free(1), malloc(2, KIB, "gather")]
     result = simulate_allocator(events)
-    assert result.streams == (
-        StreamBytes(stream="compute", is_small=False, reserved=30 * MIB),
-        StreamBytes(stream="gather", is_small=False, reserved=30 * MIB),
-        StreamBytes(stream="gather", is_small=True, reserved=2 * MIB),
-    )
     assert result.peak.reserved == 62 * MIB
     assert result.peak.allocated == 30 * MIB
 
@@ -89,9 +74,7 @@ def test_a_segment_with_a_living_block_is_not_given_back() -> None:
     # 2 MiB of the segment of 20 MiB live: it stays, and 64 MiB have no room for 50 MiB more.
     events = [malloc(0, 2 * MIB), malloc(1, 9 * MIB), free(1), malloc(2, 50 * MIB)]
     result = simulate_allocator(events, AllocatorSettings(capacity_bytes=64 * MIB))
-    assert result.out_of_memory is not None
-    assert (result.out_of_memory.event, result.out_of_memory.nbytes) == (3, 50 * MIB)
-    assert result.out_of_memory.held.reserved == 20 * MIB
+    assert (result.out_of_memory, result.final.reserved) == (3, 20 * MIB)
     assert result.final.allocated == 2 * MIB
     assert result.flushes == 1
 
@@ -104,22 +87,23 @@ def test_empty_tensors_take_no_memory() -> None:
 
 def test_the_least_capacity_is_what_remains_after_giving_back_all_that_is_free() -> None:
     events = [malloc(0, 30 * MIB), free(0), malloc(1, 40 * MIB), free(1), malloc(2, 50 * MIB)]
-    assert least_capacity(events) == LeastCapacity(least=50 * MIB, comfortable=120 * MIB, flushes=2)
-    assert least_capacity([]) == LeastCapacity(least=0, comfortable=0, flushes=0)
+    assert least_capacity(events) == 50 * MIB
+    assert simulate_allocator(events, AllocatorSettings(capacity_bytes=50 * MIB)).flushes == 2
+    assert least_capacity([]) == 0
 
 
 @settings(max_examples=examples(40))
 @given(traces(), st.booleans())
 def test_the_least_capacity_runs_and_a_step_less_does_not(trace: list[MemoryEvent], expandable: bool) -> None:
     setup = AllocatorSettings(expandable_segments=expandable)
-    found = least_capacity(trace, setup)
-    result = simulate_allocator(trace, replace(setup, capacity_bytes=found.least))
-    assert (result.out_of_memory, result.flushes) == (None, found.flushes)
-    if found.least > 2 * MIB:
-        assert simulate_allocator(trace, replace(setup, capacity_bytes=found.least - 2 * MIB)).out_of_memory
-    comfortable = simulate_allocator(trace, replace(setup, capacity_bytes=found.comfortable))
-    assert (comfortable.flushes, comfortable.peak) == (0, simulate_allocator(trace, setup).peak)
-    assert found.least <= found.comfortable
-    if found.comfortable > 2 * MIB:
-        tight = simulate_allocator(trace, replace(setup, capacity_bytes=found.comfortable - 1))
+    least, unlimited = least_capacity(trace, setup), simulate_allocator(trace, setup).peak
+    assert simulate_allocator(trace, replace(setup, capacity_bytes=least)).out_of_memory is None
+    if least > 2 * MIB:
+        less = simulate_allocator(trace, replace(setup, capacity_bytes=least - 2 * MIB))
+        assert less.out_of_memory is not None
+    enough = simulate_allocator(trace, replace(setup, capacity_bytes=unlimited.reserved))
+    assert (enough.flushes, enough.peak) == (0, unlimited)
+    assert least <= unlimited.reserved
+    if unlimited.reserved > 2 * MIB:
+        tight = simulate_allocator(trace, replace(setup, capacity_bytes=unlimited.reserved - 1))
         assert tight.flushes > 0
