@@ -5,7 +5,7 @@ What takes modules needs torch, and is imported when it is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.estimate.estimate_codec import estimate_from_json, estimate_to_json
+from lightning_mist.estimate.estimate_codec import as_data, estimate_from_json, estimate_to_json
 from lightning_mist.estimate.estimate_data import WORDS, MemoryEstimate, StageEstimate
 from lightning_mist.estimate.estimate_table import render_estimate
 from lightning_mist.estimate.memory_curve import MemoryCurve, memory_curves
@@ -27,6 +27,7 @@ __all__ = [
     "MemoryEstimate",
     "StageEstimate",
     "SweepPoint",
+    "as_data",
     "check_matplotlib",
     "check_picture",
     "combinations",

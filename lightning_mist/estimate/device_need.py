@@ -95,20 +95,16 @@ class DeviceNeed:
         allocator_bytes: Of p50 of ``reserved``, what is not allocated.
         context_bytes: Of p50 of ``device_total``, the context.
         communicator_bytes: The same for communicators.
-        comfortable_bytes: Reserved without limit: from here on nothing is ever given back within a step.
-        least_bytes: Least capacity of the allocator at which the step runs.
         flushes: How often in the replayed steps everything that is free is given back, which waits for the device.
     """
 
     allocated: Interval
     reserved: Interval
     device_total: Interval
-    allocator_bytes: int
-    context_bytes: int
-    communicator_bytes: int
-    comfortable_bytes: int
-    least_bytes: int
-    flushes: int
+    allocator_bytes: int = 0
+    context_bytes: int = 0
+    communicator_bytes: int = 0
+    flushes: int = 0
 
 
 def replayed_need(
@@ -133,8 +129,7 @@ def replayed_need(
     settings = settings or AllocatorSettings()
     limit = cluster.device.memory_bytes if limit is None else limit
     if not overheads.has_allocator:
-        peak = simulate_allocator(events, settings).peak.requested
-        return _without_allocator(peak, SPREADS["allocated"])
+        return _without_allocator(simulate_allocator(events, settings).peak.requested, SPREADS["allocated"])
     every = (*workspaces(overheads.workspace_bytes), *events)
     capacity = allocator_capacity(cluster, overheads)
     unlimited = simulate_allocator(every, replace(settings, capacity_bytes=None, garbage_collection_threshold=None))
@@ -148,10 +143,10 @@ def replayed_need(
         reserved=result.peak.reserved,
         comfortable=unlimited.peak.reserved,
         least=least,
-        flushes=result.flushes,
         overheads=overheads,
         spread=SPREADS["reserved"],
         limit=limit,
+        flushes=result.flushes,
     )
 
 
@@ -188,7 +183,6 @@ def summed_need(
         reserved=reserved,
         comfortable=reserved,
         least=reserved,
-        flushes=0,
         overheads=overheads,
         spread=Spread(middle=1.0, high=factor + start / max(1, reserved), source=ratio.source),
         limit=cluster.device.memory_bytes if limit is None else limit,
@@ -198,17 +192,7 @@ def summed_need(
 def _without_allocator(allocated: int, spread: Spread) -> DeviceNeed:
     """On CPU what is allocated is all."""
     need = spread.of(allocated)
-    return DeviceNeed(
-        allocated=need,
-        reserved=need,
-        device_total=need,
-        allocator_bytes=0,
-        context_bytes=0,
-        communicator_bytes=0,
-        comfortable_bytes=need.p50,
-        least_bytes=need.p50,
-        flushes=0,
-    )
+    return DeviceNeed(allocated=need, reserved=need, device_total=need)
 
 
 def _with_allocator(
@@ -217,11 +201,12 @@ def _with_allocator(
     reserved: int,
     comfortable: int,
     least: int,
-    flushes: int,
     overheads: DeviceOverheads,
     spread: Spread,
     limit: int,
+    flushes: int = 0,
 ) -> DeviceNeed:
+    """With an allocator: reserved at the limit, without one (comfortable: nothing is ever given back), and at least."""
     outside = overheads.outside.expected
     likely = spread.of(reserved).p50
     high = _within(spread.of(comfortable).p95, spread.of(least).p95, limit - outside)
@@ -236,8 +221,6 @@ def _with_allocator(
         allocator_bytes=max(0, likely - allocated.p50),
         context_bytes=overheads.context.expected,
         communicator_bytes=overheads.communicators.expected,
-        comfortable_bytes=comfortable,
-        least_bytes=least,
         flushes=flushes,
     )
 

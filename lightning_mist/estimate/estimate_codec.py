@@ -1,55 +1,34 @@
 """Estimates as JSON and back: bytes, and names that stay."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from lightning_mist.estimate.estimate_data import Change, MemoryEstimate, PeakTensor, StageEstimate
-from lightning_mist.estimate.uncertainty import Interval
+from lightning_mist.estimate.estimate_data import MemoryEstimate
 from lightning_mist.plan import Plan, from_json, to_json
 
 SCHEMA = 1
 """The version of the document."""
 
-T = TypeVar("T")
+_PAIRS = ("terms", "values")
+"""Fields of records that hold pairs of a name and a number: objects in JSON."""
+
+
+def as_data(value: Any) -> Any:
+    """A record as JSON has it: fields by name, plans as in plan files."""
+    if isinstance(value, Plan):
+        return json.loads(to_json(value))
+    if is_dataclass(value):
+        found = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {name: dict(item) if name in _PAIRS else as_data(item) for name, item in found.items()}
+    return [as_data(item) for item in value] if isinstance(value, tuple) else value
 
 
 def estimate_to_json(estimate: MemoryEstimate) -> str:
     """An estimate as text, with its verdict; equal estimates give equal text."""
-    document = {
-        "schema": SCHEMA,
-        "verdict": estimate.verdict,
-        "worst_stage": estimate.worst.stage,
-        "model": estimate.model,
-        "cluster": estimate.cluster,
-        "memory_limit": estimate.memory_limit,
-        "precision": estimate.precision,
-        "optimizer": estimate.optimizer,
-        "source": estimate.source,
-        "stages": [
-            {
-                **{field.name: getattr(stage, field.name) for field in fields(StageEstimate)},
-                **{name: asdict(getattr(stage, name)) for name in _INTERVALS},
-                "terms": dict(stage.terms),
-                **{name: [asdict(tensor) for tensor in getattr(stage, name)] for name in _TENSORS},
-            }
-            for stage in estimate.stages
-        ],
-        "changes": [
-            {
-                "text": change.text,
-                "runs": change.runs,
-                "device_total": asdict(change.device_total),
-                "plan": json.loads(to_json(change.plan)),
-            }
-            for change in estimate.changes
-        ],
-        "notes": list(estimate.notes),
-        "plan": json.loads(to_json(estimate.plan)),
-    }
-    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+    derived = {"schema": SCHEMA, "verdict": estimate.verdict, "worst_stage": estimate.worst.stage}
+    return json.dumps({**derived, **as_data(estimate)}, indent=1, allow_nan=False) + "\n"
 
 
 def estimate_from_json(text: str) -> MemoryEstimate:
@@ -65,67 +44,42 @@ def estimate_from_json(text: str) -> MemoryEstimate:
         raise ValueError(
             f"the estimate is not JSON: {error}; give what `lightning-mist estimate --json` wrote"
         ) from None
-    values = dict(_object(document, "the estimate"))
-    schema = values.pop("schema", None)
+    schema = document.pop("schema", None) if isinstance(document, dict) else SCHEMA
     if schema != SCHEMA:
         raise ValueError(f"schema = {schema}: this version of lightning_mist reads estimates of schema {SCHEMA}")
-    for derived in ("verdict", "worst_stage"):
-        values.pop(derived, None)
-    return _make(
-        MemoryEstimate,
-        values,
-        "the estimate",
-        stages=lambda item: tuple(_stage(stage, f"stages[{i}]") for i, stage in enumerate(item)),
-        changes=lambda item: tuple(_change(change, f"changes[{i}]") for i, change in enumerate(item)),
-        notes=tuple,
-        plan=_plan,
-    )
+    if isinstance(document, dict):
+        document = {name: value for name, value in document.items() if name not in ("verdict", "worst_stage")}
+    return cast(MemoryEstimate, _read(MemoryEstimate, document, ""))
 
 
-_TENSORS = ("tensors", "kinds")
-_INTERVALS = ("allocated", "reserved", "device_total")
-
-
-def _stage(value: object, path: str) -> StageEstimate:
-    return _make(
-        StageEstimate,
-        _object(value, path),
-        path,
-        devices=tuple,
-        terms=lambda item: tuple(item.items()),
-        **{name: lambda item: tuple(_make(PeakTensor, _object(t, path), path) for t in item) for name in _TENSORS},
-        **{name: lambda item: _make(Interval, _object(item, path), path) for name in _INTERVALS},
-    )
-
-
-def _change(value: object, path: str) -> Change:
-    return _make(
-        Change,
-        _object(value, path),
-        path,
-        plan=_plan,
-        device_total=lambda item: _make(Interval, _object(item, path), f"{path}.device_total"),
-    )
-
-
-def _plan(value: object) -> Plan:
-    return from_json(json.dumps(value))
-
-
-def _object(value: object, path: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} = {value!r}: an object with keys is needed")
+def _read(kind: Any, value: Any, path: str) -> Any:
+    """A value of a type: records by their fields, plans as in plan files."""
+    if kind is Plan:
+        return from_json(json.dumps(value))
+    if is_dataclass(kind):
+        return _read_record(kind, value, path)
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        return tuple(_read(item, each, f"{path}[{index}]") for index, each in enumerate(value))
     return value
 
 
-def _make(cls: type[T], values: Mapping[str, Any], path: str, **readers: Any) -> T:
-    """One record, its values read by readers where they need one."""
-    known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
-    for name in values:
+def _read_record(kind: Any, value: Any, path: str) -> Any:
+    where = path or "the estimate"
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} = {value!r}: an object with keys is needed")
+    known, types = {field.name: field for field in fields(kind)}, get_type_hints(kind)
+    for name in value:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{path}: the key {name!r} is not known; the nearest is {near!r}")
+            raise ValueError(f"{where}: the key {name!r} is not known; the nearest is {near!r}")
     for name, field in known.items():
-        if name not in values and field.default is MISSING:
-            raise ValueError(f"{path}: the key {name!r} is missing: an estimate needs it")
-    return cls(**{name: readers.get(name, lambda item: item)(value) for name, value in values.items()})
+        if name not in value and field.default is MISSING:
+            raise ValueError(f"{where}: the key {name!r} is missing: an estimate needs it")
+    inner = f"{path}." if path else ""
+    return kind(
+        **{
+            name: tuple(item.items()) if name in _PAIRS else _read(types[name], item, inner + name)
+            for name, item in value.items()
+        }
+    )

@@ -121,9 +121,9 @@ class Change:
     """
 
     text: str
-    plan: Plan
-    device_total: Interval
     runs: bool = True
+    device_total: Interval
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +144,13 @@ class MemoryEstimate:
     model: str
     cluster: str
     memory_limit: int
-    plan: Plan
     precision: str
     optimizer: str
-    stages: tuple[StageEstimate, ...]
     source: str = "traced"
+    stages: tuple[StageEstimate, ...]
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    plan: Plan
 
     @property
     def worst(self) -> StageEstimate:

@@ -76,11 +76,6 @@ class MemoryCurve:
         """The most bytes, each term rounded as predictions are."""
         return sum(round(float(values_E[self.peak_index])) for _, values_E in self.terms)
 
-    @property
-    def kept_E(self) -> FloatArray:
-        """Bytes without working sets."""
-        return self.total_E - dict(self.terms)["working_bytes"]
-
 
 def memory_curves(plan: Plan, simulation: Simulation) -> tuple[MemoryCurve, ...]:
     """Bytes over one step, for each group of devices.

@@ -1,7 +1,6 @@
 """What a plan needs of the memory of every device, of a network whose costs are known."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lightning_mist.cost.memory import TERMS, StageMemory
 from lightning_mist.errors import PlanError
@@ -11,12 +10,10 @@ from lightning_mist.estimate.stage_estimates import (
     Estimator,
     Replaying,
     describe_cluster,
-    rank_overheads,
-    stage_device,
     summed_estimate,
     what_is_not_run,
 )
-from lightning_mist.hardware import AnyCluster, Cluster, MixedCluster
+from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.plan import ModuleMap, Plan, PredictedStage
 from lightning_mist.units import format_bytes, parse_bytes
 
@@ -97,13 +94,10 @@ def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: AnyCluster, 
     """
     if plan.predicted is None:
         raise PlanError("the plan predicts nothing: estimate it from a trace of the module")
-    stages = []
-    for index, stage in enumerate(plan.predicted.stages):
-        devices = plan.stages[index].devices
-        part, own = stage_device(cluster, devices, limit)
-        overheads = rank_overheads(part, plan, module_map, devices[0])
-        found = summed_estimate(plan, index, _memory(stage), part, overheads, own)
-        stages.append(replace(found, limit=own) if isinstance(cluster, MixedCluster) else found)
+    stages = tuple(
+        summed_estimate(plan, index, _memory(stage), cluster, module_map, limit)
+        for index, stage in enumerate(plan.predicted.stages)
+    )
     made_for = dict(plan.fingerprint)
     return MemoryEstimate(
         model="the module",
@@ -112,7 +106,7 @@ def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: AnyCluster, 
         plan=plan,
         precision=made_for.get("precision", "unknown precision"),
         optimizer="its optimizer",
-        stages=tuple(stages),
+        stages=stages,
         source="the plan's own prediction",
         notes=what_is_not_run(plan),
     )

@@ -7,7 +7,7 @@ allocator holds on top from how much that was elsewhere.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -24,7 +24,7 @@ from lightning_mist.estimate.device_need import (
     replayed_need,
     summed_need,
 )
-from lightning_mist.estimate.estimate_data import PeakTensor, StageEstimate, need_of, worst_of
+from lightning_mist.estimate.estimate_data import OUTER_TERMS, PeakTensor, StageEstimate, need_of, worst_of
 from lightning_mist.estimate.picture import Timeline, timeline_of
 from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.hardware import AnyCluster, Cluster
@@ -166,8 +166,9 @@ class Estimator:
             PlanError: If the allocations of the plan are not known.
         """
         if not can_replay(self.spec, plan):
-            moves = "replays know of nothing that is moved" if any(stage.offload.any for stage in plan.stages) else ""
-            why = "; ".join(what_is_not_run(plan)) or moves or f"{self.spec.name} was described without its allocations"
+            why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
+            if any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan):
+                why = "replays know of nothing that is moved"
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
@@ -182,31 +183,22 @@ class Estimator:
         return self._models[key]
 
     def _summed(self, plan: Plan, group: int, memory: StageMemory, is_final: bool) -> StageEstimate:
-        part, limit = self._part(plan, group)
-        overheads = self._overheads(plan, plan.stages[group].devices[0], part)
-        traced = self.source == "traced"
-        found = summed_estimate(plan, group, memory, part, overheads, limit, is_traced=traced, is_final=is_final)
-        return self._limited(found, limit)
+        is_traced, module_map = self.source == "traced", self.spec.module_map
+        return summed_estimate(
+            plan, group, memory, self.cluster, module_map, self.limit, is_traced=is_traced, is_final=is_final
+        )
 
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:
-        replay, (part, limit) = replay_group(self.spec, plan, group), self._part(plan, group)
-        overheads = self._overheads(plan, replay.rank, part)
+        replay = replay_group(self.spec, plan, group)
+        part, limit = stage_device(self.cluster, plan.stages[group].devices, self.limit)
+        overheads = rank_overheads(part, plan, self.spec.module_map, replay.rank)
         need = replayed_need(replay.memory_events(), part, overheads, settings=self.allocator, limit=limit)
         terms = dict(replay.terms_at_peak())
         # Workspaces, and what rounding adds to sizes.
         terms["working_bytes"] += need.allocated.p50 - sum(terms.values())
         tensors, kinds = tensors_at_peak(replay.alive_at_peak(), group)
-        found = _estimate(plan, group, phase_in_words(replay.phase), need, tuple(terms.items()))
-        return self._limited(replace(found, tensors=tensors, kinds=kinds), limit)
-
-    def _part(self, plan: Plan, group: int) -> tuple[Cluster, int]:
-        return stage_device(self.cluster, plan.stages[group].devices, self.limit)
-
-    def _limited(self, found: StageEstimate, limit: int) -> StageEstimate:
-        return found if isinstance(self.cluster, Cluster) else replace(found, limit=limit)
-
-    def _overheads(self, plan: Plan, rank: int, part: Cluster) -> DeviceOverheads:
-        return rank_overheads(part, plan, self.spec.module_map, rank)
+        found = _estimate(plan, group, self.cluster, limit, need, terms)
+        return replace(found, phase=phase_in_words(replay.phase), tensors=tensors, kinds=kinds)
 
 
 def stage_device(cluster: AnyCluster, devices: Sequence[int], limit: int) -> tuple[Cluster, int]:
@@ -226,8 +218,8 @@ def summed_estimate(
     plan: Plan,
     stage: int,
     memory: StageMemory,
-    cluster: Cluster,
-    overheads: DeviceOverheads,
+    cluster: AnyCluster,
+    module_map: ModuleMap,
     limit: int,
     *,
     is_traced: bool = True,
@@ -236,68 +228,59 @@ def summed_estimate(
     """The estimate of a stage of which only the peak of tensors is known.
 
     Args:
-        stage: Index of the stage.
-        overheads: What its device holds besides tensors.
-        limit: Bytes of each device that may be used.
+        limit: Bytes of each device that may be used; of unlike devices at most the memory of each.
         is_traced: Whether the peak comes from a trace rather than from a closed form.
         is_final: Whether no replay will take its place.
     """
+    devices = plan.stages[stage].devices
+    part, limit = stage_device(cluster, devices, limit)
+    overheads = rank_overheads(part, plan, module_map, devices[0])
     # What cuBLAS allocates is in no term of its own: it works for whatever multiplies.
     allocated = memory.peak_bytes + overheads.workspace_bytes
-    need = summed_need(allocated, cluster, overheads, limit=limit, is_traced=is_traced, is_final=is_final)
+    need = summed_need(allocated, part, overheads, limit=limit, is_traced=is_traced, is_final=is_final)
     terms = dict(memory.terms)
     terms["working_bytes"] += overheads.workspace_bytes
-    return _estimate(plan, stage, memory.phase, need, tuple(terms.items()), memory.host_bytes)
+    found = _estimate(plan, stage, cluster, limit, need, terms)
+    return replace(found, phase=memory.phase, host_bytes=memory.host_bytes)
 
 
 def rank_overheads(cluster: Cluster, plan: Plan, module_map: ModuleMap, rank: int) -> DeviceOverheads:
     """What the device of a rank holds besides tensors: communicators under context parallelism by its degrees."""
     if cluster.device.kind != "cuda":
         return device_overheads(cluster, ())
-    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
-        return device_overheads(cluster, communicators_by_degrees(plan, rank))
-    return device_overheads(cluster, communicators_of(plan, module_map, rank))
+    by_degrees = any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages)
+    held = communicators_by_degrees(plan, rank) if by_degrees else communicators_of(plan, module_map, rank)
+    return device_overheads(cluster, held)
 
 
 def describe_cluster(cluster: AnyCluster) -> str:
     """A cluster in a few words."""
-    return " and ".join(_describe_part(part) for part in cluster.parts)
-
-
-def _describe_part(part: Cluster) -> str:
-    count = f"{part.num_nodes} x {part.devices_per_node}" if part.num_nodes > 1 else part.devices_per_node
-    return f"{count} x {part.device.name} with {format_bytes(part.device.memory_bytes)} each"
+    return " and ".join(
+        f"{f'{part.num_nodes} x ' if part.num_nodes > 1 else ''}{part.devices_per_node} x {part.device.name} with "
+        f"{format_bytes(part.device.memory_bytes)} each"
+        for part in cluster.parts
+    )
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether every allocation is known: of a traced network, under a plan that is executed and moves nothing."""
+    """Whether every allocation is known: of a traced network, under a plan that is executed and offloads nothing."""
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
     return known and not any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan)
 
 
 def _estimate(
-    plan: Plan,
-    group: int,
-    phase: str,
-    need: DeviceNeed,
-    terms: tuple[tuple[str, int], ...],
-    host_bytes: int = 0,
+    plan: Plan, group: int, cluster: AnyCluster, limit: int, need: DeviceNeed, terms: Mapping[str, int]
 ) -> StageEstimate:
-    outer = (
-        ("allocator_bytes", need.allocator_bytes),
-        ("context_bytes", need.context_bytes),
-        ("communicator_bytes", need.communicator_bytes),
-    )
     return StageEstimate(
         stage=group,
         devices=plan.stages[group].devices,
-        phase=phase,
+        phase="",
         allocated=need.allocated,
         reserved=need.reserved,
         device_total=need.device_total,
-        terms=(*terms, *outer),
+        terms=(*terms.items(), *((name, getattr(need, name)) for name in OUTER_TERMS)),
         flushes=need.flushes,
-        host_bytes=host_bytes,
+        limit=None if isinstance(cluster, Cluster) else limit,
     )
 
 

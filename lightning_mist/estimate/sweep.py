@@ -91,17 +91,13 @@ def render_sweep(points: Sequence[SweepPoint], *, width: int = 120, color: bool 
 
 def sweep_to_json(points: Sequence[SweepPoint]) -> str:
     """The points as a list of objects with ``values`` and either ``estimate`` or ``error``."""
-    document = [
-        {
-            "values": dict(point.values),
-            **(
-                {"error": point.error}
-                if point.estimate is None
-                else {"estimate": json.loads(estimate_to_json(point.estimate))}
-            ),
-        }
-        for point in points
-    ]
+
+    def outcome(point: SweepPoint) -> dict[str, object]:
+        if point.estimate is None:
+            return {"error": point.error}
+        return {"estimate": json.loads(estimate_to_json(point.estimate))}
+
+    document = [{"values": dict(point.values), **outcome(point)} for point in points]
     return json.dumps(document, indent=1) + "\n"
 
 

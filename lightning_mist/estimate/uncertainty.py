@@ -5,9 +5,7 @@ one) the need was ``1 / (1 + e)`` of the prediction. The middle of these factors
 below are the *spread* of such predictions; :data:`SPREADS` has those of committed records.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil
 from typing import Literal, TypeAlias
 
 
@@ -33,8 +31,6 @@ Quantity: TypeAlias = Literal[
     "allocated", "reserved", "reserved over allocated", "summed", "summed reserved", "closed form"
 ]
 
-_COVERED = 0.95
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
@@ -57,24 +53,6 @@ class Spread:
     def of(self, nbytes: float) -> Interval:
         """The interval of a prediction: it is the middle where its error has no direction to speak of."""
         return Interval(p50=round(nbytes * self.middle), p95=round(nbytes * self.high))
-
-
-def spread_of(errors: Iterable[float], source: tuple[str, ...]) -> Spread:
-    """The spread of predictions with these relative errors.
-
-    Of few rows the largest factor is taken, for nothing is known beyond it. A middle below the prediction is not
-    believed: predictions that were too high stay as they are.
-
-    Raises:
-        ValueError: If there are none, or one is -1 or less.
-    """
-    ordered = sorted(errors)
-    if not ordered or ordered[0] <= -1.0:
-        raise ValueError(f"errors {ordered[:3]}: a spread needs at least one, and all above -1")
-    factors = sorted(1.0 / (1.0 + error) for error in ordered)
-    middle = max(1.0, factors[(len(factors) - 1) // 2])
-    high = factors[min(len(factors), ceil(_COVERED * len(factors))) - 1]
-    return Spread(middle=middle, high=max(middle, high), source=source)
 
 
 _EXECUTED_STAGES = (

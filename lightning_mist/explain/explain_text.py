@@ -1,14 +1,14 @@
 """An explanation as sentences, and as data for other programs."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_mist.estimate import as_data
 from lightning_mist.explain.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
 from lightning_mist.explain.findings import is_hardly
-from lightning_mist.plan import Plan, to_json
+from lightning_mist.plan import Plan
 from lightning_mist.tuner.result import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -320,45 +320,18 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
     return {
         "step_seconds": step,
         "limit_bytes": list(explanation.limits),
-        "findings": [
-            {
-                "stage": item.stage,
-                "limit": item.limit,
-                "binds": item.binds,
-                "values": dict(item.values),
-                "text": item.text,
-            }
-            for item in explanation.findings
-        ],
-        "techniques": [
-            {
-                "name": item.name,
-                "meaning": item.meaning,
-                "use": item.use,
-                "switched_off": _version(item.switched_off),
-                "best_without": _version(item.best_without),
-                "text": technique_line(item, step),
-            }
-            for item in explanation.techniques
-        ],
+        "findings": as_data(explanation.findings),
+        "techniques": [_told(item, technique_line(item, step)) for item in explanation.techniques],
         "others": [
             {
-                "plan": _plan(item.plan),
+                "plan": as_data(item.plan),
                 "step_seconds": item.predicted.step_seconds,
                 "differences": list(item.differences),
                 "text": _other(item, step),
             }
             for item in explanation.others
         ],
-        "what_ifs": [
-            {
-                "change": item.change,
-                "same_plan": _version(item.same_plan),
-                "best": _version(item.best),
-                "text": what_if_line(item, step),
-            }
-            for item in explanation.what_ifs
-        ],
+        "what_ifs": [_told(item, what_if_line(item, step)) for item in explanation.what_ifs],
         "left_out": list(explanation.left_out),
         "unsearched": list(explanation.unsearched),
         "more_seconds": explanation.more_seconds,
@@ -366,18 +339,13 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _version(version: Version | None) -> dict[str, Any] | None:
-    if version is None:
-        return None
-    return {
-        "plan": None if version.plan is None else _plan(version.plan),
-        "step_seconds": version.seconds,
-        "missing_bytes": version.missing_bytes,
-        "missing_host_bytes": version.missing_host_bytes,
-        "proven": version.proven,
-        "reason": version.reason,
-    }
-
-
-def _plan(plan: Plan) -> Any:
-    return json.loads(to_json(plan))
+def _told(item: TechniqueValue | WhatIf, text: str) -> dict[str, Any]:
+    """A record with its sentence, and versions with the seconds of their steps."""
+    found: dict[str, Any] = {}
+    for field in fields(item):
+        value = getattr(item, field.name)
+        found[field.name] = as_data(value)
+        if isinstance(value, Version):
+            own = found[field.name]
+            found[field.name] = {"plan": own.pop("plan"), "step_seconds": value.seconds, **own}
+    return {**found, "text": text}

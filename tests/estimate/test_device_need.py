@@ -32,8 +32,7 @@ def cluster(memory: int, kind: str = "cuda") -> Cluster:
 
 def test_with_room_the_allocator_keeps_what_it_has() -> None:
     found = replayed_need(EVENTS, cluster(10**9), OVERHEADS)
-    assert (found.comfortable_bytes, found.least_bytes, found.flushes) == (70 * MIB, 70 * MIB, 0)
-    assert found.reserved.p50 == 70 * MIB
+    assert (found.reserved.p50, found.flushes) == (70 * MIB, 0)
     assert found.reserved.p95 == round(SPREAD * 70 * MIB)
     assert found.device_total.p50 == 110 * MIB
     # The two errors are independent.
@@ -46,8 +45,7 @@ def test_with_room_the_allocator_keeps_what_it_has() -> None:
 def test_a_device_that_would_overflow_is_full_and_runs_if_the_least_fits() -> None:
     # Outside are 40 MiB, seldom more than 110: 150 MiB leave room for the 40 that are needed, not for 70.
     found = replayed_need(EVENTS, cluster(155 * MIB), OVERHEADS, limit=100 * MIB)
-    assert (found.least_bytes, found.comfortable_bytes, found.flushes) == (40 * MIB, 70 * MIB, 1)
-    assert found.device_total.p50 == 80 * MIB
+    assert (found.device_total.p50, found.flushes) == (80 * MIB, 1)
     assert found.device_total.p95 > 100 * MIB
     small = replace(OVERHEADS, context=NOTHING, communicators=Overhead(expected=40 * MIB, high=41 * MIB, source=""))
     assert replayed_need(EVENTS, cluster(155 * MIB), small, limit=100 * MIB).device_total.p95 == 100 * MIB

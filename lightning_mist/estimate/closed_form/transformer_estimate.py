@@ -4,43 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import sympy
-
-from lightning_mist.cost.interleaved_memory import stage_memory
-from lightning_mist.cost.memory import StageMemory
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA, OperatorSet, layer_form
 from lightning_mist.estimate.closed_form.network_sizes import TransformerDims, dims_of
 from lightning_mist.estimate.closed_form.network_spec import closed_form_spec
 from lightning_mist.estimate.closed_form.transformer_form import ClosedForm
 from lightning_mist.model.presets import LanguageModelShape
-from lightning_mist.model.spec import MICROBATCH, SEQUENCE, ModelSpec, OptimizerSpec
-from lightning_mist.plan import Plan
+from lightning_mist.model.spec import ModelSpec, OptimizerSpec, bytes_at
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def closed_form_estimate(form: ClosedForm, plan: Plan) -> tuple[StageMemory, ...]:
-    """The peak memory of every stage of a plan, from a network's sizes alone.
-
-    Args:
-        form: The sizes, and what computes the network.
-
-    Raises:
-        PlanError: If the plan is not for so many layers, or its degrees do not divide the sizes.
-    """
-    if plan.num_layers != form.dims.layers:
-        raise PlanError(
-            f"the plan has {plan.num_layers} layers, the network {form.dims.layers}: a plan must cover every layer; "
-            "plan again for this network"
-        )
-    degrees = {stage.mesh.tensor_parallel_degree for stage in plan.stages}
-    try:
-        spec = closed_form_spec(form, sorted(degrees))
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    return stage_memory(spec, plan)
 
 
 ALIKE = 5e-4
@@ -52,15 +25,11 @@ class CrossCheck:
     """What a trace and the closed form say of one layer.
 
     Attributes:
-        rows: Microbatch rows.
-        length: Sequence length.
         traced_bytes: Bytes that the layer keeps by the trace.
         operators: Name of the operators that it assumes.
         unit_bytes: Bytes of one hidden state, ``s b h`` elements.
     """
 
-    rows: int
-    length: int
     traced_bytes: int
     closed_bytes: int
     operators: str
@@ -85,31 +54,17 @@ class CrossCheck:
 
 
 def cross_check(spec: ModelSpec, dims: TransformerDims, operators: OperatorSet = CUDA) -> CrossCheck:
-    """Compare what a traced layer keeps with the closed form.
+    """What a traced layer keeps beside the closed form.
 
     Args:
-        spec: What was traced, in one of Lightning's precisions.
-
-    Raises:
-        ValueError: If the network has no sequence or other sizes.
+        spec: What was traced, in one of Lightning's precisions: layers over sequences, as many as the sizes say.
     """
-    if spec.sequence_length is None or not spec.layers:
-        raise ValueError(
-            f"{spec.name} has {'no repeated layers' if not spec.layers else 'no sequence dimension'}: the closed form "
-            "is about layers over sequences"
-        )
-    if spec.num_layers != dims.layers:
-        raise ValueError(f"{spec.name} has {spec.num_layers} layers, its sizes say {dims.layers}: they must be equal")
     kind, _, how = spec.precision.partition("-")
     itemsize = {"16": 2, "bf16": 2, "64": 8}.get(kind, 4)
-    form = layer_form(dims, operators, itemsize=itemsize, mixed=how == "mixed")
-    rows, length = spec.batch_rows, spec.sequence_length
-    layer = spec.layers[spec.kinds[0]]
+    rows, length = spec.batch_rows, spec.sequence_length or 1
     return CrossCheck(
-        rows=rows,
-        length=length,
-        traced_bytes=int(sympy.sympify(layer.saved_bytes).subs({MICROBATCH: rows, SEQUENCE: length})),
-        closed_bytes=form.at(rows, length),
+        traced_bytes=bytes_at(spec.layers[spec.kinds[0]].saved_bytes, rows, length),
+        closed_bytes=layer_form(dims, operators, itemsize=itemsize, mixed=how == "mixed").at(rows, length),
         operators=operators.name,
         unit_bytes=rows * length * dims.hidden * itemsize,
     )

@@ -258,20 +258,6 @@ class Gradients:
         for identity in under_way:
             self._tape.free(identity)
 
-    def put_aside(self) -> list[tuple[str, int]]:
-        """Another batch of the same step begins: gradients so far wait beside those that it makes."""
-        aside = [(name, identity) for name, identity in self.found.items()]
-        aside += [(name, identity) for identity, names in self._flats.items() for name in names]
-        self.found, self._flats = {}, {}
-        return aside
-
-    def add(self, aside: list[tuple[str, int]]) -> None:
-        """The batch is over: what it made is added to what was put aside."""
-        if aside:
-            self.forget()
-            for name, identity in aside:
-                self._flats.setdefault(identity, set()).add(name)
-
     def forget(self) -> None:
         """All gradients are gone: the next step begins."""
         for identity in (*self.found.values(), *self._flats):

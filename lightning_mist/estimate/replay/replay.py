@@ -147,7 +147,6 @@ def replay_rank(
     plan: Plan,
     rank: int,
     *,
-    batches_per_step: int = 1,
     plain: bool | None = None,
     shorten: bool = True,
     known: dict[tuple[object, ...], StageTemplate] | None = None,
@@ -155,8 +154,6 @@ def replay_rank(
     """What a rank of a plan allocates and frees over two optimizer steps.
 
     Args:
-        rank: The global rank.
-        batches_per_step: Batches whose gradients are accumulated for each optimizer step.
         plain: Whether torch's ``DistributedDataParallel`` runs the plan; by default where it does what the plan says.
         shorten: Whether schedules that repeat themselves may be cut short; the peak is the same.
         known: Keeps what stages do, for replays of other ranks of the same plan.
@@ -169,32 +166,24 @@ def replay_rank(
     view = RankView(part, spec, plan, rank)
     schedule = _schedule(plan, spec, shorten=shorten)
     in_buckets = plan.is_plain if plain is None else plain
-    tape, begin = Run(view, schedule, {} if known is None else known, batches_per_step, in_buckets=in_buckets).play()
+    tape, begin = Run(view, schedule, {} if known is None else known, in_buckets=in_buckets).play()
     return Replay(rank, tape, begin)
 
 
-def replay_plan(
-    spec: ModelSpec, plan: Plan, *, batches_per_step: int = 1, plain: bool | None = None
-) -> tuple[Replay, ...]:
+def replay_plan(spec: ModelSpec, plan: Plan, *, plain: bool | None = None) -> tuple[Replay, ...]:
     """For every stage of a plan the replay of its most loaded rank; chunks of one group of devices share theirs.
 
     Args:
-        batches_per_step: Batches whose gradients are accumulated for each optimizer step.
         plain: As in :func:`replay_rank`.
 
     Raises:
         PlanError: As :func:`replay_rank`.
     """
-    groups = [
-        replay_group(spec, plan, group, batches_per_step=batches_per_step, plain=plain)
-        for group in range(plan.num_groups)
-    ]
+    groups = [replay_group(spec, plan, group, plain=plain) for group in range(plan.num_groups)]
     return tuple(groups[plan.group_of(stage)] for stage in range(plan.num_stages))
 
 
-def replay_group(
-    spec: ModelSpec, plan: Plan, group: int, *, batches_per_step: int = 1, plain: bool | None = None
-) -> Replay:
+def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None = None) -> Replay:
     """The replay of the most loaded rank of a group of devices; see :func:`replay_plan`."""
     known: dict[tuple[object, ...], StageTemplate] = {}
     mesh = plan.stages[group].mesh
@@ -205,10 +194,7 @@ def replay_group(
         view = RankView(part, spec, plan, rank)
         load = tuple(item.bytes for item in view.held if item.name in view.owned)
         classes.setdefault((view.batches, load if view.zero_stage else ()), rank)
-    replays = (
-        replay_rank(spec, plan, rank, batches_per_step=batches_per_step, plain=plain, known=known)
-        for rank in classes.values()
-    )
+    replays = (replay_rank(spec, plan, rank, plain=plain, known=known) for rank in classes.values())
     return max(replays, key=lambda item: item.peak_bytes)
 
 

@@ -20,7 +20,6 @@ class Run:
     Args:
         schedule: The lists that all groups of devices execute.
         known: Keeps what stages do, for runs of other ranks of the same plan.
-        batches: Batches whose gradients are accumulated for each optimizer step.
         in_buckets: Whether torch's ``DistributedDataParallel`` runs the plan.
     """
 
@@ -29,11 +28,10 @@ class Run:
         view: RankView,
         schedule: Schedule,
         known: dict[tuple[object, ...], StageTemplate],
-        batches: int,
         *,
         in_buckets: bool,
     ) -> None:
-        self._view, self._batches, self._tape, self._in_buckets = view, batches, Tape(), in_buckets
+        self._view, self._tape, self._in_buckets = view, Tape(), in_buckets
         self._actions = schedule[view.mesh.stage]
         self._arrivals = arrived_sends(schedule)[view.mesh.stage]
         self._lines = dict(zip(self._actions, expand(self._actions, view.lines), strict=True))
@@ -87,13 +85,7 @@ class Run:
 
     def _step(self) -> list[int]:
         """One optimizer step; what stays of it until the next one begins."""
-        kept: list[int] = []
-        for batch in range(self._batches):
-            for identity in kept:
-                self._tape.free(identity)
-            aside = self._gradients.put_aside() if batch else []
-            kept = self._batch()
-            self._gradients.add(aside)
+        kept = self._batch()
         for action in self._actions:
             if action.kind is ActionKind.OPTIMIZER_STEP:
                 self._mark(action)

@@ -1,5 +1,3 @@
-import pytest
-
 from lightning_mist.estimate.replay.gradient_events import BUCKETS_IN_FLIGHT, Gradients
 from lightning_mist.estimate.replay.rank_state import RankView
 from lightning_mist.model.events.event_tape import Label, Tape
@@ -127,16 +125,3 @@ def test_updated_parameters_are_given_out_in_turn():
 
 def test_as_many_buckets_are_under_way_as_in_the_runtime():
     assert reducer._BUCKETS_IN_FLIGHT == BUCKETS_IN_FLIGHT
-
-
-@pytest.mark.parametrize("in_buckets", [False, True])
-def test_gradients_put_aside_come_back(in_buckets):
-    tape, gradients = make(make_plan([4], parts=2), in_buckets=in_buckets)
-    gradients.found["blocks.0.bias"] = tape.malloc(400, LABEL)
-    aside = gradients.put_aside()
-    gradients.found["blocks.0.bias"] = tape.malloc(400, LABEL)
-    assert alive(tape) == [400, 400]
-    gradients.add(aside)
-    assert alive(tape) == [400]
-    gradients.forget()
-    assert alive(tape) == []

@@ -130,14 +130,6 @@ def test_weights_that_wait_keep_what_their_gradients_are_made_of(network):
     assert WIDTH in {item.nbytes for item in tail}
 
 
-def test_accumulated_batches_keep_their_gradients(network):
-    plan = make_plan([4], degrees=[2], parts=2, zero=1)
-    once, twice = (replay_plan(network, plan, batches_per_step=count)[0] for count in (1, 2))
-    check(twice)
-    # What this rank owns of the first batch's gradients waits beside those of the second.
-    assert TRAINED / 2 <= twice.peak_bytes - once.peak_bytes <= TRAINED / 2 + 16 * 10
-
-
 @settings(max_examples=examples(40))
 @given(plan=plans(num_layers=4, max_devices=5, max_microbatches=12), data=st.data())
 def test_every_step_ends_as_it_began(plan, data):
