@@ -6,7 +6,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_mist.estimate import as_data
-from lightning_mist.explain.explanation import Explanation, Finding, OtherPlan, TechniqueValue, Version, WhatIf
+from lightning_mist.explain.explanation import (
+    Explanation,
+    Finding,
+    OtherPlan,
+    TechniqueValue,
+    Version,
+    WhatIf,
+    in_words,
+    ranges_of,
+)
 from lightning_mist.explain.findings import is_hardly
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.result import LEAST_SHARE
@@ -45,7 +54,6 @@ class _Said:
 
     @property
     def first(self) -> float:
-        """Its first number."""
         return self.numbers[0][0] if self.numbers else 0.0
 
 
@@ -80,7 +88,7 @@ def _subject(plan: Plan, group: int) -> re.Pattern[str]:
     chunks = plan.chunks(group)
     if len(chunks) == 1:
         return re.compile(rf"Stage {group}\b")
-    return re.compile(rf"Stages {', '.join(map(str, chunks[:-1]))} and {chunks[-1]}\b")
+    return re.compile(rf"Stages {in_words(list(map(str, chunks)))}\b")
 
 
 def _is_near(group: Sequence[_Said], said: _Said) -> bool:
@@ -112,18 +120,13 @@ def _range(least: tuple[float, str, str], most: tuple[float, str, str]) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Numbers in words: ``0 to 3, 5 and 7 to 9``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    parts = [
-        part
-        for first, last in runs
-        for part in (map(str, range(first, last + 1)) if last <= first + 1 else [f"{first} to {last}"])
-    ]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return in_words(
+        [
+            part
+            for first, last in ranges_of(numbers)
+            for part in (map(str, range(first, last + 1)) if last <= first + 1 else [f"{first} to {last}"])
+        ]
+    )
 
 
 Section = tuple[str, tuple[str, ...]]

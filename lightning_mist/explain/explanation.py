@@ -1,6 +1,6 @@
 """Why a plan is what it is, as data: what binds, what each technique buys, what else there was, what more would buy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -204,9 +204,9 @@ def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
     if other.checkpointing != kind.checkpointing:
         found.append("recomputes layers" if other.checkpointing else "recomputes no layer")
     if more := [_state(name) for name in other.offload if name not in kind.offload]:
-        found.append(f"offloads {_and(more)}")
+        found.append(f"offloads {in_words(more)}")
     if less := [_state(name) for name in kind.offload if name not in other.offload]:
-        found.append(f"does not offload {_and(less)}")
+        found.append(f"does not offload {in_words(less)}")
     if other.schedule != kind.schedule and min(kind.stages, other.stages) > 1:  # One stage has no schedule to speak of.
         found.append(f"schedule {other.schedule} in place of {kind.schedule}")
     return tuple(found)
@@ -221,16 +221,28 @@ def _tensor(degrees: Sequence[int]) -> str:
     if not shared:
         return "no tensor parallelism"
     where = "on some stages" if 1 in degrees else ""
-    return f"tensor parallelism over {_and(shared)} devices {where}".rstrip()
+    return f"tensor parallelism over {in_words(shared)} devices {where}".rstrip()
 
 
 def _zero(levels: Sequence[int]) -> str:
-    return _and(["no ZeRO" if level == 0 else f"ZeRO-{level}" for level in levels])
+    return in_words(["no ZeRO" if level == 0 else f"ZeRO-{level}" for level in levels])
 
 
 def _state(name: str) -> str:
     return "optimizer state" if name == "optimizer" else name
 
 
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+def in_words(items: Sequence[str]) -> str:
+    """Items as a list in a sentence: ``a, b and c``."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last of numbers that follow each other, ascending."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return found

@@ -15,7 +15,7 @@ from lightning_mist.cost.interleaved_memory import group_memory, plan_memory
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
-from lightning_mist.explain.explanation import Finding, Version
+from lightning_mist.explain.explanation import Finding, Version, in_words
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.tuner.result import LEAST_SHARE
@@ -342,7 +342,7 @@ def _stage(plan: Plan, group: int) -> str:
     if plan.num_stages == 1:
         return "The only stage"
     chunks = plan.chunks(group)
-    return f"Stage {group}" if len(chunks) == 1 else f"Stages {', '.join(map(str, chunks[:-1]))} and {chunks[-1]}"
+    return f"Stage{'s' * (len(chunks) > 1)} {in_words(list(map(str, chunks)))}"
 
 
 def _does(plan: Plan, group: int, verb: str) -> str:
