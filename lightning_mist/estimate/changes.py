@@ -45,9 +45,6 @@ def changes_that_fit(estimator: Estimator, plan: Plan) -> tuple[Change, ...]:
 
     Kinds are tried alone, then together; more devices are looked at only if nothing helps on those at hand. What is
     not run yet comes last.
-
-    Args:
-        plan: A plan that does not fit.
     """
     plan = replace(plan, predicted=None, fingerprint=())
     steps = _Steps(estimator, plan)

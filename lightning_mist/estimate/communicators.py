@@ -38,9 +38,6 @@ class Communicator:
 def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Communicator, ...]:
     """Every communicator that a rank holds.
 
-    Args:
-        rank: The global rank.
-
     Returns:
         The communicators; groups of one rank have none. Equal groups of different purpose share one, but for the
         default group and the pairs that send each other messages.
@@ -60,11 +57,7 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
 
 
 def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:
-    """As :func:`communicators_of` for plans that the runtime does not execute: those that their degrees need.
-
-    Args:
-        rank: The global rank.
-    """
+    """As :func:`communicators_of` for plans that the runtime does not execute: those that their degrees need."""
     group = plan.stage_of(rank)
     mesh = plan.stages[group].mesh
     place, tensor = mesh.devices.index(rank), mesh.tensor_parallel_degree

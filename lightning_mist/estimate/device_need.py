@@ -39,11 +39,7 @@ class DeviceOverheads:
 
 
 def device_overheads(cluster: Cluster, communicators: tuple[Communicator, ...]) -> DeviceOverheads:
-    """What a device of a cluster holds besides tensors.
-
-    Args:
-        communicators: Those of the rank; see :func:`~lightning_mist.estimate.communicators.communicators_of`.
-    """
+    """What a device of a cluster holds besides tensors."""
     if cluster.device.kind != "cuda":
         return DeviceOverheads(context=NOTHING, communicators=NOTHING, workspace_bytes=0, has_allocator=False)
     return DeviceOverheads(
@@ -93,8 +89,6 @@ class DeviceNeed:
         reserved: Bytes that the allocator takes from the device.
         device_total: That and everything outside of it.
         allocator_bytes: Of p50 of ``reserved``, what is not allocated.
-        context_bytes: Of p50 of ``device_total``, the context.
-        communicator_bytes: The same for communicators.
         flushes: How often in the replayed steps everything that is free is given back, which waits for the device.
     """
 
@@ -122,7 +116,6 @@ def replayed_need(
 
     Args:
         events: Its allocations, of two optimizer steps at least.
-        overheads: What its device holds besides tensors.
         settings: How the allocator is set up, but for its capacity; torch's defaults if not given.
         limit: Bytes of the device that may be used; its memory if not given.
     """
@@ -165,7 +158,6 @@ def summed_need(
     segments that an allocator starts with, which are most of what a small network needs.
 
     Args:
-        overheads: What its device holds besides tensors.
         limit: Bytes of the device that may be used; its memory if not given.
         is_traced: Whether the peak comes from a traced step rather than from a closed form.
         is_final: Whether no replay will take its place.

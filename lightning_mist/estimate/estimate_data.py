@@ -41,14 +41,10 @@ class PeakTensor:
     """A tensor that is alive when a stage needs most.
 
     Attributes:
-        bytes: Its size.
         term: Which term it counts to, of :data:`~lightning_mist.cost.memory.memory_model.TERMS`.
-        stage: Index of the stage it belongs to.
-        microbatch: The microbatch it belongs to, if one.
         module: Qualified name of the module or parameter it comes from, or what it is where the runtime made it.
         operator: The operator that made it, for example ``"aten.mm.default"``; empty for what is always there.
         line: ``file:line`` of the user's code that ran it, if known.
-        dtype: Name of the element type, if known.
         count: How many there are that are alike but for their layer or microbatch; this is one of them.
     """
 
@@ -73,8 +69,6 @@ class StageEstimate:
     """The most loaded device of one stage. Chunks that share devices have the figures of these devices.
 
     Attributes:
-        stage: Index of the stage.
-        phase: When the peak is.
         reserved: Bytes that the caching allocator holds; what tensors take where there is no such allocator.
         device_total: Reserved bytes and everything outside of the allocator.
         terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.memory_model.TERMS` add
@@ -116,7 +110,6 @@ class Change:
     """A change of the plan, and what the plan would then need.
 
     Attributes:
-        text: What is changed, for people.
         runs: Whether the runtime executes such a plan.
     """
 
@@ -131,11 +124,7 @@ class MemoryEstimate:
     """What a plan needs of the memory of every device.
 
     Attributes:
-        model: Name of the network.
-        cluster: The machine in words.
         memory_limit: Bytes of each device that may be used.
-        precision: Lightning's name of the precision.
-        optimizer: Class name of the optimizer.
         source: ``"traced"``, or ``"closed form"`` with the reason.
         changes: What would make it fit, each evaluated, the smallest change first; empty if it fits.
         notes: What is assumed, and what the runtime does not execute.

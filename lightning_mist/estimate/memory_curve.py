@@ -48,7 +48,6 @@ class MemoryCurve:
     Attributes:
         group: The group of devices, whose first stage has the same index.
         times_E: When each piece begins, in seconds since the step's start.
-        end: When the step ends.
         names: What each piece is: an action as text, ``"waiting"``, or a situation after the last backward.
         terms: Bytes by term, as ``(name, array)`` in the order of
             :data:`~lightning_mist.cost.memory.memory_model.TERMS`.

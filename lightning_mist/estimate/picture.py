@@ -59,8 +59,6 @@ class Timeline:
     """The bytes of one device over one step.
 
     Attributes:
-        stage: Index of its first stage.
-        places_E: Place of every event on the horizontal axis.
         terms: Bytes by term after every event, as ``(name, bytes)``.
         computations: Where each forward, backward and optimizer step begins and ends, as ``(text, begin, end)``.
     """
@@ -78,12 +76,7 @@ class Timeline:
 
 
 def timeline_of(replay: Replay, stage: int) -> Timeline:
-    """The last step of a replay, placed by its actions.
-
-    Args:
-        replay: What the stage's most loaded rank allocates and frees.
-        stage: Index of the stage.
-    """
+    """The last step of a replay, placed by its actions."""
     terms = replay.live_by_term()
     count = len(terms[0][1])
     marks = [mark for mark in replay.marks if mark.event >= replay.begin]
@@ -130,9 +123,6 @@ def check_picture(path: str) -> None:
 def check_matplotlib(what: str) -> None:
     """Refuse what matplotlib draws, if it is not installed.
 
-    Args:
-        what: What it is to draw, for the error.
-
     Raises:
         ValueError: If it is not installed.
     """
@@ -143,12 +133,7 @@ def check_matplotlib(what: str) -> None:
 
 
 def draw_memory(estimate: MemoryEstimate, timelines: Sequence[Timeline], path: str) -> None:
-    """Draw the bytes of devices over one step.
-
-    Args:
-        timelines: One for each group of devices.
-        path: The file to write.
-    """
+    """Draw the bytes of devices over one step."""
     from matplotlib.figure import Figure
 
     shown = _shown(estimate, timelines)

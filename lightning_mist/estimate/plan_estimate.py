@@ -23,10 +23,6 @@ def estimate_plan(
 ) -> MemoryEstimate:
     """The estimate of a plan by an estimator that exists already; see :func:`estimate_memory`.
 
-    Args:
-        advise: Whether to look for what would make it fit, if it does not.
-        replay: Which groups of devices have their allocations replayed; see :meth:`Estimator.stages`.
-
     Raises:
         PlanError: If the plan does not fit the network or the machine.
     """
@@ -85,9 +81,6 @@ def _flush_notes(stages: Sequence[StageEstimate], limit: int) -> tuple[str, ...]
 
 def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: AnyCluster, limit: int) -> MemoryEstimate:
     """What a plan needs by its own prediction.
-
-    Args:
-        limit: Bytes of each device that may be used.
 
     Raises:
         PlanError: If the plan predicts nothing.

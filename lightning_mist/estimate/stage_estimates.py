@@ -72,7 +72,6 @@ def tensors_at_peak(alive: Iterable[Alive], group: int) -> tuple[tuple[PeakTenso
     Tensors that differ in their layer or microbatch alone are of one kind, and are listed once, with their number.
 
     Args:
-        alive: What is alive, the largest first.
         group: The group of devices, which is the stage of what belongs to no other.
 
     Returns:
@@ -202,11 +201,7 @@ class Estimator:
 
 
 def stage_device(cluster: AnyCluster, devices: Sequence[int], limit: int) -> tuple[Cluster, int]:
-    """The kind of device of a stage, of several the smallest, and what it may use: of unlike ones at most its memory.
-
-    Args:
-        limit: Bytes of each device that may be used.
-    """
+    """The kind of device of a stage, of several the smallest, and the bytes of it that may be used."""
     if isinstance(cluster, Cluster):
         return cluster, limit
     parts = (cluster.parts[index] for index in sorted({cluster.part_of(device) for device in devices}))

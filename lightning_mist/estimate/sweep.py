@@ -19,12 +19,7 @@ _COLORS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPoint:
-    """One combination of values.
-
-    Attributes:
-        estimate: What it needs; None if there is no such plan.
-        error: Why there is none.
-    """
+    """One combination of values."""
 
     values: tuple[tuple[str, str], ...]
     estimate: MemoryEstimate | None = None
@@ -62,12 +57,7 @@ def combinations(axes: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str,
 
 
 def render_sweep(points: Sequence[SweepPoint], *, width: int = 120, color: bool = False) -> str:
-    """The points as a table, one line each, and why some are no plans.
-
-    Args:
-        width: Columns of text at most.
-        color: Whether to add ANSI escapes.
-    """
+    """The points as a table, one line each, and why some are no plans."""
     table = Table(title=_title(points), title_justify="left", title_style="bold")
     for name, _ in points[0].values:
         table.add_column(name.replace("_", " "), justify="right", overflow="fold")

@@ -11,12 +11,7 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Interval:
-    """Bytes that are as likely too many as too few, and bytes that suffice in 95 of 100 cases.
-
-    Attributes:
-        p50: The prediction.
-        p95: What the need stays below in 95 of 100 cases.
-    """
+    """Bytes that are as likely too many as too few, and bytes that suffice in 95 of 100 cases."""
 
     p50: int
     p95: int
@@ -38,7 +33,6 @@ class Spread:
 
     Attributes:
         middle: Half of the needs lay below this many times the prediction.
-        high: 95 of 100 did.
     """
 
     middle: float

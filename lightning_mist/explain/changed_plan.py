@@ -10,23 +10,14 @@ from lightning_mist.tuner.space import OFFLOADED, SearchSpace, divisors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What the changes of a plan have to keep to.
-
-    Attributes:
-        cuts_batches: Whether a batch may be cut.
-    """
+    """What the changes of a plan have to keep to."""
 
     cuts_batches: bool
     search: SearchSpace
 
 
 def microbatch_counts(plan: Plan, data_degrees: Sequence[int], ground: Ground) -> tuple[int, ...]:
-    """Numbers of microbatches for which every stage cuts every device's batch into equal parts, ascending.
-
-    Args:
-        plan: Says how large the batch is, and how many devices there are.
-        data_degrees: Data-parallel degree of every stage.
-    """
+    """Numbers of microbatches for which every stage cuts every device's batch into equal parts, ascending."""
     total, world = plan.global_batch_size, plan.world_size
     batch_rows = total // world
 

@@ -24,15 +24,9 @@ class ComparedPlan:
     """One line of a comparison.
 
     Attributes:
-        plan: The plan with its prediction; None if none fits.
-        settings: The plan in words; empty without one.
         reason: Why there is no plan; empty with one.
-        note: What to know of the search for it.
-        step_seconds: Seconds of one step on the clock.
         ratio: How many times as long as the plan that all are compared with.
         rows_per_second: Rows (samples) over all devices.
-        tokens_per_second: Tokens over all devices, where rows are sequences of tokens.
-        peak_bytes: Peak memory of the most loaded device.
         outside: What the plan has that the search for the first one does not look at.
     """
 
@@ -98,11 +92,7 @@ def _is_to_run(ours: Plan, item: ComparedPlan) -> bool:
 
 
 def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
-    """A result whose plan is one of a comparison, which is faster on the clock than what the search chose.
-
-    Args:
-        item: The faster plan; see :func:`faster_plan`.
-    """
+    """A result whose plan is one of a comparison, which is faster on the clock than what the search chose."""
     plan = item.plan
     assert plan is not None
     assert plan.predicted is not None

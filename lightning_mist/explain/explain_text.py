@@ -231,11 +231,7 @@ def _by_stage(items: Sequence[tuple[int | None, float]]) -> Iterator[str]:
 
 
 def technique_line(value: TechniqueValue, step_seconds: float) -> str:
-    """What a technique buys.
-
-    Args:
-        step_seconds: Seconds of the plan that uses it.
-    """
+    """What a technique buys."""
     off = value.switched_off
     if off.plan is None:
         text = f"It cannot be switched off by itself ({_sentence(off.reason)})"
@@ -254,11 +250,7 @@ def technique_line(value: TechniqueValue, step_seconds: float) -> str:
 
 
 def what_if_line(item: WhatIf, step_seconds: float) -> str:
-    """What a better machine would buy.
-
-    Args:
-        step_seconds: Seconds of the plan for the machine at hand.
-    """
+    """What a better machine would buy."""
     return f"{item.change}: {_bought(item, step_seconds)}."
 
 

@@ -18,11 +18,9 @@ class Finding:
     """What one limit means for one stage.
 
     Attributes:
-        stage: The stage; ``None`` of the plan as a whole.
         binds: Whether it holds the plan back.
         values: The numbers behind the sentence, as ``(name, value)``; names of bytes end in ``_bytes``, of seconds in
             ``_seconds``.
-        text: The sentence.
     """
 
     stage: int | None
@@ -41,7 +39,6 @@ class Version:
     """A plan in place of the chosen one.
 
     Attributes:
-        plan: The plan with its prediction; ``None`` if there is none.
         missing_bytes: Bytes that it needs beyond what its devices may use, on the device that lacks most; 0 if it fits.
         missing_host_bytes: The same of host memory, for one device.
         proven: Whether the search for it was over before its time was up, so that no better one of its kind exists by
@@ -82,8 +79,6 @@ class TechniqueValue:
     """What one technique of a plan buys.
 
     Attributes:
-        meaning: What it does, for who meets it here for the first time.
-        use: How much of it the plan uses and where.
         best_without: The best plan of the search space without it; ``None`` if it was not looked for.
     """
 
@@ -100,9 +95,6 @@ class Kind:
 
     Attributes:
         stages: Groups of devices that a batch passes.
-        tensor: Tensor-parallel degrees of the stages, ascending.
-        checkpointing: Whether any layer is recomputed.
-        offload: What is offloaded, of :data:`~lightning_mist.tuner.space.OFFLOADED`.
         schedule: Name of the schedule; ``"1f1b"`` of a single stage, where schedules do not differ.
     """
 
@@ -128,11 +120,7 @@ def kind_of(plan: Plan) -> Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPlan:
-    """The best plan that was found of another kind.
-
-    Attributes:
-        differences: How its kind differs from the chosen plan's, in words.
-    """
+    """The best plan that was found of another kind."""
 
     plan: Plan
     differences: tuple[str, ...]
@@ -164,13 +152,7 @@ class Explanation:
 
     Attributes:
         limits: Bytes that tensors may take on each device of each stage.
-        findings: What binds, and what does not.
-        techniques: What each technique that the plan uses buys.
         others: The next best plans that differ in kind, fastest first.
-        what_ifs: What more memory, devices or bandwidth would buy.
-        left_out: What was not computed because it could not be, each with its reason.
-        unsearched: What there was no time to search for.
-        seconds: Seconds that explaining took.
         more_seconds: About how many more the rest would take, each as long as the longest search so far.
     """
 

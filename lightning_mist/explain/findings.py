@@ -31,12 +31,7 @@ HARDLY = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What every stage of a plan costs.
-
-    Attributes:
-        steady: Steady seconds of every stage.
-        boundary: Boundary seconds of every stage.
-    """
+    """What every stage of a plan costs."""
 
     plan: Plan
     memory: tuple[StageMemory, ...]
@@ -89,7 +84,6 @@ def findings_of(
     Args:
         limits: Bytes that tensors may take on each device, by stage.
         host_limits: Bytes of host memory that each device may use, by stage; by default as many as it wants.
-        ratios: Parts of a kind of state that may be offloaded.
     """
     costs = costs_of(model, plan)
     found: list[Finding] = []
@@ -198,13 +192,7 @@ def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float
 
 
 def is_hardly(step_gain: float, gain: float, step: float) -> bool:
-    """Whether the step gains next to nothing by what a stage gains.
-
-    Args:
-        step_gain: Seconds by which the step would be shorter.
-        gain: Seconds by which the stage's devices would work less.
-        step: Seconds of the step.
-    """
+    """Whether the step gains next to nothing by what a stage gains."""
     return step_gain <= max(LEAST_SHARE * step, HARDLY * gain)
 
 

@@ -17,10 +17,6 @@ def outside(planner: Planner, plan: Plan, search: SearchSpace | None = None) -> 
 
     Limits of memory are not asked for.
 
-    Args:
-        planner: Knows the network and the devices.
-        search: Limits of the search; by default none.
-
     Raises:
         PlanError: If the plan's batch does not come in equal parts from the devices.
     """

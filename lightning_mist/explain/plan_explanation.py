@@ -54,10 +54,7 @@ def explain_plan(
     """Why a plan was chosen.
 
     Args:
-        planner: What found the plan; it is asked for others.
         global_batch_size: Rows that one batch brings over all devices, as in the search for the plan.
-        memory_limit: Bytes of each device that may be used in all, as there.
-        host_memory_limit: Bytes of host memory of each node, as there.
         seconds: The most seconds to search for other plans: with 0 only what needs no search is said. A search that
             has begun is stopped by its own limits, so that it may take somewhat longer.
 

@@ -21,17 +21,9 @@ class Asker:
     """Asks for plans until time is up, and remembers them.
 
     Attributes:
-        planner: Who is asked about the machine at hand.
-        global_batch_size: Rows of a batch.
-        deadline: When time is up.
-        is_searching: Whether plans are searched for at all.
         slowest: Seconds of a search from scratch.
         longest: Seconds of the longest search so far for the machine at hand.
         other: The last machine that needed another planner, and that planner.
-        found: Plans for the machine at hand that fit.
-        answers: Search spaces that were asked for, and their best plans.
-        left_out: What could not be asked, and why.
-        unsearched: What there was no time to search for.
     """
 
     planner: Planner

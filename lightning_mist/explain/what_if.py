@@ -22,8 +22,6 @@ class Machine:
     """A better machine.
 
     Attributes:
-        change: How it is better.
-        profiles: How fast they are, by part of the cluster.
         memory_limit: What a device may use in all; ``None`` for what it has.
         host_memory_limit: What a node may use of its host's memory; ``None`` for the share that
             plans use of what it has, see :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
@@ -67,7 +65,6 @@ def better_machines(
     """Machines to ask about, and why others are not.
 
     Args:
-        global_batch_size: Rows of a batch, which every machine must deal out equally.
         search: The search space: what it does not offload needs no faster host.
     """
     cluster, other = machine.cluster, replace(machine, is_other=True)

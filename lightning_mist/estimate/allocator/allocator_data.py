@@ -131,7 +131,6 @@ class AllocatorResult:
 
     Attributes:
         peak: Largest value of each figure; each may be reached at another event.
-        final: What was held after the last event.
         flushes: How often everything that was free was given back to the device because a request did not fit
             (``num_alloc_retries``). Each one waits for the device.
         out_of_memory: Index of the request that could not be served, where the simulation ended after all that can be
@@ -174,7 +173,6 @@ def parse_allocator_settings(text: str, capacity_bytes: int | None = None) -> Al
 
     Args:
         text: As in ``PYTORCH_CUDA_ALLOC_CONF``; nothing for torch's defaults.
-        capacity_bytes: Device memory that the allocator may reserve, if limited.
 
     Raises:
         ValueError: If a name is not known or a value not one for it; the message names the nearest name.

@@ -26,8 +26,6 @@ class CachingAllocator:
 
     Attributes:
         requested: See :class:`AllocatorBytes`; so ``allocated``, ``active`` and ``reserved``.
-        peak_reserved: Largest ``reserved`` so far.
-        flushes: How often everything free was given back because a request did not fit.
     """
 
     def __init__(self, settings: AllocatorSettings) -> None:

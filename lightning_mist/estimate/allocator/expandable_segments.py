@@ -40,10 +40,6 @@ def best_fit(pool: Pool, size: int) -> Block | None:
 def grow(pool: Pool, size: int, new_range: NewRange, reserve: Reserve) -> Block | None:
     """Map memory for a request that no free block can serve, next to free memory where there is some.
 
-    Args:
-        size: Bytes needed.
-        new_range: Makes a range of addresses, above all others.
-
     Returns:
         A block of at least ``size`` bytes, in no pool; None if the device has no memory left, where pages that were
         mapped meanwhile stay, as free blocks.

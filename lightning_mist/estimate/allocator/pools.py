@@ -27,13 +27,8 @@ class Block:
     """A piece of a segment.
 
     Attributes:
-        pool: Where it waits when it is free.
         address: Of its first byte; unique over all segments.
-        size: In bytes.
         requested: What the tensor in it asked for.
-        before: The block below it in the segment.
-        after: The block above it.
-        is_free: Whether it lies in its pool.
         is_mapped: False for the part of an expandable segment that has no memory.
         streams: Other streams that use it; None for none.
         since: Number of searches when it became free.

@@ -23,9 +23,6 @@ _STEP_BYTES = 2 << 20
 def simulate_allocator(events: Sequence[MemoryEvent], settings: AllocatorSettings | None = None) -> AllocatorResult:
     """Replay allocations through the caching allocator.
 
-    Args:
-        settings: How the allocator is set up; torch's defaults and no limit if not given.
-
     Raises:
         ValueError: If an event names an allocation that does not exist, or makes one that does.
     """

@@ -35,7 +35,6 @@ class OperatorSet:
     """The operators that a form assumes.
 
     Attributes:
-        name: For people.
         rms_norm: ``"fused"`` keeps its input and one number per row; ``"decomposed"`` the input in 32 bits, what it is
             before it meets the weight, in 32 bits too, and one number per row.
         statistics: Type of a layer norm's mean and deviation: 32 bits, or the type of its input.
@@ -94,8 +93,6 @@ class Kept:
 
     Attributes:
         width: Elements per token.
-        itemsize: Bytes of one.
-        share: How tensor-parallel ranks share it.
         per_position: Whether there is one such row for every token of the sequence: attention's probabilities.
         multiple: Lengths are rounded up to a multiple of this.
         per_row: Whether every row of the batch has one; tables of positions are made once.
@@ -115,8 +112,6 @@ class LayerForm:
     """What a layer keeps.
 
     Attributes:
-        kept: The tensors, in the order in which they are made.
-        split: How it is shared out.
         extra_bytes: What does not grow with batch or sequence.
     """
 
@@ -171,7 +166,6 @@ def layer_form(
         mixed: Whether parameters have 32 bits, and matrices are multiplied under autocast in ``itemsize`` bytes. Then
             the residual stream has 32 bits too, every linear layer keeps its own cast of its input, and of its matrix
             (Lightning's mixed precision keeps no casts from one operator to the next).
-        split: How it is shared out.
         recomputed: Whether it is recomputed in backward: then it keeps what it hands on.
     """
     stream = 4 if mixed else itemsize
@@ -228,12 +222,7 @@ def _stream(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: 
 
 
 def norm_kept(name: str, dims: TransformerDims, operators: OperatorSet, itemsize: int) -> tuple[Kept, ...]:
-    """What a norm keeps but its input.
-
-    Args:
-        name: What the norm is called.
-        itemsize: Bytes of an element of its input.
-    """
+    """What a norm keeps but its input."""
     wide = max(4, itemsize)
     if dims.norm == "layer":
         single = wide if operators.statistics == "single" else itemsize
@@ -274,9 +263,6 @@ def attention_kind(
     A CPU has flash attention without dropout. CUDA devices (from compute capability 8.0 on, with causal masks alone)
     have it in 16 bits; in 32 bits the memory-efficient one, for as many heads of keys and values as of queries. Where
     neither runs, attention is composed of single operators.
-
-    Args:
-        itemsize: Bytes of an element.
     """
     if operators.device == "cpu":
         return "math" if dims.attention_dropout > 0.0 else "flash"

@@ -12,7 +12,6 @@ class TransformerDims:
     Attributes:
         hidden: Width of the residual stream (``h``).
         ffn: Inner width of the feed-forward part.
-        layers: Number of layers (``L``).
         heads: Query heads (``a``).
         vocabulary: Tokens (``v``).
         key_value_heads: Heads of keys and values (``k``); ``None`` for as many as of queries.

@@ -40,9 +40,7 @@ def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str
     """The specification of a network that nobody traced.
 
     Args:
-        form: Its sizes, and what computes it.
         degrees: Tensor-parallel degrees that plans may use, each also with sequence parallelism.
-        name: For people.
 
     Raises:
         ValueError: If a degree does not divide heads and widths.

@@ -25,8 +25,6 @@ class CrossCheck:
     """What a trace and the closed form say of one layer.
 
     Attributes:
-        traced_bytes: Bytes that the layer keeps by the trace.
-        operators: Name of the operators that it assumes.
         unit_bytes: Bytes of one hidden state, ``s b h`` elements.
     """
 
@@ -98,11 +96,7 @@ def shape_dims(shape: LanguageModelShape, sequence_length: int) -> TransformerDi
 
 
 def module_dims(module: "nn.Module", sequence_length: int) -> TransformerDims | None:
-    """The sizes of a transformer, from the configuration that it or a part of it carries; None if there is none.
-
-    Args:
-        sequence_length: Tokens per row.
-    """
+    """The sizes of a transformer, from the configuration that it or a part of it carries; None if there is none."""
     from lightning_mist.model.sources import LanguageModel
 
     for part in module.modules():
@@ -135,12 +129,8 @@ def closed_spec(
     """The specification of a transformer of which only sizes are known.
 
     Args:
-        precision: Lightning's name of the precision.
         rows: Rows of each device's batch.
-        sequence_length: Tokens per row.
-        degrees: Tensor-parallel degrees that plans may use.
         device_kind: ``"cuda"`` or ``"cpu"``: whose operators compute.
-        name: For people.
 
     Raises:
         PlanError: If a degree does not divide heads and widths.
@@ -161,11 +151,7 @@ def closed_spec(
 
 
 def with_second_opinion(spec: ModelSpec, module: "nn.Module", device_kind: str) -> ModelSpec:
-    """A traced specification with a note on what the closed form says, where the module is a transformer that says so.
-
-    Args:
-        device_kind: The kind of device that it was traced for.
-    """
+    """A traced specification with a note on what the closed form says, if the module states its sizes."""
     dims = None if spec.sequence_length is None else module_dims(module, spec.sequence_length)
     if dims is None or dims.layers != spec.num_layers:
         return spec

@@ -16,13 +16,7 @@ DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBytes:
-    """Bytes per score (token times vocabulary) of the chain from the last matrix to the loss, and back.
-
-    Attributes:
-        kept: Kept from forward to backward.
-        forward: Largest in the forward.
-        backward: Largest in the backward.
-    """
+    """Bytes per score (token times vocabulary) of the chain from the last matrix to the loss, and back."""
 
     kept: int
     forward: int
@@ -48,9 +42,7 @@ class ClosedForm:
     """What a closed form is about.
 
     Attributes:
-        sequence_length: Tokens per row.
         batch_rows: Rows of each rank's batch.
-        precision: Lightning's name of the precision.
         loss: Name of the chain to the loss in :data:`LOSSES`; by default scores are cast to 32 bits, or what autocast
             does.
 

@@ -34,8 +34,6 @@ class Held:
 
     Attributes:
         bytes: Bytes of this rank's copy or part.
-        itemsize: Bytes of one element.
-        dtype: Name of the element type.
         owner: The data-parallel index that updates it.
     """
 
@@ -62,7 +60,6 @@ class Flat:
     """Parameters that travel in one flat buffer.
 
     Attributes:
-        itemsize: Bytes of one element.
         owner: The data-parallel index that they belong to; ``None`` if to all.
     """
 
@@ -80,16 +77,9 @@ class Flat:
 class RankView:
     """One rank of a plan.
 
-    Args:
-        spec: The network as one rank of its stage's tensor-parallel degree has it.
-        rank: The global rank.
-
     Attributes:
         spec: The network, or the rank's part of it.
         rank: The global rank.
-        mesh: Its place.
-        chunks: The stages that it runs.
-        batch_rows: Rows of every rank's batch.
         held: The parameters that it computes with, in the module's order.
     """
 
@@ -243,11 +233,7 @@ class RankView:
         return sums_wholes(self.plan, item.item)
 
     def crossing(self, stage: int, other: int, microbatch: int) -> tuple["CrossingTensor", ...]:
-        """How this rank exchanges the tensors that cross the boundary between a stage of its and a neighbour.
-
-        Args:
-            other: The stage before or after.
-        """
+        """How this rank exchanges the tensors that cross the boundary between a stage of its and a neighbour."""
         cut = self.plan.stages[max(stage, other)].layers[0]
         specs = self.spec.boundaries[cut - 1]
         live = self._map.cuts[cut - 1]
@@ -283,8 +269,6 @@ class CrossingTensor:
         shares: Share of that in each message.
         requires_grad: Whether a gradient comes back.
         is_copied: Whether a message is a copy of a part rather than a view into the tensor.
-        name: Its key, as text.
-        dtype: Name of the element type.
     """
 
     bytes: int

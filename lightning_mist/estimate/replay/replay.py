@@ -32,10 +32,7 @@ class Alive:
     """An allocation that is alive at some moment.
 
     Attributes:
-        nbytes: Its size.
-        label: What it is and where it comes from.
         stage: The stage it belongs to; ``None`` for the whole rank.
-        microbatch: The microbatch; ``None`` if it is of none.
     """
 
     nbytes: int
@@ -47,16 +44,10 @@ class Alive:
 class Replay:
     """What one rank allocates and frees.
 
-    Args:
-        rank: The global rank.
-        begin: Index of the first event of the last step, which is the one that is reported.
-
     Attributes:
         rank: The global rank.
         begin: Index of the first event of the last step.
         events_E: Events: ``+(i + 1)`` allocates ``i``, ``-(i + 1)`` frees it.
-        bytes_A: Bytes of every allocation.
-        marks: Where actions begin.
     """
 
     def __init__(self, rank: int, tape: Tape, begin: int) -> None:
@@ -172,9 +163,6 @@ def replay_rank(
 
 def replay_plan(spec: ModelSpec, plan: Plan, *, plain: bool | None = None) -> tuple[Replay, ...]:
     """For every stage of a plan the replay of its most loaded rank; chunks of one group of devices share theirs.
-
-    Args:
-        plain: As in :func:`replay_rank`.
 
     Raises:
         PlanError: As :func:`replay_rank`.

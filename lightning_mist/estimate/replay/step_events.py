@@ -18,8 +18,6 @@ class Run:
     """Two optimizer steps of one rank.
 
     Args:
-        schedule: The lists that all groups of devices execute.
-        known: Keeps what stages do, for runs of other ranks of the same plan.
         in_buckets: Whether torch's ``DistributedDataParallel`` runs the plan.
     """
 
