@@ -87,14 +87,10 @@ def _first(estimator: Estimator, trials: Sequence[_Trial]) -> Change | None:
     return next((found for trial in likely if (found := _look(estimator, trial)) is not None), None)
 
 
-def _there(estimator: Estimator, trial: _Trial) -> Estimator:
-    return estimator if trial.cluster == estimator.cluster else estimator.on(trial.cluster)
-
-
 def _fits_quickly(estimator: Estimator, trial: _Trial) -> bool:
     """Whether a trial fits without replay; False if the network does not allow it."""
     try:
-        need = _there(estimator, trial).quick(trial.plan).device_total
+        need = estimator.on(trial.cluster).quick(trial.plan).device_total
     except PlanError:
         return False
     return verdict_of(need, estimator.limit) == "fits"
@@ -103,7 +99,7 @@ def _fits_quickly(estimator: Estimator, trial: _Trial) -> bool:
 def _look(estimator: Estimator, trial: _Trial) -> Change | None:
     """A trial that fits; None if it does not, or if the network does not allow it."""
     try:
-        need = worst_of(_there(estimator, trial).stages(trial.plan, replay="worst")).device_total
+        need = worst_of(estimator.on(trial.cluster).stages(trial.plan, replay="worst")).device_total
     except PlanError:
         return None
     if verdict_of(need, estimator.limit) != "fits":
@@ -137,15 +133,9 @@ class _Steps:
         if self._excludes("microbatches"):
             return ()
         common = gcd(*(stage.microbatch_size for stage in plan.stages))
-        return [
-            self._trial(
-                f"{text}num_microbatches={plan.num_microbatches * parts} of {plan.stages[0].microbatch_size // parts} "
-                "rows",
-                _cut(plan, parts),
-            )
-            for parts in range(2, common + 1)
-            if common % parts == 0
-        ]
+        cut = [_cut(plan, parts) for parts in range(2, common + 1) if common % parts == 0]
+        words = "{text}num_microbatches={plan.num_microbatches} of {plan.stages[0].microbatch_size} rows"
+        return [self._trial(words.format(text=text, plan=smaller), smaller) for smaller in cut]
 
     def sharded(self) -> Ladder:
         """More of the state shared out among data-parallel devices."""
@@ -173,26 +163,19 @@ class _Steps:
         kinds: tuple[tuple[str, Feature], ...] = (("tensor_parallel_degree", "tensor"), ("pipeline_stages", "pipeline"))
         for name, feature in kinds:
             if not self._excludes(feature):
-                have = shape[name]
-                yield self._grids(
-                    [{**shape, name: degree} for degree in _doublings(have, self._cluster.world_size)], name
-                )
+                degrees = _doublings(shape[name], self._cluster.world_size)
+                yield self._grids([{**shape, name: degree} for degree in degrees], name)
 
     def offloaded(self) -> Iterator[Ladder]:
         """More of optimizer state in host memory, then of everything."""
         have = min((stage.offload for stage in self._plan.stages), key=lambda ratios: ratios.optimizer)
-        ratios = [ratio for ratio in OFFLOAD_RATIOS if ratio > have.optimizer]
-        yield [
-            self._trial(f"{ratio:.0%} of optimizer state in host memory", _offloading(self._plan, optimizer=ratio))
-            for ratio in ratios
-        ]
-        if not have.activations:
-            yield [
-                self._trial(
-                    f"{ratio:.0%} of the activations in host memory", _offloading(self._plan, activations=ratio)
-                )
-                for ratio in OFFLOAD_RATIOS
-            ]
+        for kind, words in (("optimizer", "optimizer state"), ("activations", "the activations")):
+            if kind == "optimizer" or not have.activations:
+                yield [
+                    self._trial(f"{ratio:.0%} of {words} in host memory", _offloading(self._plan, kind, ratio))
+                    for ratio in OFFLOAD_RATIOS
+                    if ratio > getattr(have, kind)
+                ]
 
     def larger(self) -> Iterator[Sequence[_Trial]]:
         """More devices, with everything that saves memory."""
@@ -211,14 +194,12 @@ class _Steps:
         found = []
         for shape in shapes:
             cluster = _of_size(self._cluster, shape["world_size"])
-            each = shape["global_batch_size"] * _sharing(shape) // shape["world_size"]
-            rows = gcd(each, shape["microbatch_size"])
+            # Devices that work on the same rows.
+            sharing = shape["tensor_parallel_degree"] * shape["context_parallel_degree"] * shape["pipeline_stages"]
+            rows = gcd(shape["global_batch_size"] * sharing // shape["world_size"], shape["microbatch_size"])
             try:
-                plan = plan_of(
-                    self._spec.num_layers,
-                    devices_per_node=cluster.devices_per_node,
-                    **{**shape, "microbatch_size": rows},
-                )
+                options = {**shape, "microbatch_size": rows, "devices_per_node": cluster.devices_per_node}
+                plan = plan_of(self._spec.num_layers, **options)
             except PlanError:
                 continue
             text = ", ".join(_WORDS_OF.get(name, f"{name}={{}}").format(shape[name]) for name in dict.fromkeys(names))
@@ -263,8 +244,8 @@ def _sharded(plan: Plan, level: int) -> Plan:
     return _with_stages(plan, lambda stage: replace(stage, zero_stage=max(stage.zero_stage, ZeroStage(level))))
 
 
-def _offloading(plan: Plan, **ratios: float) -> Plan:
-    return _with_stages(plan, lambda stage: replace(stage, offload=replace(stage.offload, **ratios)))
+def _offloading(plan: Plan, kind: str, ratio: float) -> Plan:
+    return _with_stages(plan, lambda stage: replace(stage, offload=replace(stage.offload, **{kind: ratio})))
 
 
 def _shape_of(plan: Plan) -> dict[str, Any] | None:
@@ -288,11 +269,6 @@ def _shape_of(plan: Plan) -> dict[str, Any] | None:
         "schedule": plan.schedule,
         "offload": stage.offload,
     }
-
-
-def _sharing(shape: dict[str, Any]) -> int:
-    """Devices that work on the same rows."""
-    return int(shape["tensor_parallel_degree"] * shape["context_parallel_degree"] * shape["pipeline_stages"])
 
 
 def _doublings(have: int, most: int) -> list[int]:

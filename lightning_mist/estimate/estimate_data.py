@@ -72,8 +72,7 @@ class StageEstimate:
         reserved: Bytes that the caching allocator holds; what tensors take where there is no such allocator.
         device_total: Reserved bytes and everything outside of the allocator.
         terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.memory_model.TERMS` add
-            up to the
-            p50 of ``allocated``, with :data:`OUTER_TERMS` to that of ``device_total``.
+            up to the p50 of ``allocated``, with :data:`OUTER_TERMS` to that of ``device_total``.
         tensors: The largest tensors alive at the peak, largest first; empty if the allocations are not known.
         kinds: The kinds of tensors (alike but for layer and microbatch) that take most together, largest first.
         flushes: How often in two steps the allocator has to give back what is free, waiting for the device, to stay
@@ -98,11 +97,6 @@ class StageEstimate:
     def term(self, name: str) -> int:
         """Bytes of one term; 0 if there is none."""
         return dict(self.terms).get(name, 0)
-
-    @property
-    def largest_terms(self) -> tuple[tuple[str, int], ...]:
-        """All terms, largest first."""
-        return tuple(sorted(self.terms, key=lambda item: -item[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,15 +175,12 @@ class MemoryEstimate:
         """The verdict in one or two plain sentences."""
         worst, limit = self.worst, format_bytes(self.limit_of(self.worst))
         at, total = f"stage {worst.stage} of {len(self.stages)}", worst.device_total
-        largest = ", ".join(f"{WORDS[name]} {format_bytes(value)}" for name, value in worst.largest_terms[:2])
+        terms = sorted(worst.terms, key=lambda item: -item[1])
+        largest = ", ".join(f"{WORDS[name]} {format_bytes(value)}" for name, value in terms[:2])
         of_tensors = f" (tensors {format_bytes(worst.allocated.p50)})" if worst.allocated.p50 < total.p50 else ""
         need = f"{at} needs {format_bytes(total.p50)}{of_tensors}, up to {format_bytes(total.p95)} in 95 of 100 cases"
-        begin = {
-            "fits": f"Fits in {limit} per device",
-            "tight": f"Tight: it may not fit in {limit} per device",
-            "does not fit": f"Does not fit in {limit} per device",
-        }[self.verdict]
-        return f"{begin}: {need}. Largest: {largest}."
+        begin = {"fits": "Fits", "tight": "Tight: it may not fit", "does not fit": "Does not fit"}[self.verdict]
+        return f"{begin} in {limit} per device: {need}. Largest: {largest}."
 
     def explain(self) -> str:
         """The verdict, what would make it fit, and what is assumed, as lines of text."""

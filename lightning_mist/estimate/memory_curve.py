@@ -121,7 +121,9 @@ def _curve(
         pieces.append((last, "waiting", waiting))
         pieces.append((span.start, str(action), computing))
         last = span.end
-    kept = _kept_after(pieces[-1][2], updates)
+    # What changes over a batch and stays until its end: gradients, as the optimizer finds them.
+    at_end = dict(updates).get("optimizer step", pieces[-1][2])
+    kept = {"gradient_bytes": at_end.get("gradient_bytes", 0.0)}
     spent = {span.action.kind: span for span in spans if span.action.kind not in COMPUTATIONS}
     for name, terms in sorted(updates, key=lambda item: list(_UPDATES).index(item[0])):
         # What this plan does not do takes no time, but the memory model counts it all the same.
@@ -131,12 +133,6 @@ def _curve(
         last = stop
     pieces.append((last, "waiting", kept))
     return _assembled(group, pieces, needs[group].always, end)
-
-
-def _kept_after(computing: Terms, updates: Sequence[tuple[str, Terms]]) -> Terms:
-    """What changes over a batch and stays until its end: gradients, as the optimizer finds them."""
-    found = dict(updates).get("optimizer step", computing)
-    return {"gradient_bytes": found.get("gradient_bytes", 0.0)}
 
 
 def _around_stage(
@@ -171,7 +167,7 @@ def _before(phase: Phase) -> Phase:
 def _around_chunks(
     needs: Mapping[int, StageNeeds], actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Action]]
 ) -> list[tuple[Action, Terms, Terms]]:
-    """The same of devices that run several stages."""
+    """For each computation of devices that run several stages, what is there before and during it."""
     known: dict[Situation, tuple[Terms, Terms]] = {}
     result: list[tuple[Action, Terms, Terms]] = []
     for action, situation in situations_in_order(actions, arrivals):

@@ -82,8 +82,7 @@ def estimate_memory(
         trained_by, notes = optimizer_to_describe(module_or_spec, named, precision_context(precision))
         try:
             operators = device_operators(kind, capability=capability_of(machine.device.name))
-            options: dict[str, Any] = {"call": call, "optimizer": trained_by, "precision": precision}
-            spec = _trace(module_or_spec, batch, degrees, operators, **options)
+            spec = _trace(module_or_spec, batch, degrees, operators, call, trained_by, precision)
         except TraceError as error:
             spec = _untraced(module_or_spec, batch, degrees, kind, trained_by, precision, error)
             source = f"closed form ({error})"
@@ -108,7 +107,6 @@ def _trace(
     batch: Any,
     degrees: Sequence[int],
     operators: DeviceOperators,
-    *,
     call: Callable[[Any], Any] | None,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
     precision: str,
@@ -128,13 +126,7 @@ def _trace(
     if max(degrees, default=1) > 1:
         found = derive_splits(module, step, batch, found, sorted(set(degrees)))
     spec = trace_model(
-        module,
-        batch,
-        call=step,
-        module_map=found,
-        optimizer=optimizer,
-        precision=precision,
-        device_kind=operators,
+        module, batch, call=step, module_map=found, optimizer=optimizer, precision=precision, device_kind=operators
     )
     return with_second_opinion(spec, module, operators.name)
 
@@ -166,30 +158,18 @@ def _untraced(
 
 
 def _check_types(module_or_spec: Any, plan: Any, cluster: Any, optimizer: Any, allocator: Any) -> None:
-    """Refuse arguments of types that say nothing, before any of them is used.
-
-    Raises:
-        TypeError: Naming the value and what could be given.
-    """
+    """Refuse arguments of types that say nothing, before any of them is used."""
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    known_optimizer = optimizer is None or is_class or isinstance(optimizer, (torch.optim.Optimizer, str))
+    source, plans = isinstance(module_or_spec, (nn.Module, ModelSpec)), isinstance(plan, (Plan, str, Path, type(None)))
     checks: tuple[tuple[str, Any, bool, str], ...] = (
-        (
-            "module_or_spec",
-            module_or_spec,
-            isinstance(module_or_spec, (nn.Module, ModelSpec)),
-            "a module, or what trace_model returned",
-        ),
-        (
-            "plan",
-            plan,
-            plan is None or isinstance(plan, (Plan, str, Path)),
-            "a Plan, as plan_of makes one, or the path of a plan file",
-        ),
+        ("module_or_spec", module_or_spec, source, "a module, or what trace_model returned"),
+        ("plan", plan, plans, "a Plan, as plan_of makes one, or the path of a plan file"),
         ("cluster", cluster, isinstance(cluster, (Cluster, str)), "a Cluster, or text such as '1x8xL4'"),
         (
             "optimizer",
             optimizer,
-            optimizer is None or is_class or isinstance(optimizer, (torch.optim.Optimizer, str)),
+            known_optimizer,
             "an optimizer of the module, a class such as torch.optim.AdamW, or its name 'AdamW'",
         ),
         ("allocator", allocator, isinstance(allocator, str), "text such as 'expandable_segments:True', '' for nothing"),

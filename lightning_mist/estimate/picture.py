@@ -121,11 +121,7 @@ def check_picture(path: str) -> None:
 
 
 def check_matplotlib(what: str) -> None:
-    """Refuse what matplotlib draws, if it is not installed.
-
-    Raises:
-        ValueError: If it is not installed.
-    """
+    """Raise a ValueError about what matplotlib is to draw, if it is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -147,8 +143,7 @@ def draw_memory(estimate: MemoryEstimate, timelines: Sequence[Timeline], path: s
         _draw(axis, estimate, line)
         axis.set_ylim(0, top)
     _legend(figure, axes)
-    title = f"{estimate.subject()}\n{estimate.headline()}"
-    figure.suptitle(title, fontsize=10, wrap=True)
+    figure.suptitle(f"{estimate.subject()}\n{estimate.headline()}", fontsize=10, wrap=True)
     figure.savefig(path, dpi=150)
 
 
@@ -175,12 +170,9 @@ def _draw(axis: Any, estimate: MemoryEstimate, line: Timeline) -> None:
     )
     axis.axhline(estimate.memory_limit / _GIB, color="#d55e00", linewidth=1.6, label="may be used")
     if stage.device_total != stage.allocated:
-        axis.axhline(
-            stage.device_total.p50 / _GIB, color="black", linewidth=1, linestyle="--", label="device total, predicted"
-        )
-        axis.axhline(
-            stage.device_total.p95 / _GIB, color="black", linewidth=1, linestyle=":", label="device total, 95 of 100"
-        )
+        total = stage.device_total
+        for size, style, words in ((total.p50, "--", "predicted"), (total.p95, ":", "95 of 100")):
+            axis.axhline(size / _GIB, color="black", linewidth=1, linestyle=style, label=f"device total, {words}")
     _mark_peak(axis, line, outside)
     _mark_computations(axis, estimate, stage, line)
 

@@ -1,9 +1,8 @@
 """What the most loaded device of every stage of a plan needs: allocated, reserved, device total.
 
-Where every allocation is known they are replayed, in the order in which the schedule makes them, through a simulation
-of the allocator. Otherwise (a network described without its allocations, offloading, context parallelism, and while
-many plans are compared) the peak of tensors comes from the vectorised model that the planner uses, and what the
-allocator holds on top from how much that was elsewhere.
+Where every allocation is known they are replayed through a simulation of the allocator. Otherwise (a network described
+without its allocations, offloading, context parallelism, and while many plans are compared) the peak of tensors comes
+from the planner's memory model, and what the allocator holds on top from how much that was elsewhere.
 """
 
 import re
@@ -151,11 +150,7 @@ class Estimator:
         return tuple(replace(groups[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
 
     def quick(self, plan: Plan) -> StageEstimate:
-        """The stage that needs most, without replay.
-
-        Raises:
-            PlanError: As :meth:`stages`.
-        """
+        """The stage that needs most, without replay."""
         return worst_of(self.stages(plan, replay="none"))
 
     def timelines(self, plan: Plan) -> tuple[Timeline, ...]:
@@ -280,11 +275,7 @@ def _estimate(
 
 
 def check_plan_for(spec: ModelSpec, cluster: AnyCluster, plan: Plan) -> None:
-    """Refuse a plan that is not one for a network and a machine.
-
-    Raises:
-        PlanError: Naming both numbers.
-    """
+    """Raise a PlanError about a plan for another network or machine."""
     if plan.num_layers != spec.num_layers:
         raise PlanError(
             f"the plan has {plan.num_layers} layers, {spec.name} has {spec.num_layers}: a plan must cover every layer; "

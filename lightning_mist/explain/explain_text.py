@@ -28,11 +28,7 @@ _NUMBER = re.compile(r"(?<![\w.])(\d+(?:,\d{3})*(?:\.\d+)?)( (?:B|[KMGT]iB|ns|us
 """A measured number: with a unit, or a percentage with a decimal; whole percentages are settings."""
 
 _SCALE = {
-    "B": 1.0,
-    "KiB": 2.0**10,
-    "MiB": 2.0**20,
-    "GiB": 2.0**30,
-    "TiB": 2.0**40,
+    **{unit: 1024.0**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))},
     "ns": 1e-9,
     "us": 1e-6,
     "ms": 1e-3,
@@ -150,10 +146,7 @@ def explanation_sections(explanation: Explanation, *, full: bool = True) -> tupl
     sections: list[Section] = [
         ("what binds" if not full else "what binds and what does not", tuple(findings)),
         ("what each technique buys", tuple(technique_line(item, step) for item in explanation.techniques)),
-        (
-            "the best plans found of other kinds",
-            tuple(_other(item, step) for item in explanation.others if full),
-        ),
+        ("the best plans found of other kinds", tuple(_other(item, step) for item in explanation.others if full)),
         ("what a better machine would buy", tuple(what_if_line(item, step) for item in explanation.what_ifs)),
     ]
     if full:

@@ -62,7 +62,7 @@ class Costs:
 def costs_of(model: CostModel, plan: Plan) -> Costs:
     """What every stage of a plan costs."""
     placed = placed_slots_of(plan, model.cluster)
-    seconds = [model.seconds(slot, candidates) for slot, candidates in placed]
+    seconds = [model.seconds(*slot) for slot in placed]
     return Costs(
         plan=plan,
         memory=plan_memory(model.memory, plan),
@@ -104,38 +104,30 @@ def findings_of(
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Relaxed:
-    """A stage that saves less memory, in words."""
-
-    text: str
-    stage: StagePlan
-
-
-def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[_Relaxed]:
-    """Versions of a stage that each save one step less of memory."""
+def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[tuple[str, StagePlan]]:
+    """Versions of a stage that each save one step less of memory, with words for them."""
     kept = stage.checkpointing.layers
     if kept:
-        yield _Relaxed("with one layer fewer recomputed", replace(stage, checkpointing=Checkpointing(layers=kept - 1)))
+        yield "with one layer fewer recomputed", replace(stage, checkpointing=Checkpointing(layers=kept - 1))
     if stage.zero_stage:
         lower = ZeroStage(stage.zero_stage - 1)
         text = f"with ZeRO-{int(lower)} in place of ZeRO-{int(stage.zero_stage)}"
-        yield _Relaxed(text, replace(stage, zero_stage=lower))
+        yield text, replace(stage, zero_stage=lower)
     for kind in OFFLOADED:
         ratio = getattr(stage.offload, kind)
         if ratio:
             less = max((value for value in ratios if value < ratio), default=0.0)
             words = "optimizer state" if kind == "optimizer" else kind
             text = f"with {less:.0%} of its {words} in host memory in place of {ratio:.0%}"
-            yield _Relaxed(text, replace(stage, offload=replace(stage.offload, **{kind: less})))
+            yield text, replace(stage, offload=replace(stage.offload, **{kind: less}))
 
 
 def _changed_group(plan: Plan, group: int, stage: StagePlan) -> Plan:
     """A plan whose group of devices does with its first stage as told; chunks agree in all but recomputed layers."""
     changed = changed_stage(plan, group, stage)
     for index in plan.chunks(group)[1:]:
-        agreed = replace(changed.stages[index], zero_stage=stage.zero_stage, offload=stage.offload)
-        changed = replace(changed, stages=(*changed.stages[:index], agreed, *changed.stages[index + 1 :]))
+        agreed = replace(plan.stages[index], zero_stage=stage.zero_stage, offload=stage.offload)
+        changed = changed_stage(changed, index, agreed)
     return changed
 
 
@@ -183,12 +175,12 @@ class _Cost:
 
 
 def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
-    for item in _relaxed(costs.plan.stages[group], ratios):
-        plan = _changed_group(costs.plan, group, item.stage)
+    for text, stage in _relaxed(costs.plan.stages[group], ratios):
+        plan = _changed_group(costs.plan, group, stage)
         steady, boundary = _times(model, plan, group)
         gain = costs.alone(group) - plan.num_microbatches * steady - boundary
         step_gain = costs.step() - costs.step({group: (steady, boundary)})
-        yield _Cost(item.text, _memory_of(model, plan, group).peak_bytes, gain, step_gain)
+        yield _Cost(text, _memory_of(model, plan, group).peak_bytes, gain, step_gain)
 
 
 def is_hardly(step_gain: float, gain: float, step: float) -> bool:

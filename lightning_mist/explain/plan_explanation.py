@@ -1,8 +1,6 @@
 """Why a plan: what binds, what each technique buys, what else there was, and what a better machine would buy.
 
-Everything said is computed: a technique is switched off in the plan itself, and then a plan is searched for in the
-space without it; other kinds of plans and better machines are searched for in the same way. Each such search takes a
-part of the seconds that explaining may take; what there was no time for is listed.
+All of it is computed, by searches in other spaces and for other machines until the seconds for that are over.
 """
 
 from collections.abc import Iterable, Sequence
@@ -91,13 +89,12 @@ def _explained(asker: Asker, plan: Plan) -> Explanation:
     used = [technique for technique in TECHNIQUES if technique.use(plan)]
     values = [_switched_off(asker, technique, plan) for technique in used]
     techniques, what_ifs = _searched(asker, plan, list(zip(used, values, strict=True)))
-    others = _others(asker, plan)
     return Explanation(
         plan=plan,
         limits=asker.machine.limits(plan),
         findings=findings,
         techniques=techniques,
-        others=others,
+        others=_others(asker, plan),
         what_ifs=what_ifs,
         left_out=tuple(asker.left_out),
         unsearched=tuple(asker.unsearched),
@@ -134,7 +131,9 @@ def _searched(
             what_ifs.append(WhatIf(change=machine.change, same_plan=same, best=asker.best_on(machine)))
         if item is not None:
             technique, value = item
-            techniques.append(replace(value, best_without=_best_without(asker, technique, plan)))
+            space = technique.without(plan, asker.search)
+            best = None if space is None else asker.best(f"the best plan without {technique.name}", space)
+            techniques.append(replace(value, best_without=best))
     asker.left_out += left_out
     return tuple(techniques), tuple(what_ifs)
 
@@ -164,13 +163,6 @@ def _switched_off(asker: Asker, technique: Technique, plan: Plan) -> TechniqueVa
     return TechniqueValue(name=technique.name, meaning=technique.meaning, use=technique.use(plan), switched_off=version)
 
 
-def _best_without(asker: Asker, technique: Technique, plan: Plan) -> Version | None:
-    search = technique.without(plan, asker.search)
-    if search is None:
-        return None
-    return asker.best(f"the best plan without {technique.name}", search)
-
-
 def _others(asker: Asker, plan: Plan) -> tuple[OtherPlan, ...]:
     """The fastest plans of other kinds that were found, after some of them were searched for."""
     for what, search in _other_spaces(asker, plan):
@@ -193,12 +185,9 @@ def _other_spaces(asker: Asker, plan: Plan) -> Iterable[tuple[str, SearchSpace]]
     compared = {other.num_groups for other in asker.found} - {plan.num_groups}
     if stages and not compared and search.layer_cuts is None:  # The search itself compares some.
         yield "the best plan with another number of stages", replace(search, num_stages=stages)
+    allowed = search.tensor_parallel_degrees
     degrees = sorted({split.degree for split in spec.splits})
-    sharing = tuple(
-        degree
-        for degree in degrees
-        if search.tensor_parallel_degrees is None or degree in search.tensor_parallel_degrees
-    )
+    sharing = tuple(degree for degree in degrees if allowed is None or degree in allowed)
     if sharing and kind_of(plan).tensor == (1,):
         yield "the best plan with tensor parallelism everywhere", replace(search, tensor_parallel_degrees=sharing)
     sharded = tuple(level for level in search.zero_stages if level)

@@ -43,10 +43,7 @@ class Asker:
     @property
     def ground(self) -> Ground:
         """What changes of plans keep to."""
-        return Ground(
-            cuts_batches=not self.planner.spec.module_map.excludes("microbatches"),
-            search=self.search,
-        )
+        return Ground(cuts_batches=not self.planner.spec.module_map.excludes("microbatches"), search=self.search)
 
     def planner_of(self, machine: Machine) -> Planner:
         """Who is asked about a machine."""

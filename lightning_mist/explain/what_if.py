@@ -53,9 +53,7 @@ class Machine:
     def _usable(self, part: Cluster) -> float:
         limit = self.memory_limit
         if isinstance(self.cluster, MixedCluster) and limit is not None:
-            limit = min(
-                limit, part.device.memory_bytes
-            )  # One limit for unlike devices: no device has more than it has.
+            limit = min(limit, part.device.memory_bytes)  # One limit for unlike devices: none has more than it has.
         return usable_bytes(part, limit)
 
 
@@ -184,10 +182,12 @@ def _faster_seam(cluster: AnyCluster) -> AnyCluster:
     return replace(cluster, link=replace(cluster.link, bytes_per_second=2 * cluster.link.bytes_per_second))
 
 
+_HOST_RATES = (
+    "host_to_device_bytes_per_second",
+    "device_to_host_bytes_per_second",
+    "host_bytes_per_second_per_node",
+)
+
+
 def _faster_host(profile: HardwareProfile) -> HardwareProfile:
-    return replace(
-        profile,
-        host_to_device_bytes_per_second=2 * profile.host_to_device_bytes_per_second,
-        device_to_host_bytes_per_second=2 * profile.device_to_host_bytes_per_second,
-        host_bytes_per_second_per_node=2 * profile.host_bytes_per_second_per_node,
-    )
+    return replace(profile, **{name: 2 * getattr(profile, name) for name in _HOST_RATES})

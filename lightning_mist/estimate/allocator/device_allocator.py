@@ -49,14 +49,7 @@ class CachingAllocator:
             self._rounded = lambda nbytes: _rounded_to_divisions(nbytes, divisions)
 
     def malloc(self, identity: int, nbytes: int, stream: str) -> bool:
-        """Serve a request, of which 0 bytes take no memory.
-
-        Returns:
-            False if there is not enough memory; the allocation does not exist then.
-
-        Raises:
-            ValueError: If the identity is in use, or the size negative.
-        """
+        """Serve a request; False, and there is no such allocation, if there is not enough memory."""
         if identity in self._living or nbytes < 0:
             raise ValueError(f"malloc of {nbytes} bytes as {identity}: sizes are not negative, identities used once")
         if not nbytes:
@@ -82,11 +75,7 @@ class CachingAllocator:
         return True
 
     def free(self, identity: int) -> None:
-        """Take an allocation back; its memory waits for streams that still use it.
-
-        Raises:
-            ValueError: If there is no such allocation.
-        """
+        """Take an allocation back; its memory waits for streams that still use it."""
         block = self._block(identity)
         del self._living[identity]
         if block is None:
@@ -98,11 +87,7 @@ class CachingAllocator:
             self._recover(block)
 
     def use(self, identity: int, stream: str) -> None:
-        """Another stream works on an allocation.
-
-        Raises:
-            ValueError: If there is no such allocation.
-        """
+        """Another stream works on an allocation."""
         block = self._block(identity)
         if block is not None and stream != block.pool.stream:
             block.streams = (block.streams or set()) | {stream}

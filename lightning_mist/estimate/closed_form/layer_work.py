@@ -64,7 +64,7 @@ def head_work(form: ClosedForm, split: Split, table: sympy.Expr) -> PartWork:
 def tail_work(form: ClosedForm, split: Split, table: sympy.Expr, wide: int) -> PartWork:
     """The work of the last norm, the scores, and the loss, whose chain has ``wide`` bytes per score."""
     dims = form.dims
-    divided = split.degree if dims.vocabulary % split.degree == 0 else 1
+    divided = form.word_ranks(split)
     scores = sympy.Rational(dims.vocabulary, divided) * TOKENS
     hidden = dims.hidden * TOKENS
     flops = 2 * dims.hidden * scores

@@ -183,14 +183,13 @@ def dims_of(configuration: Any) -> TransformerDims:
     gated = activation in ("silu", "swiglu", "swish") or read("rms_norm_eps") is not None
     rotary = read("rope_theta") is not None or read("rope_parameters") is not None or gated
     plain = not gated and read("bias") is not False
+    names = ("hidden", "layers", "heads", "vocabulary", "key_value_heads", "head_width")
+    stated: dict[str, Any] = {name: find(name) for name in names}
+    for name in ("dropout", "attention_dropout", "embedding_dropout"):
+        stated[name] = float(find(name) or 0.0)
     return TransformerDims(
-        hidden=find("hidden"),
-        layers=find("layers"),
-        heads=find("heads"),
-        vocabulary=find("vocabulary"),
+        **stated,
         ffn=find("ffn") or 4 * find("hidden"),
-        key_value_heads=find("key_value_heads"),
-        head_width=find("head_width"),
         positions=0 if rotary else find("positions") or 0,
         norm="rms" if read("rms_norm_eps") is not None else "layer",
         feed_forward="swiglu" if gated else "gelu",
@@ -201,8 +200,5 @@ def dims_of(configuration: Any) -> TransformerDims:
         fused_query_key_value=read("n_embd") is not None,
         composed_norm=read("rms_norm_eps") is not None,
         composed_gelu=activation == "gelu_new",
-        dropout=float(find("dropout") or 0.0),
-        attention_dropout=float(find("attention_dropout") or 0.0),
-        embedding_dropout=float(find("embedding_dropout") or 0.0),
         tied=bool(find("tied")),
     )

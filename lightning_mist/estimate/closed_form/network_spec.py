@@ -54,7 +54,6 @@ def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str
             )
     whole = Split()
     uses, parameters = _parameters(form)
-    boundary = (_hidden(form, whole),)
     return ModelSpec(
         name=name,
         module_map=ModuleMap(
@@ -69,7 +68,7 @@ def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str
         layers=(_layer(form, whole),),
         kinds=(0,) * dims.layers,
         tail=_tail(form, whole),
-        boundaries=(boundary,) * (dims.layers - 1),
+        boundaries=((_hidden(form, whole),),) * (dims.layers - 1),
         parameters=parameters,
         buffer_bytes=0,
         # Ids of tokens and of those that follow, 8 bytes each.
@@ -80,7 +79,7 @@ def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str
         precision=form.precision,
         shared_saved_bytes=_shared(form),
         splits=tuple(
-            _split(form, parameters, degree, sequence)
+            _split(form, parameters, Split(degree=degree, sequence_parallel=sequence))
             for degree in sorted(set(degrees) - {1})
             for sequence in (False, True)
         ),
@@ -91,29 +90,26 @@ def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str
     )
 
 
-def _split(form: ClosedForm, parameters: Sequence[ParameterSpec], degree: int, sequence: bool) -> SplitSpec:
-    split = Split(degree=degree, sequence_parallel=sequence)
-    boundary = (_hidden(form, split),)
+def _split(form: ClosedForm, parameters: Sequence[ParameterSpec], split: Split) -> SplitSpec:
     return SplitSpec(
-        degree=degree,
-        sequence_parallel=sequence,
+        degree=split.degree,
+        sequence_parallel=split.sequence_parallel,
         head=_head(form, split),
         layers=(_layer(form, split),),
         tail=_tail(form, split),
-        boundaries=(boundary,) * (form.dims.layers - 1),
-        parameter_bytes=tuple(
-            item.bytes // (degree if _is_shared(form, item.name, degree) else 1) for item in parameters
-        ),
+        boundaries=((_hidden(form, split),),) * (form.dims.layers - 1),
+        parameter_bytes=tuple(item.bytes // _ranks(form, item.name, split) for item in parameters),
     )
 
 
-def _is_shared(form: ClosedForm, name: str, degree: int) -> bool:
-    """Whether tensor-parallel ranks hold parts of a parameter."""
+def _ranks(form: ClosedForm, name: str, split: Split) -> int:
+    """Tensor-parallel ranks that share a parameter."""
     owner, _, kind = name.rpartition(".")
     part = owner.rpartition(".")[2]
     if part in ("tokens", "head"):
-        return form.dims.vocabulary % degree == 0
-    return "norm" not in part and part != "positions" and not (kind == "bias" and part in ("output", "down"))
+        return form.word_ranks(split)
+    is_whole = "norm" in part or part == "positions" or (kind == "bias" and part in ("output", "down"))
+    return 1 if is_whole else split.degree
 
 
 def _parameters(form: ClosedForm) -> tuple[tuple[ParameterUse, ...], tuple[ParameterSpec, ...]]:
@@ -179,9 +175,10 @@ def _layer(form: ClosedForm, split: Split) -> LayerSpec:
     # The gradient of the last matrix is cast from the type that it was computed in.
     cast = sympy.Rational(form.itemsize * dims.ffn * dims.hidden, t) if form.mixed else sympy.S.Zero
     at_down = inner + sympy.Rational(form.stored * dims.ffn * dims.hidden, t) + cast
-    lines = [at_down, 2 * inner] if dims.feed_forward == "swiglu" else [at_down]
     # In the backward that makes them, gradients of matrices stay.
-    first = [at_down, inner + at_down] if dims.feed_forward == "swiglu" else [at_down]
+    lines, first = [at_down], [at_down]
+    if dims.feed_forward == "swiglu":
+        lines, first = [at_down, 2 * inner], [at_down, inner + at_down]
     # At the end all gradients have been made and everything kept is gone but what came in.
     at_end = gradients + 2 * hidden - saved
     matrices = sum(a * b for _, a, b in dims.matrices)
@@ -222,7 +219,7 @@ def _head(form: ClosedForm, split: Split) -> LayerSpec:
 def _tail(form: ClosedForm, split: Split) -> LayerSpec:
     dims, losses = form.dims, form.losses
     hidden = dims.hidden * form.stored * TOKENS
-    divided = split.degree if dims.vocabulary % split.degree == 0 else 1
+    divided = form.word_ranks(split)
     scores = sympy.Rational(dims.vocabulary, divided) * TOKENS
     table = _table(form, split)
     normed = dims.hidden * form.itemsize * TOKENS
@@ -253,8 +250,7 @@ def _shared(form: ClosedForm) -> sympy.Expr:
 
 def _table(form: ClosedForm, split: Split) -> sympy.Expr:
     """Bytes of the table of tokens on one rank."""
-    divided = split.degree if form.dims.vocabulary % split.degree == 0 else 1
-    return sympy.Rational(form.dims.vocabulary * form.dims.hidden * form.stored, divided)
+    return sympy.Rational(form.dims.vocabulary * form.dims.hidden * form.stored, form.word_ranks(split))
 
 
 def _edge(

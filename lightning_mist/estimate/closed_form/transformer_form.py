@@ -93,6 +93,10 @@ class ClosedForm:
             return found
         return LossBytes(kept=2 * found.kept, forward=2 * found.forward, backward=2 * found.backward)
 
+    def word_ranks(self, split: Split) -> int:
+        """Tensor-parallel ranks that share the words of tables and scores: all of them, if they divide their number."""
+        return split.degree if self.dims.vocabulary % split.degree == 0 else 1
+
     def form(self, split: Split, *, recomputed: bool = False) -> LayerForm:
         """What one layer keeps."""
         return layer_form(

@@ -1,12 +1,11 @@
 """One rank on its way through its schedule: what it allocates and frees at every action.
 
-The walk does, action by action, what the runtime does: it receives into buffers, computes, keeps outputs until they
-have been sent and inputs until their gradients have, and lets go of a send when the schedule tells that it has arrived.
-The list of actions is the one that the runtime executes.
+As in the runtime outputs are kept until they have been sent, inputs until their gradients have, and what is sent until
+the schedule tells that it has arrived.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_mist.estimate.replay.gradient_events import Gradients
 from lightning_mist.estimate.replay.rank_state import CrossingTensor, RankView
@@ -51,10 +50,9 @@ class BatchWalk:
         """One action of a microbatch."""
         assert action.microbatch is not None
         key = action.stage, action.microbatch
-        inner = list(lines)
+        inner, behind = list(lines), list[Action]()
         while inner and inner[0].microbatch is None:
             self._gradients.line(inner.pop(0))
-        behind: list[Action] = []
         while inner and inner[-1].microbatch is None:
             behind.insert(0, inner.pop())
         if action.kind is ActionKind.FORWARD:
@@ -115,10 +113,8 @@ class BatchWalk:
 
     def _send_activation(self, action: Action, key: _Key) -> None:
         tensors = self._view.crossing(key[0], key[0] + 1, key[1])
-        held: list[int] = []
-        for tensor, identity in zip(tensors, self._outgoing.pop(key), strict=True):
-            held += self._posted(tensor, identity, key)
-        self._sends[action] = held
+        sent = zip(tensors, self._outgoing.pop(key), strict=True)
+        self._sends[action] = [held for item in sent for held in self._posted(*item, key)]
 
     def _send_gradient(self, action: Action, key: _Key) -> None:
         tensors = [t for t in self._view.crossing(key[0], key[0] - 1, key[1]) if t.requires_grad]
@@ -159,10 +155,7 @@ class BatchWalk:
         base = self._bases[key] = self._tape.reserve(template.slots, *key)
         if 0 in template.forward and 0 not in template.parts:
             self._tape.play(template.forward[0].chunk, base)
-        for line in lines:
-            if line.microbatch is None:
-                self._gradients.line(line)
-                continue
+        for line in self._computed(lines):
             for part in self._parts(template, line):
                 self._tape.play(template.forward[part].chunk, base)
         self._free([base + slot for slot in template.left])
@@ -178,10 +171,7 @@ class BatchWalk:
             self._join_gradients(key, base)
         way = self._gradients.begins(stage)
         runs = template.inputs[way] if is_split else template.backward[way]
-        for line in lines:
-            if line.microbatch is None:
-                self._gradients.line(line)
-                continue
+        for line in self._computed(lines):
             for part in reversed(self._parts(template, line)):
                 self._play(runs[part], base, stage, part, way=way)
         self._free([base + slot for slot in template.ended[way]])
@@ -189,6 +179,14 @@ class BatchWalk:
             self._put_off(key, base, template.weights[way])
         if stage > 0:
             self._returned[key] = [None if slot is None else base + slot for slot in template.returned[way]]
+
+    def _computed(self, lines: Sequence[Action]) -> Iterator[Action]:
+        """The lines that compute, in between what happens to gradients and parameters of units."""
+        for line in lines:
+            if line.microbatch is None:
+                self._gradients.line(line)
+            else:
+                yield line
 
     def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient]) -> None:
         """What gradients of weights will be made of waits for them."""

@@ -31,8 +31,7 @@ class Gradients:
         self._users: dict[Flat, int] = {}
         self._there: dict[Flat, int] = {}
         self._alone = -1
-        bounds = view.plan.bounds
-        owners = view.spec.module_map.owners(bounds)
+        owners = view.spec.module_map.owners(view.plan.bounds)
         self.names = {
             stage: frozenset(item.name for item in view.held if stage in owners[item.name]) for stage in view.chunks
         }
@@ -83,6 +82,9 @@ class Gradients:
             self.found[name] = identity
         elif way or len(regions) > 1:
             self._tape.free(identity)
+        self._note_final(name)
+
+    def _note_final(self, name: str) -> None:
         if name in self._final:
             self._ready.add(name)
             self._launch_ready()
@@ -98,9 +100,7 @@ class Gradients:
             self._tape.free(self._alone)
         else:
             self.found[name] = self._alone
-        if name in self._final:
-            self._ready.add(name)
-            self._launch_ready()
+        self._note_final(name)
 
     def _summed(self, name: str, identities: list[int]) -> int:
         """Autograd sums what several regions say of one parameter before it accumulates."""
@@ -154,12 +154,8 @@ class Gradients:
 
     def reduce_tied(self) -> None:
         """Over the groups of devices that hold the same parameter."""
-        tied = self._view.tied
-        if not tied and not self._view.spread:
-            return
         label = Label("gradient_bytes", "gradient of a tied parameter, on its way")
-        flats = [(item, self._contribution(item, label)) for item in tied]
-        for item, identity in flats:
+        for item, identity in [(item, self._contribution(item, label)) for item in self._view.tied]:
             self._install(item, identity)
         spread = [(item, self._tape.malloc(item.bytes + item.itemsize, label)) for item in self._view.spread]
         for item, identity in spread:
@@ -167,11 +163,9 @@ class Gradients:
 
     def _contribution(self, item: Held, label: Label) -> int:
         flat = self._tape.malloc(item.bytes + item.itemsize, label)
-        if not self._view.sums_whole(item):
+        if not self._view.sums_whole(item) or item.bytes == item.whole_bytes:
             return flat
         degree = self._view.plan.stages[self._view.mesh.stage].mesh.tensor_parallel_degree
-        if item.bytes == item.whole_bytes:
-            return flat
         gathered = [self._tape.malloc(degree * (item.bytes + item.itemsize), label) for _ in range(2)]
         whole = self._tape.malloc(item.whole_bytes, label)
         total = self._tape.malloc(item.whole_bytes + item.itemsize, label)

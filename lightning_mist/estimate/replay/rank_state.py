@@ -1,7 +1,7 @@
 """What one rank of a plan holds, and with whom it shares rows: everything that its replay needs to know beforehand."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_mist.model.spec import ModelSpec, bytes_at
@@ -156,18 +156,13 @@ class RankView:
     def buckets(self) -> tuple[Flat, ...]:
         """Flat buffers in which its gradients travel, and parameters that ZeRO-1 and ZeRO-2 give back."""
         trained = [item for item in reversed(self.held) if item.is_trained]
-        sharded = self.mesh.is_sharded
-        keys = [(item.owner if sharded else None, item.dtype) for item in trained]
+        keys = [(item.owner if self.mesh.is_sharded else None, item.dtype) for item in trained]
         dealt = deal_buckets([item.bytes for item in trained], keys)
         return tuple(self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
 
     def _flat(self, items: Sequence[Held], owner: int | None) -> Flat:
-        return Flat(
-            names=tuple(item.name for item in items),
-            bytes=sum(item.bytes for item in items),
-            itemsize=items[0].itemsize,
-            owner=owner,
-        )
+        names, size = tuple(item.name for item in items), sum(item.bytes for item in items)
+        return Flat(names=names, bytes=size, itemsize=items[0].itemsize, owner=owner)
 
     @cached_property
     def units(self) -> dict[int, tuple[ShardUnit, ...]]:
@@ -206,27 +201,24 @@ class RankView:
         result = []
         for (keys, owner, _), items in together.items():
             padded = sum(-(-item.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for item in items)
-            flat = Flat(names=tuple(item.name for item in items), bytes=padded, itemsize=items[0].itemsize, owner=owner)
-            result.append((flat, keys))
+            result.append((replace(self._flat(items, owner), bytes=padded), keys))
         return tuple(result)
+
+    @property
+    def _several(self) -> Iterator[Held]:
+        """The trained parameters that several stages use."""
+        return (item for item in self.held if item.is_trained and len(item.item.stages) > 1)
 
     @cached_property
     def tied(self) -> tuple[Held, ...]:
         """The trained parameters that other groups of devices hold too and whose gradients this rank helps to sum."""
-        return tuple(
-            item
-            for item in self.held
-            if item.is_trained
-            and len(item.item.stages) > 1
-            and any(self.rank in group for group in tied_groups(self.plan, item.item))
-        )
+        groups = ((item, tied_groups(self.plan, item.item)) for item in self._several)
+        return tuple(item for item, ranks in groups if any(self.rank in group for group in ranks))
 
     @cached_property
     def spread(self) -> tuple[Held, ...]:
         """The tied parameters whose summed gradient is handed to the other data-parallel ranks of the stage."""
-        stage = self.mesh.stage
-        several = (item for item in self.held if item.is_trained and len(item.item.stages) > 1)
-        return tuple(item for item in several if needs_spreading(self.plan, item.item, stage))
+        return tuple(item for item in self._several if needs_spreading(self.plan, item.item, self.mesh.stage))
 
     def sums_whole(self, item: Held) -> bool:
         """Whether the whole gradient of a tied parameter is put together before it is summed."""

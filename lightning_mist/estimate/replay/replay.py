@@ -1,9 +1,7 @@
 """What a rank of a plan allocates and frees, event by event, over whole optimizer steps.
 
-A replay walks through the very list of actions that the runtime executes and plays, at every action, the events of the
-traced network and those of the runtime itself: buffers of transfers, flat buffers of gradients, unsharded parameters,
-temporaries of the optimizer. Its timeline, its peak and what is alive there are read off; the events themselves go
-into a simulation of the device's allocator.
+The list of actions is the one that the runtime executes; at every action the events of the traced network are played
+and those of the runtime itself: buffers of transfers and gradients, unsharded parameters, temporaries of the optimizer.
 
 Array axes
     E  events, in order
@@ -57,10 +55,16 @@ class Replay:
         self._blocks: tuple[Block, ...] = tuple(tape.blocks)
 
     @cached_property
+    def _change_E(self) -> IntArray:
+        """Bytes by which every event changes what is alive."""
+        change_E: IntArray = np.sign(self.events_E) * self.bytes_A[np.abs(self.events_E) - 1]
+        return change_E
+
+    @cached_property
     def live_E(self) -> IntArray:
         """Bytes alive after every event."""
-        result_E: IntArray = np.cumsum(np.sign(self.events_E) * self.bytes_A[np.abs(self.events_E) - 1])
-        return result_E
+        live_E: IntArray = np.cumsum(self._change_E)
+        return live_E
 
     @property
     def peak_event(self) -> int:
@@ -74,13 +78,9 @@ class Replay:
 
     @property
     def phase(self) -> str:
-        """The action during which that is, as text."""
-        return self.action_at(self.peak_event)
-
-    def action_at(self, event: int) -> str:
-        """The action that an event belongs to."""
+        """The action during which most bytes are alive, as text."""
         firsts = [mark.event for mark in self.marks]
-        index = int(np.searchsorted(firsts, event, side="right")) - 1
+        index = int(np.searchsorted(firsts, self.peak_event, side="right")) - 1
         return self.marks[index].action if index >= 0 else "set-up"
 
     def alive_at(self, event: int) -> tuple[Alive, ...]:
@@ -120,9 +120,9 @@ class Replay:
         terms = [label.term for block in self._blocks for label in block.labels]
         index_A = np.array([TERMS.index(term) for term in terms], dtype=np.int64)
         term_E = index_A[np.abs(self.events_E) - 1]
-        delta_E = np.sign(self.events_E) * self.bytes_A[np.abs(self.events_E) - 1]
         return tuple(
-            (name, np.cumsum(np.where(term_E == number, delta_E, 0))[self.begin :]) for number, name in enumerate(TERMS)
+            (name, np.cumsum(np.where(term_E == number, self._change_E, 0))[self.begin :])
+            for number, name in enumerate(TERMS)
         )
 
     def memory_events(self) -> list[MemoryEvent]:
@@ -155,18 +155,14 @@ def replay_rank(
     mesh = plan.stages[plan.stage_of(rank)].mesh
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
     view = RankView(part, spec, plan, rank)
-    schedule = _schedule(plan, spec, shorten=shorten)
     in_buckets = plan.is_plain if plain is None else plain
+    schedule = _schedule(plan, spec, shorten=shorten)
     tape, begin = Run(view, schedule, {} if known is None else known, in_buckets=in_buckets).play()
     return Replay(rank, tape, begin)
 
 
 def replay_plan(spec: ModelSpec, plan: Plan, *, plain: bool | None = None) -> tuple[Replay, ...]:
-    """For every stage of a plan the replay of its most loaded rank; chunks of one group of devices share theirs.
-
-    Raises:
-        PlanError: As :func:`replay_rank`.
-    """
+    """For every stage of a plan the replay of its most loaded rank; chunks of one group of devices share theirs."""
     groups = [replay_group(spec, plan, group, plain=plain) for group in range(plan.num_groups)]
     return tuple(groups[plan.group_of(stage)] for stage in range(plan.num_stages))
 
@@ -188,9 +184,7 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
 
 def _schedule(plan: Plan, spec: ModelSpec, *, shorten: bool) -> Schedule:
     """The lists that the runtime executes; of microbatches that repeat each other as many as it takes."""
-    count = plan.num_microbatches
-    if shorten:
-        count = min(count, _shown(plan))
+    count = min(plan.num_microbatches, _shown(plan)) if shorten else plan.num_microbatches
     computations = generate(plan.num_stages, count, plan.schedule, num_groups=plan.num_groups)
     tied = any(len(stages) > 1 for stages in spec.module_map.owners(plan.bounds).values())
     gathers = [
