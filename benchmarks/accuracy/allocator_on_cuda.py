@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, finish, free, malloc, use
-from lightning_mist.estimate.allocator.simulation import simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
 
 MIB = 2**20
 STREAMS = ("compute", "side")

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, free, malloc
-from lightning_mist.estimate.allocator.simulation import simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
 
 KIB, MIB = 1 << 10, 1 << 20
 

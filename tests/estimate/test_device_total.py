@@ -1,7 +1,7 @@
 """From what is reserved to what a device shows as used."""
 
 from lightning_mist.estimate.allocator.allocator_data import malloc
-from lightning_mist.estimate.allocator.simulation import simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
 from lightning_mist.estimate.communicators import Communicator
 from lightning_mist.estimate.device_need import allocator_capacity, device_overheads, workspaces
 from lightning_mist.hardware import Cluster, Device

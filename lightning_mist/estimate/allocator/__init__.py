@@ -8,7 +8,7 @@ from lightning_mist.estimate.allocator.allocator_data import (
     malloc,
     parse_allocator_settings,
 )
-from lightning_mist.estimate.allocator.simulation import least_capacity, simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import least_capacity, simulate_allocator
 
 __all__ = [
     "MIB",

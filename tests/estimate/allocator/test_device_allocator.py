@@ -12,8 +12,7 @@ from lightning_mist.estimate.allocator.allocator_data import (
     malloc,
     use,
 )
-from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
-from lightning_mist.estimate.allocator.simulation import simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import CachingAllocator, simulate_allocator
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
 from tests.tiers import examples
 

@@ -6,8 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, free, malloc
-from lightning_mist.estimate.allocator.device_allocator import CachingAllocator
-from lightning_mist.estimate.allocator.simulation import simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import CachingAllocator, simulate_allocator
 from tests.cost.allocator_traces import MIB, reserved
 from tests.tiers import examples
 

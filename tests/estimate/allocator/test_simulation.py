@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings, MemoryEvent, finish, free, malloc, use
-from lightning_mist.estimate.allocator.simulation import least_capacity, simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import least_capacity, simulate_allocator
 from tests.cost.allocator_traces import KIB, MIB, reserved, traces
 from tests.tiers import examples
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lightning_mist.cost.memory.memory_model import TERMS
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
-from lightning_mist.estimate.allocator.simulation import simulate_allocator
+from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
 from lightning_mist.estimate.replay.replay import replay_group, replay_plan, replay_rank
 from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan
