@@ -26,7 +26,7 @@ from benchmarks.parity.table import MODELS
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost import stage_memory
 from lightning_mist.errors import PlanError
-from lightning_mist.estimate.replay.replay import replay_plan
+from lightning_mist.estimate.replay.rank_replay import replay_plan
 from lightning_mist.model import derive_splits, trace_model
 from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.plan import Plan

@@ -7,7 +7,7 @@ import pytest
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate import Estimator, estimate_plan
 from lightning_mist.estimate.picture import MOST_STAGES, _shown, check_picture, draw_memory, timeline_of
-from lightning_mist.estimate.replay.replay import replay_plan
+from lightning_mist.estimate.replay.rank_replay import replay_plan
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, plan_of
 from tests.cost.events import with_events

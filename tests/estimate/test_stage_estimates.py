@@ -5,7 +5,7 @@ import pytest
 from lightning_mist.estimate import Estimator, estimate_from_json, estimate_plan, estimate_to_json
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 from lightning_mist.estimate.estimate_data import worst_of
-from lightning_mist.estimate.replay.replay import replay_plan
+from lightning_mist.estimate.replay.rank_replay import replay_plan
 from lightning_mist.estimate.stage_estimates import can_replay, what_is_not_run
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, plan_of

@@ -1,5 +1,5 @@
 """Every allocation of a rank's optimizer steps, replayed."""
 
-from lightning_mist.estimate.replay.replay import Alive, Replay, replay_group, replay_plan
+from lightning_mist.estimate.replay.rank_replay import Alive, Replay, replay_group, replay_plan
 
 __all__ = ["Alive", "Replay", "replay_group", "replay_plan"]

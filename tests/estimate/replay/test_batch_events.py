@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.estimate.replay.replay import replay_rank
+from lightning_mist.estimate.replay.rank_replay import replay_rank
 from lightning_mist.plan import row_slice
 from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_mist.estimate.replay.replay import replay_rank
+from lightning_mist.estimate.replay.rank_replay import replay_rank
 from lightning_mist.model import describe_optimizer
 from lightning_mist.runtime.recording.meter import StorageMeter
 from tests.cost.events import with_events

@@ -7,7 +7,7 @@ from lightning_mist.cost.memory.memory_model import TERMS
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
-from lightning_mist.estimate.replay.replay import replay_group, replay_plan, replay_rank
+from lightning_mist.estimate.replay.rank_replay import replay_group, replay_plan, replay_rank
 from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan
 from tests.plans import plans
