@@ -1,5 +1,6 @@
 """What would make a plan fit: changes of it, the smallest first, each estimated like the plan itself."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -7,7 +8,8 @@ from typing import Any, TypeAlias
 
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.estimate_data import Change, verdict_of, worst_of
-from lightning_mist.estimate.stage_estimates import Estimator, what_is_not_run
+from lightning_mist.estimate.stage_estimates import Estimator, Replaying, what_is_not_run
+from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import Cluster, single
 from lightning_mist.plan import Checkpointing, Feature, Plan, StagePlan, ZeroStage, plan_of
 
@@ -62,14 +64,8 @@ def _least(estimator: Estimator, ladder: Ladder) -> Change | None:
     """The first trial of a ladder that fits: found by bisection without replay, then looked at around there."""
     if not ladder:
         return None
-    low, high = 0, len(ladder)
-    while low < high:
-        middle = (low + high) // 2
-        if _fits_quickly(estimator, ladder[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    at = min(low, len(ladder) - 1)
+    fitting = bisect_left(ladder, True, key=lambda trial: _need(estimator, trial, "none") is not None)
+    at = min(fitting, len(ladder) - 1)
     for index in range(at, min(at + LOOKS, len(ladder))):
         found = _look(estimator, ladder[index])
         if found is not None:
@@ -83,26 +79,23 @@ def _least(estimator: Estimator, ladder: Ladder) -> Change | None:
 
 def _first(estimator: Estimator, trials: Sequence[_Trial]) -> Change | None:
     """The first trial that fits, of trials in no order of what they need."""
-    likely = (trial for trial in trials if _fits_quickly(estimator, trial))
+    likely = (trial for trial in trials if _need(estimator, trial, "none") is not None)
     return next((found for trial in likely if (found := _look(estimator, trial)) is not None), None)
 
 
-def _fits_quickly(estimator: Estimator, trial: _Trial) -> bool:
-    """Whether a trial fits without replay; False if the network does not allow it."""
+def _need(estimator: Estimator, trial: _Trial, replay: Replaying) -> Interval | None:
+    """What a trial needs if it fits; None if it does not, or if the network does not allow it."""
     try:
-        need = estimator.on(trial.cluster).quick(trial.plan).device_total
+        stages = replace(estimator, cluster=trial.cluster).stages(trial.plan, replay=replay)
     except PlanError:
-        return False
-    return verdict_of(need, estimator.limit) == "fits"
+        return None
+    need = worst_of(stages).device_total
+    return need if verdict_of(need, estimator.limit) == "fits" else None
 
 
 def _look(estimator: Estimator, trial: _Trial) -> Change | None:
-    """A trial that fits; None if it does not, or if the network does not allow it."""
-    try:
-        need = worst_of(estimator.on(trial.cluster).stages(trial.plan, replay="worst")).device_total
-    except PlanError:
-        return None
-    if verdict_of(need, estimator.limit) != "fits":
+    need = _need(estimator, trial, "worst")
+    if need is None:
         return None
     return Change(text=trial.text, plan=trial.plan, device_total=need, runs=not what_is_not_run(trial.plan))
 

@@ -86,8 +86,6 @@ class DeviceNeed:
     is needed: a device total above the device's memory is one that cannot be had, not one that is not necessary.
 
     Attributes:
-        reserved: Bytes that the allocator takes from the device.
-        device_total: That and everything outside of it.
         allocator_bytes: Of p50 of ``reserved``, what is not allocated.
         flushes: How often in the replayed steps everything that is free is given back, which waits for the device.
     """

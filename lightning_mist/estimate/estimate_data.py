@@ -70,7 +70,6 @@ class StageEstimate:
 
     Attributes:
         reserved: Bytes that the caching allocator holds; what tensors take where there is no such allocator.
-        device_total: Reserved bytes and everything outside of the allocator.
         terms: Bytes by term, as ``(name, bytes)``: those of :data:`~lightning_mist.cost.memory.memory_model.TERMS` add
             up to the p50 of ``allocated``, with :data:`OUTER_TERMS` to that of ``device_total``.
         tensors: The largest tensors alive at the peak, largest first; empty if the allocations are not known.

@@ -68,9 +68,8 @@ def limit_of(cluster: Cluster, memory_limit: str | int | None) -> int:
 
 def _flush_notes(stages: Sequence[StageEstimate], limit: int) -> tuple[str, ...]:
     """Stages whose allocator has to give memory back within a step, which costs time."""
-    names = ", ".join(
-        str(stage.stage) for stage in stages if stage.flushes and stage.device_total.p50 <= (stage.limit or limit)
-    )
+    found = [item for item in stages if item.flushes and item.device_total.p50 <= (item.limit or limit)]
+    names = ", ".join(str(item.stage) for item in found)
     if not names:
         return ()
     return (

@@ -23,7 +23,7 @@ from lightning_mist.estimate.device_need import (
     replayed_need,
     summed_need,
 )
-from lightning_mist.estimate.estimate_data import OUTER_TERMS, PeakTensor, StageEstimate, need_of, worst_of
+from lightning_mist.estimate.estimate_data import OUTER_TERMS, PeakTensor, StageEstimate, need_of
 from lightning_mist.estimate.picture import Timeline, timeline_of
 from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.hardware import AnyCluster, Cluster
@@ -138,7 +138,13 @@ class Estimator:
         found = plan_memory(self._model, plan)
         replays = replay != "none" and can_replay(self.spec, plan)
         is_final = replay != "none" and not replays
-        groups = [self._summed(plan, group, found[group], is_final) for group in range(plan.num_groups)]
+        traced, module_map = self.source == "traced", self.spec.module_map
+        groups = [
+            summed_estimate(
+                plan, group, found[group], self.cluster, module_map, self.limit, is_traced=traced, is_final=is_final
+            )
+            for group in range(plan.num_groups)
+        ]
         left = set(range(plan.num_groups)) if replays else set()
         while left:
             group = max(range(plan.num_groups), key=lambda group: need_of(groups[group]))
@@ -148,10 +154,6 @@ class Estimator:
             groups[group] = self._replayed(plan, group)
             left.remove(group)
         return tuple(replace(groups[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
-
-    def quick(self, plan: Plan) -> StageEstimate:
-        """The stage that needs most, without replay."""
-        return worst_of(self.stages(plan, replay="none"))
 
     def timelines(self, plan: Plan) -> tuple[Timeline, ...]:
         """For every group of devices the bytes of its most loaded one over one step.
@@ -166,21 +168,11 @@ class Estimator:
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
-    def on(self, cluster: AnyCluster) -> "Estimator":
-        """The same network on as many devices of the same kind as another machine has."""
-        return replace(self, cluster=cluster)
-
     def _model(self, slot: StageSlot) -> MemoryModel:
         key = (slot.tensor_parallel_degree, slot.sequence_parallel)
         if key not in self._models:
             self._models[key] = MemoryModel(self.spec.split(*key))
         return self._models[key]
-
-    def _summed(self, plan: Plan, group: int, memory: StageMemory, is_final: bool) -> StageEstimate:
-        is_traced, module_map = self.source == "traced", self.spec.module_map
-        return summed_estimate(
-            plan, group, memory, self.cluster, module_map, self.limit, is_traced=is_traced, is_final=is_final
-        )
 
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:
         replay = replay_group(self.spec, plan, group)
@@ -190,7 +182,7 @@ class Estimator:
         terms = dict(replay.terms_at_peak())
         # Workspaces, and what rounding adds to sizes.
         terms["working_bytes"] += need.allocated.p50 - sum(terms.values())
-        tensors, kinds = tensors_at_peak(replay.alive_at_peak(), group)
+        tensors, kinds = tensors_at_peak(replay.alive_at(replay.peak_event), group)
         found = _estimate(plan, group, self.cluster, limit, need, terms)
         return replace(found, phase=phase_in_words(replay.phase), tensors=tensors, kinds=kinds)
 

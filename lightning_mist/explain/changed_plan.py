@@ -37,10 +37,8 @@ def microbatch_counts(plan: Plan, data_degrees: Sequence[int], ground: Ground) -
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """The same plan with another number of microbatches."""
-    stages = tuple(
-        replace(stage, microbatch_size=plan.global_batch_size // (count * stage.data_parallel_degree))
-        for stage in plan.stages
-    )
+    rows = plan.global_batch_size // count
+    stages = tuple(replace(stage, microbatch_size=rows // stage.data_parallel_degree) for stage in plan.stages)
     return replace(plan, num_microbatches=count, stages=stages, predicted=None)
 
 
@@ -131,7 +129,8 @@ def whole_layers(plan: Plan, ground: Ground) -> Plan:
     if plan.num_groups == plan.num_stages:
         return _rearranged(plan, plan.stages, shapes, ground)
     chunks = len(plan.stages) // plan.num_groups
-    made = _rearranged(without_chunks(plan), without_chunks(plan).stages, shapes, ground)
+    joined = without_chunks(plan)
+    made = _rearranged(joined, joined.stages, shapes, ground)
     if made.num_microbatches % plan.num_groups:
         raise PlanError("microbatches go through chunks in rounds of as many as there are groups of devices")
     stages = tuple(

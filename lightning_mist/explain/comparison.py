@@ -63,12 +63,9 @@ def compare_plans(
         raise ValueError("plan.predicted = None or 0 s: only plans whose seconds are predicted can be compared")
     seconds = ours.predicted.step_seconds
     lines = [_compared(item, seconds) for item in (Baseline(name=OURS, plan=ours), *others)]
-    asked = outside or _unknown
+    unknown = ("settings of which it is not known whether they were searched",)
+    asked = outside or (lambda plan: unknown)
     return (lines[0], *(line if line.plan is None else replace(line, outside=asked(line.plan)) for line in lines[1:]))
-
-
-def _unknown(plan: Plan) -> tuple[str, ...]:
-    return ("settings of which it is not known whether they were searched",)
 
 
 def faster_plan(items: Sequence[ComparedPlan]) -> ComparedPlan | None:

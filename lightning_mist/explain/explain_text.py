@@ -15,6 +15,7 @@ from lightning_mist.explain.explanation import (
     WhatIf,
     in_words,
     ranges_of,
+    seconds_of,
 )
 from lightning_mist.explain.findings import is_hardly
 from lightning_mist.plan import Plan
@@ -278,8 +279,8 @@ def _by_which(same: Version | None, least: float, step_seconds: float, other: st
 
 
 def _other(item: OtherPlan, step_seconds: float) -> str:
-    seconds = item.predicted.step_seconds
-    peak = max(stage.peak_bytes for stage in item.predicted.stages)
+    assert item.plan.predicted is not None
+    seconds, peak = seconds_of(item.plan), max(stage.peak_bytes for stage in item.plan.predicted.stages)
     change = f"{format_seconds(seconds)} per step ({seconds / step_seconds - 1:+.1%}), peak {format_bytes(peak)}"
     return f"{change}: {', '.join(item.differences)}."
 
@@ -313,7 +314,7 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
         "others": [
             {
                 "plan": as_data(item.plan),
-                "step_seconds": item.predicted.step_seconds,
+                "step_seconds": seconds_of(item.plan),
                 "differences": list(item.differences),
                 "text": _other(item, step),
             }

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mist.plan import Plan, Predicted
+from lightning_mist.plan import Plan
 from lightning_mist.tuner.space import OFFLOADED
 from lightning_mist.units import format_bytes
 
@@ -53,14 +53,9 @@ class Version:
     reason: str = ""
 
     @property
-    def predicted(self) -> Predicted | None:
-        """Its prediction."""
-        return None if self.plan is None else self.plan.predicted
-
-    @property
     def seconds(self) -> float | None:
         """Seconds of its step."""
-        return None if self.predicted is None else self.predicted.step_seconds
+        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.step_seconds
 
     @property
     def fits(self) -> bool:
@@ -106,6 +101,12 @@ class Kind:
     schedule: str
 
 
+def seconds_of(plan: Plan) -> float:
+    """Seconds of a step, of a plan with a prediction."""
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
 def kind_of(plan: Plan) -> Kind:
     """The kind of a plan."""
     return Kind(
@@ -124,12 +125,6 @@ class OtherPlan:
 
     plan: Plan
     differences: tuple[str, ...]
-
-    @property
-    def predicted(self) -> Predicted:
-        """Its prediction."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,32 +165,31 @@ class Explanation:
     @property
     def step_seconds(self) -> float:
         """Seconds of the plan's step."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted.step_seconds
+        return seconds_of(self.plan)
 
 
 def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
     """What another kind of plan does differently, in words."""
     found = []
     if other.stages != kind.stages:
-        found.append(f"{_stages(other.stages)} in place of {_stages(kind.stages)}")
+        found.append(f"{_counted(other.stages)} in place of {_counted(kind.stages)}")
     if other.tensor != kind.tensor:
         found.append(_tensor(other.tensor))
     if other.zero != kind.zero:
         found.append(f"{_zero(other.zero)} in place of {_zero(kind.zero)}")
     if other.checkpointing != kind.checkpointing:
         found.append("recomputes layers" if other.checkpointing else "recomputes no layer")
-    if more := [_state(name) for name in other.offload if name not in kind.offload]:
+    if more := [state_in_words(name) for name in other.offload if name not in kind.offload]:
         found.append(f"offloads {in_words(more)}")
-    if less := [_state(name) for name in kind.offload if name not in other.offload]:
+    if less := [state_in_words(name) for name in kind.offload if name not in other.offload]:
         found.append(f"does not offload {in_words(less)}")
     if other.schedule != kind.schedule and min(kind.stages, other.stages) > 1:  # One stage has no schedule to speak of.
         found.append(f"schedule {other.schedule} in place of {kind.schedule}")
     return tuple(found)
 
 
-def _stages(count: int) -> str:
-    return "1 stage" if count == 1 else f"{count} stages"
+def _counted(stages: int) -> str:
+    return f"{stages} stage{'s' * (stages != 1)}"
 
 
 def _tensor(degrees: Sequence[int]) -> str:
@@ -210,7 +204,8 @@ def _zero(levels: Sequence[int]) -> str:
     return in_words(["no ZeRO" if level == 0 else f"ZeRO-{level}" for level in levels])
 
 
-def _state(name: str) -> str:
+def state_in_words(name: str) -> str:
+    """A kind of what may be offloaded, for people."""
     return "optimizer state" if name == "optimizer" else name
 
 

@@ -15,7 +15,7 @@ from lightning_mist.cost.interleaved_memory import group_memory, plan_memory
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
-from lightning_mist.explain.explanation import Finding, Version, in_words
+from lightning_mist.explain.explanation import Finding, Version, in_words, state_in_words
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.tuner.result import LEAST_SHARE
@@ -117,8 +117,7 @@ def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[tuple[str, S
         ratio = getattr(stage.offload, kind)
         if ratio:
             less = max((value for value in ratios if value < ratio), default=0.0)
-            words = "optimizer state" if kind == "optimizer" else kind
-            text = f"with {less:.0%} of its {words} in host memory in place of {ratio:.0%}"
+            text = f"with {less:.0%} of its {state_in_words(kind)} in host memory in place of {ratio:.0%}"
             yield text, replace(stage, offload=replace(stage.offload, **{kind: less}))
 
 

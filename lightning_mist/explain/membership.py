@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightning_mist.cost import MixedCostModel
+from lightning_mist.explain.explanation import state_in_words
 from lightning_mist.plan import Plan, StagePlan
 from lightning_mist.tuner.mixed import space_of
 from lightning_mist.tuner.planner import Planner
@@ -70,4 +71,4 @@ def _of_stage(stage: StagePlan, plan: Plan, space: Space) -> Iterator[str]:
     for kind in OFFLOADED:
         ratio = getattr(stage.offload, kind)
         if ratio and (kind not in search.offloaded or ratio not in space.offload_ratios):
-            yield f"{ratio:.0%} of {'optimizer state' if kind == 'optimizer' else kind} in host memory"
+            yield f"{ratio:.0%} of {state_in_words(kind)} in host memory"

@@ -21,6 +21,7 @@ from lightning_mist.explain.explanation import (
     WhatIf,
     differences,
     kind_of,
+    seconds_of,
 )
 from lightning_mist.explain.findings import batch_finding, findings_of
 from lightning_mist.explain.queries import Asker
@@ -170,9 +171,9 @@ def _others(asker: Asker, plan: Plan) -> tuple[OtherPlan, ...]:
     mine, best = kind_of(plan), dict[object, Plan]()
     for other in asker.found:
         kind = kind_of(other)
-        if kind != mine and (kind not in best or _seconds(other) < _seconds(best[kind])):
+        if kind != mine and (kind not in best or seconds_of(other) < seconds_of(best[kind])):
             best[kind] = other
-    fastest = sorted(best.values(), key=lambda other: (_seconds(other), kind_of(other)))[:OTHERS]
+    fastest = sorted(best.values(), key=lambda other: (seconds_of(other), kind_of(other)))[:OTHERS]
     return tuple(OtherPlan(plan=other, differences=differences(mine, kind_of(other))) for other in fastest)
 
 
@@ -193,8 +194,3 @@ def _other_spaces(asker: Asker, plan: Plan) -> Iterable[tuple[str, SearchSpace]]
     sharded = tuple(level for level in search.zero_stages if level)
     if sharded and len(sharded) < len(search.zero_stages) and kind_of(plan).zero == (0,) and plan.world_size > 1:
         yield "the best plan with ZeRO wherever there is data parallelism", replace(search, zero_stages=sharded)
-
-
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds

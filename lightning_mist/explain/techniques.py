@@ -16,7 +16,7 @@ from lightning_mist.explain.changed_plan import (
     with_microbatches,
     without_chunks,
 )
-from lightning_mist.explain.explanation import ranges_of
+from lightning_mist.explain.explanation import ranges_of, state_in_words
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StagePlan, ZeroStage
 from lightning_mist.tuner.space import OFFLOADED, SearchSpace
 
@@ -147,7 +147,7 @@ def _offload(kind: str) -> Technique:
     def resident(stage: StagePlan) -> StagePlan:
         return replace(stage, offload=replace(stage.offload, **{kind: 0.0}))
 
-    words = "optimizer state" if kind == "optimizer" else kind
+    words = state_in_words(kind)
     meaning = f"a part of the {words} waits in the memory of the host and is copied when it is needed"
     return Technique(
         name=f"offload of {words}",

@@ -182,12 +182,6 @@ def _faster_seam(cluster: AnyCluster) -> AnyCluster:
     return replace(cluster, link=replace(cluster.link, bytes_per_second=2 * cluster.link.bytes_per_second))
 
 
-_HOST_RATES = (
-    "host_to_device_bytes_per_second",
-    "device_to_host_bytes_per_second",
-    "host_bytes_per_second_per_node",
-)
-
-
 def _faster_host(profile: HardwareProfile) -> HardwareProfile:
-    return replace(profile, **{name: 2 * getattr(profile, name) for name in _HOST_RATES})
+    rates = ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "host_bytes_per_second_per_node")
+    return replace(profile, **{name: 2 * getattr(profile, name) for name in rates})

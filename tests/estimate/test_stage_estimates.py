@@ -29,7 +29,7 @@ def test_every_allocation_is_replayed_where_it_is_known():
         assert 0 <= stage.allocated.p50 - replay.peak_bytes < 10 * 2**20  # cuBLAS's workspace and rounding
         assert stage.term("parameter_bytes") == dict(replay.terms_at_peak())["parameter_bytes"]
         assert sum(value for _, value in stage.terms) == stage.device_total.p50
-        assert stage.tensors[0].bytes == replay.alive_at_peak()[0].nbytes
+        assert stage.tensors[0].bytes == replay.alive_at(replay.peak_event)[0].nbytes
         assert stage.phase.split()[0] in ("forward", "backward", "optimizer", "start")
         assert stage.term("communicator_bytes") > 0
 
@@ -41,7 +41,6 @@ def test_only_the_stages_that_need_most_are_replayed_if_asked():
     assert [bool(stage.tensors) for stage in every] == [True] * 4
     assert worst_of(some).tensors
     assert all(found in (first, second) for found, first, second in zip(some, quick, every, strict=True))
-    assert fast.quick(PLAN) == worst_of(quick)
     for first, second in zip(quick, every, strict=True):
         assert first.allocated.p50 == pytest.approx(second.allocated.p50, rel=0.1)
 
@@ -91,7 +90,6 @@ def test_the_allocator_may_be_set_up_otherwise():
     # Blocks are cut exactly, and what is free is not kept in pieces; only pages are rounded up.
     assert grown.allocated.p50 <= plain.allocated.p50
     assert grown.reserved.p50 - grown.allocated.p50 < min(plain.reserved.p50 - plain.allocated.p50, 2 * 20 * 2**20)
-    assert estimator().on(FOUR).allocator == AllocatorSettings()
 
 
 def test_sums_that_no_replay_replaces_cover_what_replays_say():
@@ -101,7 +99,7 @@ def test_sums_that_no_replay_replaces_cover_what_replays_say():
         assert stage.reserved.p95 > replayed.reserved.p50
         assert stage.allocated.p95 >= replayed.allocated.p50
         assert stage.reserved.p95 / stage.reserved.p50 > replayed.reserved.p95 / replayed.reserved.p50
-    wide, narrow = worst_of(estimator().stages(offloaded)), estimator().quick(offloaded)
+    wide, narrow = (worst_of(estimator().stages(offloaded, replay=replay)) for replay in ("all", "none"))
     assert wide.reserved.p50 == narrow.reserved.p50
     assert wide.reserved.p95 > narrow.reserved.p95
 

@@ -50,7 +50,7 @@ def test_the_plan_without_a_technique_is_predicted_as_by_hand():
         ),
     )
     expected = predict(NETWORK, planner.profile, planner.cluster, bare)
-    assert item.switched_off.predicted == expected
+    assert item.switched_off.plan.predicted == expected
     assert item.switched_off.missing_bytes == max(stage.peak_bytes for stage in expected.stages) - TIGHT > 0
 
 
@@ -73,9 +73,9 @@ def test_other_plans_are_of_other_kinds_fit_and_come_fastest_first():
     _, result, found = explained()
     kinds = [kind_of(result.plan), *(kind_of(item.plan) for item in found.others)]
     assert len(set(kinds)) == len(kinds) > 1
-    seconds = [item.predicted.step_seconds for item in found.others]
+    seconds = [item.plan.predicted.step_seconds for item in found.others]
     assert seconds == sorted(seconds)
-    assert all(stage.peak_bytes <= TIGHT for item in found.others for stage in item.predicted.stages)
+    assert all(stage.peak_bytes <= TIGHT for item in found.others for stage in item.plan.predicted.stages)
     assert all(item.differences for item in found.others)
 
 
@@ -96,7 +96,7 @@ def test_a_faster_link_is_predicted_for_the_same_plan_and_searched_for():
         collectives=tuple(replace(cost, bytes_per_second=2e8) for cost in planner.profile.collectives),
     )
     other = Planner(NETWORK, planner.cluster, profile=faster)
-    assert item.same_plan.predicted == predict_with(other.model, replace(result.plan, predicted=None))
+    assert item.same_plan.plan.predicted == predict_with(other.model, replace(result.plan, predicted=None))
     again = other.tune(global_batch_size=16, memory_limit=TIGHT, search=SPACE)
     assert item.best.seconds == again.predicted.step_seconds
 

@@ -86,7 +86,7 @@ def test_what_cannot_be_asked_is_left_out():
 
 def test_a_plan_that_lacks_memory_says_how_much():
     asking, plan = asker(), sharded(0)
-    peak = asking.predicted(plan).predicted.stages[0].peak_bytes
+    peak = asking.predicted(plan).plan.predicted.stages[0].peak_bytes
     asking.machine = replace(HERE, memory_limit=peak - 7)
     assert asking.predicted(plan).missing_bytes == 7
 

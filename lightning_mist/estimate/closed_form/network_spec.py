@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import sympy
 
+from lightning_mist.errors import PlanError
 from lightning_mist.estimate.closed_form.layer_bytes import LayerForm, Split, norm_kept
 from lightning_mist.estimate.closed_form.layer_work import TOKENS, PartWork, head_work, layer_work, tail_work
 from lightning_mist.estimate.closed_form.transformer_form import DTYPES, ClosedForm
@@ -43,12 +44,12 @@ def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str
         degrees: Tensor-parallel degrees that plans may use, each also with sequence parallelism.
 
     Raises:
-        ValueError: If a degree does not divide heads and widths.
+        PlanError: If a degree does not divide heads and widths.
     """
     dims = form.dims
     for degree in degrees:
         if dims.heads % degree or dims.groups % degree or dims.ffn % degree:
-            raise ValueError(
+            raise PlanError(
                 f"tensor_parallel_degree = {degree}: it must divide {dims.heads} heads, {dims.groups} heads of keys "
                 f"and values and the inner width {dims.ffn}"
             )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightning_mist.errors import PlanError
 from lightning_mist.estimate.closed_form.layer_bytes import CPU, CUDA, OperatorSet, layer_form
 from lightning_mist.estimate.closed_form.network_sizes import TransformerDims, dims_of
 from lightning_mist.estimate.closed_form.network_spec import closed_form_spec
@@ -143,11 +142,7 @@ def closed_spec(
         precision=precision,
         operators=operators_of(device_kind),
     )
-    try:
-        spec = closed_form_spec(form, sorted({*degrees} - {1}), name=name)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    return replace(spec, device_kind=device_kind)
+    return replace(closed_form_spec(form, degrees, name=name), device_kind=device_kind)
 
 
 def with_second_opinion(spec: ModelSpec, module: "nn.Module", device_kind: str) -> ModelSpec:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from lightning_mist.estimate.replay.rank_state import Flat, Held, RankView, UnitKey
 from lightning_mist.model.events import Label, Tape
+from lightning_mist.plan.mesh import sums_wholes
 from lightning_mist.schedule import Action, ActionKind
 
 
@@ -163,7 +164,7 @@ class Gradients:
 
     def _contribution(self, item: Held, label: Label) -> int:
         flat = self._tape.malloc(item.bytes + item.itemsize, label)
-        if not self._view.sums_whole(item) or item.bytes == item.whole_bytes:
+        if not sums_wholes(self._view.plan, item.item) or item.bytes == item.whole_bytes:
             return flat
         degree = self._view.plan.stages[self._view.mesh.stage].mesh.tensor_parallel_degree
         gathered = [self._tape.malloc(degree * (item.bytes + item.itemsize), label) for _ in range(2)]
@@ -174,7 +175,7 @@ class Gradients:
         return total
 
     def _install(self, item: Held, identity: int) -> None:
-        if item.bytes != item.whole_bytes and self._view.sums_whole(item):
+        if item.bytes != item.whole_bytes and sums_wholes(self._view.plan, item.item):
             part = self._tape.malloc(item.bytes, Label("gradient_bytes", f"gradient of {item.name}"))
             self._tape.free(identity)
             identity = part

@@ -91,14 +91,10 @@ class Replay:
         found = [self._alive(int(identity)) for identity in np.flatnonzero(count_A > 0)]
         return tuple(sorted(found, key=lambda item: -item.nbytes))
 
-    def alive_at_peak(self) -> tuple[Alive, ...]:
-        """What is alive at the peak, the largest first."""
-        return self.alive_at(self.peak_event)
-
     def terms_at_peak(self) -> tuple[tuple[str, int], ...]:
         """Bytes by term at the peak, in the order of :data:`~lightning_mist.cost.memory.memory_model.TERMS`."""
         total = dict.fromkeys(TERMS, 0)
-        for item in self.alive_at_peak():
+        for item in self.alive_at(self.peak_event):
             total[item.label.term] += item.nbytes
         return tuple(total.items())
 

@@ -14,12 +14,10 @@ from lightning_mist.plan.mesh import (
     needs_spreading,
     overlaps,
     side_of,
-    sums_wholes,
     tied_groups,
 )
 from lightning_mist.plan.sharding import deal_buckets
-from lightning_mist.schedule.shard_units import StageUnits
-from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, plan_units
+from lightning_mist.schedule.stage_units import ShardUnit, plan_units
 
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""
@@ -80,6 +78,7 @@ class RankView:
     Attributes:
         spec: The network, or the rank's part of it.
         rank: The global rank.
+        module_map: Of the whole network.
         held: The parameters that it computes with, in the module's order.
     """
 
@@ -88,10 +87,10 @@ class RankView:
         self.mesh: Mesh = make_mesh(plan, rank, whole.module_map)
         self.chunks = plan.chunks(plan.group_of(self.mesh.stage))
         self.batch_rows = max(1, plan.global_batch_size // plan.world_size)
-        self._map = whole.module_map
+        self.module_map = whole.module_map
         part = {item.name: item.bytes for item in spec.parameters}
         wholes = {item.name: item.bytes for item in whole.parameters}
-        dtypes = {use.name: use.dtype for use in self._map.parameters}
+        dtypes = {use.name: use.dtype for use in self.module_map.parameters}
         self.held = tuple(
             Held(
                 item=item,
@@ -124,7 +123,7 @@ class RankView:
     def regions_of(self) -> dict[str, dict[int, tuple[int, ...]]]:
         """By parameter and stage of this rank: the regions there that use it, ascending."""
         found: dict[str, dict[int, tuple[int, ...]]] = {}
-        for use in self._map.parameters:
+        for use in self.module_map.parameters:
             regions: set[int] = set()
             for module, _, parts in use.slots:
                 regions |= {self._region(module, part) for part in parts}
@@ -135,7 +134,7 @@ class RankView:
         return found
 
     def _region(self, module: str, part: int) -> int:
-        blocks = self._map.blocks
+        blocks = self.module_map.blocks
         if not blocks:
             return 0
         beyond = part == len(blocks) - 1 and not f"{module}.".startswith(f"{blocks[part]}.")
@@ -167,12 +166,7 @@ class RankView:
     @cached_property
     def units(self) -> dict[int, tuple[ShardUnit, ...]]:
         """Units of its stages, from ZeRO-2 on."""
-        return plan_units(self.plan, self._map, self.mesh.stage)
-
-    @property
-    def lines(self) -> dict[int, StageUnits]:
-        """What the expansion of its computations needs to know."""
-        return expanded_units(self.plan, self._map, self.units)
+        return plan_units(self.plan, self.module_map, self.mesh.stage)
 
     @cached_property
     def unit_gradients(self) -> dict[UnitKey, tuple[Flat, ...]]:
@@ -220,15 +214,11 @@ class RankView:
         """The tied parameters whose summed gradient is handed to the other data-parallel ranks of the stage."""
         return tuple(item for item in self._several if needs_spreading(self.plan, item.item, self.mesh.stage))
 
-    def sums_whole(self, item: Held) -> bool:
-        """Whether the whole gradient of a tied parameter is put together before it is summed."""
-        return sums_wholes(self.plan, item.item)
-
     def crossing(self, stage: int, other: int, microbatch: int) -> tuple["CrossingTensor", ...]:
         """How this rank exchanges the tensors that cross the boundary between a stage of its and a neighbour."""
         cut = self.plan.stages[max(stage, other)].layers[0]
         specs = self.spec.boundaries[cut - 1]
-        live = self._map.cuts[cut - 1]
+        live = self.module_map.cuts[cut - 1]
         rows = self.plan.stages[stage].microbatch_size
         shared = overlaps(self.plan, self.rank, other, microbatch, self.batch_rows)
         found = []

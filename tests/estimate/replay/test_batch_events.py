@@ -67,7 +67,11 @@ def test_a_unit_is_unsharded_while_it_computes(network):
     plan = make_plan([4], degrees=[2], parts=2, zero=3)
     for rank in range(2):
         replay = replay_rank(network, plan, rank)
-        live = [item for item in replay.alive_at_peak() if item.label.name == "parameters of other ranks, unsharded"]
+        live = [
+            item
+            for item in replay.alive_at(replay.peak_event)
+            if item.label.name == "parameters of other ranks, unsharded"
+        ]
         assert sum(item.nbytes for item in live) <= 80_000 + 2 * 40_400
         before, behind = moments(replay, "0F0")
         assert not named(before, "parameters of other ranks, unsharded")

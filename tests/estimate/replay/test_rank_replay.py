@@ -62,7 +62,7 @@ def test_recomputed_layers_keep_what_they_are_given(network):
 
 def test_the_largest_at_the_peak_say_where_they_come_from(network):
     (replay,) = replay_plan(network, make_plan([4], parts=2))
-    alive = replay.alive_at_peak()
+    alive = replay.alive_at(replay.peak_event)
     assert sum(item.nbytes for item in alive) == replay.peak_bytes
     assert [item.nbytes for item in alive] == sorted((item.nbytes for item in alive), reverse=True)
     scores = next(item for item in alive if item.label.part == 4 and item.label.name == "activation")
@@ -83,7 +83,7 @@ def test_a_pipeline_holds_what_its_schedule_says(network):
 
 def test_what_is_received_lives_until_its_gradient_has_left(network):
     _, last = replay_plan(network, make_plan([2, 2], parts=4))
-    received = [item for item in last.alive_at_peak() if item.label.name == "received activation"]
+    received = [item for item in last.alive_at(last.peak_event) if item.label.name == "received activation"]
     assert {item.nbytes for item in received} == {WIDTH}
     assert all(item.stage == 1 and item.microbatch is not None for item in received)
 
