@@ -18,7 +18,6 @@ class Finding:
     """What one limit means for one stage.
 
     Attributes:
-        binds: Whether it holds the plan back.
         values: The numbers behind the sentence, as ``(name, value)``; names of bytes end in ``_bytes``, of seconds in
             ``_seconds``.
     """

@@ -150,9 +150,9 @@ def _findings(asker: Asker, plan: Plan) -> tuple[Finding, ...]:
     )
     degrees = [stage.data_parallel_degree for stage in plan.stages]
     counts = microbatch_counts(plan, degrees, asker.ground)
-    near = [max((count for count in counts if count < plan.num_microbatches), default=None)]
-    near.append(min((count for count in counts if count > plan.num_microbatches), default=None))
-    versions = [(count, asker.predicted(with_microbatches(plan, count))) for count in near if count is not None]
+    fewer = [count for count in counts if count < plan.num_microbatches]
+    more = [count for count in counts if count > plan.num_microbatches]
+    versions = [(count, asker.predicted(with_microbatches(plan, count))) for count in (*fewer[-1:], *more[:1])]
     return (*stages, batch_finding(plan, versions))
 
 
