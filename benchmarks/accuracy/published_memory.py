@@ -30,7 +30,7 @@ from benchmarks.accuracy.published_rows import (
 from benchmarks.accuracy.published_runs import predict_run
 from benchmarks.record import RECORDS, Sample, make_record, write_record
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
-from lightning_mist.hardware.catalog.overheads import communicator_overhead, context_overhead, workspace_bytes
+from lightning_mist.hardware.catalog.memory_overheads import communicator_overhead, context_overhead, workspace_bytes
 from lightning_mist.hardware.describe import parse_cluster
 
 Plans = Mapping[str, Row]

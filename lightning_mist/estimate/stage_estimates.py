@@ -15,10 +15,11 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.estimate.allocator import AllocatorSettings
-from lightning_mist.estimate.communicators import communicators_by_degrees, communicators_of
 from lightning_mist.estimate.device_need import (
     DeviceNeed,
     DeviceOverheads,
+    communicators_by_degrees,
+    communicators_of,
     device_overheads,
     replayed_need,
     summed_need,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mist.estimate.communicators import Communicator, communicators_by_degrees, communicators_of
+from lightning_mist.estimate.device_need import Communicator, communicators_by_degrees, communicators_of
 from lightning_mist.model import derive_splits
 from lightning_mist.plan import ModuleMap, Plan, plan_of
 from lightning_mist.runtime.parameters.gather import ParameterGatherer

@@ -2,8 +2,7 @@
 
 from lightning_mist.estimate.allocator.allocator_data import malloc
 from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
-from lightning_mist.estimate.communicators import Communicator
-from lightning_mist.estimate.device_need import allocator_capacity, device_overheads, workspaces
+from lightning_mist.estimate.device_need import Communicator, allocator_capacity, device_overheads, workspaces
 from lightning_mist.hardware import Cluster, Device
 from lightning_mist.hardware.catalog.memory_overheads import NOTHING, communicator_overhead, context_overhead
 

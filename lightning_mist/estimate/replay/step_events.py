@@ -8,8 +8,8 @@ from lightning_mist.model.spec import bytes_at
 from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import Action, ActionKind, Schedule, arrived_sends
 from lightning_mist.schedule.action import INPUT_BACKWARDS
+from lightning_mist.schedule.shard_units import expand
 from lightning_mist.schedule.stage_units import expanded_units
-from lightning_mist.schedule.units import expand
 
 STEPS = 2
 """Optimizer steps that are replayed: the first makes the optimizer's state, the second is like all that follow."""
