@@ -26,10 +26,9 @@ _LONGEST_OPERATOR = 20
 
 def render_estimate(estimate: MemoryEstimate, *, width: int = 120, color: bool = False) -> str:
     """An estimate as text."""
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
-    console.print(estimate.headline(), style=_COLORS[estimate.verdict], markup=False)
-    console.print(f"\n{estimate.subject()}", markup=False)
+    console = TextConsole(width, color=color)
+    console.print(estimate.headline(), style=_COLORS[estimate.verdict])
+    console.print(f"\n{estimate.subject()}")
     per_table = max(1, (width - _FIRST_COLUMN) // _COLUMN)
     groups = _groups(estimate)
     for first in range(0, len(groups), per_table):

@@ -18,8 +18,7 @@ LEAST_SHARE = 0.005
 
 def render_explanation(explanation: Explanation, *, full: bool = True, width: int = 120, color: bool = False) -> str:
     """An explanation as text: titles with sentences, and in full also the bytes of every stage by term."""
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console = TextConsole(width, color=color)
     if full:
         title, table = memory_table(explanation.plan)
         console.print(title, style="bold italic")
@@ -31,8 +30,7 @@ def render_explanation(explanation: Explanation, *, full: bool = True, width: in
 
 def render_sections(sections: Sequence[Section], *, width: int = 120, color: bool = False) -> str:
     """Titles with sentences as text, a line between sections."""
-    text = StringIO()
-    console = Console(file=text, width=width, force_terminal=color, highlight=False, legacy_windows=False)
+    console = TextConsole(width, color=color)
     _print_sections(console, [(title, lines) for title, lines in sections if lines])
     return console.text
 
