@@ -115,7 +115,6 @@ class Estimator:
     Attributes:
         limit: Bytes of each device that may be used; of unlike devices at most the memory of each.
         source: ``"traced"``, or where else the specification comes from, which is then less sure.
-        allocator: How the caching allocator is set up, but for its capacity.
     """
 
     spec: ModelSpec

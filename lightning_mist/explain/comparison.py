@@ -24,9 +24,7 @@ class ComparedPlan:
     """One line of a comparison.
 
     Attributes:
-        reason: Why there is no plan; empty with one.
         ratio: How many times as long as the plan that all are compared with.
-        rows_per_second: Rows (samples) over all devices.
         outside: What the plan has that the search for the first one does not look at.
     """
 

@@ -88,7 +88,6 @@ class Kind:
     """What tells plans apart at first sight.
 
     Attributes:
-        stages: Groups of devices that a batch passes.
         schedule: Name of the schedule; ``"1f1b"`` of a single stage, where schedules do not differ.
     """
 

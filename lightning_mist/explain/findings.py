@@ -334,11 +334,7 @@ def _lower(text: str) -> str:
 
 
 def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Finding:
-    """What the next smaller and larger numbers of microbatches would take on the same stages.
-
-    Args:
-        versions: For each such number the same plan with it.
-    """
+    """What the next smaller and larger numbers of microbatches would take on the same stages."""
     assert plan.predicted is not None
     rows, step = plan.global_batch_size // plan.world_size, plan.predicted.step_seconds
     sizes = sorted({stage.microbatch_size for stage in plan.stages})

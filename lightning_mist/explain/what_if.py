@@ -22,7 +22,6 @@ class Machine:
     """A better machine.
 
     Attributes:
-        memory_limit: What a device may use in all; ``None`` for what it has.
         host_memory_limit: What a node may use of its host's memory; ``None`` for the share that
             plans use of what it has, see :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
         is_other: Whether more differs than limits, so that another planner has to be asked.

@@ -128,7 +128,6 @@ def closed_spec(
     """The specification of a transformer of which only sizes are known.
 
     Args:
-        rows: Rows of each device's batch.
         device_kind: ``"cuda"`` or ``"cpu"``: whose operators compute.
 
     Raises:

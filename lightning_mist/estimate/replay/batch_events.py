@@ -21,7 +21,6 @@ class BatchWalk:
     """Walks through the actions of one batch.
 
     Args:
-        templates: What a microbatch does in each of its stages.
         arrivals: Which sends each computation finds arrived.
     """
 

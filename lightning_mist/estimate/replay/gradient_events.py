@@ -70,7 +70,6 @@ class Gradients:
         """A gradient is there and is added to the parameter's, or becomes it.
 
         Args:
-            part: The region that made it.
             way: Whether this backward makes gradients; in others the events themselves free what was added.
         """
         regions = self._view.regions_of[name][stage]

@@ -78,7 +78,6 @@ class RankView:
     Attributes:
         spec: The network, or the rank's part of it.
         rank: The global rank.
-        module_map: Of the whole network.
         held: The parameters that it computes with, in the module's order.
     """
 
@@ -249,7 +248,6 @@ class CrossingTensor:
 
     Attributes:
         shares: Share of that in each message.
-        requires_grad: Whether a gradient comes back.
         is_copied: Whether a message is a copy of a part rather than a view into the tensor.
     """
 

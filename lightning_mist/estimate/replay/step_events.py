@@ -16,11 +16,7 @@ STEPS = 2
 
 
 class Run:
-    """Two optimizer steps of one rank.
-
-    Args:
-        in_buckets: Whether torch's ``DistributedDataParallel`` runs the plan.
-    """
+    """Two optimizer steps of one rank."""
 
     def __init__(
         self,
