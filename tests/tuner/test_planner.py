@@ -1,12 +1,12 @@
 from dataclasses import replace
 
 import pytest
-from lightning_mist.model.spec.symbols import MICROBATCH
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
+from lightning_mist.model.spec.polynomial import MICROBATCH
 from lightning_mist.tuner import Planner, SearchSpace, search_state, tune
 from lightning_mist.tuner.infeasible import UndecidedError
 from tests.specs import cluster, profile, spec
