@@ -7,7 +7,6 @@ from lightning_mist.cost.mixed_model import CostModel, MixedCostModel, Profiles,
 from lightning_mist.cost.plan_clock import StageSpent
 from lightning_mist.cost.prediction import (
     least_seconds,
-    memory_with,
     predict,
     predict_with,
     predictions,
@@ -33,7 +32,6 @@ __all__ = [
     "compile_expressions",
     "cost_model",
     "least_seconds",
-    "memory_with",
     "models_of",
     "predict",
     "predict_with",

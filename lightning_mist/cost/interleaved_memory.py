@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_mist.cost.batched_stages import Held, held_of_stages
 from lightning_mist.cost.inputs import FloatArray, IntArray, Placed, StageSlot, slots_of
 from lightning_mist.cost.memory import (
     COUNTED,
@@ -31,7 +32,6 @@ from lightning_mist.cost.memory import (
     need_terms,
     situations_of_groups,
 )
-from lightning_mist.cost.together import Held, held_of_stages
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost.inputs import PLANS, FloatArray, Kept, Placed, StageCandidates, StageSlot
-from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.stage_model import StageCostModel
 from lightning_mist.cost.time import RegionSeconds, StageCosts, StageSeconds, Unsharding
 from lightning_mist.errors import ProfileError
@@ -62,7 +62,6 @@ class MixedCostModel:
             for part, profile in zip(cluster.parts, self.profiles, strict=True)
         )
         self.predicted: Kept[Plan, Predicted] = Kept()
-        self.remembered: Kept[Plan, tuple[StageMemory, ...]] = Kept()
         self.clocked: Kept[Plan, float] = Kept()
         self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
@@ -133,8 +132,13 @@ class MixedCostModel:
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages; as of a :class:`StageCostModel`."""
-        found = [model.shared_seconds(slot, candidates) for model in self.models(slot)]
-        return np.maximum.reduce([item[0] for item in found]), np.maximum.reduce([item[1] for item in found])
+        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
+        return transfer_K, tied_K
+
+    def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
+        """Seconds of what candidates exchange with other stages, by term; as of a :class:`StageCostModel`."""
+        found = [model.exchanged(slot, candidates) for model in self.models(slot)]
+        return tuple(np.maximum.reduce(items) for items in zip(*found, strict=True))
 
 
 def _longest(items: Sequence[StageSeconds]) -> StageSeconds:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_mist.cost.interleaved_memory import plan_memory, plans_needs
+from lightning_mist.cost.batched_stages import Terms, seconds_of_terms, terms_of_plans
+from lightning_mist.cost.interleaved_memory import plans_needs
 from lightning_mist.cost.memory import NeedTerms, StageMemory
 from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
-from lightning_mist.cost.plan_seconds import Terms, seconds_of_terms, terms_of_plans
 from lightning_mist.cost.roofline import step_work_among
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
@@ -39,11 +39,6 @@ def predictions(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
     return model.predicted.of_all([_bare(plan) for plan in plans], partial(_predict, model))
 
 
-def memory_with(model: CostModel, plan: Plan) -> tuple[StageMemory, ...]:
-    """The peak memory of every stage of a plan, by term, with a cost model that exists already and keeps it."""
-    return model.remembered.of(_bare(plan), partial(plan_memory, model.memory))
-
-
 def seconds_with(model: CostModel, plan: Plan) -> float:
     """Seconds of one step of a plan, the same that :func:`predict_with` predicts, and nothing else."""
     return model.clocked.of(_bare(plan), partial(_clocked, model))
@@ -63,7 +58,7 @@ def _clocked(model: CostModel, plan: Plan) -> float:
 
 
 def _terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
-    """Seconds of every stage of some plans by term; of the plans asked for last they are kept."""
+    """Seconds of every stage of some plans by term, cached for the plans asked for last."""
     return model.terms.of_all([_bare(plan) for plan in plans], partial(_find_terms, model))
 
 

@@ -25,8 +25,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_mist.cost.inputs import PLANS, STAGES, FloatArray, Kept, Placed, StageCandidates, StageSlot, covered
-from lightning_mist.cost.memory import MemoryModel, StageMemory
+from lightning_mist.cost.inputs import PLANS, FloatArray, Kept, Placed, StageCandidates, StageSlot, covered
+from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time import (
     Beside,
     CopyPlace,
@@ -105,11 +105,8 @@ class StageCostModel:
         self._memories = {} if memories is None else memories
         self._ranks: dict[tuple[int, bool], _Rank] = {}
         self.predicted: Kept[Plan, Predicted] = Kept()
-        self.remembered: Kept[Plan, tuple[StageMemory, ...]] = Kept()
         self.clocked: Kept[Plan, float] = Kept()
         self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
-        self.own_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
-        self.shared_terms: Kept[Hashable, dict[str, float]] = Kept(STAGES)
 
     def _rank(self, degree: int, sequence: bool) -> _Rank:
         key = (degree, sequence)
@@ -259,15 +256,11 @@ class StageCostModel:
 
     def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
         """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
-        held, machine = self.memory(slot).holdings.of(candidates), (self.profile, self.cluster)
-        transfer_K = sum(self._transfers(slot, candidates, sending=False), np.zeros(len(candidates)))
-        if self.cluster.device.kind != "cuda":
-            transfer_K = transfer_K + sum(self._transfers(slot, candidates, sending=True))
-        factor = factor_of(self.profile.corrections, "communication")
-        return factor * transfer_K, factor * tied_seconds(*machine, slot, held, self.seams)
+        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
+        return transfer_K, tied_K
 
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
-        """Seconds of what candidates exchange with other stages, by the terms in ``communication.SHARED``."""
+        """Seconds of what candidates exchange with other stages, by the terms in ``communication.EXCHANGED``."""
         arrival_K, return_K = self._transfers(slot, candidates, sending=False)
         send_K, back_K = self._transfers(slot, candidates, sending=True)
         held, machine = self.memory(slot).holdings.of(candidates), (self.profile, self.cluster)

@@ -25,8 +25,8 @@ from time import perf_counter
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates
+from lightning_mist.cost.batched_stages import seconds_of_stages
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates, Placed
-from lightning_mist.cost.together import seconds_of_stages
 from lightning_mist.tuner.choices import SlotChoices
 from lightning_mist.tuner.offload_feasible import Feasible, feasible
 from lightning_mist.tuner.offload_ratios import RatioGrid

@@ -9,9 +9,6 @@ MOST = 2048
 PLANS = 128
 """The same of all terms of a plan's stages; of long pipelines each takes dozens of kilobytes."""
 
-STAGES = 1 << 13
-"""The same of stages; each takes a kilobyte or two."""
-
 _Question = TypeVar("_Question", bound=Hashable)
 _Answer = TypeVar("_Answer")
 
@@ -48,7 +45,6 @@ class Kept(Generic[_Question, _Answer]):
             questions: The questions, of which some may be equal.
             find: Finds the answers to those together that are not kept, none of them twice.
         """
-        # Questions are hashed as few times as can be, which for those about stages takes longer than all the rest.
         places: dict[_Question, int] = {}
         place = [places.setdefault(item, len(places)) for item in questions]
         unique = list(places)

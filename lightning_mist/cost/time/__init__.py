@@ -1,7 +1,7 @@
 """Seconds of stages: computing, communicating, copying, updating, and all of them at once."""
 
 from lightning_mist.cost.time.communication import (
-    SHARED,
+    EXCHANGED,
     cut_key,
     cut_seconds,
     of_cuts,
@@ -31,7 +31,7 @@ from lightning_mist.cost.time.zero_seconds import (
 )
 
 __all__ = [
-    "SHARED",
+    "EXCHANGED",
     "SPLIT_BACKWARD",
     "Beside",
     "CopyPlace",

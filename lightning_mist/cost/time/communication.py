@@ -30,8 +30,8 @@ from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.plan import ZeroStage
 
-SHARED = ("transfer_seconds", "arrival_seconds", "return_seconds", "send_seconds", "send_back_seconds", "tied_seconds")
-"""Terms of what stages exchange with other stages, see :class:`~lightning_mist.cost.stage_model.StageSeconds`."""
+EXCHANGED = ("transfer_K", "arrival_K", "return_K", "send_K", "send_back_K", "tied_K")
+"""What stages exchange with other stages, of the terms of :class:`~lightning_mist.cost.time.StageSeconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

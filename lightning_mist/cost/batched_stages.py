@@ -1,0 +1,204 @@
+"""Stages of one plan or of many priced together: those that are alike but for their layers and savings make one array.
+
+Every question to the cost model takes about as long for one candidate as for a hundred, so stages are asked about in as
+few questions as there are kinds of places among them. Most of what a stage takes does not depend on the pipeline around
+it: not on its place there, nor on the number of microbatches, as long as it is more than one (but where parameters are
+unsharded, which are there from one microbatch to the next as far as those in flight allow). Only what it exchanges with
+other stages depends on where they lie, so that is asked about apart.
+
+Array axes
+    K  candidates, of every stage as many as it came with, stage after stage
+    T  terms of what stages exchange
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+
+from lightning_mist.cost.inputs import FloatArray, IntArray, Placed, StageCandidates, StageSlot, placed_slots_of
+from lightning_mist.cost.memory import (
+    MemoryModel,
+    Phase,
+    StageNeeds,
+    host_microbatch_bytes,
+    host_state_bytes,
+    in_flight,
+    stage_phases,
+)
+from lightning_mist.cost.mixed_model import CostModel
+from lightning_mist.cost.time import EXCHANGED, StageSeconds
+from lightning_mist.plan import Plan, ZeroStage
+
+Terms: TypeAlias = dict[str, float]
+"""Seconds of one stage by term."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+_NAMES = tuple(field.name for field in fields(StageSeconds))
+_TERMS = tuple(f"{name[:-2]}_seconds" for name in _NAMES)
+
+
+def terms_of_plans(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
+    """Seconds of every stage of some plans by term.
+
+    Args:
+        plans: The plans, of the model's network and for its devices.
+    """
+    stages = [placed for plan in plans for placed in placed_slots_of(plan, model.cluster)]
+    if not stages:
+        return []
+    seconds = _seconds(model, stages)
+    rows = zip(*(getattr(seconds, name).tolist() for name in _NAMES), strict=True)
+    terms = (dict(zip(_TERMS, row, strict=True)) for row in rows)
+    return [[next(terms) for _ in plan.stages] for plan in plans]
+
+
+def seconds_of_terms(terms: Sequence[Terms]) -> StageSeconds:
+    """Seconds of stages by term, stage after stage in the arrays."""
+    rows = zip(*(item.values() for item in terms), strict=True)
+    return StageSeconds(**{name: np.array(values) for name, values in zip(_NAMES, rows, strict=True)})
+
+
+def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[StageSeconds, ...]:
+    """Seconds of each stage's candidates, as if each had been asked for by itself.
+
+    Args:
+        stages: The stages of a pipeline, or some of them; or those of several.
+    """
+    if not stages:
+        return ()
+    found = _seconds(model, stages)
+    return tuple(found.take(slice(*ends)) for ends in pairwise(_begins(stages)))
+
+
+def _seconds(model: CostModel, stages: Sequence[Placed]) -> StageSeconds:
+    """Seconds of the candidates of at least one stage, in one record."""
+    begins = _begins(stages)
+    own = _groups((_own_slot(*placed), placed[1].offload is None) for placed in stages)
+    answers = model.seconds_of([(slot, _candidates(stages, members)) for (slot, _), members in own.items()])
+    place_K = np.concatenate([_places(begins, members) for members in own.values()])
+    exchanged_TK = np.empty((len(EXCHANGED), begins[-1]))
+    for members in _groups(_exchange_key(slot) for slot, _ in stages).values():
+        exchanged = model.exchanged(stages[members[0]][0], _candidates(stages, members))
+        exchanged_TK[:, _places(begins, members)] = exchanged
+    found = StageSeconds.joined(answers).take(np.argsort(place_K))
+    return replace(found, **dict(zip(EXCHANGED, exchanged_TK, strict=True)))
+
+
+def _own_slot(slot: StageSlot, candidates: StageCandidates) -> StageSlot:
+    """A slot in which stages take as long, but for what they exchange with others."""
+    # Unsharding depends on when which microbatch is run, and splitting backwards may take operators of its own.
+    unshards = int(candidates.zero_stage_K.max(initial=0)) >= ZeroStage.PARAMETERS
+    several = min(2, slot.num_stages)
+    count = slot.num_microbatches if unshards else min(2, slot.num_microbatches)
+    place = slot.placement
+    return replace(
+        slot,
+        stage_index=0,
+        num_stages=several,
+        num_microbatches=count,
+        # Of the size of the world it counts whether there is anybody else.
+        batch_rows=1 if slot.world_size > 1 else count * slot.data_parallel_degree * slot.rows,
+        replicas=1,
+        schedule=slot.schedule if unshards or slot.schedule == "zb-h1" else "1f1b",
+        parts=(slot.part,) * several if slot.parts else (),
+        placement=place and replace(place, tied_nodes=1, share=1.0, before=None, behind=None),
+        behind=slot.stages_behind if unshards else 0,
+    )
+
+
+def _exchange_key(slot: StageSlot) -> Hashable:
+    """What seconds of exchanges with other stages depend on: over which boundaries, and what crosses them."""
+    degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree)
+    return slot.rows, degrees, slot.sequence_parallel, slot.num_stages > 1, slot.placement, slot.part, slot.seams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What candidates of a stage hold.
+
+    Attributes:
+        needs: What their memory on the device is made of.
+        state_K: Host memory of what is offloaded of parameters, gradients and optimizer state.
+        microbatch_K: Host memory of one microbatch's activations.
+    """
+
+    needs: StageNeeds
+    state_K: FloatArray
+    microbatch_K: FloatArray
+
+    def host_bytes(self, slot: StageSlot) -> FloatArray:
+        """Host memory of one device of a slot."""
+        found_K: FloatArray = self.state_K + in_flight(_phases(slot)) * self.microbatch_K
+        return found_K
+
+    def peaks(self, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
+        """Peak bytes of one device of a slot, on the device and on the host, in whole bytes."""
+        return np.rint(self.needs.peaks(_phases(slot))), np.rint(self.host_bytes(slot))
+
+
+def _phases(slot: StageSlot) -> tuple[Phase, ...]:
+    return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+
+
+def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[Held, ...]:
+    """What each stage's candidates hold, as if each had been asked for by itself.
+
+    Args:
+        model: Memory of stages of the network, by slot.
+        stages: The stages of a pipeline, or some of them; or those of several.
+    """
+    found: dict[int, Held] = {}
+    for members in _groups(_bytes_key(*placed) for placed in stages).values():
+        slot, candidates = stages[members[0]][0], _candidates(stages, members)
+        memory = model(slot)
+        needs, state_K = memory.needs(slot, candidates), np.zeros(len(candidates))
+        microbatch_K = state_K
+        if candidates.offload is not None:
+            state_K = host_state_bytes(memory, slot, candidates)
+            microbatch_K = host_microbatch_bytes(memory, slot, candidates, needs)
+        for index, ends in zip(members, pairwise(_begins([stages[index] for index in members])), strict=True):
+            cut = slice(*ends)
+            own = _with_batches(needs.take(cut), memory.batch_bytes(stages[index][0]))
+            found[index] = Held(needs=own, state_K=state_K[cut], microbatch_K=microbatch_K[cut])
+    return tuple(found[index] for index in range(len(stages)))
+
+
+def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
+    """What needs but for batches depend on: of the slot rows, degrees, and whether there are several of what."""
+    degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree)
+    several = (slot.num_stages > 1, slot.num_microbatches > 1, slot.schedule == "zb-h1")
+    return slot.rows, degrees, slot.sequence_parallel, several, candidates.offload is None
+
+
+def _with_batches(needs: StageNeeds, batch_bytes: float) -> StageNeeds:
+    """Needs with another number of batches that a rank has."""
+    if needs.always["batch_bytes"] == batch_bytes:
+        return needs
+    return replace(needs, always={**needs.always, "batch_bytes": batch_bytes})
+
+
+def _groups(keys: Iterable[_Key]) -> dict[_Key, list[int]]:
+    """Indices of what has equal keys."""
+    found: dict[_Key, list[int]] = {}
+    for index, key in enumerate(keys):
+        found.setdefault(key, []).append(index)
+    return found
+
+
+def _candidates(stages: Sequence[Placed], members: Sequence[int]) -> StageCandidates:
+    """The candidates of some stages, one after another."""
+    return StageCandidates.joined([stages[index][1] for index in members])
+
+
+def _begins(stages: Sequence[Placed]) -> list[int]:
+    """Where the candidates of each stage begin among all, and how many there are."""
+    return [0, *accumulate(len(candidates) for _, candidates in stages)]
+
+
+def _places(begins: Sequence[int], members: Sequence[int]) -> IntArray:
+    """Where the candidates of some stages are among those of all."""
+    return np.concatenate([np.arange(begins[index], begins[index + 1]) for index in members])
