@@ -20,14 +20,16 @@ Array axes
     R  regions
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs import PLANS, FloatArray, Kept, Placed, StageCandidates, StageSlot, covered
+from lightning_mist.cost.inputs import PLANS, FloatArray, Kept, Placed, StageCandidates, StageRegions, StageSlot
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time import (
+    EXCHANGED,
     Beside,
     CopyPlace,
     CopySeconds,
@@ -59,7 +61,6 @@ from lightning_mist.cost.time import (
     unit_seconds,
     unsharding,
     update_seconds,
-    weight_shares,
 )
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
@@ -67,26 +68,33 @@ from lightning_mist.plan import Plan, Predicted, ZeroStage
 
 __all__ = ["StageCostModel", "StageCosts", "StageSeconds"]
 
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
+
+@dataclass(frozen=True, slots=True)
 class _Rank:
-    """What one rank of a stage costs under one degree of tensor parallelism; keeps what it has computed."""
+    """What one rank of a stage costs under one degree of tensor parallelism, cached by what it depends on."""
 
-    def __init__(self, spec: ModelSpec, memory: MemoryModel) -> None:
-        self.spec, self.memory = spec, memory
-        self.seconds: dict[float, RegionSeconds] = {}
-        self.sums: dict[tuple[int, int], RegionSums] = {}
-        self.units: dict[tuple[int, int], UnitSeconds] = {}
-        self.beside: dict[tuple[float, int, int], Beside] = {}
-        self.cuts: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
+    spec: ModelSpec
+    memory: MemoryModel
+    seconds: dict[float, RegionSeconds] = field(default_factory=dict)
+    sums: dict[tuple[int, int], RegionSums] = field(default_factory=dict)
+    units: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict)
+    beside: dict[tuple[float, int, int], Beside] = field(default_factory=dict)
+    cuts: dict[Hashable, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+
+
+def _cached(known: dict[_Key, _Value], key: _Key, find: Callable[[], _Value]) -> _Value:
+    if key not in known:
+        known[key] = find()
+    return known[key]
 
 
 class StageCostModel:
     """Seconds and bytes of stages of one network on one machine; keeps what it has computed.
 
     Args:
-        spec: The network.
-        profile: How fast the machine is.
-        cluster: How many devices it has.
         seams: If the machine is one part of a cluster of unlike devices: what devices of every part do with nodes of
             other parts.
         memories: What stages hold by tensor and sequence parallelism, shared with models of other machines.
@@ -102,6 +110,7 @@ class StageCostModel:
         memories: dict[tuple[int, bool], MemoryModel] | None = None,
     ) -> None:
         self.spec, self.profile, self.cluster, self.seams = spec, profile, cluster, tuple(seams)
+        self._machine = profile, cluster
         self._memories = {} if memories is None else memories
         self._ranks: dict[tuple[int, bool], _Rank] = {}
         self.predicted: Kept[Plan, Predicted] = Kept()
@@ -142,15 +151,17 @@ class StageCostModel:
             sequence: Whether these are sequence-parallel too.
         """
         rank = self._rank(degree, sequence)
-        if rows not in rank.seconds:
-            costs, whole = rank.memory.costs(rows), self._rank(1, False).memory.costs(rows)
+
+        def find() -> RegionSeconds:
+            costs, whole = rank.memory.costs(rows), self.whole.costs(rows)
             seconds = (
-                region_seconds(self.spec, self.profile, self.cluster, costs, rows)
+                region_seconds(self.spec, *self._machine, costs, rows)
                 if degree == 1
-                else split_seconds((self.spec, rank.spec), self.profile, self.cluster, (whole, costs), rows, degree)
+                else split_seconds((self.spec, rank.spec), *self._machine, (whole, costs), rows, degree)
             )
-            rank.seconds[rows] = corrected_regions(self.spec, self.profile, seconds)
-        return rank.seconds[rows]
+            return corrected_regions(self.spec, self.profile, seconds)
+
+        return _cached(rank.seconds, rows, find)
 
     def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
         """Seconds and bytes of candidates for a slot."""
@@ -196,47 +207,30 @@ class StageCostModel:
     ) -> tuple[StageSeconds, CopyStages, Unsharding]:
         """Seconds of candidates as if nothing were offloaded and nothing corrected, and what copies depend on."""
         compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
-        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        sums = self._sums(slot, compute)
-        first_K = candidates.start_K + 1
-        backward_K = sums.backward[high_K] - sums.backward[low_K]
-        recompute_K = sums.forward[first_K + candidates.checkpointed_K] - sums.forward[first_K]
-        machine, memory = (self.profile, self.cluster), self.memory(slot)
-        units, shards, scatter_K = self._shards(slot, candidates, compute)
-        arrival_K, return_K = self._transfers(slot, candidates, sending=False)
-        send_K, send_back_K = self._transfers(slot, candidates, sending=True)
-        forward_exchange_K, backward_exchange_K, recompute_exchange_K = sums.exchanged(candidates, low_K, high_K)
-        forward_ring_K, ring_K = self._ring(slot, candidates, compute)
-        held = memory.holdings.of(candidates)
-        once = reductions(*machine, slot, candidates, held, backward_K + recompute_K, self.seams)
-        passes = update_seconds(machine, self.spec, slot, candidates, memory.holdings)
-        update_K = passes.update_K
+        memory, regions = self.memory(slot), StageRegions.of(self.spec, candidates)
+        terms = self._sums(slot, compute).terms(regions)
+        units, shards, scatter_K = self._shards(slot, candidates, compute, regions)
+        forward_ring_K, ring_K = self._ring(slot, compute, regions)
+        backward_K = terms["backward_K"] + terms["recompute_K"]
+        once = reductions(*self._machine, slot, candidates, memory.holdings.of(candidates), backward_K)
+        passes = update_seconds(self._machine, self.spec, slot, candidates, memory.holdings)
         slower = computation_factor(self.spec, self.profile, "backward")
-        pass_K, accumulate_K = slower * passes.pass_K, slower * passes.accumulate_K
+        terms["backward_K"] = terms["backward_K"] + slower * passes.pass_K
+        none_K, place_K = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=np.int64)
         across = shard_nodes(self.cluster, slot) > 1
         stages = CopyStages(
             places=[CopyPlace(memory=memory, slot=slot, compute=compute, units=units, across_nodes=across)],
-            place_K=np.zeros(len(candidates), dtype=np.int64),
+            place_K=place_K,
             candidates=candidates,
-            update_K=update_K,
+            update_K=passes.update_K,
             reduce_K=once.whole_K,
             gather_K=once.gather_K,
         )
-        none_K = np.zeros(len(candidates))
         overhead = overhead_seconds(self.profile.overheads, slot, candidates, self.spec)
         found = StageSeconds(
-            forward_K=sums.forward[high_K] - sums.forward[low_K],
-            backward_K=backward_K + pass_K,
-            recompute_K=recompute_K,
-            weight_K=sums.weight[high_K] - sums.weight[low_K],
-            exchange_K=forward_exchange_K + backward_exchange_K,
-            recompute_exchange_K=recompute_exchange_K,
-            accumulate_K=np.minimum(accumulate_K, backward_K + pass_K),
-            transfer_K=arrival_K + return_K + send_K + send_back_K,
-            arrival_K=arrival_K,
-            return_K=return_K,
-            send_K=send_K,
-            send_back_K=send_back_K,
+            **terms,
+            **dict(zip(EXCHANGED, self._exchanged(slot, candidates), strict=True)),
+            accumulate_K=np.minimum(slower * passes.accumulate_K, terms["backward_K"]),
             unshard_K=shards.seconds(slot),
             scatter_K=scatter_K,
             ring_K=ring_K,
@@ -244,8 +238,7 @@ class StageCostModel:
             copies_K=none_K,
             forward_copies_K=none_K,
             reduce_K=once.exposed_K,
-            tied_K=once.tied_K,
-            update_K=update_K,
+            update_K=passes.update_K,
             update_copies_K=none_K,
             gather_K=once.gather_K,
             overhead_K=overhead.forward_K + overhead.backward_K,
@@ -261,56 +254,44 @@ class StageCostModel:
 
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         """Seconds of what candidates exchange with other stages, by the terms in ``communication.EXCHANGED``."""
+        factor = factor_of(self.profile.corrections, "communication")
+        return tuple(factor * item_K for item_K in self._exchanged(slot, candidates))
+
+    def _exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         arrival_K, return_K = self._transfers(slot, candidates, sending=False)
         send_K, back_K = self._transfers(slot, candidates, sending=True)
-        held, machine = self.memory(slot).holdings.of(candidates), (self.profile, self.cluster)
-        tied_K = tied_seconds(*machine, slot, held, self.seams)
-        found = (arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K)
-        return tuple(factor_of(self.profile.corrections, "communication") * item_K for item_K in found)
+        tied_K = tied_seconds(*self._machine, slot, self.memory(slot).holdings.of(candidates), self.seams)
+        return arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K
 
     def _shards(
-        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
+        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds, regions: StageRegions
     ) -> tuple[UnitSeconds | None, Unsharding, FloatArray]:
         """Communication of units, and what unsharding and reducing of every microbatch add to computation."""
-        beside = self._beside(slot, candidates, compute)
-        if beside is None:
+        zero_K = candidates.zero_stage_K
+        if slot.shard_degree == 1 or zero_K.max(initial=0) < ZeroStage.GRADIENTS:
             return None, Unsharding.none(len(candidates)), np.zeros(len(candidates))
-        low_K, high_K = covered(self.spec, candidates.start_K, candidates.end_K)
-        return (
-            beside.units,
-            unsharding(beside, slot, candidates, low_K, high_K),
-            reduced_seconds(beside, candidates, low_K, high_K),
-        )
+        beside = self._beside(slot, compute)
+        return beside.units, unsharding(beside, slot, regions, zero_K), reduced_seconds(beside, regions, zero_K)
 
     def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
-        """Sums over regions."""
         rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)
-        if key not in rank.sums:
-            rank.sums[key] = RegionSums.of(compute, weight_shares(self.memory(slot).costs(slot.rows)))
-        return rank.sums[key]
+        return _cached(rank.sums, key, lambda: RegionSums.of(compute, rank.memory.costs(slot.rows)))
 
-    def _beside(self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds) -> Beside | None:
-        """What ZeRO-2 and ZeRO-3 communicate beside computation; ``None`` where nothing is shared out so."""
-        degree, nodes, rank = slot.shard_degree, shard_nodes(self.cluster, slot), self._of(slot)
-        if degree == 1 or candidates.zero_stage_K.max(initial=0) < ZeroStage.GRADIENTS:
-            return None
-        key = slot.whole_rows, degree, nodes
-        if key not in rank.beside:
-            rank.beside[key] = Beside(
+    def _beside(self, slot: StageSlot, compute: RegionSeconds) -> Beside:
+        """What ZeRO-2 and ZeRO-3 communicate beside computation."""
+        rank, holdings = self._of(slot), self.memory(slot).holdings
+        ranks = slot.shard_degree, shard_nodes(self.cluster, slot)
+
+        def find() -> Beside:
+            return Beside(
                 compute=compute,
-                units=self._units(slot),
-                is_one_unit=rank.memory.holdings.is_one_unit,
-                interference=interference_of(self.profile, self.cluster),
-                across_nodes=nodes > 1,
+                units=_cached(rank.units, ranks, lambda: unit_seconds(self.profile, holdings.table, *ranks)),
+                is_one_unit=holdings.is_one_unit,
+                interference=interference_of(*self._machine),
+                across_nodes=ranks[1] > 1,
             )
-        return rank.beside[key]
 
-    def _units(self, slot: StageSlot) -> UnitSeconds:
-        """Communication of every unit among the ranks that shard."""
-        degree, nodes, rank = slot.shard_degree, shard_nodes(self.cluster, slot), self._of(slot)
-        if (degree, nodes) not in rank.units:
-            rank.units[degree, nodes] = unit_seconds(self.profile, rank.memory.holdings.table, degree, nodes)
-        return rank.units[degree, nodes]
+        return _cached(rank.beside, (slot.whole_rows, *ranks), find)
 
     def _transfers(
         self, slot: StageSlot, candidates: StageCandidates, *, sending: bool
@@ -318,27 +299,26 @@ class StageCostModel:
         """What receiving takes, or sending does of the computing cores: of the activation, and of its gradient."""
         if slot.num_stages == 1 or (sending and self.cluster.device.kind == "cuda"):
             return (np.zeros(len(candidates)),) * 2
-        rank, key, machine = self._of(slot), (sending, cut_key(self.cluster, slot)), (self.profile, self.cluster)
-        if key not in rank.cuts:
-            rank.cuts[key] = cut_seconds(*machine, slot, rank.memory, sending=sending, seams=self.seams)
-        return of_cuts(rank.cuts[key], candidates, sending=sending)
+        rank, key = self._of(slot), (sending, cut_key(self.cluster, slot))
 
-    def _ring(
-        self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds
-    ) -> tuple[FloatArray, FloatArray]:
+        def find() -> tuple[FloatArray, FloatArray]:
+            return cut_seconds(*self._machine, slot, rank.memory, sending=sending, seams=self.seams)
+
+        return of_cuts(_cached(rank.cuts, key, find), candidates, sending=sending)
+
+    def _ring(self, slot: StageSlot, compute: RegionSeconds, regions: StageRegions) -> tuple[FloatArray, FloatArray]:
         """What context-parallel ranks wait for in one forward, and in one microbatch."""
         if slot.context_parallel_degree == 1:
-            return (np.zeros(len(candidates)),) * 2
-        found = ring_seconds(self.profile, self.cluster, slot, self.memory(slot), compute)
-        return stage_ring_seconds(found, candidates, *covered(self.spec, candidates.start_K, candidates.end_K))
+            return (np.zeros(len(regions)),) * 2
+        return stage_ring_seconds(ring_seconds(*self._machine, slot, self.memory(slot), compute), regions)
 
     def _copies(self, stages: Sequence[CopyStages]) -> list[CopySeconds | None]:
         """What copies between device and host do; ``None`` where nothing may be offloaded."""
         asked = [item for item in stages if item.candidates.offload is not None]
         if not asked:
             return [None] * len(stages)
-        machine = self.profile, self.cluster
-        every = copy_seconds(CopyStages.everywhere(asked), copy_rates(*machine), interference_of(*machine))
+        rates, interference = copy_rates(*self._machine), interference_of(*self._machine)
+        every = copy_seconds(CopyStages.everywhere(asked), rates, interference)
         found: list[CopySeconds | None] = []
         begin = 0
         for item in stages:

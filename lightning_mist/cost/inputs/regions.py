@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import sympy
 
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.candidates import StageCandidates
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec import (
@@ -273,6 +275,38 @@ def covered(spec: ModelSpec, start_K: IntArray, end_K: IntArray) -> tuple[IntArr
     low_K: IntArray = start_K + (start_K > 0)
     high_K: IntArray = end_K + 1 + (end_K == spec.num_layers)
     return low_K, high_K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRegions(ArrayRecord):
+    """Regions of stages: ``[low, high)`` are covered, and of these ``[first, middle)`` are recomputed layers."""
+
+    low_K: IntArray
+    high_K: IntArray
+    first_K: IntArray
+    middle_K: IntArray
+
+    @classmethod
+    def of(cls, spec: ModelSpec, candidates: StageCandidates) -> "StageRegions":
+        """The regions of each candidate."""
+        low_K, high_K = covered(spec, candidates.start_K, candidates.end_K)
+        first_K = candidates.start_K + 1
+        return cls(low_K=low_K, high_K=high_K, first_K=first_K, middle_K=first_K + candidates.checkpointed_K)
+
+    @property
+    def last_K(self) -> IntArray:
+        """The last region of each stage."""
+        return self.high_K - 1
+
+    def sums(self, prefix_R: FloatArray) -> FloatArray:
+        """Sums over the regions of each stage, from :func:`~lightning_mist.cost.inputs.arrays.prefix_sums`."""
+        found_K: FloatArray = prefix_R[self.high_K] - prefix_R[self.low_K]
+        return found_K
+
+    def recomputed_sums(self, prefix_R: FloatArray) -> FloatArray:
+        """Sums over the recomputed layers of each stage, from prefix sums."""
+        found_K: FloatArray = prefix_R[self.middle_K] - prefix_R[self.first_K]
+        return found_K
 
 
 def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:

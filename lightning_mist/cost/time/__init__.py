@@ -16,8 +16,13 @@ from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
 from lightning_mist.cost.time.operator_seconds import compute_dtype
 from lightning_mist.cost.time.optimizer_step import update_seconds
 from lightning_mist.cost.time.overlap import CopyRates, copy_rates, interference_of
-from lightning_mist.cost.time.region_sums import RegionSums, weight_shares
-from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds, region_seconds, split_seconds
+from lightning_mist.cost.time.region_times import (
+    RegionSeconds,
+    RegionSums,
+    collective_seconds,
+    region_seconds,
+    split_seconds,
+)
 from lightning_mist.cost.time.ring_attention import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD, overhead_seconds
 from lightning_mist.cost.time.stage_seconds import StageCosts, StageSeconds
@@ -68,5 +73,4 @@ __all__ = [
     "unit_seconds",
     "unsharding",
     "update_seconds",
-    "weight_shares",
 ]

@@ -42,13 +42,11 @@ class Reductions:
         whole_K: Averaging gradients (up to ZeRO-1), hidden or not.
         exposed_K: As far as it does not hide in the last backward.
         gather_K: Giving out updated parameters (ZeRO-1 and ZeRO-2).
-        tied_K: Summing gradients of parameters that several stages hold.
     """
 
     whole_K: FloatArray
     exposed_K: FloatArray
     gather_K: FloatArray
-    tied_K: FloatArray
 
 
 def shard_nodes(cluster: Cluster, slot: StageSlot) -> int:
@@ -79,13 +77,8 @@ def reductions(
     candidates: StageCandidates,
     held: HeldBytes,
     backward_K: FloatArray,
-    seams: Sequence[HardwareProfile] = (),
 ) -> Reductions:
-    """Seconds of reducing gradients and giving out parameters.
-
-    Args:
-        seams: What devices of every part of a cluster do with nodes of other parts; nothing if devices are alike.
-    """
+    """Seconds of reducing gradients and giving out parameters."""
     degree, zero_K, none_K = slot.shard_degree, candidates.zero_stage_K, np.zeros(len(candidates))
     whole_K = exposed_K = gather_K = none_K
     if degree > 1:
@@ -103,8 +96,7 @@ def reductions(
         whole_K *= zero_K < ZeroStage.GRADIENTS
         exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
         gather_K = bucketed("broadcast", degree) * (shards_K & (zero_K < ZeroStage.PARAMETERS))
-    tied_K = tied_seconds(profile, cluster, slot, held, seams)
-    return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K, tied_K=tied_K)
+    return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K)
 
 
 def tied_seconds(
@@ -114,7 +106,11 @@ def tied_seconds(
     held: HeldBytes,
     seams: Sequence[HardwareProfile] = (),
 ) -> FloatArray:
-    """Seconds of summing gradients of parameters that several stages hold; the arguments are :func:`reductions`'."""
+    """Seconds of summing gradients of parameters that several stages hold.
+
+    Args:
+        seams: What devices of every part of a cluster do with nodes of other parts; nothing if devices are alike.
+    """
     if slot.num_stages == 1 or not held.shared_K.any():
         return np.zeros_like(held.shared_K)
     ends = _ends(slot, seams, 0, slot.num_stages - 1)
@@ -152,12 +148,12 @@ def transfers(
     sending: bool = False,
     seams: Sequence[HardwareProfile] = (),
 ) -> tuple[FloatArray, FloatArray]:
-    """Receiving the input, and the gradient of the output; every tensor that has one is a message of its own.
+    """Seconds of receiving the input, and the gradient of the output; every tensor is a message of its own.
 
     Args:
         memory: The network, or one tensor-parallel rank's part of it.
         sending: Whether to give instead what sending takes: the output, and the gradient of the input.
-        seams: As for :func:`reductions`.
+        seams: As for :func:`tied_seconds`.
     """
     if slot.num_stages == 1:
         return np.zeros(len(candidates)), np.zeros(len(candidates))
@@ -196,7 +192,7 @@ def cut_seconds(
         slot: The place of a stage, not the only one.
         memory: The network, or one tensor-parallel rank's part of it.
         sending: Whether the stage sends them.
-        seams: As for :func:`reductions`.
+        seams: As for :func:`tied_seconds`.
     """
     costs = memory.costs(slot.rows, slot.context_parallel_degree)
     before, behind = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)

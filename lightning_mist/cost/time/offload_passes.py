@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, StageCandidates, prefix_sums
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, StageRegions, prefix_sums
 from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, Loads
 
 Flag: TypeAlias = BoolArray | int
@@ -94,7 +94,6 @@ class Passes:
     Args:
         loads: Seconds of units.
         question_K: Row of the loads that each candidate has.
-        bounds: Their first unit and one past their last.
         concurrent: Seconds of loads on the four channels.
         kinds: Units with different neighbours.
     """
@@ -103,18 +102,14 @@ class Passes:
         self,
         loads: Loads,
         question_K: IntArray,
-        candidates: StageCandidates,
-        bounds: tuple[IntArray, IntArray],
+        regions: StageRegions,
         concurrent: Concurrent,
         kinds: "Neighbourhoods",
     ) -> None:
         self.loads, self.question_K, self.concurrent, self.kinds = loads, question_K, concurrent, kinds
         self.width = loads.width
-        self.low_K, self.high_K = bounds
-        self.last_K = self.high_K - 1
-        # Recomputed layers are the units from ``first`` to before ``middle``.
-        self.first_K = candidates.start_K + 1
-        self.middle_K = self.first_K + candidates.checkpointed_K
+        self.low_K, self.high_K, self.last_K = regions.low_K, regions.high_K, regions.last_K
+        self.first_K, self.middle_K = regions.first_K, regions.middle_K
         # The unit above the recomputed layers fetches what the last of them keeps.
         self.is_inside_K = (self.middle_K > np.maximum(self.first_K, self.low_K)) & (self.middle_K < self.last_K)
 

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, covered
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, StageRegions
 from lightning_mist.cost.time.offload_loads import CopyStages, loads_of, ratios_of
 from lightning_mist.cost.time.offload_passes import Copies, Neighbourhoods, Passes
 from lightning_mist.cost.time.overlap import CopyRates, beyond_computing, concurrent_seconds
@@ -117,8 +117,8 @@ def _copy_seconds(
             return compute + beyond_computing(compute, network, interference, across_nodes)
         return concurrent_seconds(compute, network, *copies, interference, across_nodes)
 
-    bounds = covered(stages.places[0].memory.spec, candidates.start_K, candidates.end_K)
-    passes = Passes(loads, question_K, candidates, bounds, concurrent, Neighbourhoods.of(loads))
+    regions = StageRegions.of(stages.places[0].memory.spec, candidates)
+    passes = Passes(loads, question_K, regions, concurrent, Neighbourhoods.of(loads))
     forward_K, backward_K = passes.forward(copies=False), passes.backward(copies=False)
     first_K = np.where(is_deferred_K, passes.forward(copies=False, edge=True), forward_K)
     update_K = stages.update_K * offload.is_updated_by_units_K

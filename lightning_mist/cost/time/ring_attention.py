@@ -18,7 +18,7 @@ Array axes
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, IntArray, StageCandidates, StageSlot, hidden_state_bytes
+from lightning_mist.cost.inputs import FloatArray, StageRegions, StageSlot, hidden_state_bytes, prefix_sums
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time.overlap import concurrent_seconds, interference_of
 from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds
@@ -70,17 +70,12 @@ def ring_nodes(cluster: Cluster, slot: StageSlot) -> int:
     return -(-slot.context_parallel_degree * slot.tensor_parallel_degree // cluster.devices_per_node)
 
 
-def stage_ring_seconds(
-    seconds: tuple[FloatArray, FloatArray], candidates: StageCandidates, low_K: IntArray, high_K: IntArray
-) -> tuple[FloatArray, FloatArray]:
-    """What stages wait for in one forward, and in one microbatch.
+def stage_ring_seconds(seconds: tuple[FloatArray, FloatArray], regions: StageRegions) -> tuple[FloatArray, FloatArray]:
+    """What stages wait for in one forward, and in one microbatch; what they recompute goes around again.
 
     Args:
         seconds: Of every region's forward and backward.
-        candidates: The stages; what they recompute goes around again.
     """
-    forward, backward = (np.concatenate([[0.0], np.cumsum(values_R)]) for values_R in seconds)
-    first_K = candidates.start_K + 1
-    again_K = forward[first_K + candidates.checkpointed_K] - forward[first_K]
-    forward_K = forward[high_K] - forward[low_K]
-    return forward_K, forward_K + backward[high_K] - backward[low_K] + again_K
+    forward, backward = map(prefix_sums, seconds)
+    forward_K = regions.sums(forward)
+    return forward_K, forward_K + backward[regions.high_K] - backward[regions.low_K] + regions.recomputed_sums(forward)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, StageCandidates, StageSlot, covered, regions_of
+from lightning_mist.cost.inputs import FloatArray, StageCandidates, StageRegions, StageSlot, prefix_sums, regions_of
 from lightning_mist.hardware import StepOverheads
 from lightning_mist.model.spec import ModelSpec
 
@@ -60,8 +60,5 @@ def overhead_seconds(
 
 def _backward_operators(spec: ModelSpec, candidates: StageCandidates) -> FloatArray:
     """Operators of the backwards of stages."""
-    operators_R = [region.backward_operators for region in regions_of(spec)]
-    before_R = np.concatenate([[0.0], np.cumsum(operators_R, dtype=np.float64)])
-    low_K, high_K = covered(spec, candidates.start_K, candidates.end_K)
-    result_K: FloatArray = before_R[high_K] - before_R[low_K]
-    return result_K
+    operators_R = np.array([region.backward_operators for region in regions_of(spec)], dtype=np.float64)
+    return StageRegions.of(spec, candidates).sums(prefix_sums(operators_R))

@@ -30,10 +30,11 @@ import numpy as np
 
 from lightning_mist.cost.inputs import (
     ArrayRecord,
+    BoolArray,
     FloatArray,
     IntArray,
     ParameterTable,
-    StageCandidates,
+    StageRegions,
     StageSlot,
     prefix_sums,
 )
@@ -87,16 +88,16 @@ class UnitSums:
 
     Attributes:
         reduced: Sums for backwards of units that are not recomputed, beside which gradients are reduced.
-        reduced_again: What those of units that are recomputed take more.
+        reduced_recomputed: What those of units that are recomputed take more.
         unsharded: Sums for forwards and backwards of units that are not recomputed, between the outermost.
-        unsharded_again: What those of units that are recomputed take more.
+        unsharded_recomputed: What those of units that are recomputed take more.
         fetched_R: A forward of each unit beside which the next one is unsharded.
     """
 
     reduced: FloatArray
-    reduced_again: FloatArray
+    reduced_recomputed: FloatArray
     unsharded: FloatArray
-    unsharded_again: FloatArray
+    unsharded_recomputed: FloatArray
     fetched_R: FloatArray
     bare: FloatArray
 
@@ -111,14 +112,14 @@ class UnitSums:
         above_R, below_R = np.append(reduce_R[1:], 0.0), np.append(0.0, unshard_R[:-1])
         backward_R, both_R = compute.backward_R, compute.backward_R + compute.forward_R
         fetched_R = beyond(compute.forward_R, np.append(unshard_R[1:], 0.0))
-        reduced_R, reduced_again_R = beyond(backward_R, above_R), beyond(both_R, above_R)
+        reduced_R, reduced_recomputed_R = beyond(backward_R, above_R), beyond(both_R, above_R)
         added_R = beyond(backward_R, below_R + above_R) - reduced_R
-        added_again_R = beyond(both_R, below_R + above_R) - reduced_again_R
+        added_recomputed_R = beyond(both_R, below_R + above_R) - reduced_recomputed_R
         return cls(
             reduced=prefix_sums(reduced_R),
-            reduced_again=prefix_sums(reduced_again_R - reduced_R),
+            reduced_recomputed=prefix_sums(reduced_recomputed_R - reduced_R),
             unsharded=prefix_sums(fetched_R + added_R),
-            unsharded_again=prefix_sums(added_again_R - added_R),
+            unsharded_recomputed=prefix_sums(added_recomputed_R - added_R),
             fetched_R=fetched_R,
             bare=prefix_sums(unshard_R),
         )
@@ -153,24 +154,13 @@ class Beside:
             self.sums[row] = UnitSums.of(self.compute, *units, self.beyond)
         return self.sums[row]
 
-    def split(
-        self, low_K: IntArray, high_K: IntArray, candidates: StageCandidates, least: ZeroStage
-    ) -> Iterator["_Some"]:
-        """The candidates from a ZeRO stage on, by row of reductions."""
-        at_K = candidates.zero_stage_K >= least
+    def split(self, regions: StageRegions, chosen_K: BoolArray) -> Iterator[tuple[int, IntArray, StageRegions]]:
+        """Some stages by row of reductions: the row, which they are, and their regions."""
         rows = range(len(self.units.reduce_FR))
         for row in rows:
-            at_J = np.flatnonzero(at_K if len(rows) == 1 else at_K & (self.units.row_R[low_K] == row))
+            at_J = np.flatnonzero(chosen_K if len(rows) == 1 else chosen_K & (self.units.row_R[regions.low_K] == row))
             if len(at_J):
-                first_J = candidates.start_K[at_J] + 1
-                yield _Some(
-                    row=row,
-                    at_J=at_J,
-                    low_J=low_K[at_J],
-                    last_J=high_K[at_J] - 1,
-                    first_J=first_J,
-                    middle_J=first_J + candidates.checkpointed_K[at_J],
-                )
+                yield row, at_J, regions.take(at_J)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,85 +202,64 @@ class Unsharding(ArrayRecord):
         return Unsharding(**found)
 
 
-def reduced_seconds(beside: Beside, candidates: StageCandidates, low_K: IntArray, high_K: IntArray) -> FloatArray:
+def reduced_seconds(beside: Beside, regions: StageRegions, zero_stage_K: IntArray) -> FloatArray:
     """What reducing gradients adds to one microbatch, beyond its computation; nothing below ZeRO-2."""
-    scatter_K = np.zeros(len(candidates))
-    for some in beside.split(low_K, high_K, candidates, ZeroStage.GRADIENTS):
-        scatter_K[some.at_J] = _reduced(beside, some)
+    scatter_K = np.zeros(len(regions))
+    for row, at_J, some in beside.split(regions, zero_stage_K >= ZeroStage.GRADIENTS):
+        sums, last_J = beside.sums_of(row), some.last_K
+        first_J, middle_J = np.minimum(some.first_K, last_J), np.minimum(some.middle_K, last_J)
+        plain_J = sums.reduced[last_J] - sums.reduced[some.low_K]
+        more_J = sums.reduced_recomputed[middle_J] - sums.reduced_recomputed[first_J]
+        scatter_K[at_J] = plain_J + more_J + beside.units.reduce_FR[row][some.low_K]
     return scatter_K
 
 
-def unsharding(
-    beside: Beside, slot: StageSlot, candidates: StageCandidates, low_K: IntArray, high_K: IntArray
-) -> Unsharding:
+def unsharding(beside: Beside, slot: StageSlot, regions: StageRegions, zero_stage_K: IntArray) -> Unsharding:
     """What unsharding adds, beyond computation. Of the slot only the schedule counts."""
-    found_XK = np.zeros((4, len(candidates)))
-    for some in beside.split(low_K, high_K, candidates, ZeroStage.PARAMETERS):
-        if beside.is_one_unit and slot.schedule != "interleaved-1f1b":
+    found_XK, takes_turns = np.zeros((4, len(regions))), slot.schedule == "interleaved-1f1b"
+    for row, at_J, some in beside.split(regions, zero_stage_K >= ZeroStage.PARAMETERS):
+        if beside.is_one_unit and not takes_turns:
             # Nothing ever takes its place.
-            bare = beside.sums_of(some.row).bare
-            found_XK[1, some.at_J] = bare[some.last_J + 1] - bare[some.low_J]
+            found_XK[1, at_J] = some.sums(beside.sums_of(row).bare)
         else:
-            found_XK[:, some.at_J] = np.stack([*_unsharded(beside, some), *_outermost(beside, some, slot)])
+            outermost = _outermost(beside, row, some, takes_turns=takes_turns)
+            found_XK[:, at_J] = np.stack([*_unsharded(beside, row, some), *outermost])
     return Unsharding(each_K=found_XK[0], once_K=found_XK[1], forward_K=found_XK[2], backward_K=found_XK[3])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Some:
-    """Candidates with one row of reductions, and their units: first, last, first to recompute, first behind those."""
-
-    row: int
-    at_J: IntArray
-    low_J: IntArray
-    last_J: IntArray
-    first_J: IntArray
-    middle_J: IntArray
 
 
 _Beyond: TypeAlias = Callable[[FloatArray, FloatArray], FloatArray]
 
 
-def _reduced(beside: Beside, some: _Some) -> FloatArray:
-    """Seconds of reducing a microbatch's gradients."""
-    sums, low_J, last_J = beside.sums_of(some.row), some.low_J, some.last_J
-    first_J, middle_J = np.minimum(some.first_J, last_J), np.minimum(some.middle_J, last_J)
-    plain_J = sums.reduced[last_J] - sums.reduced[low_J]
-    more_J = sums.reduced_again[middle_J] - sums.reduced_again[first_J]
-    result_J: FloatArray = plain_J + more_J + beside.units.reduce_FR[some.row][low_J]
-    return result_J
+def _unsharded(beside: Beside, row: int, some: StageRegions) -> tuple[FloatArray, FloatArray]:
+    """Seconds of unsharding per microbatch, and per batch, but for where two forwards or backwards come in a row."""
+    sums, low_K, last_K = beside.sums_of(row), some.low_K, some.last_K
+    second_K = np.minimum(low_K + 1, last_K)
+    first_K, middle_K = (np.minimum(np.maximum(unit_K, second_K), last_K) for unit_K in (some.first_K, some.middle_K))
+    each_K = sums.unsharded[last_K] - sums.unsharded[second_K]
+    each_K = each_K + sums.unsharded_recomputed[middle_K] - sums.unsharded_recomputed[first_K]
+    return each_K, beside.units.unshard_R[low_K] + sums.fetched_R[low_K] * (second_K > low_K)
 
 
-def _unsharded(beside: Beside, some: _Some) -> tuple[FloatArray, FloatArray]:
-    """Seconds of unsharding per microbatch, and per batch, but for what happens again."""
-    sums, low_J, last_J = beside.sums_of(some.row), some.low_J, some.last_J
-    second_J = np.minimum(low_J + 1, last_J)
-    first_J, middle_J = (np.minimum(np.maximum(unit_J, second_J), last_J) for unit_J in (some.first_J, some.middle_J))
-    each_J = sums.unsharded[last_J] - sums.unsharded[second_J]
-    each_J = each_J + sums.unsharded_again[middle_J] - sums.unsharded_again[first_J]
-    return each_J, beside.units.unshard_R[low_J] + sums.fetched_R[low_J] * (second_J > low_J)
-
-
-def _outermost(beside: Beside, some: _Some, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
+def _outermost(beside: Beside, row: int, some: StageRegions, *, takes_turns: bool) -> tuple[FloatArray, FloatArray]:
     """Seconds of unsharding in a forward that follows a forward, and in a backward that follows a backward."""
-    compute, unshard_R, reduce_R = beside.compute, beside.units.unshard_R, beside.units.reduce_FR[some.row]
-    low_J, last_J = some.low_J, some.last_J
-    second_J, fore_J = np.minimum(low_J + 1, last_J), np.maximum(last_J - 1, low_J)
+    compute, unshard_R, reduce_R = beside.compute, beside.units.unshard_R, beside.units.reduce_FR[row]
+    low_K, last_K = some.low_K, some.last_K
+    second_K, fore_K = np.minimum(low_K + 1, last_K), np.maximum(last_K - 1, low_K)
 
-    def backward(unit_J: IntArray) -> FloatArray:
-        again_J = (unit_J >= some.first_J) & (unit_J < some.middle_J)
-        seconds_J: FloatArray = compute.backward_R[unit_J] + again_J * compute.forward_R[unit_J]
-        return seconds_J
+    def backward(unit_K: IntArray) -> FloatArray:
+        is_recomputed_K = (unit_K >= some.first_K) & (unit_K < some.middle_K)
+        seconds_K: FloatArray = compute.backward_R[unit_K] + is_recomputed_K * compute.forward_R[unit_K]
+        return seconds_K
 
-    fetched_J = beside.sums_of(some.row).fetched_R[low_J] * (second_J > low_J)
-    forward_J = beside.beyond(compute.forward_R[last_J], unshard_R[low_J]) + fetched_J
-    lowest_J, reduce_J = backward(low_J), reduce_R[second_J]
-    backward_J = beside.beyond(lowest_J, unshard_R[last_J] + reduce_J) - beside.beyond(lowest_J, reduce_J)
-    backward_J = backward_J + beside.beyond(backward(last_J), unshard_R[fore_J])
+    fetched_K = beside.sums_of(row).fetched_R[low_K] * (second_K > low_K)
+    forward_K = beside.beyond(compute.forward_R[last_K], unshard_R[low_K]) + fetched_K
+    lowest_K, reduce_K = backward(low_K), reduce_R[second_K]
+    backward_K = beside.beyond(lowest_K, unshard_R[last_K] + reduce_K) - beside.beyond(lowest_K, reduce_K)
+    backward_K = backward_K + beside.beyond(backward(last_K), unshard_R[fore_K])
     # One or two units never leave, but where chunks of other layers come between.
-    takes_turns = slot.schedule == "interleaved-1f1b"
-    alone_J = unshard_R[low_J] * ((last_J == low_J) & takes_turns)
-    is_many_J = last_J - low_J >= (1 if takes_turns else 2)
-    return np.where(is_many_J, forward_J, alone_J), np.where(is_many_J, backward_J, alone_J)
+    alone_K = unshard_R[low_K] * ((last_K == low_K) & takes_turns)
+    is_many_K = last_K - low_K >= (1 if takes_turns else 2)
+    return np.where(is_many_K, forward_K, alone_K), np.where(is_many_K, backward_K, alone_K)
 
 
 def restarts(slot: StageSlot) -> tuple[int, int]:
