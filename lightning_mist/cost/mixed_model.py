@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.inputs import PLANS, FloatArray, Kept, Placed, StageCandidates, StageSlot
+from lightning_mist.cost.inputs import FloatArray, Placed, StageCandidates, StageSlot
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.stage_model import StageCostModel
-from lightning_mist.cost.time import RegionSeconds, StageCosts, StageSeconds, Unsharding
+from lightning_mist.cost.stage_model import PlanCosts, StageCostModel
+from lightning_mist.cost.time import RegionSeconds, StageSeconds, Unsharding
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import (
     AnyCluster,
@@ -26,13 +26,12 @@ from lightning_mist.hardware import (
     catalog_profile,
 )
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, Predicted
 
 Profiles: TypeAlias = HardwareProfile | Sequence[HardwareProfile] | None
 """How fast a machine is: of a cluster of unlike devices one profile for every part; ``None`` for the catalog's."""
 
 
-class MixedCostModel:
+class MixedCostModel(PlanCosts):
     """Seconds and bytes of stages of one network on unlike devices; keeps what it has computed.
 
     Args:
@@ -49,6 +48,7 @@ class MixedCostModel:
                 f"{spec.name} with measured seconds on {cluster.text}: they were measured on one kind of device; trace "
                 "it without measuring, so that they follow from the profile of every part"
             )
+        super().__init__()
         self.spec, self.cluster = spec, cluster
         given = _of_every_part(profiles, cluster)
         self.profiles = tuple(
@@ -61,17 +61,10 @@ class MixedCostModel:
             StageCostModel(spec, profile, part, seams=[found for found, _ in seams], memories=memories)
             for part, profile in zip(cluster.parts, self.profiles, strict=True)
         )
-        self.predicted: Kept[Plan, Predicted] = Kept()
-        self.clocked: Kept[Plan, float] = Kept()
-        self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
 
     def memory(self, slot: StageSlot) -> MemoryModel:
-        """What stages of a slot's tensor-parallel degree hold, whatever the device.
-
-        Raises:
-            PlanError: If the costs of that degree are not known.
-        """
+        """What stages of a slot's tensor-parallel degree hold."""
         return self.parts[0].memory(slot)
 
     @property
@@ -93,21 +86,8 @@ class MixedCostModel:
             source=min((item.source for item in found), key=order.index),
         )
 
-    def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
-        """Seconds and bytes of candidates for a slot."""
-        seconds = self.seconds(slot, candidates)
-        return StageCosts(
-            steady_K=seconds.steady_K,
-            boundary_K=seconds.boundary_K,
-            needs=self.memory(slot).needs(slot, candidates),
-        )
-
-    def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
-        """Seconds of candidates for a slot, by term; of the only stage every term of the part where it is longest."""
-        return self.parted_seconds(slot, candidates)[0]
-
     def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
-        """Seconds of the candidates of several slots, as :meth:`seconds` of each; as of a :class:`StageCostModel`."""
+        """Seconds of the candidates of several slots, asked of every part's model together."""
         of_models: dict[int, list[int]] = {}
         for index, (slot, _) in enumerate(items):
             for model in self.models(slot):
@@ -120,7 +100,7 @@ class MixedCostModel:
         return tuple(_longest(found[index]) for index in range(len(items)))
 
     def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
-        """Seconds of candidates, and how often which part of unsharding happens; as of a :class:`StageCostModel`.
+        """Seconds of candidates, and how often which part of unsharding happens.
 
         Where the only stage unshards longest depends on the slot's number of microbatches, so that it is of this one.
         """
@@ -130,13 +110,8 @@ class MixedCostModel:
         longest = _longest([item for item, _ in found])
         return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
 
-    def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
-        """What candidates exchange with other stages; as of a :class:`StageCostModel`."""
-        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
-        return transfer_K, tied_K
-
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
-        """Seconds of what candidates exchange with other stages, by term; as of a :class:`StageCostModel`."""
+        """Seconds of what candidates exchange with other stages."""
         found = [model.exchanged(slot, candidates) for model in self.models(slot)]
         return tuple(np.maximum.reduce(items) for items in zip(*found, strict=True))
 

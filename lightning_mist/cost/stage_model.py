@@ -20,6 +20,7 @@ Array axes
     R  regions
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -91,7 +92,56 @@ def _cached(known: dict[_Key, _Value], key: _Key, find: Callable[[], _Value]) ->
     return known[key]
 
 
-class StageCostModel:
+class PlanCosts(ABC):
+    """What the cost models of alike and of unlike devices have in common, predictions of whole plans among it.
+
+    Attributes:
+        predicted: Seconds and bytes of the plans asked for last.
+        clocked: Seconds of one step of these.
+        terms: Seconds of their stages by term.
+    """
+
+    def __init__(self) -> None:
+        self.predicted: Kept[Plan, Predicted] = Kept()
+        self.clocked: Kept[Plan, float] = Kept()
+        self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
+
+    @abstractmethod
+    def memory(self, slot: StageSlot) -> MemoryModel:
+        """What stages of a slot's tensor-parallel degree hold, whatever the device.
+
+        Raises:
+            PlanError: If the costs of that degree are not known.
+        """
+
+    @abstractmethod
+    def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
+        """Seconds of the candidates of several slots; what takes long of copies is asked once for those of all."""
+
+    @abstractmethod
+    def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
+        """Seconds of candidates, and how often which part of unsharding without offload happens."""
+
+    @abstractmethod
+    def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
+        """Seconds of what candidates exchange with other stages, by the terms in ``communication.EXCHANGED``."""
+
+    def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
+        """Seconds and bytes of candidates for a slot."""
+        seconds, needs = self.seconds(slot, candidates), self.memory(slot).needs(slot, candidates)
+        return StageCosts(steady_K=seconds.steady_K, boundary_K=seconds.boundary_K, needs=needs)
+
+    def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
+        """Seconds of candidates for a slot, by term."""
+        return self.parted_seconds(slot, candidates)[0]
+
+    def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
+        """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
+        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
+        return transfer_K, tied_K
+
+
+class StageCostModel(PlanCosts):
     """Seconds and bytes of stages of one network on one machine; keeps what it has computed.
 
     Args:
@@ -109,13 +159,11 @@ class StageCostModel:
         seams: Sequence[HardwareProfile] = (),
         memories: dict[tuple[int, bool], MemoryModel] | None = None,
     ) -> None:
+        super().__init__()
         self.spec, self.profile, self.cluster, self.seams = spec, profile, cluster, tuple(seams)
         self._machine = profile, cluster
         self._memories = {} if memories is None else memories
         self._ranks: dict[tuple[int, bool], _Rank] = {}
-        self.predicted: Kept[Plan, Predicted] = Kept()
-        self.clocked: Kept[Plan, float] = Kept()
-        self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
 
     def _rank(self, degree: int, sequence: bool) -> _Rank:
         key = (degree, sequence)
@@ -130,11 +178,7 @@ class StageCostModel:
         return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel)
 
     def memory(self, slot: StageSlot) -> MemoryModel:
-        """What stages of a slot's tensor-parallel degree hold.
-
-        Raises:
-            PlanError: If the costs of that degree are not known.
-        """
+        """What stages of a slot's tensor-parallel degree hold."""
         return self._of(slot).memory
 
     @property
@@ -163,21 +207,8 @@ class StageCostModel:
 
         return _cached(rank.seconds, rows, find)
 
-    def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
-        """Seconds and bytes of candidates for a slot."""
-        seconds = self.seconds(slot, candidates)
-        return StageCosts(
-            steady_K=seconds.steady_K,
-            boundary_K=seconds.boundary_K,
-            needs=self.memory(slot).needs(slot, candidates),
-        )
-
-    def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
-        """Seconds of candidates for a slot, by term."""
-        return self.parted_seconds(slot, candidates)[0]
-
     def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
-        """Seconds of the candidates of several slots; what takes long of copies is asked once for those of all."""
+        """Seconds of the candidates of several slots, their copies worked out together."""
         alone = [self._without_copies(slot, candidates) for slot, candidates in items]
         copies = self._copies([stages for _, stages, _ in alone])
         return tuple(self._with_copies(found, moved) for (found, _, _), moved in zip(alone, copies, strict=True))
@@ -247,13 +278,8 @@ class StageCostModel:
         )
         return found, stages, shards
 
-    def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
-        """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
-        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
-        return transfer_K, tied_K
-
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
-        """Seconds of what candidates exchange with other stages, by the terms in ``communication.EXCHANGED``."""
+        """Seconds of what candidates exchange with other stages, as runs have corrected them."""
         factor = factor_of(self.profile.corrections, "communication")
         return tuple(factor * item_K for item_K in self._exchanged(slot, candidates))
 

@@ -78,21 +78,22 @@ def with_ring(costs: "RegionCosts") -> "RegionCosts":
     return replace(costs, **{name: getattr(costs, name) + ring_R for name in peaks})
 
 
-_LAYER_FIELDS = (
-    "saved_bytes",
-    "checkpointed_saved_bytes",
-    "forward_peak_bytes",
-    "backward_peak_bytes",
-    "first_backward_peak_bytes",
-    "recompute_backward_peak_bytes",
-    "first_recompute_backward_peak_bytes",
-    "forward_flops",
-    "backward_flops",
-    "forward_moved_bytes",
-    "backward_moved_bytes",
-    "weight_flops",
-    "weight_bytes",
-)
+_LAYER_ARRAYS = {
+    "saved_R": "saved_bytes",
+    "checkpointed_saved_R": "checkpointed_saved_bytes",
+    "forward_peak_R": "forward_peak_bytes",
+    "backward_peak_R": "backward_peak_bytes",
+    "first_backward_peak_R": "first_backward_peak_bytes",
+    "recompute_backward_peak_R": "recompute_backward_peak_bytes",
+    "first_recompute_backward_peak_R": "first_recompute_backward_peak_bytes",
+    "forward_flops_R": "forward_flops",
+    "backward_flops_R": "backward_flops",
+    "forward_moved_R": "forward_moved_bytes",
+    "backward_moved_R": "backward_moved_bytes",
+    "weight_flops_R": "weight_flops",
+    "weight_R": "weight_bytes",
+}
+"""Arrays of :class:`RegionCosts`, and the expressions of a layer that they are made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     """
     kinds = (spec.head, *spec.layers, spec.tail)
     kind_R = np.array([0, *(1 + kind for kind in spec.kinds), len(kinds) - 1], dtype=np.int64)
-    layer_expressions = [getattr(kind, name) for name in _LAYER_FIELDS for kind in kinds]
+    layer_expressions = [getattr(kind, name) for name in _LAYER_ARRAYS.values() for kind in kinds]
     layer_expressions += [_handed(kind, recomputed=recomputed) for recomputed in (False, True) for kind in kinds]
     cuts: list[Sequence[TensorSpec]] = [(), *spec.boundaries, ()] if spec.num_layers else [()]
     crossing = [_bytes(tensors) for tensors in cuts]
@@ -185,31 +186,20 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
         # Without a sequence dimension no expression contains its symbol, so any number does.
         numbers = evaluate(rows, float(part_of_sequence(spec, context) or 1))
         worked, values = numbers[: len(operators)].reshape(-1, 2).T, numbers[len(operators) :]
-        layers = values[: len(layer_expressions)].reshape(len(_LAYER_FIELDS) + 2, len(kinds))[:, kind_R]
-        rest = values[len(layer_expressions) :]
+        layers, rest = (
+            values[: len(layer_expressions)].reshape(-1, len(kinds))[:, kind_R],
+            values[len(layer_expressions) :],
+        )
         bytes_of = iter(rest[2 * len(cuts) : -2].reshape(-1, len(kinds)))
         exchanges = [
             tuple((name, next(bytes_of)[kind_R], calls[kind_R]) for name, _, calls in found) for found in collectives
         ]
+        arrays = dict(zip((*_LAYER_ARRAYS, "handed_R", "checkpointed_handed_R"), layers, strict=True))
         found = RegionCosts(
-            saved_R=layers[0],
-            checkpointed_saved_R=layers[1],
-            forward_peak_R=layers[2],
-            recompute_forward_peak_R=layers[2],
-            backward_peak_R=layers[3],
-            first_backward_peak_R=layers[4],
-            recompute_backward_peak_R=layers[5],
-            first_recompute_backward_peak_R=layers[6],
-            forward_flops_R=layers[7],
-            backward_flops_R=layers[8],
-            forward_moved_R=layers[9],
-            backward_moved_R=layers[10],
+            **arrays,
+            recompute_forward_peak_R=arrays["forward_peak_R"],
             forward_work=_region_work(kinds, kind_R, "forward", worked[:, : len(works[0])]),
             backward_work=_region_work(kinds, kind_R, "backward", worked[:, len(works[0]) :]),
-            weight_flops_R=layers[11],
-            weight_R=layers[12],
-            handed_R=layers[13],
-            checkpointed_handed_R=layers[14],
             boundary_C=rest[: len(cuts)],
             gradient_boundary_C=rest[len(cuts) : 2 * len(cuts)],
             forward_collectives=exchanges[0],

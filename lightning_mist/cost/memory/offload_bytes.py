@@ -150,12 +150,12 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
     pairs_VX, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
     whole = model.needs(slot, plain)
     offloaded = (
-        gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
-        gradient_shares(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
+        shares_of(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
+        shares_of(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
     )
     stays = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded)
-    parameters = parameter_shares(model, slot, plain, offload.parameters_K)
-    optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
+    parameters = shares_of(model, slot, plain, offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
+    optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
     return _with_states(model, stays, parameters, offloaded[1], optimizer, largest_trained(whole))
 
 
@@ -247,28 +247,22 @@ def step_bytes(
     return step_K
 
 
-def parameter_shares(
-    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray
+def shares_of(
+    model: OffloadingModel,
+    slot: StageSlot,
+    candidates: StageCandidates,
+    ratio_K: FloatArray,
+    since: ZeroStage,
+    *,
+    trained: bool = True,
 ) -> Shares:
-    """Shares of parameters, of which the given ratio is offloaded."""
-    shards_K = candidates.zero_stage_K >= ZeroStage.PARAMETERS
-    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=False)
+    """Shares of a kind of state of which a ratio is offloaded, in bytes of parameters.
 
-
-def optimizer_shares(
-    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray
-) -> Shares:
-    """Shares of optimizer state, in bytes of the parameters."""
-    shards_K = candidates.zero_stage_K >= ZeroStage.OPTIMIZER
-    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=True)
-
-
-def gradient_shares(
-    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratio_K: FloatArray, since: ZeroStage
-) -> Shares:
-    """Shares of gradients, shared out from a ZeRO stage on."""
-    shards_K = candidates.zero_stage_K >= since
-    return model.states.of(candidates, ratio_K, slot.shard_degree, shards_K, trained=True)
+    Args:
+        since: The ZeRO stage from which on this state is dealt out.
+        trained: Whether only trained parameters count.
+    """
+    return model.states.of(candidates, ratio_K, slot.shard_degree, candidates.zero_stage_K >= since, trained=trained)
 
 
 def host_bytes(
@@ -307,10 +301,10 @@ def adds_in_host(slot: StageSlot) -> bool:
 def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
     """Host memory of what a device offloads of parameters, gradients and optimizer state."""
     plain, offload = _plain(candidates)
-    parameters = parameter_shares(model, slot, plain, offload.parameters_K)
+    parameters = shares_of(model, slot, plain, offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
     since = ZeroStage.GRADIENTS if adds_in_host(slot) else ZeroStage.OPTIMIZER
-    gradients = gradient_shares(model, slot, plain, offload.gradients_K, since)
-    optimizer = optimizer_shares(model, slot, plain, offload.optimizer_K)
+    gradients = shares_of(model, slot, plain, offload.gradients_K, since)
+    optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
     state = model.spec.optimizer.state_bytes_per_parameter_byte
     offloaded_K: FloatArray = parameters.offloaded_K + gradients.offloaded_K + state * optimizer.offloaded_K
     return offloaded_K
