@@ -42,11 +42,7 @@ _TERMS = tuple(f"{name[:-2]}_seconds" for name in _NAMES)
 
 
 def terms_of_plans(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
-    """Seconds of every stage of some plans by term.
-
-    Args:
-        plans: The plans, of the model's network and for its devices.
-    """
+    """Seconds of every stage of some plans by term."""
     stages = [placed for plan in plans for placed in placed_slots_of(plan, model.cluster)]
     if not stages:
         return []
@@ -63,11 +59,7 @@ def seconds_of_terms(terms: Sequence[Terms]) -> StageSeconds:
 
 
 def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[StageSeconds, ...]:
-    """Seconds of each stage's candidates, as if each had been asked for by itself.
-
-    Args:
-        stages: The stages of a pipeline, or some of them; or those of several.
-    """
+    """Seconds of each stage's candidates, as if each had been asked for by itself."""
     if not stages:
         return ()
     found = _seconds(model, stages)
@@ -121,7 +113,6 @@ class Held:
     """What candidates of a stage hold.
 
     Attributes:
-        needs: What their memory on the device is made of.
         state_K: Host memory of what is offloaded of parameters, gradients and optimizer state.
         microbatch_K: Host memory of one microbatch's activations.
     """
@@ -145,12 +136,7 @@ def _phases(slot: StageSlot) -> tuple[Phase, ...]:
 
 
 def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[Held, ...]:
-    """What each stage's candidates hold, as if each had been asked for by itself.
-
-    Args:
-        model: Memory of stages of the network, by slot.
-        stages: The stages of a pipeline, or some of them; or those of several.
-    """
+    """What each stage's candidates hold, as if each had been asked for by itself."""
     found: dict[int, Held] = {}
     for members in _groups(_bytes_key(*placed) for placed in stages).values():
         slot, candidates = stages[members[0]][0], _candidates(stages, members)

@@ -62,11 +62,7 @@ def plan_memory(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[
 
 
 def plan_needs(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[tuple[StageMemory, NeedTerms], ...]:
-    """The peak memory of every stage of a plan, and what its devices' memory is made of.
-
-    Args:
-        model: Memory of stages of the plan's network, by slot.
-    """
+    """The peak memory of every stage of a plan, and what its devices' memory is made of."""
     return plans_needs(model, [plan])[0]
 
 
@@ -99,12 +95,7 @@ def _plan_needs(
 
 
 def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
-    """The peak of the most loaded device of a group.
-
-    Args:
-        model: Memory of stages of the plan's network, or of one tensor-parallel rank's part of it.
-        group: The group of devices.
-    """
+    """The peak of the most loaded device of a group."""
     slots = slots_of(plan)
     return _Group.of(model, plan, group, slots, held_of_stages(lambda slot: model, slots)).memory()
 
@@ -122,12 +113,7 @@ class PlanPeaks:
 
 
 def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpointed_SM: IntArray) -> PlanPeaks:
-    """Peaks of a plan with other numbers of recomputed layers, in whole bytes.
-
-    Args:
-        model: Memory of stages of the plan's network, by slot.
-        checkpointed_SM: Recomputed layers of every stage, several times.
-    """
+    """Peaks of a plan with other numbers of recomputed layers, in whole bytes."""
     return plans_peaks(model, [(plan, checkpointed_SM)])[0]
 
 
@@ -164,7 +150,6 @@ def last_stage_peaks(
     """Bytes of the last stage's most loaded device with other numbers of recomputed layers; not of chunks.
 
     Args:
-        model: Memory of stages of the plans' network, by slot.
         plans: The plans, each with recomputed layers of its last stage; axis ``M``.
     """
     placed = [_recomputing(slots_of(plan)[-1], checkpointed_M) for plan, checkpointed_M in plans]
@@ -293,12 +278,7 @@ def _always(model: MemoryModel, chunks: Sequence[Placed], needs: Sequence[StageN
 
 
 def situation_terms(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, float]:
-    """What changes over a batch, by term.
-
-    Args:
-        needs: Those of the chunks of a group of devices, by stage.
-        situation: What there is of each of them.
-    """
+    """What changes over a batch, by term."""
     stage, is_forward, made, counts = situation
     sizes = {
         kind: sum(_number(getattr(needs[at], name)) * n for k, at, n in counts if k == kind)
@@ -324,11 +304,7 @@ def situation_terms(needs: Mapping[int, StageNeeds], situation: Situation) -> di
 
 
 def update_terms(needs: Mapping[int, StageNeeds]) -> list[tuple[str, dict[str, float]]]:
-    """What comes after the last backward: all chunks' gradients, and the most that one chunk needs beside them.
-
-    Args:
-        needs: Those of the chunks of a group of devices, by stage.
-    """
+    """What comes after the last backward: all chunks' gradients, and the most that one chunk needs beside them."""
     each = list(needs.values())
     return [
         (name, {term: _number(value) for term, value in _update(each, name).items()})

@@ -34,9 +34,6 @@ Profiles: TypeAlias = HardwareProfile | Sequence[HardwareProfile] | None
 class MixedCostModel(PlanCosts):
     """Seconds and bytes of stages of one network on unlike devices; keeps what it has computed.
 
-    Args:
-        profiles: How fast the devices of every part are; by default from the catalog.
-
     Raises:
         ProfileError: If there are not as many profiles as parts, a device is not in the catalog, or the network's
             layers were measured, which would be on one kind of device.
@@ -131,9 +128,6 @@ CostModel: TypeAlias = StageCostModel | MixedCostModel
 def cost_model(spec: ModelSpec, profiles: Profiles, cluster: AnyCluster) -> CostModel:
     """The cost model of a network on a machine.
 
-    Args:
-        profiles: How fast the machine is; by default from the catalog.
-
     Raises:
         ProfileError: If there are not as many profiles as parts, or a device is not in the catalog.
     """
@@ -174,11 +168,7 @@ def _catalogued(part: Cluster) -> HardwareProfile:
 
 
 def _outside(part: Cluster, profile: HardwareProfile | None, cluster: MixedCluster) -> tuple[HardwareProfile, Cluster]:
-    """A part as seen from the others: what its devices do with nodes beyond it, in a cluster of nothing but its kind.
-
-    Args:
-        profile: What was measured of it; ``None`` for the catalog's.
-    """
+    """A part as seen from others: what its devices do with nodes beyond it, in a cluster of nothing but its kind."""
     if profile is not None and profile.source.startswith("catalog") and profile == _catalogued(part):
         profile = None  # It is about the part alone; the catalog knows more.
     nodes = max(2, -(-cluster.world_size // part.devices_per_node))

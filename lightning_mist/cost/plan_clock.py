@@ -53,14 +53,10 @@ class StageSpent:
     """Seconds of one optimizer step of a stage's devices, by what they are spent on; they add up to the step.
 
     Attributes:
-        compute_seconds: Forwards and backwards of all microbatches.
-        recompute_seconds: Forwards that backwards repeat.
         communication_seconds: What collectives and transfers between stages add to the step: whatever does not hide in
             computation.
-        copies_seconds: The same of copies between device and host.
         optimizer_seconds: Passes over gradients and the optimizer's step.
         overhead_seconds: The runtime's own Python, as far as devices wait for it.
-        bubble_seconds: Waiting for other stages.
     """
 
     compute_seconds: float
@@ -91,11 +87,7 @@ class StepTimes:
 
 
 def rules_of(cluster: AnyCluster, precision: str) -> StepRules:
-    """How a machine runs a step.
-
-    Args:
-        precision: Lightning's name of the precision.
-    """
+    """How a machine runs a step."""
     if cluster.kind != "cuda":
         return StepRules(transfers="within", update_after="all")
     return StepRules(transfers="beside", update_after="all" if precision == "16-mixed" else "last")
@@ -117,9 +109,6 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     A group of devices begins when the first microbatch has come through all stages in front of its first. From then on
     it computes all that it has to, and the last backward of 1F1B, with chunks or without, goes back through these
     stages; transfers move in between at least. Where lists are cut it is less by what that may err.
-
-    Args:
-        terms: As for :func:`step_times`.
     """
     seconds, groups = plan_seconds(plan, terms), plan.num_groups
     each = [_lane_seconds(stage, plan.num_microbatches) for stage in seconds.stages]
@@ -151,7 +140,6 @@ def step_times(plan: Plan, terms: Sequence[Terms], rules: StepRules, step: float
 
     Args:
         terms: Seconds of each of its stages by term; see :func:`terms_of`.
-        rules: How the machine runs a step.
         step: What :func:`clock_seconds` gives, if that is known.
     """
     seconds = plan_seconds(plan, terms)
@@ -209,12 +197,7 @@ def _program(num_stages: int, num_microbatches: int, name: ScheduleName, num_gro
 def _spent(
     plan: Plan, group: int, terms: Sequence[Terms], seconds: PlanSeconds, step: float, still: float
 ) -> StageSpent:
-    """Where the seconds of a group of devices go.
-
-    Args:
-        terms: Seconds of every stage by term.
-        still: Seconds of the step if transfers took no time.
-    """
+    """Where the seconds of a group of devices go."""
     chunks = [terms[chunk] for chunk in plan.chunks(group)]
 
     def per_step(*names: str) -> float:

@@ -19,9 +19,6 @@ from lightning_mist.plan import Plan, Predicted, PredictedStage
 def predict(spec: ModelSpec, profile: Profiles, cluster: AnyCluster, plan: Plan) -> Predicted:
     """Seconds of one step of a plan, and the seconds and peak bytes of its stages, each by term.
 
-    Args:
-        profile: How fast the machine is; one for each part if its devices are unlike.
-
     Raises:
         PlanError: If the plan does not fit the network or the cluster, or shares out a sequence that it cannot.
         ProfileError: If the profile lacks what the plan needs.

@@ -43,7 +43,6 @@ def step_work(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, rows:
     """The work of a step of so many rows, and the least it could take.
 
     Args:
-        profile: How fast the machine was measured to be.
         rows: Rows of the step over all devices.
     """
     return step_work_of(MemoryModel(spec), profile, cluster, rows)
@@ -58,9 +57,7 @@ def step_work_among(memory: MemoryModel, kinds: Sequence[tuple[HardwareProfile, 
     """As :func:`step_work`, among unlike devices.
 
     Args:
-        memory: The whole network's compiled expressions.
         kinds: How fast each kind of device was measured to be, and how many there are.
-        rows: Rows of the step over all devices.
     """
     spec, costs = memory.spec, memory.costs(rows)
     trained = sum(item.bytes for item in spec.parameters if item.trainable)

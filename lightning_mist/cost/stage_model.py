@@ -93,13 +93,7 @@ def _cached(known: dict[_Key, _Value], key: _Key, find: Callable[[], _Value]) ->
 
 
 class PlanCosts(ABC):
-    """What the cost models of alike and of unlike devices have in common, predictions of whole plans among it.
-
-    Attributes:
-        predicted: Seconds and bytes of the plans asked for last.
-        clocked: Seconds of one step of these.
-        terms: Seconds of their stages by term.
-    """
+    """What the cost models of alike and of unlike devices have in common, predictions of whole plans among it."""
 
     def __init__(self) -> None:
         self.predicted: Kept[Plan, Predicted] = Kept()
@@ -190,9 +184,7 @@ class StageCostModel(PlanCosts):
         """Seconds of every region at a number of rows.
 
         Args:
-            rows: Microbatch rows.
             degree: Tensor-parallel ranks, whose exchanges are included.
-            sequence: Whether these are sequence-parallel too.
         """
         rank = self._rank(degree, sequence)
 

@@ -41,9 +41,6 @@ def step_seconds_of(
     """Seconds of one step of many pipelines.
 
     Args:
-        steady_SK: Steady seconds by stage and pipeline.
-        boundary_SK: Boundary seconds by stage and pipeline.
-        num_microbatches: Number of microbatches.
         together_SK: The part of the boundary seconds that no stage begins before all have come as far; none by default.
 
     Raises:

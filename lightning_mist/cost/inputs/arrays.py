@@ -98,12 +98,7 @@ _LARGEST = 1 << 62
 
 
 def distinct_codes(code_K: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """The distinct ones among small numbers, ascending, and which of them each candidate has.
-
-    Args:
-        code_K: Whole numbers from 0 on.
-        size: One more than the largest possible.
-    """
+    """The distinct ones among small numbers, ascending, and which of them each candidate has."""
     if size > min(_MARKED, _SPARSE * len(code_K) + 1024):
         code_U, inverse_K = np.unique(code_K, return_inverse=True)
         return code_U, inverse_K.reshape(-1)
@@ -114,9 +109,6 @@ def distinct_codes(code_K: IntArray, size: int) -> tuple[IntArray, IntArray]:
 
 def distinct_rows(*columns: NDArray[Any]) -> tuple[FloatArray, IntArray]:
     """The distinct rows of some columns, and which of them each candidate has.
-
-    Args:
-        columns: Values of each candidate.
 
     Returns:
         The rows, ascending, with axes ``U`` and column; and for each candidate the index of its row.

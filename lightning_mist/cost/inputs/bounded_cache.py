@@ -14,11 +14,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Kept(Generic[_Question, _Answer]):
-    """What was found out, which is never ``None``; the answer to what was asked for longest ago is forgotten.
-
-    Args:
-        most: Answers that are kept.
-    """
+    """What was found out, which is never ``None``; the answer to what was asked for longest ago is forgotten."""
 
     def __init__(self, most: int = MOST) -> None:
         self._answers: dict[_Question, _Answer] = {}
@@ -28,7 +24,6 @@ class Kept(Generic[_Question, _Answer]):
         """The answer to a question.
 
         Args:
-            question: The question, of a plan the plan.
             find: Finds the answer if it is not kept; it is always the same for equal questions.
         """
         answer = self._answers.pop(question) if question in self._answers else find(question)
@@ -42,7 +37,6 @@ class Kept(Generic[_Question, _Answer]):
         """The answers to several questions.
 
         Args:
-            questions: The questions, of which some may be equal.
             find: Finds the answers to those together that are not kept, none of them twice.
         """
         places: dict[_Question, int] = {}

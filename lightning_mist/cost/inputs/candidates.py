@@ -17,19 +17,14 @@ class StageSlot:
     """A place in a pipeline with everything that is settled before layers and memory savings are chosen.
 
     Attributes:
-        num_stages: Number of stages.
-        num_microbatches: Number of microbatches per batch.
-        data_parallel_degree: Data-parallel ranks of the stage.
         rows: Rows that each of them sees per microbatch.
         batch_rows: Rows of the batch that each rank loads.
         replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
             the more ranks exchange their batches.
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
-        sequence_parallel: Whether these share activations along the sequence too.
         context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
         parts: The part of a cluster of unlike devices in which each stage of the pipeline lies; nothing if devices are
             alike, or the only stage has all of them.
-        placement: Where the devices lie, if that is known.
         behind: Stages behind this one of which microbatches come back, if not those of the pipeline.
     """
 
@@ -141,7 +136,6 @@ class StageCandidates(ArrayRecord):
 
     Attributes:
         checkpointed_K: How many of the first layers are recomputed in backward.
-        offload: What lives in host memory; nothing if ``None``.
         variant_K: Where several variants of the network are asked about at once: which of them each is of.
     """
 
@@ -172,9 +166,6 @@ def placed_slots_of(plan: Plan, cluster: AnyCluster | int) -> tuple[tuple[StageS
 
 def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot, StageCandidates], ...]:
     """Each stage of a plan as a slot with one candidate.
-
-    Args:
-        cluster: The machine, of which its parts count, if it has several.
 
     Raises:
         PlanError: If one of several stages lies in several parts of the cluster.

@@ -134,7 +134,6 @@ def compile_expressions(
 
     Args:
         expressions: Expressions in ``symbols``; ``Max``, ``Min`` and ``Piecewise`` may occur.
-        symbols: Arguments of the function, in order.
 
     Returns:
         A function of as many numbers or arrays as there are symbols. It returns an array of shape

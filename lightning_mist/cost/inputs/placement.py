@@ -63,12 +63,8 @@ class Crossing:
             of what crosses in one replica of the pipeline.
         received: The most that one device of the stage behind receives (and sends).
         sent_messages: The most messages per tensor that one device in front sends.
-        received_messages: The most messages per tensor that one device behind receives.
-        across: Whether any of them goes to another node.
         sharing: Part of a node's devices that send to other nodes in a forward (and receive in a backward), over this
             boundary and others.
-        receiving: Part of a node's devices that receive from other nodes (and send), over this boundary and others.
-        parts: Parts of the cluster in which the stages in front and behind lie.
     """
 
     sent: float
@@ -105,9 +101,6 @@ class Placement:
 def parts_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[int, ...]:
     """The part of the cluster in which each stage of a plan lies; nothing if the only stage lies in several.
 
-    Args:
-        cluster: Where its devices lie; see :meth:`Nodes.of`.
-
     Raises:
         PlanError: If one of several stages lies in several parts.
     """
@@ -128,9 +121,6 @@ def parts_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[int, ...]:
 
 def placements_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[Placement, ...]:
     """The placement of every stage of a plan.
-
-    Args:
-        cluster: Where its devices lie; see :meth:`Nodes.of`.
 
     Raises:
         PlanError: If one of several stages lies in several parts of the cluster.

@@ -163,11 +163,7 @@ def regions_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 
 def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
-    """A function from microbatch rows, and devices that share each row, to what every region costs on one of them.
-
-    Args:
-        spec: The network. Its expressions are compiled once, each kind of layer once.
-    """
+    """A function from microbatch rows, and devices that share each row, to what every region costs on one of them."""
     kinds = (spec.head, *spec.layers, spec.tail)
     kind_R = np.array([0, *(1 + kind for kind in spec.kinds), len(kinds) - 1], dtype=np.int64)
     layer_expressions = [getattr(kind, name) for name in _LAYER_ARRAYS.values() for kind in kinds]
@@ -186,15 +182,18 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
         # Without a sequence dimension no expression contains its symbol, so any number does.
         numbers = evaluate(rows, float(part_of_sequence(spec, context) or 1))
         worked, values = numbers[: len(operators)].reshape(-1, 2).T, numbers[len(operators) :]
-        layers, rest = (
-            values[: len(layer_expressions)].reshape(-1, len(kinds))[:, kind_R],
-            values[len(layer_expressions) :],
-        )
+        layers, rest = np.split(values, [len(layer_expressions)])
         bytes_of = iter(rest[2 * len(cuts) : -2].reshape(-1, len(kinds)))
         exchanges = [
             tuple((name, next(bytes_of)[kind_R], calls[kind_R]) for name, _, calls in found) for found in collectives
         ]
-        arrays = dict(zip((*_LAYER_ARRAYS, "handed_R", "checkpointed_handed_R"), layers, strict=True))
+        arrays = dict(
+            zip(
+                (*_LAYER_ARRAYS, "handed_R", "checkpointed_handed_R"),
+                layers.reshape(-1, len(kinds))[:, kind_R],
+                strict=True,
+            )
+        )
         found = RegionCosts(
             **arrays,
             recompute_forward_peak_R=arrays["forward_peak_R"],
@@ -335,12 +334,10 @@ class ParameterTable:
             is no matrix, or an embedding.
         uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
         single_R: Trained bytes of the parameters that exactly one region uses, by region.
-        trained_R: Bytes of the trained ones among them.
         reduced_FR: Bytes of those gradients that are complete, in backward, with the one of region ``r``: of trained
             parameters that no region before uses in a stage that begins with region ``f``. Stages whose first regions
             make no difference share a row.
         reduced_row_R: Row of these two for a stage that begins with each region.
-        count_R: Number of the parameters that each region uses.
     """
 
     bytes_P: FloatArray
@@ -392,11 +389,7 @@ class ParameterTable:
 
 
 def _trained(trainable_P: FloatArray, uses_PR: IntArray) -> dict[str, Any]:
-    """What of a table depends on which parameters are trained.
-
-    Args:
-        trainable_P: Bytes of each trained parameter, 0 for frozen ones.
-    """
+    """What of a table depends on which parameters are trained."""
     used_PR = np.diff(uses_PR, axis=1)
     alone_P = uses_PR[:, -1] == 1
     rows, row_R = _first_uses(used_PR, uses_PR)

@@ -71,10 +71,6 @@ class SharedOut:
 class Holdings:
     """Parameters of stages of one network; keeps what it has computed.
 
-    Args:
-        table: Its parameters, if that is known.
-        networks: How many networks there are.
-
     Attributes:
         is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that ZeRO-2 and ZeRO-3 take them for
             one unit.
@@ -100,11 +96,7 @@ class Holdings:
         return None
 
     def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
-        """What is held of ranges of regions, in the order of :class:`HeldBytes`; axes ``X`` and ``U``.
-
-        Args:
-            network: Which of several networks, if there are several.
-        """
+        """What is held of ranges of regions, in the order of :class:`HeldBytes`; axes ``X`` and ``U``."""
         uses = self.table.uses_PR
         inside_PU = uses[:, high_U] - uses[:, low_U]
         held_PU = inside_PU > 0
@@ -143,23 +135,14 @@ class Holdings:
         return SharedOut(trained_K=away_XK[8], every_K=away_XK[9], forward_AK=away_XK[:4], backward_AK=away_XK[4:8])
 
     def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
-        """Parameters that are there only for a forward, for a backward; those owned that are trained, and all.
-
-        Args:
-            network: Which of several networks, if there are several.
-            ranks: Data-parallel ranks.
-        """
+        """Parameters that are there only for a forward, for a backward; those owned that are trained, and all."""
         found = [self._owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
         each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
         found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
         return found_XU
 
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
-        """What the fullest rank of devices that run several stages has where their parameters are dealt out together.
-
-        Args:
-            ranks: Data-parallel ranks.
-        """
+        """What the fullest rank of devices has that run several stages, over which parameters are dealt out together."""
         ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
         return self._owners.together(ranges, ranks)
 
@@ -187,13 +170,7 @@ Ranges: TypeAlias = Callable[[int, IntArray, IntArray], FloatArray]
 
 
 class ByRange:
-    """Figures of ranges of regions, worked out when they are asked for the first time.
-
-    Args:
-        width: One more than the number of regions.
-        count: How many figures of each range.
-        networks: How many networks there are with such ranges.
-    """
+    """Figures of ranges of regions, worked out when they are asked for the first time."""
 
     def __init__(self, width: int, count: int, networks: int = 1) -> None:
         self._width = width
@@ -202,11 +179,7 @@ class ByRange:
         self._known_XU = np.empty((count, 0))
 
     def of(self, low_K: IntArray, high_K: IntArray, make: Ranges, network_K: IntArray | None = None) -> FloatArray:
-        """The figures of each range; axes ``X`` and ``K``.
-
-        Args:
-            network_K: Which of several networks each range is of.
-        """
+        """The figures of each range; axes ``X`` and ``K``."""
         first_K = low_K if network_K is None else network_K * self._width + low_K
         code_K = first_K * self._width + high_K
         column_K = self._column[code_K]
@@ -237,7 +210,6 @@ class VariantHoldings(Holdings):
     """Parameters of stages of networks that differ in which of these are trained; keeps what it has computed.
 
     Args:
-        network_V: Which of them each variant is.
         reduced_R: Bytes of gradients that are reduced behind the backward of each region, in all of them: where they
             stay afterwards is another question.
 

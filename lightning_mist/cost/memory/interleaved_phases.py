@@ -56,11 +56,7 @@ class Counts:
     in_flight_C: IntArray
 
     def bytes(self, needs: Sequence[StageNeeds]) -> FloatArray:
-        """What changes over a batch, in every situation; axes ``XK``.
-
-        Args:
-            needs: Those of every chunk, each of as many candidates.
-        """
+        """What changes over a batch, in every situation; axes ``XK``."""
         counted = [getattr(item, name) for name in (*COUNTED.values(), "gradients_K") for item in needs]
         working = [item.forward_K for item in needs]
         working += [item.first_backward_K for item in needs]

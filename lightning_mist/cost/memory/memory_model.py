@@ -80,7 +80,6 @@ class StageMemory:
     """The peak of one stage.
 
     Attributes:
-        phase: When it happens.
         terms: Bytes by term at that time, as ``(name, bytes)`` in the order of :data:`TERMS`.
         host_bytes: Pinned host memory that each of its devices needs for what it offloads.
     """
@@ -113,7 +112,6 @@ class MemoryModel:
     """Peak memory of stages of one network; keeps what it has computed.
 
     Args:
-        spec: The network, or one tensor-parallel rank's part of it.
         like: That of a network which may have the same parameters, and do something else with them: then what stages
             hold of them is worked out once for both.
     """
@@ -171,15 +169,7 @@ class MemoryModel:
     def working(
         self, rows: float, zero_stage: int, degree: int, context: int = 1, *, is_split: bool = False
     ) -> WorkingSets:
-        """Working sets at a number of rows; of ZeRO stages below 2 those of one rank.
-
-        Args:
-            rows: Rows of a microbatch.
-            zero_stage: What is sharded.
-            degree: Over how many ranks.
-            context: Devices that share the sequence.
-            is_split: Whether gradients of weights are made apart from those of inputs.
-        """
+        """Working sets at a number of rows; of ZeRO stages below 2 those of one rank."""
         if zero_stage < ZeroStage.GRADIENTS or degree == 1:
             degree = 1
         key = (rows, degree, context, is_split)

@@ -79,7 +79,6 @@ def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCost
     lowest layer that is not, the one below counts as if it were not either, which is never too little.
 
     Args:
-        costs: What regions cost if nothing is offloaded.
         ratio_V: The share in each of several variants; what is changed has a row for each.
     """
     share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
@@ -116,11 +115,7 @@ class OffloadingModel(Protocol):
 
 
 def _resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
-    """The networks of what stays on the device: gradients of offloaded parameters are made and are gone.
-
-    Args:
-        pairs_VX: What is offloaded of activations and of gradients in each.
-    """
+    """The networks of what stays on the device: gradients of offloaded parameters are made and are gone."""
 
     def build() -> tuple[VariantHoldings, Adjustment]:
         ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
@@ -139,11 +134,7 @@ def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandida
 
 
 def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
-    """What the memory of candidates that offload is made of.
-
-    Args:
-        candidates: The stages, with ratios.
-    """
+    """What the memory of candidates that offload is made of."""
     plain, offload = _plain(candidates)
     if not len(candidates):
         return model.needs(slot, plain)
@@ -170,7 +161,6 @@ def resident_needs(
     """Needs of candidates that move activations and gradients only, but without the optimizer's temporaries.
 
     Args:
-        whole: Their needs if nothing is offloaded.
         pairs: Ratios of activations and of gradients, with axes for each and for the two; and which each candidate has.
         offloaded: Shares of gradients, shared out from ZeRO-2 and from ZeRO-1 on.
     """
@@ -199,15 +189,7 @@ def _with_states(
     optimizer: Shares,
     largest_K: FloatArray,
 ) -> StageNeeds:
-    """Needs with what stays of parameters and state, and their buffers.
-
-    Args:
-        stays: Needs with activations and gradients as far as they stay.
-        parameters: What stays of parameters.
-        gradients: What stays of gradients whose parameters a rank updates.
-        optimizer: What stays of optimizer state.
-        largest_K: Bytes of the largest trained parameter.
-    """
+    """Needs with what stays of parameters and state, and their buffers."""
     state = model.spec.optimizer.state_bytes_per_parameter_byte
     always: Mapping[str, Bytes] = {
         **stays.always,
@@ -231,12 +213,7 @@ def largest_trained(needs: StageNeeds) -> FloatArray:
 def step_bytes(
     model: OffloadingModel, optimizer: Shares, largest_K: FloatArray, by_units_K: BoolArray | bool
 ) -> FloatArray:
-    """Temporaries of the optimizer's step: of the largest unit where it runs unit by unit, else of all parameters.
-
-    Args:
-        largest_K: Bytes of the largest trained parameter.
-        by_units_K: Whether parameters or gradients are offloaded.
-    """
+    """Temporaries of the optimizer's step: of the largest unit where it runs unit by unit, else of all parameters."""
     spec = model.spec.optimizer
     all_K = optimizer.resident_K + optimizer.offloaded_K
     stepped_K = np.where((optimizer.offloaded_K > 0) | by_units_K, optimizer.unit_K, all_K)
@@ -260,7 +237,6 @@ def shares_of(
 
     Args:
         since: The ZeRO stage from which on this state is dealt out.
-        trained: Whether only trained parameters count.
     """
     return model.states.of(candidates, ratio_K, slot.shard_degree, candidates.zero_stage_K >= since, trained=trained)
 
@@ -272,12 +248,7 @@ def host_bytes(
     needs: StageNeeds,
     phases: Sequence[Phase],
 ) -> FloatArray:
-    """Pinned host memory of one device of each candidate.
-
-    Args:
-        needs: Their needs as they are.
-        phases: The situations of the slot, which say how many microbatches are in flight.
-    """
+    """Pinned host memory of one device of each candidate."""
     if candidates.offload is None:
         return np.zeros(len(candidates))
     microbatch_K = host_microbatch_bytes(model, slot, candidates, needs)
@@ -285,11 +256,7 @@ def host_bytes(
 
 
 def in_flight(phases: Sequence[Phase]) -> int:
-    """The most microbatches whose activations a slot keeps.
-
-    Args:
-        phases: The situations of the slot.
-    """
+    """The most microbatches whose activations a slot keeps."""
     return max(phase.others + (phase.kind != "transfer") for phase in phases)
 
 

@@ -39,8 +39,6 @@ def offloaded_parameters(table: ParameterTable, ratio: float, *, trained: bool) 
     """Which parameters are offloaded; axis ``P``.
 
     Args:
-        table: Bytes and uses of all parameters.
-        ratio: Share of each unit's bytes that may be offloaded.
         trained: Whether only trained parameters count (for gradients and optimizer state).
     """
     bytes_P = table.trainable_P if trained else table.bytes_P
@@ -59,8 +57,6 @@ class Shares:
     """What a stage's ranks have of one kind of state, in bytes of parameters; the most of any rank.
 
     Attributes:
-        resident_K: What stays on the device.
-        offloaded_K: What is in host memory.
         largest_K: The largest offloaded part of one unit: the size of a buffer.
         unit_K: The largest unit, offloaded or not.
         single_K: The largest parameter that is offloaded.
@@ -97,11 +93,7 @@ class StateShares:
         return self._offloaded[key]
 
     def displaces(self, ratios: tuple[float, ...]) -> bool:
-        """Whether a larger ratio may leave on the device what a smaller one offloads and several units use.
-
-        Args:
-            ratios: What may be offloaded, ascending.
-        """
+        """Whether a larger ratio may leave on the device what a smaller one offloads and several units use."""
         if ratios not in self._displaces:
             shared_P = self._holdings.table.uses_PR[:, -1] > 1
             self._displaces[ratios] = any(
@@ -115,7 +107,6 @@ class StateShares:
         """Offloaded bytes that every unit uses, those of several units counted in each; axis ``R``.
 
         Args:
-            ratio: How much is offloaded.
             of: Of all parameters, of those among the same that are trained, or of what only those have.
         """
         key = ratio, of
@@ -140,10 +131,8 @@ class StateShares:
         """The shares of each candidate.
 
         Args:
-            ratio_K: How much is offloaded.
             ranks: Ranks with the same parameters, of all candidates or of each.
             shards_K: Whether they own a part each; otherwise every rank has all.
-            trained: Whether only trained parameters count.
         """
         low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
         pairs_UX, pair_K = distinct_rows(np.where(shards_K, ranks, 1), ratio_K)
@@ -162,14 +151,7 @@ class StateShares:
         *,
         trained: bool,
     ) -> Shares:
-        """The shares of each candidate with every ratio, which are a second axis; the other arguments are :meth:`of`'s.
-
-        Args:
-            values: The ratios.
-            ranks: Ranks with the same parameters.
-            shards_K: Whether they own a part each.
-            trained: Whether only trained parameters count.
-        """
+        """The shares of each candidate with every ratio, which are a second axis; other arguments as for :meth:`of`."""
         low_K, high_K = covered(self._holdings.spec, candidates.start_K, candidates.end_K)
         found = np.empty((len(Shares.__slots__), len(low_K), len(values)))
         for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):

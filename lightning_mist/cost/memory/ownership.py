@@ -66,8 +66,6 @@ class Together:
     """What the fullest rank of devices that run several stages has. Bytes; every figure is the largest of any rank.
 
     Attributes:
-        trained: Trained parameters that it owns.
-        every: All parameters that it owns where frozen ones are dealt out too.
         away: Parameters that are there only for a computation, its own and those of the next.
     """
 
@@ -78,11 +76,6 @@ class Together:
 
 def owners_of(sizes_P: FloatArray, ranks: int, loads: tuple[int, ...] = ()) -> IntArray:
     """As :func:`~lightning_mist.plan.sharding.assign_owners`, which stages with the same parameters have in common.
-
-    Args:
-        sizes_P: Whole bytes of each parameter.
-        ranks: Number of data-parallel ranks.
-        loads: What each rank owns already; nothing if empty.
 
     Returns:
         The rank index of each parameter; it cannot be written to.
@@ -103,7 +96,6 @@ class Owners:
     """Owners in stages of one network; keeps what it has computed.
 
     Args:
-        table: The network's parameters, or one tensor-parallel rank's parts of them.
         is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that all are there at once.
     """
 
@@ -129,11 +121,7 @@ class Owners:
         return self._known[key]
 
     def together(self, ranges: Sequence[tuple[int, int]], ranks: int) -> Together:
-        """What the fullest rank has of several stages whose parameters are dealt out together.
-
-        Args:
-            ranks: Data-parallel ranks.
-        """
+        """What the fullest rank has of several stages whose parameters are dealt out together."""
         used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
         held_P: BoolArray = np.any(used_PR, axis=1)
         owner_P = self._owner(held_P, ranks)
@@ -198,11 +186,7 @@ class Owners:
 
 
 def _most_elsewhere(bytes_P: FloatArray, owner_P: IntArray, ranks: int, there_PR: BoolArray) -> FloatArray:
-    """The most bytes that a rank needs of parameters that others own, of several sets of parameters; axis ``R``.
-
-    Args:
-        ranks: Number of ranks.
-    """
+    """The most bytes that a rank needs of parameters that others own, of several sets of parameters; axis ``R``."""
     all_R: FloatArray = bytes_P @ there_PR
     if ranks > there_PR.sum(axis=0).max(initial=0):
         # Some rank owns none of them.

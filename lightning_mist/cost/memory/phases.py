@@ -70,12 +70,7 @@ class Phase:
 def stage_phases(
     stage_index: int, num_stages: int, num_microbatches: int, schedule: ScheduleName = "1f1b"
 ) -> tuple[Phase, ...]:
-    """The situations of a stage that are not dominated by others.
-
-    Args:
-        num_stages: Number of stages.
-        num_microbatches: Number of microbatches per batch.
-    """
+    """The situations of a stage that are not dominated by others."""
     # 1F1B and ZB-H1 repeat themselves once every stage is in its steady state; GPipe never does.
     if schedule == "1f1b" and stage_index > 1:
         # A stage with others on both sides depends on those behind it only.
@@ -135,7 +130,6 @@ def phases_in_order(
     """The situation at each computation of a list, in its order; before it the one while it waits, if that differs.
 
     Args:
-        sends_gradients: Whether there is a stage before.
         arrivals: Which sends each computation finds arrived; see :func:`~lightning_mist.schedule.arrived_sends`.
     """
     open_microbatches, waiting, received, received_gradients, backwards = 0, 0, 0, 0, 0

@@ -36,11 +36,7 @@ class Apart:
 
 
 class ApartModel:
-    """Says what a network's regions need; keeps what does not depend on rows.
-
-    Args:
-        spec: The network, or one tensor-parallel rank's part of it.
-    """
+    """Says what a network's regions need; keeps what does not depend on rows."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -49,12 +45,7 @@ class ApartModel:
         self._size_A: IntArray = np.empty(0, dtype=np.int64)
 
     def of(self, costs: RegionCosts, rows: int) -> Apart | None:
-        """What the regions need at a number of rows; ``None`` if their allocations are not known one by one.
-
-        Args:
-            costs: What regions cost at that many rows.
-            rows: Rows of a microbatch.
-        """
+        """What the regions need at a number of rows; ``None`` if their allocations are not known one by one."""
         spec = self._spec
         if not spec.num_layers or any(region.events is None for region in regions_of(spec)):
             return None

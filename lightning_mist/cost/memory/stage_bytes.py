@@ -28,7 +28,6 @@ class StageNeeds:
     """What the memory of candidates is made of. Bytes; every array has the axis ``K``.
 
     Attributes:
-        always: What is there all the time, by term.
         reused_K: Gradients of parameters that several parts of the stage use.
         pending_K: Gradients of the last backward that are still being reduced in a forward, or a backward of inputs.
         saved_K: What one microbatch leaves behind between its forward and its backward, when its output has been sent.
@@ -139,9 +138,6 @@ class PeakParts(ArrayRecord):
 
     Attributes:
         parts_FK: What situations count as often as :func:`_factors` say.
-        working_WK: The working set of each kind of computation, in the order of :data:`_WORKING`.
-        update_K: The most in any situation after the last backward.
-        always_K: What is there all the time.
     """
 
     parts_FK: FloatArray

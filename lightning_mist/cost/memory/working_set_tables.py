@@ -64,9 +64,6 @@ class StageRuns(ArrayRecord):
     """Candidate stages as runs of layers.
 
     Attributes:
-        middle_K: First layer that is not checkpointed.
-        is_first_K: Whether the head belongs to it.
-        is_last_K: Whether the tail belongs to it.
         head_gradient_bytes_K: Of these, what only its head uses.
         tail_gradient_bytes_K: Of these, what its tail uses.
         last_gradient_bytes_K: Gradient bytes of its first region: the last one whose gradients a backward makes. From
@@ -75,7 +72,6 @@ class StageRuns(ArrayRecord):
             are made apart.
         imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
         forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
-        variant_K: Which of several variants of the network each is of, if there are several.
     """
 
     start_K: IntArray
@@ -97,7 +93,6 @@ class StageRuns(ArrayRecord):
         """A value of the head or of the tail: one for all, or of each candidate's variant.
 
         Args:
-            values_R: A row of values of regions, or one of each variant.
             at: 0 for the head, -1 for the tail.
         """
         if values_R.ndim == 1:
@@ -111,7 +106,6 @@ class Sharding:
     """What ZeRO-2 and ZeRO-3 change about the working sets of a stage.
 
     Attributes:
-        kept: Share of the gradients that stay on a rank once they are reduced.
         trained_R: Bytes of gradients that are made by, and reduced behind, the backward of each region.
         is_one_unit: Whether the gradients of the whole stage are reduced together, behind its backward.
     """
@@ -149,15 +143,7 @@ class WorkingSets:
     theirs one after another, so that a position in one of them is ``width`` from the same in the next. Of what variants
     differ in, costs and gradients have a row for each.
 
-    Args:
-        single_R: Trained bytes of the parameters that exactly one region uses, by region.
-        sharding: What ZeRO-2 or ZeRO-3 changes, if the stage runs under it.
-        apart: What regions need where gradients of weights are made apart; without, peaks of whole backwards are taken
-            for those of backwards that make gradients of inputs only.
-
     Attributes:
-        costs: What every region costs, under ``sharding``.
-        apart: As given or taken for it.
         kept: Share of the gradients of every layer that stay.
         reduced_R: Gradients that are being reduced while each region runs backward.
         saved_S: What layers save, summed over those below each position.
@@ -234,7 +220,6 @@ class WorkingSets:
 
         Args:
             begin_K: Where runs begin, in their variants.
-            recomputed: Whether these are recomputed.
         """
         first_K = self._level_S[count_K] * (2 * len(self.saved_S)) + begin_K
         if not recomputed:
@@ -246,7 +231,6 @@ class WorkingSets:
 
         Args:
             end_K: Where they end, in their variants.
-            recomputed: Whether it is recomputed.
         """
         # What is before the first value of anything is the end of a row.
         return end_K + ((2 if recomputed else 3) * len(self.saved_S) - 1)

@@ -173,13 +173,8 @@ class StageWorking:
         return np.maximum(result_K, self._reductions(0.0))
 
     def _reductions(self, above_head_K: FloatArray | float) -> FloatArray | float:
-        """Bytes alive when a region's gradients are copied to where they are reduced, by the largest copy.
-
-        Behind layers there is more alive while they run, the gradients of the layer above among it.
-
-        Args:
-            above_head_K: Bytes of gradients that exist when the head's are reduced.
-        """
+        """Bytes alive when a region's gradients are copied to where they are reduced, by the largest copy."""
+        # Behind layers there is more alive while they run, the gradients of the layer above among it.
         sharding, runs = self.sets.sharding, self._runs
         if sharding is None:
             return 0.0
@@ -246,9 +241,6 @@ class StageWorking:
         """Largest bytes alive while gradients of weights are made of what waits for them.
 
         From ZeRO-2 on all gradients of the stage are made before the first of them is reduced.
-
-        Args:
-            largest_K: Bytes of the largest trained parameter.
         """
         sharding, runs = self.sets.sharding, self._runs
         waiting_K = self.waiting() + largest_K

@@ -151,9 +151,7 @@ def transfers(
     """Seconds of receiving the input, and the gradient of the output; every tensor is a message of its own.
 
     Args:
-        memory: The network, or one tensor-parallel rank's part of it.
         sending: Whether to give instead what sending takes: the output, and the gradient of the input.
-        seams: As for :func:`tied_seconds`.
     """
     if slot.num_stages == 1:
         return np.zeros(len(candidates)), np.zeros(len(candidates))
@@ -168,7 +166,6 @@ def of_cuts(
     """Seconds of activations and of gradients at the cuts where stages begin and end.
 
     Args:
-        seconds: As :func:`cut_seconds` gives them.
         sending: Whether these send what it is about, which is an activation at their end.
     """
     activation_C, gradient_C = seconds
@@ -186,14 +183,7 @@ def cut_seconds(
     sending: bool,
     seams: Sequence[HardwareProfile],
 ) -> tuple[FloatArray, FloatArray]:
-    """What the activation and the gradient that a stage receives, or sends, take by the cut that they cross.
-
-    Args:
-        slot: The place of a stage, not the only one.
-        memory: The network, or one tensor-parallel rank's part of it.
-        sending: Whether the stage sends them.
-        seams: As for :func:`tied_seconds`.
-    """
+    """What the activation and the gradient that a stage receives, or sends, take by the cut that they cross."""
     costs = memory.costs(slot.rows, slot.context_parallel_degree)
     before, behind = (slot.placement.before, slot.placement.behind) if slot.placement else (None, None)
     index = slot.stage_index

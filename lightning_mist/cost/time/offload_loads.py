@@ -47,8 +47,6 @@ class CopyPlace:
     """A place in a pipeline, as far as copies depend on it.
 
     Attributes:
-        memory: The network, or one tensor-parallel rank's part of it.
-        slot: The place.
         compute: Forward and backward of every region.
         units: Communication of every unit among the ranks that shard; ``None`` if nothing is sharded.
         across_nodes: Whether these ranks are in several nodes.
@@ -66,7 +64,6 @@ class CopyStages(ArrayRecord):
     """Stages at one place or at several, with those of their seconds that copies depend on.
 
     Attributes:
-        place_K: At which of the places each is.
         update_K: The optimizer's arithmetic.
         reduce_K: Averaging all gradients after the last microbatch, hidden or not.
         gather_K: Giving out all updated parameters, hidden or not.
@@ -154,8 +151,6 @@ class Loads:
 
         Args:
             seconds: Seconds of every unit, of each question or of all alike.
-            shape: Numbers of questions and of units.
-            waits_Q: As the attribute.
         """
         found = np.zeros((len(NAMES), shape[0], shape[1] + BEFORE + BEHIND))
         for place, name in enumerate(NAMES):
@@ -187,11 +182,7 @@ class Loads:
 
 
 def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
-    """The loads of stages that offload, and which row of them each stage has.
-
-    Args:
-        rates: Bytes per second of copies.
-    """
+    """The loads of stages that offload, and which row of them each stage has."""
     candidates = stages.candidates
     offload = ratios_of(candidates)
     memories, memory_S = _memories(stages.places)
@@ -334,10 +325,6 @@ def defers_K(spec: ModelSpec, slots: Sequence[StageSlot], place_K: IntArray, can
     """Whether stages that update unit by unit do it in the next first forward: nobody may look before.
 
     As of :func:`lightning_mist.schedule.stage_units.defers_update`.
-
-    Args:
-        slots: Their places.
-        place_K: Which of them each is at.
     """
     rules, zero_K = spec.module_map, candidates.zero_stage_K
     if rules.excludes("sharded_gradients") or rules.excludes("shards"):
@@ -352,11 +339,6 @@ def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCand
     """What part of a unit's offloaded bytes the rank that has most offloads.
 
     The update of a parameter happens once, however many units fetch it.
-
-    Args:
-        memory: The network, or one tensor-parallel rank's part of it.
-        ranks_K: Ranks with the same parameters.
-        candidates: The stages, with ratios.
 
     Returns:
         Of parameters, of gradients, of gradients whose parameters a rank updates, and of optimizer state; axis ``K``.

@@ -92,10 +92,8 @@ class Passes:
     """Seconds of passes through candidates' units.
 
     Args:
-        loads: Seconds of units.
         question_K: Row of the loads that each candidate has.
         concurrent: Seconds of loads on the four channels.
-        kinds: Units with different neighbours.
     """
 
     def __init__(
@@ -213,11 +211,7 @@ class Passes:
         return total_K
 
     def _backward(self, copies: bool, edge: bool) -> FloatArray:
-        """Seconds of backwards of units.
-
-        Neighbourhoods; of each candidate the unit above the recomputed layers twice, with what the one below it keeps
-        and without, the first and the last.
-        """
+        """Seconds of backwards of units."""
         asked, at = self.backwards, self._behind(self.backwards.place_I)
         compute = at("backward") + at("forward") * asked.again_I
         above = at("scatter", 1) + at("reduce", 1) if edge else at("scatter", 1)
@@ -260,16 +254,7 @@ class Passes:
         kept: Sequence[Flag],
         again: Sequence[Flag] | None = None,
     ) -> _Asked:
-        """Every neighbourhood of every question, and some units of each candidate.
-
-        Args:
-            units: The units.
-            next_: Whether one follows.
-            second: Whether two do.
-            below: Whether one is in front.
-            kept: Whether that is recomputed.
-            again: Whether the unit is; where ``None``, nobody cares.
-        """
+        """Every neighbourhood of every question, and some units of each candidate."""
         count, many = len(self.low_K), len(self.loads) * len(self.kinds.places_U)
         rows = (np.arange(len(self.loads)) * self.width)[:, None]
         every = (rows + self.kinds.places_U).reshape(-1)
@@ -292,12 +277,7 @@ class Passes:
         )
 
     def _seconds(self, found_I: FloatArray, sets: int) -> tuple[FloatArray, FloatArray]:
-        """Sums over the units in front of each, with axes for recomputed or not, ``Q``, ``R`` and one more; the rest.
-
-        Args:
-            found_I: Seconds of what was asked about.
-            sets: How many units of each candidate are among it.
-        """
+        """Sums over the units in front of each, axes recomputed or not, ``Q`` and ``R`` and one more; and the rest."""
         rest_I = found_I[len(found_I) - sets * len(self.low_K) :]
         found_XQU = found_I[: len(found_I) - len(rest_I)].reshape(2, len(self.loads), -1)
         return prefix_sums(found_XQU[:, :, self.kinds.place_R]), rest_I.reshape(sets, -1)
@@ -311,10 +291,8 @@ class Passes:
         return np.where(self._is_recomputed(unit_K), kept_K, saved_K)
 
     def _behind(self, place_I: IntArray) -> "Callable[..., FloatArray]":
-        """Loads by name of the units that are so far behind others, of which question times width plus unit is given.
-
-        What is in front of the first unit of all is that of any other; nobody counts it.
-        """
+        """Loads by name of units some places behind others, of which question times width plus unit is given."""
+        # What is in front of the first unit of all is that of any other; nobody counts it.
 
         def at(name: str, offset: int = 0) -> FloatArray:
             values_I: FloatArray = self.loads[name].reshape(-1)[BEFORE + offset :].take(place_I)

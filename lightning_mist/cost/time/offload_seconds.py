@@ -86,7 +86,6 @@ def copy_seconds(stages: CopyStages, rates: CopyRates, interference: Interferenc
     """Seconds of host copies of stages that have ratios.
 
     Args:
-        rates: Bytes per second of copies.
         interference: How channels slow each other down; ``None`` where they take turns.
     """
     offload, count = ratios_of(stages.candidates), len(stages.candidates)

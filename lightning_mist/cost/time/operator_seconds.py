@@ -43,10 +43,6 @@ def work_seconds(
 ) -> FloatArray:
     """Seconds of one direction of every region.
 
-    Args:
-        dtype: Element type that is computed in.
-        launches_ahead: Whether operators queue on a device.
-
     Raises:
         ProfileError: If the profile has no rate for the element type.
     """

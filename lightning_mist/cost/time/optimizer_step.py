@@ -57,12 +57,7 @@ def update_seconds(
     candidates: StageCandidates,
     holdings: Holdings,
 ) -> UpdateSeconds:
-    """Seconds of candidates for a slot.
-
-    Args:
-        machine: How fast the devices are, and which.
-        holdings: Parameters of the network, or of one tensor-parallel rank's part of it.
-    """
+    """Seconds of candidates for a slot."""
     profile, cluster = machine
     held, zero_K, degree = holdings.of(candidates), candidates.zero_stage_K, slot.shard_degree
     shares_K = (zero_K >= ZeroStage.OPTIMIZER) & (degree > 1)

@@ -33,11 +33,6 @@ def concurrent_seconds(
         compute_K: Seconds of computing alone, not negative. The four may be of any shapes that broadcast.
         to_device_K: Seconds of copying from the host alone.
         to_host_K: Seconds of copying to the host alone.
-        interference: The machine's coefficients; None where channels take turns.
-        across_nodes: Whether the network's group spans several nodes.
-
-    Returns:
-        Seconds, in the shape that the loads broadcast to.
 
     Raises:
         ValueError: If a load is negative or not finite.
@@ -61,12 +56,6 @@ def beyond_computing(
 
     Two channels with the coefficient ``a`` run at ``1 / (1 + a)`` of their speeds until the smaller load ``x`` is done,
     for ``x + a x`` seconds, and the rest of the larger one ``y`` takes ``y - x``: together ``y + a x``.
-
-    Args:
-        compute_K: Seconds of computing alone, not negative.
-        network_K: Seconds of communicating alone, not negative.
-        interference: The machine's coefficients; None where channels take turns.
-        across_nodes: Whether the network's group spans several nodes.
     """
     if interference is None:
         return network_K

@@ -92,12 +92,6 @@ def split_seconds(
 
     Seconds of the whole network, measured or not, shrink as those from FLOPs, bytes and launches do. The ranks of one
     stage are in one node, and wait for each other.
-
-    Args:
-        specs: The whole network, and one rank's part of it.
-        cluster: As for :func:`region_seconds`.
-        costs: FLOPs and bytes of every region of both.
-        rows: Microbatch rows.
     """
     whole = region_seconds(specs[0], profile, cluster, costs[0], rows)
     rates = [
@@ -138,8 +132,6 @@ def region_seconds(
     Args:
         spec: The network, perhaps with measured seconds of its kinds of layers.
         cluster: Tells whether operators queue on a device or run one after another.
-        costs: FLOPs and bytes of every region at ``rows`` rows.
-        rows: Microbatch rows.
 
     Raises:
         ProfileError: If a kind was not measured and the profile lacks the rate of the computation's element type.
@@ -176,9 +168,6 @@ def interpolate(rows: Sequence[int], seconds: Sequence[float], wanted: float) ->
     is what a layer costs however few its rows are, neither it nor ``b`` is negative, and the line is the one with the
     least squares of relative errors over all measured sizes. A single size says nothing of ``a``: then seconds are
     taken to grow with the rows above it, and not to shrink below it.
-
-    Args:
-        wanted: The size asked for.
     """
     if rows[0] <= wanted <= rows[-1]:
         return float(np.interp(wanted, rows, seconds))
@@ -219,10 +208,7 @@ def collective_seconds(
     Args:
         operation: A name of :class:`CollectiveCost`. Where ``"reduce"`` is not known it takes what ``"broadcast"``
             takes: it is the same tree run backwards.
-        group_size: Number of ranks.
-        num_nodes: Number of nodes they span.
         payload_K: Bytes of the whole un-sharded tensors.
-        calls_K: Number of messages that they travel in.
 
     Raises:
         ProfileError: If the profile does not have the operation.
@@ -247,10 +233,6 @@ def ring_steps(operation: str, group_size: int) -> tuple[float, float]:
     Reducing and gathering are ``n - 1`` steps of an ``n``-th of the payload each, and all-reduce is one after the other
     (nccl-tests, doc/PERFORMANCE.md). What goes from one rank to all, or from all to one, goes through the ring in small
     pieces, once over each link.
-
-    Args:
-        operation: A name of :class:`CollectiveCost`, or ``"reduce"``.
-        group_size: Number of ranks, at least 2.
     """
     between = group_size - 1
     if operation == "send_recv":

@@ -33,10 +33,6 @@ def ring_seconds(
 ) -> tuple[FloatArray, FloatArray]:
     """What every region's forward and backward wait for in a ring, as far as attention does not hide it.
 
-    Args:
-        memory: The network, or one tensor-parallel rank's part of it.
-        compute: What a device computes of every region.
-
     Raises:
         PlanError: If the sequence cannot be shared out.
     """

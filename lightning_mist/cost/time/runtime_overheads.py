@@ -39,10 +39,6 @@ def overhead_seconds(
 
     Every boundary of a stage is crossed by one message to it and one from it: an activation in forward, a gradient in
     backward, each of which is posted at both ends.
-
-    Args:
-        overheads: What was measured of the runtime.
-        spec: The network; later stages run its head on stand-ins.
     """
     is_later_K = (candidates.start_K > 0).astype(np.float64)
     boundaries_K = is_later_K + (candidates.end_K < spec.num_layers)

@@ -60,13 +60,7 @@ class UnitSeconds:
 
 
 def unit_seconds(profile: HardwareProfile, table: ParameterTable, degree: int, nodes: int) -> UnitSeconds:
-    """Seconds of every unit's communication.
-
-    Args:
-        table: Bytes and number of the parameters of every unit.
-        degree: Data-parallel ranks.
-        nodes: Nodes that they span.
-    """
+    """Seconds of every unit's communication."""
     # Every owner sends what it owns of a unit as one message.
     messages_R = np.minimum(degree, table.count_R)
     return UnitSeconds(
@@ -103,12 +97,7 @@ class UnitSums:
 
     @classmethod
     def of(cls, compute: RegionSeconds, unshard_R: FloatArray, reduce_R: FloatArray, beyond: "_Beyond") -> "UnitSums":
-        """The sums of a network.
-
-        Args:
-            reduce_R: Reducing the gradients of every unit.
-            beyond: What communication adds to computation beside it.
-        """
+        """The sums of a network."""
         above_R, below_R = np.append(reduce_R[1:], 0.0), np.append(0.0, unshard_R[:-1])
         backward_R, both_R = compute.backward_R, compute.backward_R + compute.forward_R
         fetched_R = beyond(compute.forward_R, np.append(unshard_R[1:], 0.0))
@@ -130,9 +119,7 @@ class Beside:
     """Communication of units beside computation, among the ranks of stages that have the same rows and degrees.
 
     Attributes:
-        is_one_unit: Whether all parameters of a stage are one unit.
         interference: How communication and computation slow each other down; ``None`` where they take turns.
-        across_nodes: Whether the ranks are in several nodes.
         sums: Sums over units by row of ``units.reduce_FR``, as far as they were asked for.
     """
 
