@@ -101,7 +101,7 @@ def steady_times(
 
     def nbytes(action: Action, is_final: bool) -> float:
         kind, unit = action.kind, action.unit or 0
-        kept = "kept" if unit in again else "saved"
+        saved = "checkpoint" if unit in again else "saved"
         name, moved = {
             ActionKind.UNSHARD: ("parameters_in", "parameters"),
             ActionKind.LOAD_PARAMETERS: ("state_out", "parameters"),
@@ -110,8 +110,8 @@ def steady_times(
             ActionKind.STORE_OPTIMIZER_STATE: ("state_out", "optimizer"),
             ActionKind.LOAD_GRADIENTS: ("state_in" if is_final else "gradients_in", "gradients"),
             ActionKind.STORE_GRADIENTS: ("gradients_out", "gradients"),
-            ActionKind.LOAD_ACTIVATIONS: (f"{kept}_in", "activations"),
-            ActionKind.STORE_ACTIVATIONS: (f"{kept}_out", "activations"),
+            ActionKind.LOAD_ACTIVATIONS: (f"{saved}_in", "activations"),
+            ActionKind.STORE_ACTIVATIONS: (f"{saved}_out", "activations"),
         }[kind]
         return at(of_one[moved], name, unit) * (rates.to_device if name.endswith("in") else rates.to_host)
 

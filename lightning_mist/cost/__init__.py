@@ -12,7 +12,6 @@ from lightning_mist.cost.prediction import (
     predictions,
     seconds_with,
 )
-from lightning_mist.cost.roofline import step_work
 from lightning_mist.cost.stage_model import StageCostModel
 from lightning_mist.cost.step_time import step_seconds, step_seconds_of
 from lightning_mist.cost.time import StageCosts, StageSeconds
@@ -41,5 +40,4 @@ __all__ = [
     "stage_memory",
     "step_seconds",
     "step_seconds_of",
-    "step_work",
 ]

@@ -123,8 +123,7 @@ class Held:
 
     def host_bytes(self, slot: StageSlot) -> FloatArray:
         """Host memory of one device of a slot."""
-        found_K: FloatArray = self.state_K + in_flight(_phases(slot)) * self.microbatch_K
-        return found_K
+        return self.state_K + in_flight(_phases(slot)) * self.microbatch_K
 
     def peaks(self, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
         """Peak bytes of one device of a slot, on the device and on the host, in whole bytes."""

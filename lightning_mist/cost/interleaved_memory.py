@@ -58,18 +58,13 @@ def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
 
 def plan_memory(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[StageMemory, ...]:
     """As :func:`stage_memory`, with models that exist already, by slot."""
-    return tuple(memory for memory, _ in plan_needs(model, plan))
-
-
-def plan_needs(model: Callable[[StageSlot], MemoryModel], plan: Plan) -> tuple[tuple[StageMemory, NeedTerms], ...]:
-    """The peak memory of every stage of a plan, and what its devices' memory is made of."""
-    return plans_needs(model, [plan])[0]
+    return tuple(memory for memory, _ in plans_needs(model, [plan])[0])
 
 
 def plans_needs(
     model: Callable[[StageSlot], MemoryModel], plans: Sequence[Plan]
 ) -> list[tuple[tuple[StageMemory, NeedTerms], ...]]:
-    """As :func:`plan_needs`, of several plans in less time."""
+    """The peak memory of every stage of some plans, and what its devices' memory is made of."""
     slots = [slots_of(plan) for plan in plans]
     held = iter(held_of_stages(model, [item for found in slots for item in found]))
     return [
@@ -92,12 +87,6 @@ def _plan_needs(
         (memory[group], need_terms(found[group].needs[stage], found[group].always))
         for stage, group in enumerate(groups)
     )
-
-
-def group_memory(model: MemoryModel, plan: Plan, group: int) -> StageMemory:
-    """The peak of the most loaded device of a group."""
-    slots = slots_of(plan)
-    return _Group.of(model, plan, group, slots, held_of_stages(lambda slot: model, slots)).memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +211,7 @@ class _Group:
         """Host memory of one device: what its chunks move, and of each the activations of the most microbatches."""
         in_flight_C = counts_of_groups(*self.looked)[self.group].in_flight_C.tolist()
         each = zip(self.held.values(), in_flight_C, strict=True)
-        total_K: FloatArray = sum((item.state_K + count * item.microbatch_K for item, count in each), np.zeros(1))
-        return total_K
+        return sum((item.state_K + count * item.microbatch_K for item, count in each), np.zeros(1))
 
 
 def _needs(model: MemoryModel, chunks: Sequence[Placed], found: Sequence[StageNeeds]) -> list[StageNeeds]:

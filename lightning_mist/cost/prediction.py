@@ -9,7 +9,7 @@ from lightning_mist.cost.interleaved_memory import plans_needs
 from lightning_mist.cost.memory import NeedTerms, StageMemory
 from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
-from lightning_mist.cost.roofline import step_work_among
+from lightning_mist.cost.roofline import step_work
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
@@ -99,7 +99,7 @@ def _predicted(
     return Predicted(
         step_seconds=times.step_seconds,
         stages=tuple(stages),
-        work=step_work_among(model.whole, _kinds(model), plan.global_batch_size),
+        work=step_work(model.whole, _kinds(model), plan.global_batch_size),
         transfers=rules.transfers,
         update_after=rules.update_after,
     )

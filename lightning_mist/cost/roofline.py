@@ -30,34 +30,21 @@ from lightning_mist.cost.inputs import FloatArray, RegionCosts
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time import compute_dtype
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.hardware import HardwareProfile
 from lightning_mist.hardware.catalog import CatalogDevice, find_device
-from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import StepWork
 
 _NEEDED = {"causal_attention": 0.5}
 """Part of the counted operations that a kernel must do: fused causal attention skips the scores that the mask hides."""
 
 
-def step_work(spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, rows: int) -> StepWork:
+def step_work(memory: MemoryModel, kinds: Sequence[tuple[HardwareProfile, int]], rows: int) -> StepWork:
     """The work of a step of so many rows, and the least it could take.
 
     Args:
-        rows: Rows of the step over all devices.
-    """
-    return step_work_of(MemoryModel(spec), profile, cluster, rows)
-
-
-def step_work_of(memory: MemoryModel, profile: HardwareProfile, cluster: Cluster, rows: int) -> StepWork:
-    """As :func:`step_work`, with the whole network's compiled expressions."""
-    return step_work_among(memory, ((profile, cluster.world_size),), rows)
-
-
-def step_work_among(memory: MemoryModel, kinds: Sequence[tuple[HardwareProfile, int]], rows: int) -> StepWork:
-    """As :func:`step_work`, among unlike devices.
-
-    Args:
+        memory: The whole network's compiled expressions.
         kinds: How fast each kind of device was measured to be, and how many there are.
+        rows: Rows of the step over all devices.
     """
     spec, costs = memory.spec, memory.costs(rows)
     trained = sum(item.bytes for item in spec.parameters if item.trainable)
@@ -71,8 +58,8 @@ def step_work_among(memory: MemoryModel, kinds: Sequence[tuple[HardwareProfile, 
         names.append(source)
     alone = [float(_least_seconds(costs, (item,), (1.0,)).sum()) + item.update for item in limits]
     weights = [alone[0] / seconds if seconds > 0 else 1.0 for seconds in alone]
-    spent = float(_least_seconds(costs, limits, weights).sum())
-    spent += min(weight * item.update for weight, item in zip(weights, limits, strict=True))
+    seconds = float(_least_seconds(costs, limits, weights).sum())
+    seconds += min(weight * item.update for weight, item in zip(weights, limits, strict=True))
     devices, names = sum(count for _, count in kinds), list(dict.fromkeys(names))
     is_known = all(item.peak > 0 for item in limits)
     peak = sum(item.peak * count for item, (_, count) in zip(limits, kinds, strict=True)) / devices if is_known else 0.0
@@ -80,7 +67,7 @@ def step_work_among(memory: MemoryModel, kinds: Sequence[tuple[HardwareProfile, 
         model_flops=float(costs.forward_flops_R.sum() + costs.backward_flops_R.sum()),
         peak_flops_per_second=peak,
         peak_source=names[0] if len(names) == 1 else f"on average of all devices: {'; '.join(names)}",
-        roofline_seconds=spent / sum(weight * count for weight, (_, count) in zip(weights, kinds, strict=True)),
+        roofline_seconds=seconds / sum(weight * count for weight, (_, count) in zip(weights, kinds, strict=True)),
         sequence_length=spec.sequence_length,
     )
 

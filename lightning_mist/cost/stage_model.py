@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs import PLANS, FloatArray, Kept, Placed, StageCandidates, StageRegions, StageSlot
+from lightning_mist.cost.inputs import PLANS, BoundedCache, FloatArray, Placed, StageCandidates, StageRegions, StageSlot
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time import (
     EXCHANGED,
@@ -96,9 +96,9 @@ class PlanCosts(ABC):
     """What the cost models of alike and of unlike devices have in common, predictions of whole plans among it."""
 
     def __init__(self) -> None:
-        self.predicted: Kept[Plan, Predicted] = Kept()
-        self.clocked: Kept[Plan, float] = Kept()
-        self.terms: Kept[Plan, list[dict[str, float]]] = Kept(PLANS)
+        self.predicted: BoundedCache[Plan, Predicted] = BoundedCache()
+        self.clocked: BoundedCache[Plan, float] = BoundedCache()
+        self.terms: BoundedCache[Plan, list[dict[str, float]]] = BoundedCache(PLANS)
 
     @abstractmethod
     def memory(self, slot: StageSlot) -> MemoryModel:
@@ -203,7 +203,7 @@ class StageCostModel(PlanCosts):
         """Seconds of the candidates of several slots, their copies worked out together."""
         alone = [self._without_copies(slot, candidates) for slot, candidates in items]
         copies = self._copies([stages for _, stages, _ in alone])
-        return tuple(self._with_copies(found, moved) for (found, _, _), moved in zip(alone, copies, strict=True))
+        return tuple(self._with_copies(found, copied) for (found, _, _), copied in zip(alone, copies, strict=True))
 
     def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
         """Seconds of candidates, and how often which part of unsharding without offload happens."""

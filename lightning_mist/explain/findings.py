@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_mist.cost import CostModel, StageMemory, models_of, step_seconds
-from lightning_mist.cost.inputs import placed_slots_of, slots_of
-from lightning_mist.cost.interleaved_memory import group_memory, plan_memory
+from lightning_mist.cost.inputs import placed_slots_of
+from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
@@ -199,11 +199,7 @@ def _gained(costs: Costs, group: int, item: _Cost) -> str:
 
 def _memory_of(model: CostModel, plan: Plan, group: int) -> StageMemory:
     """The peak of one group of devices."""
-    slot, candidates = slots_of(plan)[group]
-    memory = model.memory(slot)
-    if plan.schedule == "interleaved-1f1b":
-        return group_memory(memory, plan, group)
-    return memory.breakdown(slot, candidates)[0]
+    return plan_memory(model.memory, plan)[group]
 
 
 def _times(model: CostModel, plan: Plan, group: int) -> tuple[float, float]:

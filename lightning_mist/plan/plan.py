@@ -103,7 +103,7 @@ class PredictedStage:
             Names are those of :class:`~lightning_mist.cost.prediction.StageSpent`. Chunks that share devices all have
             those of these devices. Empty in plans that were predicted before this was known.
         needs: What the memory of the stage's devices is made of, as ``(name, bytes)``: see
-            :mod:`~lightning_mist.cost.memory.plan_terms`. From it and the schedule follow the bytes over the step.
+            :mod:`~lightning_mist.cost.memory.stage_bytes`. From it and the schedule follow the bytes over the step.
             Empty in plans that were predicted before this was known.
     """
 

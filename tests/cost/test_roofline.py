@@ -5,13 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost import predict, step_work
+from lightning_mist.cost import MemoryModel, predict, roofline
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.polynomial import MICROBATCH
 from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 
 MACHINE = profile(flops_per_second=1e10, bytes_per_second=1e9)
+
+
+def step_work(network, machine, devices, rows):
+    return roofline.step_work(MemoryModel(network), ((machine, devices.world_size),), rows)
 
 
 def test_work_of_a_step():

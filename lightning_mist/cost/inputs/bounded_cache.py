@@ -13,7 +13,7 @@ _Question = TypeVar("_Question", bound=Hashable)
 _Answer = TypeVar("_Answer")
 
 
-class Kept(Generic[_Question, _Answer]):
+class BoundedCache(Generic[_Question, _Answer]):
     """What was found out, which is never ``None``; the answer to what was asked for longest ago is forgotten."""
 
     def __init__(self, most: int = MOST) -> None:

@@ -14,7 +14,7 @@ from lightning_mist.plan import OffloadRatios, Plan, ScheduleName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSlot:
-    """A place in a pipeline with everything that is settled before layers and memory savings are chosen.
+    """A place in a pipeline with everything that is fixed before layers and memory savings are chosen.
 
     Attributes:
         rows: Rows that each of them sees per microbatch.
@@ -125,9 +125,8 @@ class OffloadCandidates(ArrayRecord):
 
     @property
     def is_updated_by_units_K(self) -> BoolArray:
-        """Whether units are updated one after another: where parameters, gradients or optimizer state are moved."""
-        updated_K: BoolArray = (self.parameters_K > 0) | (self.gradients_K > 0) | (self.optimizer_K > 0)
-        return updated_K
+        """Whether units are updated one after another: where parameters, gradients or optimizer state are offloaded."""
+        return (self.parameters_K > 0) | (self.gradients_K > 0) | (self.optimizer_K > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,11 +141,12 @@ def _placements(
     sharing = _crowding({sender for sender, _ in every}, places, nodes)
     receiving = _crowding({receiver for _, receiver in every}, places, nodes)
     crossings = [
-        _crossing(
-            _shares(_Degrees.of(meshes[stage], replicas), _Degrees.of(meshes[stage + 1], replicas)),
-            (sharing[parts[stage]], receiving[parts[stage + 1]]),
-            (parts[stage], parts[stage + 1]),
+        Crossing(
+            **_shares(_Degrees.of(meshes[stage], replicas), _Degrees.of(meshes[stage + 1], replicas))._asdict(),
             across=bool(across[stage]),
+            sharing=sharing[parts[stage]],
+            receiving=receiving[parts[stage + 1]],
+            parts=(parts[stage], parts[stage + 1]),
         )
         for stage in bounds
     ]
@@ -267,19 +268,6 @@ def _crowding(devices: Iterable[int], places: Mapping[int, tuple[int, int]], nod
     return tuple(
         max((count for (own, _), count in counts.items() if own == part), default=0) / nodes.per_node(part)
         for part in range(len(nodes.parts))
-    )
-
-
-def _crossing(shares: _Shares, crowding: tuple[float, float], parts: tuple[int, int], *, across: bool) -> Crossing:
-    return Crossing(
-        sent=shares.sent,
-        received=shares.received,
-        sent_messages=shares.sent_messages,
-        received_messages=shares.received_messages,
-        across=across,
-        sharing=crowding[0],
-        receiving=crowding[1],
-        parts=parts,
     )
 
 

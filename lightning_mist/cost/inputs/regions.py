@@ -289,13 +289,11 @@ class StageRegions(ArrayRecord):
 
     def sums(self, prefix_R: FloatArray) -> FloatArray:
         """Sums over the regions of each stage, from :func:`~lightning_mist.cost.inputs.arrays.prefix_sums`."""
-        found_K: FloatArray = prefix_R[self.high_K] - prefix_R[self.low_K]
-        return found_K
+        return prefix_R[self.high_K] - prefix_R[self.low_K]
 
     def recomputed_sums(self, prefix_R: FloatArray) -> FloatArray:
         """Sums over the recomputed layers of each stage, from prefix sums."""
-        found_K: FloatArray = prefix_R[self.middle_K] - prefix_R[self.first_K]
-        return found_K
+        return prefix_R[self.middle_K] - prefix_R[self.first_K]
 
 
 def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
@@ -368,7 +366,7 @@ class ParameterTable:
             prod(known[p.name].shape) * itemsize(known[p.name].dtype) if p.name in known else p.bytes
             for p in spec.parameters
         ]
-        apart = [
+        is_matrix = [
             p.name in known and len(known[p.name].shape) == 2 and 0 not in r
             for p, r in zip(spec.parameters, regions, strict=True)
         ]
@@ -376,7 +374,7 @@ class ParameterTable:
         return cls(
             bytes_P=bytes_P,
             dealt_P=np.array(dealt, dtype=np.float64),
-            together_P=~np.array(apart, dtype=bool),
+            together_P=~np.array(is_matrix, dtype=bool),
             uses_PR=uses_PR,
             used_R=bytes_P @ used_PR.astype(np.float64),
             count_R=used_PR.sum(axis=0).astype(np.float64),
@@ -407,10 +405,10 @@ def _first_uses(used_PR: IntArray, uses_PR: IntArray) -> tuple[list[BoolArray], 
     """Which regions are the first of a stage that use a parameter, by where the stage begins, and the row of each."""
     rows: list[BoolArray] = []
     row_R = np.zeros(used_PR.shape[1], dtype=np.int64)
-    again_P = used_PR.sum(axis=1) > 1
+    several_P = used_PR.sum(axis=1) > 1
     for low in range(used_PR.shape[1]):
         # Only a stage that begins behind a use of a parameter with several differs from one that begins before it.
-        if low == 0 or (used_PR[:, low - 1] * again_P).any():
+        if low == 0 or (used_PR[:, low - 1] * several_P).any():
             rows.append((used_PR > 0) & (uses_PR[:, :-1] <= uses_PR[:, low : low + 1]))
         row_R[low] = len(rows) - 1
     return rows, row_R

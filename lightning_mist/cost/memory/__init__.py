@@ -19,8 +19,7 @@ from lightning_mist.cost.memory.offload_bytes import (
 from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
 from lightning_mist.cost.memory.offload_shares import OffloadedBytes
 from lightning_mist.cost.memory.phases import Phase, phases_in_order, stage_phases
-from lightning_mist.cost.memory.plan_terms import NeedTerms, need_terms, needs_of
-from lightning_mist.cost.memory.stage_bytes import Bytes, PeakParts, StageNeeds
+from lightning_mist.cost.memory.stage_bytes import Bytes, NeedTerms, PeakParts, StageNeeds, need_terms, needs_of
 
 __all__ = [
     "BUCKET_BYTES",

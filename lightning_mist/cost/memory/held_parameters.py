@@ -105,8 +105,7 @@ class Holdings:
         trained_P = self.table.trainable_P
 
         def trained(chosen_PU: BoolArray) -> FloatArray:
-            found_U: FloatArray = trained_P @ chosen_PU.astype(np.float64)
-            return found_U
+            return trained_P @ chosen_PU.astype(np.float64)
 
         found = HeldBytes(
             all_K=self.table.bytes_P @ held_PU,
@@ -119,8 +118,7 @@ class Holdings:
             together_K=trained(held_PU & self.table.together_P[:, None]),
             count_K=(trained_P > 0).astype(np.float64) @ held_PU,
         )
-        stacked_XU: FloatArray = np.stack([getattr(found, name) for name in HeldBytes.__slots__])
-        return stacked_XU
+        return np.stack([getattr(found, name) for name in HeldBytes.__slots__])
 
     def shares(self, candidates: StageCandidates, ranks: int) -> SharedOut:
         """What the fullest of the data-parallel ranks of each candidate has where parameters are dealt out."""
@@ -142,7 +140,7 @@ class Holdings:
         return found_XU
 
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
-        """What the fullest rank of devices has that run several stages, over which parameters are dealt out together."""
+        """What the fullest rank of devices that run several stages has, their parameters dealt out together."""
         ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
         return self._owners.together(ranges, ranks)
 
@@ -238,5 +236,4 @@ class VariantHoldings(Holdings):
     def _network(self, candidates: StageCandidates) -> IntArray:
         if candidates.variant_K is None:
             raise ValueError("candidates.variant_K = None: it says which variant of the network each is of")
-        network_K: IntArray = self._network_V[candidates.variant_K]
-        return network_K
+        return self._network_V[candidates.variant_K]

@@ -45,14 +45,14 @@ class Counts:
     Attributes:
         counts_XF: How often each thing is there.
         made_XC: Of which chunks gradients are there, and perhaps still under way.
-        again_X: The chunk whose backward adds to gradients, which counts its own among those under way; -1 if none.
+        accumulates_X: The chunk whose backward adds to gradients and so counts its own as under way; -1 if none.
         in_flight_C: The most microbatches of every chunk whose activations are kept at once.
     """
 
     counts_XF: FloatArray
     working_X: IntArray
     made_XC: BoolArray
-    again_X: IntArray
+    accumulates_X: IntArray
     in_flight_C: IntArray
 
     def bytes(self, needs: Sequence[StageNeeds]) -> FloatArray:
@@ -65,7 +65,7 @@ class Counts:
         pending_CK = np.stack([item.pending_K for item in needs])
         if pending_CK.any():
             most_XK = np.where(self.made_XC[:, :, None], pending_CK, 0.0).max(axis=1)
-            own_XK = np.where(self.again_X[:, None] >= 0, pending_CK[self.again_X], 0.0)
+            own_XK = np.where(self.accumulates_X[:, None] >= 0, pending_CK[self.accumulates_X], 0.0)
             found_XK = found_XK + np.maximum(0.0, most_XK - own_XK)
         return found_XK
 
@@ -81,7 +81,7 @@ def _counts(situations: Sequence[Situation], chunks: Sequence[int]) -> Counts:
     place, kinds = {stage: chunk for chunk, stage in enumerate(chunks)}, {kind: n for n, kind in enumerate(COUNTED)}
     counts_XF = np.zeros((len(situations), (len(kinds) + 1) * len(chunks)))
     made_XC = np.zeros((len(situations), len(chunks)), dtype=bool)
-    working_X, again_X = np.zeros(len(situations), dtype=np.int64), np.full(len(situations), -1)
+    working_X, accumulates_X = np.zeros(len(situations), dtype=np.int64), np.full(len(situations), -1)
     in_flight_C = np.zeros(len(chunks), dtype=np.int64)
     for index, (stage, is_forward, made, counts) in enumerate(situations):
         others = [0] * len(chunks)
@@ -91,12 +91,14 @@ def _counts(situations: Sequence[Situation], chunks: Sequence[int]) -> Counts:
         for at in made:
             made_XC[index, place[at]] = True
             counts_XF[index, len(kinds) * len(chunks) + place[at]] = is_forward or at != stage
-        is_again = not is_forward and stage in made
-        again_X[index] = place[stage] if is_again else -1
-        working_X[index] = place[stage] + len(chunks) * (0 if is_forward else 1 + is_again)
+        accumulates = not is_forward and stage in made
+        accumulates_X[index] = place[stage] if accumulates else -1
+        working_X[index] = place[stage] + len(chunks) * (0 if is_forward else 1 + accumulates)
         others[place[stage]] += 1
         in_flight_C = np.maximum(in_flight_C, others)
-    return Counts(counts_XF=counts_XF, working_X=working_X, made_XC=made_XC, again_X=again_X, in_flight_C=in_flight_C)
+    return Counts(
+        counts_XF=counts_XF, working_X=working_X, made_XC=made_XC, accumulates_X=accumulates_X, in_flight_C=in_flight_C
+    )
 
 
 @lru_cache(maxsize=256)

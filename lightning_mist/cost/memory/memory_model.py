@@ -41,7 +41,7 @@ from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, Shar
 from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, host_bytes, offloaded_needs, unadjusted
 from lightning_mist.cost.memory.offload_shares import StateShares
 from lightning_mist.cost.memory.phases import Phase, stage_phases
-from lightning_mist.cost.memory.split_backward import ApartModel
+from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
 from lightning_mist.cost.memory.working_set_tables import Sharding, StageRuns, WorkingSets
 from lightning_mist.cost.memory.working_sets import StageWorking
@@ -119,7 +119,7 @@ class MemoryModel:
     def __init__(self, spec: ModelSpec, like: "MemoryModel | None" = None) -> None:
         self.spec = spec
         self._at_rows = compile_regions(spec)
-        self._apart = ApartModel(spec)
+        self._split_backward = SplitBackwardModel(spec)
         self._adjustment: Adjustment = unadjusted
         self._is_variant = False
         self._variants: dict[Pairs, MemoryModel] = {}
@@ -152,11 +152,13 @@ class MemoryModel:
         return self._variants[key]
 
     def parted(self, ratio: float) -> Holdings:
-        """Parameters where so much of the gradients is moved: those of it count as not trained."""
+        """Parameters where so much of the gradients is offloaded: those of it count as not trained."""
         if ratio not in self._parted:
-            moved_P = self.states.offloaded(ratio, trained=True)
+            offloaded_P = self.states.offloaded(ratio, trained=True)
             whole = self._whole
-            self._parted[ratio] = Holdings(self.spec, whole.table.training(~moved_P)) if moved_P.any() else whole
+            self._parted[ratio] = (
+                Holdings(self.spec, whole.table.training(~offloaded_P)) if offloaded_P.any() else whole
+            )
         return self._parted[ratio]
 
     def costs(self, rows: float, context: int = 1) -> RegionCosts:
@@ -175,9 +177,9 @@ class MemoryModel:
         key = (rows, degree, context, is_split)
         if key not in self._working:
             exact = is_split and context == 1 and not self._is_variant and rows == int(rows)
-            apart = self._apart.of(self.costs(rows), int(rows)) if exact else None
+            split_backward = self._split_backward.of(self.costs(rows), int(rows)) if exact else None
             table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
-            self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding, apart)
+            self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding, split_backward)
         if self._is_variant:
             # What was asked for last comes last.
             self._working[key] = self._working.pop(key)
@@ -186,7 +188,9 @@ class MemoryModel:
         return self._working[key]
 
     def _sharding(self, degree: int) -> Sharding:
-        return Sharding(kept=1 / degree, trained_R=self.holdings.table.trained_R, is_one_unit=self.holdings.is_one_unit)
+        return Sharding(
+            gradient_share=1 / degree, trained_R=self.holdings.table.trained_R, is_one_unit=self.holdings.is_one_unit
+        )
 
     def _shares(self, candidates: StageCandidates, degree: int) -> SharedOut | None:
         """What the fullest rank has, if any candidate deals out anything."""
@@ -230,7 +234,7 @@ class MemoryModel:
         costs, held = self.costs(slot.rows, context), self.holdings.of(candidates)
         shares = self._shares(candidates, degree)
         runs = self._runs(candidates, held, degree, shares)
-        owned_K, kept_K, parameters_K = _owned(candidates, held, shares)
+        owned_K, gradients_K, parameters_K = _owned(candidates, held, shares)
         plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self._plain(slot, candidates)
         working_ZK = self._working_sets(slot, candidates, runs, held, plain)
         handed_K, forward_K, first_backward_K = plain.handed(), working_ZK[0], working_ZK[1]
@@ -245,7 +249,7 @@ class MemoryModel:
                 "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
                 "batch_bytes": self.batch_bytes(slot),
             },
-            gradients_K=kept_K,
+            gradients_K=gradients_K,
             reused_K=held.reused_K,
             pending_K=working_ZK[3],
             saved_K=plain.saved_K - handed_K,
@@ -260,7 +264,7 @@ class MemoryModel:
             waiting_K=working_ZK[5],
             weight_backward_K=working_ZK[6],
             together_K=held.together_K,
-            update=tuple(self._update(slot, plain, held, owned_K, kept_K, candidates)),
+            update=tuple(self._update(slot, plain, held, owned_K, gradients_K, candidates)),
         )
 
     def batch_bytes(self, slot: StageSlot) -> float:
@@ -332,7 +336,7 @@ class MemoryModel:
         plain: StageWorking,
         held: HeldBytes,
         owned_K: FloatArray,
-        kept_K: FloatArray,
+        gradients_K: FloatArray,
         candidates: StageCandidates,
     ) -> list[tuple[str, Mapping[str, Bytes]]]:
         """Situations after gradients are complete: reduction, optimizer step, gathering."""
@@ -345,7 +349,7 @@ class MemoryModel:
             ("optimizer step", {"gradient_bytes": owned_K, "working_bytes": step_K})
         ]
         if slot.num_stages > 1:
-            result.append(("tied gradients", {"gradient_bytes": kept_K, "working_bytes": held.shared_K}))
+            result.append(("tied gradients", {"gradient_bytes": gradients_K, "working_bytes": held.shared_K}))
         if slot.shard_degree > 1:
             bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
             filled_K = plain.bucket(bucket_K, progressive=slot.num_microbatches == 1)
@@ -372,14 +376,13 @@ def _owned(
         return held.trained_K, held.trained_K, held.all_K
     zero_K = candidates.zero_stage_K
     owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
-    kept_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
-    return owned_K, kept_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
+    gradients_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
+    return owned_K, gradients_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
 
 
 def _looked_up(values_R: FloatArray, variant_K: IntArray | None, at_K: IntArray) -> FloatArray:
     """Values at regions: of one row for all, or of each candidate's variant."""
-    found_K: FloatArray = values_R[at_K] if variant_K is None else values_R[variant_K, at_K]
-    return found_K
+    return values_R[at_K] if variant_K is None else values_R[variant_K, at_K]
 
 
 def _places(chosen_K: BoolArray) -> IntArray | slice | None:

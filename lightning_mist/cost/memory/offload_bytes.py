@@ -83,18 +83,20 @@ def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCost
     """
     share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
     share_VR[:, [0, -1]] = 0.0
-    saved_VR, kept_VR = share_VR * costs.saved_R, share_VR * costs.checkpointed_saved_R
-    below_VR, kept_below_VR = (np.pad(offloaded_VR[:, :-1], ((0, 0), (1, 0))) for offloaded_VR in (saved_VR, kept_VR))
+    saved_VR, checkpointed_VR = share_VR * costs.saved_R, share_VR * costs.checkpointed_saved_R
+    below_VR, checkpointed_below_VR = (
+        np.pad(offloaded_VR[:, :-1], ((0, 0), (1, 0))) for offloaded_VR in (saved_VR, checkpointed_VR)
+    )
     return replace(
         costs,
         saved_R=costs.saved_R - saved_VR,
-        checkpointed_saved_R=costs.checkpointed_saved_R - kept_VR,
+        checkpointed_saved_R=costs.checkpointed_saved_R - checkpointed_VR,
         forward_peak_R=costs.forward_peak_R + below_VR,
-        recompute_forward_peak_R=costs.recompute_forward_peak_R + kept_below_VR,
+        recompute_forward_peak_R=costs.recompute_forward_peak_R + checkpointed_below_VR,
         backward_peak_R=costs.backward_peak_R + saved_VR + below_VR,
         first_backward_peak_R=costs.first_backward_peak_R + saved_VR + below_VR,
-        recompute_backward_peak_R=costs.recompute_backward_peak_R + kept_VR + kept_below_VR,
-        first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + kept_VR + kept_below_VR,
+        recompute_backward_peak_R=costs.recompute_backward_peak_R + checkpointed_VR + checkpointed_below_VR,
+        first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + checkpointed_VR + checkpointed_below_VR,
     )
 
 
@@ -115,7 +117,7 @@ class OffloadingModel(Protocol):
 
 
 def _resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
-    """The networks of what stays on the device: gradients of offloaded parameters are made and are gone."""
+    """The networks of what resident on the device: gradients of offloaded parameters are made and are gone."""
 
     def build() -> tuple[VariantHoldings, Adjustment]:
         ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
@@ -144,10 +146,10 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
         shares_of(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
         shares_of(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
     )
-    stays = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded)
+    resident = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded)
     parameters = shares_of(model, slot, plain, offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
     optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
-    return _with_states(model, stays, parameters, offloaded[1], optimizer, largest_trained(whole))
+    return _with_states(model, resident, parameters, offloaded[1], optimizer, largest_trained(whole))
 
 
 def resident_needs(
@@ -171,11 +173,11 @@ def resident_needs(
         "optimizer step": {"gradient_bytes": owned.resident_K},
         "parameter gathering": {**gathered, "gradient_bytes": owned.resident_K},
     }
-    kept_K = np.where(plain.zero_stage_K >= ZeroStage.GRADIENTS, gradients.resident_K, found.gradients_K)
+    gradients_K = np.where(plain.zero_stage_K >= ZeroStage.GRADIENTS, gradients.resident_K, found.gradients_K)
     return replace(
         found,
         always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K + gradients.single_K},
-        gradients_K=kept_K,
+        gradients_K=gradients_K,
         weight_backward_K=whole.weight_backward_K,
         update=tuple((name, changed.get(name, terms)) for name, terms in found.update),
     )
@@ -183,31 +185,31 @@ def resident_needs(
 
 def _with_states(
     model: OffloadingModel,
-    stays: StageNeeds,
+    resident: StageNeeds,
     parameters: Shares,
     gradients: Shares,
     optimizer: Shares,
     largest_K: FloatArray,
 ) -> StageNeeds:
-    """Needs with what stays of parameters and state, and their buffers."""
+    """Needs with what resident of parameters and state, and their buffers."""
     state = model.spec.optimizer.state_bytes_per_parameter_byte
     always: Mapping[str, Bytes] = {
-        **stays.always,
+        **resident.always,
         "parameter_bytes": parameters.resident_K,
         "optimizer_bytes": state * optimizer.resident_K,
-        "offload_bytes": stays.always["offload_bytes"] + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
+        "offload_bytes": resident.always["offload_bytes"]
+        + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
     }
     by_units_K = (parameters.offloaded_K > 0) | (gradients.offloaded_K > 0)
     step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - gradients.single_K
     changed = {"optimizer step": {"working_bytes": step_K}}
-    update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in stays.update)
-    return replace(stays, always=always, update=update)
+    update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in resident.update)
+    return replace(resident, always=always, update=update)
 
 
 def largest_trained(needs: StageNeeds) -> FloatArray:
     """Bytes of the largest trained parameter, as far as weights' gradients are made of what waits for them."""
-    largest_K: FloatArray = needs.weight_backward_K - needs.waiting_K
-    return largest_K
+    return needs.weight_backward_K - needs.waiting_K
 
 
 def step_bytes(
@@ -273,8 +275,7 @@ def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageC
     gradients = shares_of(model, slot, plain, offload.gradients_K, since)
     optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
     state = model.spec.optimizer.state_bytes_per_parameter_byte
-    offloaded_K: FloatArray = parameters.offloaded_K + gradients.offloaded_K + state * optimizer.offloaded_K
-    return offloaded_K
+    return parameters.offloaded_K + gradients.offloaded_K + state * optimizer.offloaded_K
 
 
 def host_microbatch_bytes(
@@ -282,5 +283,4 @@ def host_microbatch_bytes(
 ) -> FloatArray:
     """Host memory of what layers move of one microbatch's activations."""
     plain, _ = _plain(candidates)
-    offloaded_K: FloatArray = model.needs(slot, plain).saved_K - needs.saved_K
-    return offloaded_K
+    return model.needs(slot, plain).saved_K - needs.saved_K

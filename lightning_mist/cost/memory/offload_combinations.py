@@ -107,8 +107,8 @@ class OffloadParts:
         # Of the gradients' shares of all stages, which have no axis for activations.
         place_K = np.arange(len(of_K)) // every
         of_pairs = gradients.take(place_K), owned.take(place_K)
-        stays = resident_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), of_pairs)
-        parts = PeakParts.of(stays.without("parameter_bytes", "optimizer_bytes"))
+        resident = resident_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), of_pairs)
+        parts = PeakParts.of(resident.without("parameter_bytes", "optimizer_bytes"))
         return cls(
             resident=parts,
             beside_BG=owned.resident_K - owned.single_K + parts.always_K[::every].reshape(count, -1),
@@ -120,7 +120,7 @@ class OffloadParts:
             host_parameters_BP=parameters.offloaded_K,
             host_gradients_BG=(gradients if adds_in_host(slot) else owned).offloaded_K,
             host_optimizer_BO=state * optimizer.offloaded_K,
-            host_activations_K=whole.saved_K[of_K] - stays.saved_K,
+            host_activations_K=whole.saved_K[of_K] - resident.saved_K,
         )
 
     def __len__(self) -> int:
@@ -144,13 +144,11 @@ class OffloadParts:
         step_BPGO += (self.third_BP[:, :, None] + self.beside_BG[:, None])[..., None]
         rest_BPGOA = np.maximum(pairs_BGA[:, None, :, None], step_BPGO[..., None])
         held_BPO = self.parameters_BP[:, :, None] + self.optimizer_BO[:, None]
-        result_BPGOA: FloatArray = rest_BPGOA + held_BPO[:, :, None, :, None]
-        return result_BPGOA
+        return rest_BPGOA + held_BPO[:, :, None, :, None]
 
     def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:
         """Pinned host memory of the same."""
         offloaded_BGA = in_flight(phases) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
         states_BGO = self.host_gradients_BG[:, :, None] + self.host_optimizer_BO[:, None, :]
         rest_BGOA = offloaded_BGA[:, :, None, :] + states_BGO[..., None]
-        result_BPGOA: FloatArray = self.host_parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
-        return result_BPGOA
+        return self.host_parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]

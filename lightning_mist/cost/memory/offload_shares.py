@@ -187,10 +187,12 @@ class StateShares:
         # What one rank has of one unit, as far as there is anything.
         code_U, at_H = np.unique(owners_of(bytes_H, ranks) * width + unit_H, return_inverse=True)
         offloaded_VH = bytes_H * np.stack([self.offloaded(ratio, trained=trained)[held_P] for ratio in values])
-        all_U, away_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(offloaded_VH, at_H, len(code_U))
-        kept_VJ, away_VJ = (_summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - away_VU, away_VU))
+        all_U, offloaded_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(offloaded_VH, at_H, len(code_U))
+        resident_VJ, offloaded_VJ = (
+            _summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - offloaded_VU, offloaded_VU)
+        )
         found = np.empty((len(values), len(Shares.__slots__)))
-        for figure, cells in enumerate((kept_VJ, away_VJ, away_VU, all_U, offloaded_VH)):
+        for figure, cells in enumerate((resident_VJ, offloaded_VJ, offloaded_VU, all_U, offloaded_VH)):
             found[:, figure] = cells.max(axis=1, initial=0.0)
         return found
 
@@ -200,5 +202,4 @@ def _summed(weights_VH: FloatArray, place_H: IntArray, count: int) -> FloatArray
     rows = len(weights_VH)
     place_VH = place_H.reshape(-1) + count * np.arange(rows)[:, None]
     found = np.bincount(place_VH.reshape(-1), weights=weights_VH.reshape(-1), minlength=rows * count)
-    sums: FloatArray = found.astype(np.float64, copy=False).reshape(rows, count)
-    return sums
+    return found.astype(np.float64, copy=False).reshape(rows, count)

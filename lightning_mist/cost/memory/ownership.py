@@ -197,5 +197,4 @@ def _most_elsewhere(bytes_P: FloatArray, owner_P: IntArray, ranks: int, there_PR
 
 
 def _padded(bytes_P: FloatArray) -> FloatArray:
-    result_P: FloatArray = np.ceil(bytes_P / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return result_P
+    return np.ceil(bytes_P / ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -20,7 +20,7 @@ from lightning_mist.model.spec import ModelSpec, Polynomial, values_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class SplitBackward:
     """What every region needs in a backward that makes gradients of inputs only. Bytes.
 
     Attributes:
@@ -35,7 +35,7 @@ class Apart:
     waiting_R: FloatArray
 
 
-class ApartModel:
+class SplitBackwardModel:
     """Says what a network's regions need; keeps what does not depend on rows."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -44,7 +44,7 @@ class ApartModel:
         self._sizes: list[Polynomial] = []
         self._size_A: IntArray = np.empty(0, dtype=np.int64)
 
-    def of(self, costs: RegionCosts, rows: int) -> Apart | None:
+    def of(self, costs: RegionCosts, rows: int) -> SplitBackward | None:
         """What the regions need at a number of rows; ``None`` if their allocations are not known one by one."""
         spec = self._spec
         if not spec.num_layers or any(region.events is None for region in regions_of(spec)):
@@ -59,10 +59,10 @@ class ApartModel:
         bytes_A = np.array(values_at(self._sizes, rows, spec.sequence_length or 1), dtype=np.int64)[self._size_A]
         peak_R, waiting_R = _walk(spec, self._template, bytes_A)
         # A layer that is recomputed is then where one that has kept everything would be.
-        again_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
-        recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, again_R)
+        recomputed_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
+        recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, recomputed_R)
         recompute_peak_R[[0, -1]] = peak_R[[0, -1]]
-        return Apart(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R)
+        return SplitBackward(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R)
 
 
 def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:

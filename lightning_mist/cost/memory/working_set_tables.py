@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, RegionCosts, prefix_sums
-from lightning_mist.cost.memory.split_backward import Apart
+from lightning_mist.cost.memory.split_backward import SplitBackward
 
 
 def run_levels(count: int) -> tuple[IntArray, IntArray]:
@@ -69,7 +69,7 @@ class StageRuns(ArrayRecord):
         last_gradient_bytes_K: Gradient bytes of its first region: the last one whose gradients a backward makes. From
             ZeRO-2 on they are still under way when the next backward begins.
         together_gradient_bytes_K: Of all its gradients, those that are made with gradients of inputs where weights'
-            are made apart.
+            are made split_backward.
         imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
         forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
     """
@@ -97,8 +97,7 @@ class StageRuns(ArrayRecord):
         """
         if values_R.ndim == 1:
             return float(values_R[at])
-        found_K: FloatArray = values_R[:, at][self.variant_K]
-        return found_K
+        return values_R[:, at][self.variant_K]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,7 @@ class Sharding:
         is_one_unit: Whether the gradients of the whole stage are reduced together, behind its backward.
     """
 
-    kept: float
+    gradient_share: float
     trained_R: FloatArray
     is_one_unit: bool = False
 
@@ -127,13 +126,13 @@ class RangeTable:
     flat: FloatArray
 
     @classmethod
-    def of(cls, kept_L: FloatArray, plain_L: FloatArray) -> "RangeTable":
+    def of(cls, recomputed_L: FloatArray, plain_L: FloatArray) -> "RangeTable":
         """The table of values of layers.
 
         Args:
-            kept_L: Of recomputed layers, each on top of everything below it.
+            recomputed_L: Of recomputed layers, each on top of everything below it.
         """
-        return cls(run_maxima(np.stack([kept_L, plain_L])).reshape(-1))
+        return cls(run_maxima(np.stack([recomputed_L, plain_L])).reshape(-1))
 
 
 class WorkingSets:
@@ -144,10 +143,10 @@ class WorkingSets:
     differ in, costs and gradients have a row for each.
 
     Attributes:
-        kept: Share of the gradients of every layer that stay.
+        gradient_share: Share of the gradients of every layer that stay.
         reduced_R: Gradients that are being reduced while each region runs backward.
         saved_S: What layers save, summed over those below each position.
-        kept_S: The same of recomputed layers.
+        checkpointed_S: The same of recomputed layers.
         made_S: The same of the gradients that stay.
         weight_S: The same of what gradients of weights need.
         backward: Of backwards of a stage's last layer, above which nothing is being reduced, and of the others.
@@ -159,32 +158,32 @@ class WorkingSets:
         costs: RegionCosts,
         single_R: FloatArray,
         sharding: Sharding | None = None,
-        apart: Apart | None = None,
+        split_backward: SplitBackward | None = None,
     ) -> None:
-        self.apart = apart or Apart(
+        self.split_backward = split_backward or SplitBackward(
             peak_R=costs.backward_peak_R,
             recompute_peak_R=costs.recompute_backward_peak_R,
             waiting_R=costs.weight_R,
         )
-        reduced_R, self.kept, self.sharding = np.zeros_like(single_R), 1.0, sharding
+        reduced_R, self.gradient_share, self.sharding = np.zeros_like(single_R), 1.0, sharding
         if sharding is not None and not sharding.is_one_unit:
             # While a region runs, those of the region above are under way.
-            reduced_R, self.kept = np.zeros_like(sharding.trained_R), sharding.kept
+            reduced_R, self.gradient_share = np.zeros_like(sharding.trained_R), sharding.gradient_share
             reduced_R[..., :-1] = sharding.trained_R[..., 1:]
             costs = _making_anew(costs)
         self.costs, self.reduced_R = costs, reduced_R
         layers = (..., slice(1, -1))
-        self._saved, self._kept, self._made, self._weight = (
+        self._saved, self._checkpointed, self._made, self._weight = (
             prefix_sums(values_R[layers])
             for values_R in (
                 costs.saved_R,
                 costs.checkpointed_saved_R,
-                single_R * self.kept,
+                single_R * self.gradient_share,
                 # Where input and weight gradients are apart, what the latter need stays of every layer above.
-                np.broadcast_to(self.apart.waiting_R, single_R.shape),
+                np.broadcast_to(self.split_backward.waiting_R, single_R.shape),
             )
         )
-        self.saved_S, self.kept_S = self._saved.ravel(), self._kept.ravel()
+        self.saved_S, self.checkpointed_S = self._saved.ravel(), self._checkpointed.ravel()
         self.made_S, self.weight_S = self._made.ravel(), self._weight.ravel()
         # A recomputed layer keeps less in its forward than a plain one; its plain peak is an upper bound.
         self.forward = self._table(costs.forward_peak_R, costs.recompute_forward_peak_R, after=False)
@@ -199,7 +198,9 @@ class WorkingSets:
     def split(self) -> RangeTable:
         """Of backwards that make gradients of inputs only."""
         if self._split is None:
-            self._split = self._table(self.apart.peak_R, self.apart.recompute_peak_R, -self._weight[..., 1:])
+            self._split = self._table(
+                self.split_backward.peak_R, self.split_backward.recompute_peak_R, -self._weight[..., 1:]
+            )
         return self._split
 
     def ended(self, times: int) -> RangeTable:
@@ -245,9 +246,9 @@ class WorkingSets:
     ) -> RangeTable:
         """The table of peaks of regions, on top of what all layers below save, and if ``after`` the layer itself."""
         layers, below = (..., slice(1, -1)), (..., slice(1, None) if after else slice(None, -1))
-        kept_L = self._kept[below] + recomputed_R[layers] + besides_L
+        recomputed_L = self._checkpointed[below] + recomputed_R[layers] + besides_L
         plain_L = self._saved[below] + plain_R[layers] + besides_L
-        return RangeTable.of(kept_L, plain_L)
+        return RangeTable.of(recomputed_L, plain_L)
 
     def _tables(
         self, plain_R: FloatArray, recomputed_R: FloatArray, reduced_R: FloatArray, besides_L: FloatArray | float = 0.0

@@ -40,12 +40,12 @@ class StageWorking:
     def __init__(self, sets: WorkingSets, runs: StageRuns) -> None:
         self.sets, self._runs = sets, runs
         self._has_head, self._has_tail = bool(runs.is_first_K.any()), bool(runs.is_last_K.any())
-        self._is_kept_K = runs.middle_K == runs.end_K
+        self._is_recomputed_K = runs.middle_K == runs.end_K
         self._variant_K = 0 if runs.variant_K is None else runs.variant_K * sets.width
         self._start_K, self._middle_K, self._end_K = (
             self._placed(at_K) for at_K in (runs.start_K, runs.middle_K, runs.end_K)
         )
-        self._kept_K = sets.kept_S[self._start_K]
+        self._checkpointed_K = sets.checkpointed_S[self._start_K]
         self._whole = self._range(runs.end_K)
         costs = sets.costs
         self._head_K: FloatArray | float = costs.shared_saved_bytes
@@ -74,21 +74,21 @@ class StageWorking:
         place_EXK, below_XK = np.empty((2, 2, len(end_K)), dtype=np.int64), np.empty((2, len(end_K)))
         place_EXK[:, 0] = sets.places(self._start_K, middle_K - runs.start_K, recomputed=True)
         place_EXK[:, 1] = sets.places(placed_K, end_K - middle_K, recomputed=False)
-        below_XK[0], below_XK[1] = self._kept_K, sets.saved_S[placed_K]
-        return _Range(place_EXK, below_XK, sets.kept_S[placed_K] - self._kept_K)
+        below_XK[0], below_XK[1] = self._checkpointed_K, sets.saved_S[placed_K]
+        return _Range(place_EXK, below_XK, sets.checkpointed_S[placed_K] - self._checkpointed_K)
 
     def _over(self, table: RangeTable, layers: _Range) -> FloatArray:
         """The maximum over layers."""
         found_EXK = table.flat.take(layers.place_EXK)
-        kept_K, plain_K = np.maximum(found_EXK[0], found_EXK[1]) - layers.below_XK
-        result_K: FloatArray = np.maximum(kept_K, plain_K + layers.recomputed_K) + self._head_K
+        recomputed_K, plain_K = np.maximum(found_EXK[0], found_EXK[1]) - layers.below_XK
+        result_K: FloatArray = np.maximum(recomputed_K, plain_K + layers.recomputed_K) + self._head_K
         return result_K
 
     def handed(self) -> FloatArray:
         """The part of ``saved_K`` that the next stage gets: it is gone when it has been sent."""
         runs, costs = self._runs, self.sets.costs
         last_K: FloatArray = np.where(
-            self._is_kept_K, costs.checkpointed_handed_R[runs.end_K], costs.handed_R[runs.end_K]
+            self._is_recomputed_K, costs.checkpointed_handed_R[runs.end_K], costs.handed_R[runs.end_K]
         )
         return last_K * ~runs.is_last_K if self._has_tail else last_K
 
@@ -97,14 +97,13 @@ class StageWorking:
         plain, recomputed = (self._runs.edge(values_R, -1) for values_R in (plain_R, recomputed_R))
         if isinstance(plain, float) and plain == recomputed:
             return plain
-        result_K: FloatArray = np.where(self._is_kept_K, recomputed, plain)
-        return result_K
+        return np.where(self._is_recomputed_K, recomputed, plain)
 
     def pending(self) -> FloatArray:
         """Gradients of an earlier backward that are under way until the first unit of the next one has run."""
         sharding = self.sets.sharding
         if sharding is None:
-            return np.zeros(len(self._kept_K))
+            return np.zeros(len(self._checkpointed_K))
         return self._runs.gradient_bytes_K if sharding.is_one_unit else self._runs.last_gradient_bytes_K
 
     def _layers_backward(self, tables: tuple[RangeTable, RangeTable], pending_K: FloatArray | float) -> FloatArray:
@@ -121,11 +120,10 @@ class StageWorking:
     def _last_layer(self, table: RangeTable) -> FloatArray:
         """The value of the stage's last layer."""
         sets, end_K = self.sets, self._end_K
-        kept_K = table.flat[sets.last_place(end_K, recomputed=True)] - self._kept_K
+        recomputed_K = table.flat[sets.last_place(end_K, recomputed=True)] - self._checkpointed_K
         plain_K = table.flat[sets.last_place(end_K, recomputed=False)] - sets.saved_S[self._middle_K]
         plain_K = plain_K + self._whole.recomputed_K
-        result_K: FloatArray = np.where(self._is_kept_K, kept_K, plain_K) + self._head_K
-        return result_K
+        return np.where(self._is_recomputed_K, recomputed_K, plain_K) + self._head_K
 
     def _first_layer(self, table: RangeTable) -> FloatArray | None:
         """The value of the stage's first layer, if it has several and needs more than the others may."""
@@ -133,8 +131,7 @@ class StageWorking:
         if not (runs.forward_away_AK[1].any() or runs.backward_away_AK[1].any()):
             return None
         first_K = self._over(table, self._range(np.minimum(runs.start_K + 1, runs.end_K)))
-        result_K: FloatArray = np.where(runs.end_K > runs.start_K + 1, first_K, -np.inf)
-        return result_K
+        return np.where(runs.end_K > runs.start_K + 1, first_K, -np.inf)
 
     def _largest(
         self,
@@ -193,7 +190,7 @@ class StageWorking:
     def first_backward(self) -> FloatArray:
         """Largest bytes alive in the backward that makes the gradients, these and its saved bytes included."""
         sets, costs, runs = self.sets, self.sets.costs, self._runs
-        above_head_K = sets.kept * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
+        above_head_K = sets.gradient_share * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
         # Layer k finds all gradients but the head's and those of the layers from the first up to itself. Parameters
         # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
         before_K = above_head_K + sets.made_S[self._start_K]
@@ -213,26 +210,25 @@ class StageWorking:
         sets, runs = self.sets, self._runs
         layers_K = sets.made_S[self._end_K] - sets.made_S[self._start_K]
         edges_K = runs.head_gradient_bytes_K + runs.tail_gradient_bytes_K
-        result_K: FloatArray = sets.kept * (runs.gradient_bytes_K - edges_K) - layers_K
-        return result_K
+        return sets.gradient_share * (runs.gradient_bytes_K - edges_K) - layers_K
 
     def waiting(self) -> FloatArray:
         """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
         sets, runs = self.sets, self._runs
-        weight_R = sets.apart.waiting_R
+        weight_R = sets.split_backward.waiting_R
         layers_K = sets.weight_S[self._end_K] - sets.weight_S[self._start_K]
         result_K: FloatArray = layers_K + runs.is_first_K * weight_R[0] + runs.is_last_K * weight_R[-1]
         return result_K
 
     def input_backward(self) -> FloatArray:
         """Largest bytes alive in a backward that makes input gradients only, its saved bytes included."""
-        sets, runs, apart = self.sets, self._runs, self.sets.apart
+        sets, runs, split_backward = self.sets, self._runs, self.sets.split_backward
         # Layer k finds what the weight gradients of the layers above it need.
-        above_K = sets.weight_S[self._end_K] + runs.is_last_K * apart.waiting_R[-1]
+        above_K = sets.weight_S[self._end_K] + runs.is_last_K * split_backward.waiting_R[-1]
         layers_K = self._over(sets.split, self._whole) + above_K
         whole_K = self.waiting()
-        head_K = self._head_K + runs.edge(apart.peak_R, 0) + whole_K - apart.waiting_R[0]
-        tail_K = self.saved_K + self._tail(apart.peak_R, apart.recompute_peak_R)
+        head_K = self._head_K + runs.edge(split_backward.peak_R, 0) + whole_K - split_backward.waiting_R[0]
+        tail_K = self.saved_K + self._tail(split_backward.peak_R, split_backward.recompute_peak_R)
         first_K = self._first_layer(sets.split)
         first_K = None if first_K is None else first_K + above_K
         return np.maximum(self._largest(head_K, first_K, layers_K, tail_K, runs.backward_away_AK), whole_K)

@@ -10,7 +10,6 @@ from lightning_mist.cost.time.communication import (
     tied_seconds,
     transfers,
 )
-from lightning_mist.cost.time.correction_factors import computation_factor, corrected_regions, corrected_terms
 from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
 from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
 from lightning_mist.cost.time.operator_seconds import compute_dtype
@@ -25,7 +24,13 @@ from lightning_mist.cost.time.region_times import (
 )
 from lightning_mist.cost.time.ring_attention import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD, overhead_seconds
-from lightning_mist.cost.time.stage_seconds import StageCosts, StageSeconds
+from lightning_mist.cost.time.stage_seconds import (
+    StageCosts,
+    StageSeconds,
+    computation_factor,
+    corrected_regions,
+    corrected_terms,
+)
 from lightning_mist.cost.time.zero_seconds import (
     Beside,
     UnitSeconds,

@@ -66,8 +66,7 @@ def _over_seam(
 ) -> FloatArray:
     """Seconds of something between two devices in unlike parts: those of the slower end."""
     seconds = [collective_seconds(profile, operation, 2, 2, payload_K, calls_K) for profile in ends]
-    result_K: FloatArray = np.maximum(*seconds)
-    return result_K
+    return np.maximum(*seconds)
 
 
 def reductions(
@@ -134,8 +133,7 @@ def _exposed(
     if interference is None:
         return reduce_K
     last_K = reduce_K * np.minimum(1.0, BUCKET_BYTES / np.maximum(payload_K, 1.0))
-    result_K: FloatArray = np.maximum(beyond_computing(backward_K, reduce_K, interference, across), last_K)
-    return result_K
+    return np.maximum(beyond_computing(backward_K, reduce_K, interference, across), last_K)
 
 
 def transfers(
@@ -226,8 +224,7 @@ def _mean_crossing(
     if not share:
         return inside_C
     across_C = collective_seconds(profile, "send_recv", 2, 2, payload_C * share, tensors_C)
-    result_C: FloatArray = inside_C + share * np.maximum(0.0, across_C - inside_C)
-    return result_C
+    return inside_C + share * np.maximum(0.0, across_C - inside_C)
 
 
 def _crossing_seconds(
@@ -266,5 +263,4 @@ def _crossing_seconds(
     if not crossing.across:
         return inside_C
     across_C = collective_seconds(profile, "send_recv", 2, 2, whole_C * load, messages_C)
-    result_C: FloatArray = np.maximum(inside_C, across_C)
-    return result_C
+    return np.maximum(inside_C, across_C)

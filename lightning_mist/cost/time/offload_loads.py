@@ -111,8 +111,8 @@ NAMES = (
     "state_out",
     "saved_in",
     "saved_out",
-    "kept_in",
-    "kept_out",
+    "checkpoint_in",
+    "checkpoint_out",
 )
 """What a unit has to do, in the order of the first axis of :class:`Loads`."""
 
@@ -134,7 +134,7 @@ class Loads:
     ``state_in``, ``state_out``
         Fetching what its update needs (optimizer state, gradients and parameters), and writing back what it changed
         (optimizer state and parameters).
-    ``saved_in``, ``saved_out``, ``kept_in``, ``kept_out``
+    ``saved_in``, ``saved_out``, ``checkpoint_in``, ``checkpoint_out``
         Fetching and moving away the activations of a layer that is not recomputed, and of one that is.
 
     Attributes:
@@ -233,12 +233,12 @@ class _Questions:
         costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
         is_layer_R = np.ones(trained_QR.shape[1])
         is_layer_R[[0, -1]] = 0.0
-        saved_QR, kept_QR = (
+        saved_QR, checkpoint_QR = (
             activations_Q[:, None] * is_layer_R * np.stack(bytes_SR)[self.place_Q]
             for bytes_SR in ([item.saved_R for item in costs], [item.checkpointed_saved_R for item in costs])
         )
         # The first microbatch of a batch has no gradients to fetch.
-        again_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
+        accumulates_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
         computes = [place.compute for place in self.places]
         unshard_QR, reduce_QR = self._communicated(len(is_layer_R))
         to_device, to_host = self.rates.to_device, self.rates.to_host
@@ -252,14 +252,14 @@ class _Questions:
             "gather": gather_Q * trained_QR,
             "parameters_in": part_Q * offloaded_QR / to_device,
             "frozen_in": part_Q * (offloaded_QR - changed_QR) / to_device,
-            "gradients_in": again_Q * gradient_Q * graded_QR / to_device,
+            "gradients_in": accumulates_Q * gradient_Q * graded_QR / to_device,
             "gradients_out": gradient_Q * graded_QR / to_host,
             "state_in": (state_QR + owned_Q * graded_QR + part_Q * changed_QR) / to_device,
             "state_out": (state_QR + part_Q * changed_QR) / to_host,
             "saved_in": saved_QR / to_device,
             "saved_out": saved_QR / to_host,
-            "kept_in": kept_QR / to_device,
-            "kept_out": kept_QR / to_host,
+            "checkpoint_in": checkpoint_QR / to_device,
+            "checkpoint_out": checkpoint_QR / to_host,
         }
         ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
         return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))
@@ -281,8 +281,7 @@ class _Questions:
         """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""
         pairs_UX, inverse_Q = distinct_rows(self.memory_Q, ratio_Q)
         found_UR = [self.memories[int(memory)].states.unit_bytes(ratio, of) for memory, ratio in pairs_UX.tolist()]
-        offloaded_QR: FloatArray = np.stack(found_UR)[inverse_Q]
-        return offloaded_QR
+        return np.stack(found_UR)[inverse_Q]
 
 
 def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]:
@@ -331,8 +330,7 @@ def defers_K(spec: ModelSpec, slots: Sequence[StageSlot], place_K: IntArray, can
         return np.zeros(len(zero_K), dtype=bool)
     is_shared_K = np.array([slot.shard_degree > 1 for slot in slots])[place_K]
     is_given_K = is_shared_K & (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
-    deferred_K: BoolArray = ~(is_given_K & bool(rules.excludes("sharded_parameters")))
-    return deferred_K
+    return ~(is_given_K & bool(rules.excludes("sharded_parameters")))
 
 
 def parts_of_ranks(memory: MemoryModel, ranks_K: IntArray, candidates: StageCandidates) -> FloatArray:

@@ -76,16 +76,16 @@ class _Asked:
         next_I: Whether the unit has one behind it that comes next in a forward, which was before in a backward.
         second_I: Whether it has two.
         below_I: Whether it has one in front of it.
-        kept_I: Whether the unit in front is recomputed.
-        again_I: Whether it is recomputed itself.
+        below_recomputed_I: Whether the unit in front is recomputed.
+        recomputed_I: Whether it is recomputed itself.
     """
 
     place_I: IntArray
     next_I: FloatArray
     second_I: FloatArray
     below_I: FloatArray
-    kept_I: FloatArray
-    again_I: FloatArray
+    below_recomputed_I: FloatArray
+    recomputed_I: FloatArray
 
 
 class Passes:
@@ -171,7 +171,7 @@ class Passes:
         # But at the beginning of a batch the two outermost units are there still.
         is_away_I = asked.next_I if edge else asked.next_I * asked.below_I
         to_device, waited = self._parameters("frozen_in" if edge else "parameters_in", 1, asked, is_away_I)
-        to_host = np.where(asked.kept_I, at("kept_out", -1), at("saved_out", -1)) * asked.below_I
+        to_host = np.where(asked.below_recomputed_I, at("checkpoint_out", -1), at("saved_out", -1)) * asked.below_I
         if edge:
             to_device += at("state_in", 2) * asked.second_I
             to_host += at("state_out")
@@ -187,7 +187,7 @@ class Passes:
             next_=(length_K > 1, 1, 0),
             second=(length_K > 2, 0, 0),
             below=(0, 1, 1),
-            kept=(0, self._is_recomputed(high_K - 3), self._is_recomputed(high_K - 2)),
+            below_recomputed=(0, self._is_recomputed(high_K - 3), self._is_recomputed(high_K - 2)),
         )
 
     def backward(self, *, copies: bool, edge: bool = False) -> FloatArray:
@@ -212,14 +212,18 @@ class Passes:
 
     def _backward(self, copies: bool, edge: bool) -> FloatArray:
         """Seconds of backwards of units."""
+        # Of each candidate the unit above the recomputed layers twice, with what the one below it keeps and without,
+        # the first and the last.
         asked, at = self.backwards, self._behind(self.backwards.place_I)
-        compute = at("backward") + at("forward") * asked.again_I
+        compute = at("backward") + at("forward") * asked.recomputed_I
         above = at("scatter", 1) + at("reduce", 1) if edge else at("scatter", 1)
         network = at("unshard", -1) * asked.below_I + above * asked.next_I
         if not copies:
             return self.concurrent(compute, network, None)
         to_device, waited = self._parameters("parameters_in", -1, asked, asked.below_I * asked.next_I)
-        to_device += np.where(asked.kept_I, at("kept_in", -1), at("saved_in", -1)) * asked.below_I + at("gradients_in")
+        to_device += np.where(
+            asked.below_recomputed_I, at("checkpoint_in", -1), at("saved_in", -1)
+        ) * asked.below_I + at("gradients_in")
         return self.concurrent(compute, network, (to_device, at("gradients_out") * asked.below_I)) + waited
 
     def _parameters(
@@ -240,8 +244,8 @@ class Passes:
             next_=(1, 1, last_K > low_K, 0),
             second=(0, 0, 0, 0),
             below=(1, 1, 0, 1),
-            kept=(1, 0, 0, self._is_recomputed(last_K - 1)),
-            again=(0, 0, self._is_recomputed(low_K), self._is_recomputed(last_K)),
+            below_recomputed=(1, 0, 0, self._is_recomputed(last_K - 1)),
+            recomputed=(0, 0, self._is_recomputed(low_K), self._is_recomputed(last_K)),
         )
 
     def _asked(
@@ -251,8 +255,8 @@ class Passes:
         next_: Sequence[Flag],
         second: Sequence[Flag],
         below: Sequence[Flag],
-        kept: Sequence[Flag],
-        again: Sequence[Flag] | None = None,
+        below_recomputed: Sequence[Flag],
+        recomputed: Sequence[Flag] | None = None,
     ) -> _Asked:
         """Every neighbourhood of every question, and some units of each candidate."""
         count, many = len(self.low_K), len(self.loads) * len(self.kinds.places_U)
@@ -272,8 +276,8 @@ class Passes:
             next_I=flags(1, 1, next_),
             second_I=flags(1, 1, second),
             below_I=flags(1, 1, below),
-            kept_I=flags(0, 1, kept),
-            again_I=flags(0, 1, kept if again is None else again),
+            below_recomputed_I=flags(0, 1, below_recomputed),
+            recomputed_I=flags(0, 1, below_recomputed if recomputed is None else recomputed),
         )
 
     def _seconds(self, found_I: FloatArray, sets: int) -> tuple[FloatArray, FloatArray]:
@@ -283,11 +287,10 @@ class Passes:
         return prefix_sums(found_XQU[:, :, self.kinds.place_R]), rest_I.reshape(sets, -1)
 
     def _is_recomputed(self, unit_K: IntArray) -> BoolArray:
-        recomputed_K: BoolArray = (unit_K >= self.first_K) & (unit_K < self.middle_K)
-        return recomputed_K
+        return (unit_K >= self.first_K) & (unit_K < self.middle_K)
 
     def _activations(self, direction: str, unit_K: IntArray) -> FloatArray:
-        kept_K, saved_K = (self._at(f"{name}_{direction}", unit_K) for name in ("kept", "saved"))
+        kept_K, saved_K = (self._at(f"{name}_{direction}", unit_K) for name in ("checkpoint", "saved"))
         return np.where(self._is_recomputed(unit_K), kept_K, saved_K)
 
     def _behind(self, place_I: IntArray) -> "Callable[..., FloatArray]":
@@ -295,8 +298,7 @@ class Passes:
         # What is in front of the first unit of all is that of any other; nobody counts it.
 
         def at(name: str, offset: int = 0) -> FloatArray:
-            values_I: FloatArray = self.loads[name].reshape(-1)[BEFORE + offset :].take(place_I)
-            return values_I
+            return self.loads[name].reshape(-1)[BEFORE + offset :].take(place_I)
 
         return at
 
@@ -305,8 +307,7 @@ class Passes:
 
     def _between(self, prefix_QR: FloatArray, begin_K: IntArray, end_K: IntArray) -> FloatArray:
         end_K = np.maximum(end_K, begin_K)
-        result_K: FloatArray = prefix_QR[self.question_K, end_K] - prefix_QR[self.question_K, begin_K]
-        return result_K
+        return prefix_QR[self.question_K, end_K] - prefix_QR[self.question_K, begin_K]
 
     def _exchanged(self, prefix_XQR: FloatArray, begin_K: IntArray, end_K: IntArray, limit_K: IntArray) -> FloatArray:
         """What changes if units from one to before another, but not beyond a limit, are of the second kind."""

@@ -48,8 +48,7 @@ def work_seconds(
     """
     busy_R = work.sums(operator_seconds(profile, work, dtype, direction))
     launches_R = work.sums(work.calls_E) * profile.operator_seconds
-    result_R: FloatArray = np.maximum(busy_R, launches_R) if launches_ahead else busy_R + launches_R
-    return result_R
+    return np.maximum(busy_R, launches_R) if launches_ahead else busy_R + launches_R
 
 
 def operator_seconds(profile: HardwareProfile, work: RegionWork, dtype: str, direction: Direction) -> FloatArray:
@@ -79,8 +78,7 @@ def byte_rate(profile: HardwareProfile, kind: str, direction: Direction, bytes_E
     if found is None:
         return np.full(len(bytes_E), profile.memory_bytes_per_second)
     rates = found.forward_bytes_per_second if direction == "forward" else found.backward_bytes_per_second
-    result_E: FloatArray = np.interp(np.log(np.maximum(bytes_E, 1.0)), np.log(found.bytes), rates)
-    return result_E
+    return np.interp(np.log(np.maximum(bytes_E, 1.0)), np.log(found.bytes), rates)
 
 
 def _flop_rate(
@@ -104,8 +102,7 @@ def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray) -> F
     for rate in profile.compute:
         if rate.dtype == dtype:
             logarithms_E = np.log(np.maximum(flops_E, 1.0))
-            result_E: FloatArray = np.interp(logarithms_E, np.log(rate.flops), rate.flops_per_second)
-            return result_E
+            return np.interp(logarithms_E, np.log(rate.flops), rate.flops_per_second)
     known = ", ".join(rate.dtype for rate in profile.compute) or "nothing"
     raise ProfileError(
         f"the profile of {profile.device} has no rate for {dtype}, which this precision computes in; it has {known}: "

@@ -78,8 +78,7 @@ def update_seconds(
 
 
 def _addition(profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
-    result: FloatArray = ADDITION * gradients / profile.memory_bytes_per_second
-    return result
+    return ADDITION * gradients / profile.memory_bytes_per_second
 
 
 def _once(
@@ -108,5 +107,4 @@ def _once(
     operators_K = OPERATORS_PER_PARAMETER * (count_K if is_loop else np.minimum(held.count_K, 1.0))
     busy_K = (optimizer.step_moved_bytes_per_parameter_byte * owned_K + passed_K) / profile.memory_bytes_per_second
     launch_K = operators_K * profile.operator_seconds
-    result_K: FloatArray = np.maximum(busy_K, launch_K) if cluster.device.kind == "cuda" else busy_K + launch_K
-    return result_K
+    return np.maximum(busy_K, launch_K) if cluster.device.kind == "cuda" else busy_K + launch_K

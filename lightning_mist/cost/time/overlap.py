@@ -61,8 +61,7 @@ def beyond_computing(
         return network_K
     coefficient = interference.compute_across if across_nodes else interference.compute_network
     less_K = np.minimum(compute_K, network_K)
-    result_K: FloatArray = (network_K - less_K) + coefficient * less_K
-    return result_K
+    return (network_K - less_K) + coefficient * less_K
 
 
 FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="not known, so none")

@@ -223,8 +223,7 @@ def collective_seconds(
     measured_hops, measured_crossings = ring_steps(operation, cost.group_size)
     steps, share = hops / measured_hops, crossings / measured_crossings
     used = (payload > 0) * (np.asarray(calls_K) * cost.latency_seconds * steps)
-    result: FloatArray = used + payload * share / cost.bytes_per_second
-    return result
+    return used + payload * share / cost.bytes_per_second
 
 
 def ring_steps(operation: str, group_size: int) -> tuple[float, float]:

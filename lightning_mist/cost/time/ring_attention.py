@@ -53,8 +53,7 @@ def ring_seconds(
         ring_R[[0, -1]] = 0.0
         none_R = np.zeros_like(ring_R)
         both_R = concurrent_seconds(attention_R, ring_R, none_R, none_R, interference, nodes > 1)
-        result_R: FloatArray = np.where(ring_R > 0, np.maximum(both_R - attention_R, 0.0), 0.0)
-        return result_R
+        return np.where(ring_R > 0, np.maximum(both_R - attention_R, 0.0), 0.0)
 
     return exposed("forward", degree - 1), exposed("backward", 2 * degree - 1)
 

@@ -174,14 +174,12 @@ class Unsharding(ArrayRecord):
         """Seconds per microbatch, the mean of a batch."""
         forwards, backwards = restarts(slot)
         once_K = self.once_K + forwards * self.forward_K + backwards * self.backward_K
-        result_K: FloatArray = self.each_K + once_K / slot.num_microbatches
-        return result_K
+        return self.each_K + once_K / slot.num_microbatches
 
     def again(self, slot: StageSlot) -> FloatArray:
         """What every further stage behind adds to them, as far as microbatches are in flight between."""
         counts = slot.num_microbatches > 1 and slot.schedule not in ("gpipe", "interleaved-1f1b")
-        result_K: FloatArray = (self.forward_K + self.backward_K) * (counts / slot.num_microbatches)
-        return result_K
+        return (self.forward_K + self.backward_K) * (counts / slot.num_microbatches)
 
     def times(self, factor: float) -> "Unsharding":
         """The same with other seconds."""
@@ -235,8 +233,7 @@ def _outermost(beside: Beside, row: int, some: StageRegions, *, takes_turns: boo
 
     def backward(unit_K: IntArray) -> FloatArray:
         is_recomputed_K = (unit_K >= some.first_K) & (unit_K < some.middle_K)
-        seconds_K: FloatArray = compute.backward_R[unit_K] + is_recomputed_K * compute.forward_R[unit_K]
-        return seconds_K
+        return compute.backward_R[unit_K] + is_recomputed_K * compute.forward_R[unit_K]
 
     fetched_K = beside.sums_of(row).fetched_R[low_K] * (second_K > low_K)
     forward_K = beside.beyond(compute.forward_R[last_K], unshard_R[low_K]) + fetched_K

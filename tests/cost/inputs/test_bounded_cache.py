@@ -1,8 +1,7 @@
 from dataclasses import replace
 
-from lightning_mist.cost import StageCostModel, memory_with, predict, predict_with, seconds_with
-from lightning_mist.cost.inputs import bounded_cache as kept
-from lightning_mist.cost.interleaved_memory import plan_memory
+from lightning_mist.cost import StageCostModel, predict, predict_with, seconds_with
+from lightning_mist.cost.inputs import bounded_cache
 from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 
@@ -11,14 +10,14 @@ PLAN = make_plan([2, 4], degree=2, microbatches=4, rows=2, zero=1, checkpointed=
 
 
 def test_answers_are_found_once():
-    asked, answers = [], kept.Kept()
+    asked, answers = [], bounded_cache.BoundedCache()
     for _ in range(3):
         assert answers.of(PLAN, lambda plan: asked.append(plan) or "found") == "found"
     assert asked == [PLAN]
 
 
 def test_answers_to_several_questions_are_found_together():
-    asked, answers = [], kept.Kept(most=3)
+    asked, answers = [], bounded_cache.BoundedCache(most=3)
 
     def find(questions):
         asked.append(questions)
@@ -35,7 +34,7 @@ def test_answers_to_several_questions_are_found_together():
 
 
 def test_what_was_asked_for_longest_ago_is_forgotten():
-    answers = kept.Kept(most=2)
+    answers = bounded_cache.BoundedCache(most=2)
     first, second, third = (replace(PLAN, schedule=name) for name in ("1f1b", "gpipe", "zb-h1"))
     for number, plan in enumerate((first, second, first, third)):
         answers.of(plan, lambda _, number=number: number)
@@ -47,8 +46,6 @@ def test_what_a_model_remembers_is_what_a_new_one_finds():
     first = predict_with(model, PLAN)
     assert predict_with(model, replace(PLAN, predicted=first)) is first
     assert first == predict(NETWORK, profile(), cluster(PLAN.world_size), PLAN)
-    assert memory_with(model, PLAN) == plan_memory(model.memory, PLAN)
-    assert memory_with(model, replace(PLAN, predicted=first)) is memory_with(model, PLAN)
 
 
 def test_the_seconds_of_a_plan_are_those_of_its_prediction():

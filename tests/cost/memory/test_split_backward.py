@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lightning_mist.cost.memory.memory_model import MemoryModel
-from lightning_mist.cost.memory.split_backward import ApartModel
+from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.model import trace_model
 from lightning_mist.model.events.microbatch_events import stack, stack_inputs
 from lightning_mist.model.events.part_stack import StageShape
@@ -18,7 +18,7 @@ def network():
 
 
 def test_inputs_of_products_and_gradients_of_their_outputs_wait(network):
-    found = ApartModel(network).of(MemoryModel(network).costs(4), 4)
+    found = SplitBackwardModel(network).of(MemoryModel(network).costs(4), 4)
     state = 4 * 12 * 32 * 4  # rows, length, width, bytes
     # Queries, keys and values come of one input, the projection, and the two layers of the perceptron of one each.
     inputs, outputs = (1 + 1 + 1 + 4) * state, (3 + 1 + 4 + 1) * state
@@ -30,7 +30,7 @@ def test_inputs_of_products_and_gradients_of_their_outputs_wait(network):
 
 def test_what_stays_is_never_less_than_where_nothing_does(network):
     costs = MemoryModel(network).costs(4)
-    found = ApartModel(network).of(costs, 4)
+    found = SplitBackwardModel(network).of(costs, 4)
     assert (found.recompute_peak_R >= found.peak_R + np.minimum(0.0, costs.saved_R - costs.checkpointed_saved_R)).all()
     # All that waits exists when a layer ends, and what it has saved no longer.
     assert (found.peak_R[1:-1] >= found.waiting_R[1:-1] - costs.saved_R[1:-1]).all()
@@ -39,13 +39,13 @@ def test_what_stays_is_never_less_than_where_nothing_does(network):
 
 def test_networks_whose_allocations_are_not_known_one_by_one_have_none():
     network = spec(3)
-    assert ApartModel(network).of(MemoryModel(network).costs(2), 2) is None
+    assert SplitBackwardModel(network).of(MemoryModel(network).costs(2), 2) is None
 
 
 def test_what_is_kept_from_one_number_of_rows_serves_for_others(network):
-    memory, kept = MemoryModel(network), ApartModel(network)
+    memory, kept = MemoryModel(network), SplitBackwardModel(network)
     for rows in (4, 1, 6):
-        found, alone = kept.of(memory.costs(rows), rows), ApartModel(network).of(memory.costs(rows), rows)
+        found, alone = kept.of(memory.costs(rows), rows), SplitBackwardModel(network).of(memory.costs(rows), rows)
         for name in ("peak_R", "recompute_peak_R", "waiting_R"):
             assert getattr(found, name).tolist() == getattr(alone, name).tolist()
     assert found.waiting_R[1] == 6 * kept.of(memory.costs(1), 1).waiting_R[1]

@@ -55,7 +55,7 @@ def test_only_where_gradients_are_reduced_the_top_layer_differs():
     assert plain.backward[0] is plain.backward[1]
     assert plain.reduced_R[0] == 0.0
     trained_R = np.arange(5) * 1000.0
-    sharded = WorkingSets(model.costs(2), single_R, Sharding(kept=0.5, trained_R=trained_R))
+    sharded = WorkingSets(model.costs(2), single_R, Sharding(gradient_share=0.5, trained_R=trained_R))
     assert sharded.reduced_R[0] == 1000.0
     assert (sharded.made_S == plain.made_S / 2).all()
     # Of one layer both tables differ by what is reduced of the layer above.

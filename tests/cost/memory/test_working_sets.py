@@ -89,7 +89,9 @@ def test_sharding_equals_walking_through_the_stage():
     for away in (forward_away, backward_away):
         away[1] = np.where((runs.start_K == 0) & several, away[1] + away[2], 0.0)
     runs = dataclasses.replace(runs, forward_away_AK=forward_away, backward_away_AK=backward_away)
-    working = WorkingSets(costs, MemoryModel(NETWORK).holdings.table.single_R, Sharding(kept=0.5, trained_R=trained))
+    working = WorkingSets(
+        costs, MemoryModel(NETWORK).holdings.table.single_R, Sharding(gradient_share=0.5, trained_R=trained)
+    )
     found = StageWorking(working, runs)
     forward, backward, first = found.forward(), found.backward(), found.first_backward()
     for index, stage in enumerate(stages()):
@@ -126,7 +128,9 @@ def test_stages_that_are_one_unit_reduce_everything_at_the_end():
     costs, plain, runs = setup(2)
     trained = np.full(7, 1e9)
     working = WorkingSets(
-        costs, MemoryModel(NETWORK).holdings.table.single_R, Sharding(kept=0.5, trained_R=trained, is_one_unit=True)
+        costs,
+        MemoryModel(NETWORK).holdings.table.single_R,
+        Sharding(gradient_share=0.5, trained_R=trained, is_one_unit=True),
     )
     total = runs.gradient_bytes_K
     found = StageWorking(working, runs)

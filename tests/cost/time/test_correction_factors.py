@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict
 from lightning_mist.cost.inputs.candidates import slots_of
-from lightning_mist.cost.time.correction_factors import CORRECTED
+from lightning_mist.cost.time.stage_seconds import CORRECTED
 from lightning_mist.hardware import Correction, corrected, factor_of
 from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec

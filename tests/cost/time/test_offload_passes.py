@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.inputs.regions import covered
+from lightning_mist.cost.inputs.regions import StageRegions
 from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND
 from lightning_mist.cost.time.offload_passes import Neighbourhoods, Passes
 from lightning_mist.cost.time.overlap import FREE, concurrent_seconds
@@ -41,8 +41,7 @@ def test_units_differ_where_any_load_does():
 def test_without_copies_passes_are_what_is_computed(checkpointed):
     some = candidates((0, 6), checkpointed=checkpointed, parameters=1.0, activations=1.0)
     found, rows = loads(some, ALTERNATING)
-    bounds = covered(ALTERNATING, some.start_K, some.end_K)
-    passes = Passes(found, rows, some, bounds, together, Neighbourhoods.of(found))
+    passes = Passes(found, rows, StageRegions.of(ALTERNATING, some), together, Neighbourhoods.of(found))
     again = found["forward"][0, BEFORE + 1 : BEFORE + 1 + checkpointed].sum()
     assert passes.forward(copies=False) == pytest.approx(found["forward"].sum())
     assert passes.backward(copies=False) == pytest.approx(found["backward"].sum() + again)

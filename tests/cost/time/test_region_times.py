@@ -1,12 +1,21 @@
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost.inputs.regions import compile_regions
-from lightning_mist.cost.time.region_times import collective_seconds, interpolate, region_seconds, ring_steps
+from lightning_mist.cost.inputs.arrays import prefix_sums
+from lightning_mist.cost.inputs.regions import StageRegions, compile_regions
+from lightning_mist.cost.time.region_times import (
+    RegionSeconds,
+    RegionSums,
+    collective_seconds,
+    interpolate,
+    region_seconds,
+    ring_steps,
+)
 from lightning_mist.errors import ProfileError
 from tests.specs import cluster, profile, spec
 
@@ -159,3 +168,26 @@ def test_a_collective_that_was_not_measured_is_named():
     machine = dataclasses.replace(profile(), collectives=())
     with pytest.raises(ProfileError, match="no all_reduce among 2 devices; it has nothing"):
         collective_seconds(machine, "all_reduce", 2, 1, 1.0)
+
+
+def test_prefix_sums_count_what_lies_before():
+    assert prefix_sums(np.array([2.0, 3.0, 5.0])).tolist() == [0.0, 2.0, 5.0, 10.0]
+    assert prefix_sums(np.array([])).tolist() == [0.0]
+
+
+def test_sums_of_regions():
+    forward, backward, share = np.array([1.0, 2.0, 4.0]), np.array([3.0, 5.0, 7.0]), np.array([0.0, 0.5, 1.0])
+    costs = SimpleNamespace(weight_flops_R=4 * share, backward_flops_R=np.full(3, 4.0))
+    compute = RegionSeconds(forward_R=forward, backward_R=backward, source="rates", exchange=(forward / 2, backward))
+    sums = RegionSums.of(compute, costs)
+    assert (sums.forward[-1], sums.backward[2] - sums.backward[1], sums.weight[-1]) == (7.0, 5.0, 9.5)
+    # The only layer is region 1, between the head and the tail.
+    some = StageRegions(
+        low_K=np.array([0, 0]), high_K=np.array([3, 3]), first_K=np.array([1, 1]), middle_K=np.array([1, 2])
+    )
+    found = sums.terms(some)
+    assert (found["recompute_K"].tolist(), found["weight_K"].tolist()) == ([0.0, 2.0], [9.5, 9.5])
+    assert found["exchange_K"].tolist() == [18.5, 18.5]
+    assert found["recompute_exchange_K"].tolist() == [0.0, 1.0]
+    alone = RegionSums.of(RegionSeconds(forward_R=forward, backward_R=backward, source="rates"), costs).terms(some)
+    assert [alone[name].tolist() for name in ("exchange_K", "recompute_exchange_K")] == [[0.0, 0.0]] * 2

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.cost import StageCandidates
 from lightning_mist.cost.inputs.candidates import StageSlot
-from lightning_mist.cost.inputs.regions import covered
+from lightning_mist.cost.inputs.regions import StageRegions, covered
 from lightning_mist.cost.memory.held_parameters import Holdings
 from lightning_mist.cost.time.overlap import FREE
 from lightning_mist.cost.time.region_times import RegionSeconds
@@ -43,11 +43,10 @@ def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS,
     )
     default = {"stage_index": 0, "num_stages": 1, "num_microbatches": 1}
     slot = StageSlot(data_parallel_degree=2, rows=1, batch_rows=1, **default | place)
-    low_K, high_K = covered(NETWORK, candidates.start_K, candidates.end_K)
     beside = Beside(
         compute=COMPUTE, units=units, is_one_unit=is_one_unit, interference=interference, across_nodes=False
     )
-    return beside, slot, candidates, low_K, high_K
+    return beside, slot, StageRegions.of(NETWORK, candidates), candidates.zero_stage_K
 
 
 def exposed(start, end, **given):
@@ -164,7 +163,7 @@ def test_many_candidates_are_what_each_is_alone():
     beside, slot, *_ = asked(0, 3, units=units, interference=TURNS, num_stages=3, num_microbatches=4)
     start_K, end_K, kept_K, zero_K = np.array(every).T
     candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=kept_K, zero_stage_K=zero_K)
-    stages = candidates, *covered(NETWORK, start_K, end_K)
+    stages = StageRegions.of(NETWORK, candidates), zero_K
     unshard_K, reduce_K = unsharding(beside, slot, *stages).seconds(slot), reduced_seconds(beside, *stages)
     for index, (start, end, kept, zero) in enumerate(every):
         place = {"units": units, "interference": TURNS, "num_stages": 3, "num_microbatches": 4}
