@@ -7,7 +7,7 @@ activations of the microbatches in flight and the buffers of what is on its way
 Array axes
     S  stages
     K  candidates
-    M  ways to recompute
+    W  ways to recompute
     X  situations
 """
 
@@ -94,23 +94,23 @@ class PlanPeaks:
     """Bytes of every stage's most loaded device, and of host memory that it needs, for several ways to recompute.
 
     Attributes:
-        device_SM: On the device; of chunks that share devices the same.
+        device_SW: On the device; of chunks that share devices the same.
     """
 
-    device_SM: FloatArray
-    host_SM: FloatArray
+    device_SW: FloatArray
+    host_SW: FloatArray
 
 
-def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpointed_SM: IntArray) -> PlanPeaks:
+def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpointed_SW: IntArray) -> PlanPeaks:
     """Peaks of a plan with other numbers of recomputed layers, in whole bytes."""
-    return plans_peaks(model, [(plan, checkpointed_SM)])[0]
+    return plans_peaks(model, [(plan, checkpointed_SW)])[0]
 
 
 def plans_peaks(model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple[Plan, IntArray]]) -> list[PlanPeaks]:
     """As :func:`plan_peaks`, of several plans in less time."""
     slots = [
-        [_recomputing(placed, count_M) for placed, count_M in zip(slots_of(plan), checkpointed_SM, strict=True)]
-        for plan, checkpointed_SM in plans
+        [_recomputing(placed, count_W) for placed, count_W in zip(slots_of(plan), checkpointed_SW, strict=True)]
+        for plan, checkpointed_SW in plans
     ]
     held = iter(held_of_stages(model, [item for found in slots for item in found]))
     return [
@@ -124,13 +124,13 @@ def _plan_peaks(
 ) -> PlanPeaks:
     if plan.schedule != "interleaved-1f1b":
         found = [item.peaks(slot) for (slot, _), item in zip(slots, held, strict=True)]
-        return PlanPeaks(device_SM=np.stack([item[0] for item in found]), host_SM=np.stack([item[1] for item in found]))
+        return PlanPeaks(device_SW=np.stack([item[0] for item in found]), host_SW=np.stack([item[1] for item in found]))
     shape = len(slots), len(slots[0][1])
-    device_SM, host_SM = np.empty(shape), np.empty(shape)
+    device_SW, host_SW = np.empty(shape), np.empty(shape)
     for group in range(plan.num_groups):
         one = _Group.of(model(slots[group][0]), plan, group, slots, held)
-        device_SM[group :: plan.num_groups], host_SM[group :: plan.num_groups] = one.peaks(), one.host_bytes()
-    return PlanPeaks(device_SM=np.rint(device_SM), host_SM=np.rint(host_SM))
+        device_SW[group :: plan.num_groups], host_SW[group :: plan.num_groups] = one.peaks(), one.host_bytes()
+    return PlanPeaks(device_SW=np.rint(device_SW), host_SW=np.rint(host_SW))
 
 
 def last_stage_peaks(
@@ -139,17 +139,17 @@ def last_stage_peaks(
     """Bytes of the last stage's most loaded device with other numbers of recomputed layers; not of chunks.
 
     Args:
-        plans: The plans, each with recomputed layers of its last stage; axis ``M``.
+        plans: The plans, each with recomputed layers of its last stage; axis ``W``.
     """
-    placed = [_recomputing(slots_of(plan)[-1], checkpointed_M) for plan, checkpointed_M in plans]
+    placed = [_recomputing(slots_of(plan)[-1], checkpointed_W) for plan, checkpointed_W in plans]
     held = held_of_stages(model, placed)
     return [item.peaks(slot)[0] for item, (slot, _) in zip(held, placed, strict=True)]
 
 
-def _recomputing(placed: Placed, checkpointed_M: IntArray) -> Placed:
+def _recomputing(placed: Placed, checkpointed_W: IntArray) -> Placed:
     slot, candidates = placed
-    same = candidates.take(np.zeros(len(checkpointed_M), dtype=np.int64))
-    return slot, replace(same, checkpointed_K=checkpointed_M)
+    same = candidates.take(np.zeros(len(checkpointed_W), dtype=np.int64))
+    return slot, replace(same, checkpointed_K=checkpointed_W)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +209,8 @@ class _Group:
 
     def host_bytes(self) -> FloatArray:
         """Host memory of one device: what its chunks move, and of each the activations of the most microbatches."""
-        in_flight_C = counts_of_groups(*self.looked)[self.group].in_flight_C.tolist()
-        each = zip(self.held.values(), in_flight_C, strict=True)
+        in_flight_G = counts_of_groups(*self.looked)[self.group].in_flight_G.tolist()
+        each = zip(self.held.values(), in_flight_G, strict=True)
         return sum((item.state_K + count * item.microbatch_K for item, count in each), np.zeros(1))
 
 

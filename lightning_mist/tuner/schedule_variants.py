@@ -156,8 +156,8 @@ def fitted(
         counts_MS = [_recomputed(plan, more) for more in range(_most_more(space, plan) + 1)]
         asked.append((plan, np.array(counts_MS).T))
     for plan, found in zip(plans, plans_peaks(model.memory, asked), strict=True):
-        fits_M = np.all(found.device_SM <= np.array(limits(plan))[:, None], axis=0)
-        fits_M &= np.all(found.host_SM <= np.array(host_limits(plan))[:, None], axis=0)
+        fits_M = np.all(found.device_SW <= np.array(limits(plan))[:, None], axis=0)
+        fits_M &= np.all(found.host_SW <= np.array(host_limits(plan))[:, None], axis=0)
         yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
 
 

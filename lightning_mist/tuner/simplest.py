@@ -149,8 +149,8 @@ def fits_within(
     def fits(plan: Plan) -> bool:
         layers_SM = np.array([[stage.checkpointing.layers] for stage in plan.stages])
         peaks = plan_peaks(model.memory, plan, layers_SM)
-        on_device = bool(np.all(peaks.device_SM[:, 0] <= np.array(limits(plan))))
-        return on_device and bool(np.all(peaks.host_SM[:, 0] <= np.array(host_limits(plan))))
+        on_device = bool(np.all(peaks.device_SW[:, 0] <= np.array(limits(plan))))
+        return on_device and bool(np.all(peaks.host_SW[:, 0] <= np.array(host_limits(plan))))
 
     return fits
 

@@ -105,9 +105,9 @@ def test_peaks_of_all_ways_to_recompute_are_those_of_each(schedule, zero, offloa
     groups = {"groups": 2} if schedule == "interleaved-1f1b" else {}
     plan = pipeline(*stages, rows=8, microbatches=microbatches, schedule=schedule, **groups)
     model = StageCostModel(network, profile(), cluster(plan.world_size))
-    counts_SM = np.array([[0, 1, 3, 2], [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 2]])
-    found = plan_peaks(model.memory, plan, counts_SM)
-    for index, counts in enumerate(counts_SM.T.tolist()):
+    counts_SW = np.array([[0, 1, 3, 2], [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 2]])
+    found = plan_peaks(model.memory, plan, counts_SW)
+    for index, counts in enumerate(counts_SW.T.tolist()):
         stages = tuple(
             dataclasses.replace(stage, checkpointing=Checkpointing(layers=count))
             for stage, count in zip(plan.stages, counts, strict=True)
@@ -115,8 +115,8 @@ def test_peaks_of_all_ways_to_recompute_are_those_of_each(schedule, zero, offloa
         wanted = plan_memory(model.memory, dataclasses.replace(plan, stages=stages))
         for stage, memory in enumerate(wanted):
             # Their terms are rounded one by one.
-            assert abs(found.device_SM[stage, index] - memory.peak_bytes) <= 5
-            assert found.host_SM[stage, index] == memory.host_bytes
+            assert abs(found.device_SW[stage, index] - memory.peak_bytes) <= 5
+            assert found.host_SW[stage, index] == memory.host_bytes
 
 
 def _merged(plan):
@@ -131,9 +131,9 @@ def _merged(plan):
 def test_the_last_stage_by_itself_needs_what_it_needs_among_all():
     network, plan = spec(6, widths=(3000,)), pipeline(*[{"layers": 2, "data": 2}] * 3, rows=8, schedule="zb-h1")
     model = StageCostModel(network, profile(), cluster(plan.world_size))
-    counts_SM = np.array([[0, 1, 2]] * 3)
-    wanted_M = plan_peaks(model.memory, plan, counts_SM).device_SM[-1]
+    counts_SW = np.array([[0, 1, 2]] * 3)
+    wanted_W = plan_peaks(model.memory, plan, counts_SW).device_SW[-1]
     longer = pipeline({"layers": 6, "data": plan.world_size}, schedule=plan.schedule)
-    found_M, other_M = last_stage_peaks(model.memory, [(plan, counts_SM[-1]), (longer, np.array([4]))])
-    assert found_M.tolist() == wanted_M.tolist()
-    assert other_M.tolist() == plan_peaks(model.memory, longer, np.array([[4]])).device_SM[-1].tolist()
+    found_W, other_W = last_stage_peaks(model.memory, [(plan, counts_SW[-1]), (longer, np.array([4]))])
+    assert found_W.tolist() == wanted_W.tolist()
+    assert other_W.tolist() == plan_peaks(model.memory, longer, np.array([[4]])).device_SW[-1].tolist()

@@ -3,7 +3,7 @@
 Array axes
     R  regions in execution order: the head, every layer, the tail (``L + 2`` of them)
     L  layers
-    C  cuts ``0 .. L``: cut ``k`` lies before layer ``k``; nothing is sent over cuts 0 and L
+    B  cuts ``0 .. L``: cut ``k`` lies before layer ``k``; nothing is sent over cuts 0 and L
     P  parameters
     E  operators of one kind (and size) in one direction of a kind of region
     K  whatever the caller asks about
@@ -67,7 +67,7 @@ def part_of_sequence(spec: ModelSpec, degree: int) -> int | None:
 
 def hidden_state_bytes(costs: "RegionCosts") -> float:
     """What a layer hands on: one hidden state, and the few small tensors that cross cuts beside it."""
-    return float(max(costs.boundary_C.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0)))
+    return float(max(costs.boundary_B.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0)))
 
 
 def with_ring(costs: "RegionCosts") -> "RegionCosts":
@@ -149,8 +149,8 @@ class RegionCosts:
     weight_R: FloatArray
     handed_R: FloatArray
     checkpointed_handed_R: FloatArray
-    boundary_C: FloatArray
-    gradient_boundary_C: FloatArray
+    boundary_B: FloatArray
+    gradient_boundary_B: FloatArray
     forward_collectives: Collectives
     backward_collectives: Collectives
     batch_bytes: float
@@ -199,8 +199,8 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
             recompute_forward_peak_R=arrays["forward_peak_R"],
             forward_work=_region_work(kinds, kind_R, "forward", worked[:, : len(works[0])]),
             backward_work=_region_work(kinds, kind_R, "backward", worked[:, len(works[0]) :]),
-            boundary_C=rest[: len(cuts)],
-            gradient_boundary_C=rest[len(cuts) : 2 * len(cuts)],
+            boundary_B=rest[: len(cuts)],
+            gradient_boundary_B=rest[len(cuts) : 2 * len(cuts)],
             forward_collectives=exchanges[0],
             backward_collectives=exchanges[1],
             batch_bytes=float(rest[-2]),

@@ -5,7 +5,7 @@ matrix, so that what all of them take is one product with the bytes of each chun
 
 Array axes
     X  situations
-    C  chunks of a group, in order
+    G  chunks of a group, in order
     F  what is counted: saved microbatches of every chunk, then activations received, gradients received, gradients
        sent, activations sent, and gradients of parameters
     W  working sets: of a forward of every chunk, then of its first backward, then of others
@@ -44,16 +44,16 @@ class Counts:
 
     Attributes:
         counts_XF: How often each thing is there.
-        made_XC: Of which chunks gradients are there, and perhaps still under way.
+        made_XG: Of which chunks gradients are there, and perhaps still under way.
         accumulates_X: The chunk whose backward adds to gradients and so counts its own as under way; -1 if none.
-        in_flight_C: The most microbatches of every chunk whose activations are kept at once.
+        in_flight_G: The most microbatches of every chunk whose activations are kept at once.
     """
 
     counts_XF: FloatArray
     working_X: IntArray
-    made_XC: BoolArray
+    made_XG: BoolArray
     accumulates_X: IntArray
-    in_flight_C: IntArray
+    in_flight_G: IntArray
 
     def bytes(self, needs: Sequence[StageNeeds]) -> FloatArray:
         """What changes over a batch, in every situation; axes ``XK``."""
@@ -62,10 +62,10 @@ class Counts:
         working += [item.first_backward_K for item in needs]
         working += [item.backward_K + item.gradients_K + item.reused_K for item in needs]
         found_XK: FloatArray = self.counts_XF @ np.stack(counted) + np.stack(working)[self.working_X]
-        pending_CK = np.stack([item.pending_K for item in needs])
-        if pending_CK.any():
-            most_XK = np.where(self.made_XC[:, :, None], pending_CK, 0.0).max(axis=1)
-            own_XK = np.where(self.accumulates_X[:, None] >= 0, pending_CK[self.accumulates_X], 0.0)
+        pending_GK = np.stack([item.pending_K for item in needs])
+        if pending_GK.any():
+            most_XK = np.where(self.made_XG[:, :, None], pending_GK, 0.0).max(axis=1)
+            own_XK = np.where(self.accumulates_X[:, None] >= 0, pending_GK[self.accumulates_X], 0.0)
             found_XK = found_XK + np.maximum(0.0, most_XK - own_XK)
         return found_XK
 
@@ -80,24 +80,24 @@ def counts_of_groups(num_stages: int, num_groups: int, num_microbatches: int) ->
 def _counts(situations: Sequence[Situation], chunks: Sequence[int]) -> Counts:
     place, kinds = {stage: chunk for chunk, stage in enumerate(chunks)}, {kind: n for n, kind in enumerate(COUNTED)}
     counts_XF = np.zeros((len(situations), (len(kinds) + 1) * len(chunks)))
-    made_XC = np.zeros((len(situations), len(chunks)), dtype=bool)
+    made_XG = np.zeros((len(situations), len(chunks)), dtype=bool)
     working_X, accumulates_X = np.zeros(len(situations), dtype=np.int64), np.full(len(situations), -1)
-    in_flight_C = np.zeros(len(chunks), dtype=np.int64)
+    in_flight_G = np.zeros(len(chunks), dtype=np.int64)
     for index, (stage, is_forward, made, counts) in enumerate(situations):
         others = [0] * len(chunks)
         for kind, at, number in counts:
             counts_XF[index, kinds[kind] * len(chunks) + place[at]] = number
             others[place[at]] += number * (kind == "others")
         for at in made:
-            made_XC[index, place[at]] = True
+            made_XG[index, place[at]] = True
             counts_XF[index, len(kinds) * len(chunks) + place[at]] = is_forward or at != stage
         accumulates = not is_forward and stage in made
         accumulates_X[index] = place[stage] if accumulates else -1
         working_X[index] = place[stage] + len(chunks) * (0 if is_forward else 1 + accumulates)
         others[place[stage]] += 1
-        in_flight_C = np.maximum(in_flight_C, others)
+        in_flight_G = np.maximum(in_flight_G, others)
     return Counts(
-        counts_XF=counts_XF, working_X=working_X, made_XC=made_XC, accumulates_X=accumulates_X, in_flight_C=in_flight_C
+        counts_XF=counts_XF, working_X=working_X, made_XG=made_XG, accumulates_X=accumulates_X, in_flight_G=in_flight_G
     )
 
 

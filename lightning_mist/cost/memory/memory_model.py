@@ -254,9 +254,9 @@ class MemoryModel:
             pending_K=working_ZK[3],
             saved_K=plain.saved_K - handed_K,
             handed_K=handed_K,
-            entering_K=costs.boundary_C[candidates.start_K],
-            leaving_K=costs.gradient_boundary_C[candidates.end_K],
-            returned_K=costs.gradient_boundary_C[candidates.start_K],
+            entering_K=costs.boundary_B[candidates.start_K],
+            leaving_K=costs.gradient_boundary_B[candidates.end_K],
+            returned_K=costs.gradient_boundary_B[candidates.start_K],
             forward_K=forward_K,
             first_backward_K=first_backward_K,
             backward_K=working_ZK[2],
@@ -359,7 +359,7 @@ class MemoryModel:
             # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the
             # gradient of the microbatch before.
             costs = self.costs(slot.rows, slot.context_parallel_degree)
-            sent_K = costs.boundary_C[candidates.start_K] + 3 * costs.gradient_boundary_C[candidates.start_K]
+            sent_K = costs.boundary_B[candidates.start_K] + 3 * costs.gradient_boundary_B[candidates.start_K]
             filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
             result.append(("gradient reduction", filled))
             gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)

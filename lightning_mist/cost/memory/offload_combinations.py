@@ -12,9 +12,9 @@ beside them are the offloaded parameters of a third unit. All of it is from the 
 
 Array axes
     B  stages
-    P  ratios of parameters
+    H  ratios of parameters
     G  ratios of gradients
-    O  ratios of optimizer state
+    Z  ratios of optimizer state
     A  ratios of activations
     K  stages with pairs of ratios: of every stage all pairs, those of activations running fastest
 """
@@ -63,27 +63,27 @@ class OffloadParts:
         resident: What pairs of ratios leave on the device, buffers of gradients and all that is never offloaded
             included.
         beside_BG: What of it is there in the optimizer's step.
-        parameters_BP: Parameters that stay, and buffers of others.
-        optimizer_BO: The same of optimizer state.
-        step_BO: The optimizer's temporaries where neither parameters nor gradients are offloaded.
-        unit_BO: The same where some are: of one unit.
-        third_BP: Offloaded parameters of a third unit, which are there in the step.
-        host_parameters_BP: Parameters in host memory.
+        parameters_BH: Parameters that stay, and buffers of others.
+        optimizer_BZ: The same of optimizer state.
+        step_BZ: The optimizer's temporaries where neither parameters nor gradients are offloaded.
+        unit_BZ: The same where some are: of one unit.
+        third_BH: Offloaded parameters of a third unit, which are there in the step.
+        host_parameters_BH: Parameters in host memory.
         host_gradients_BG: Gradients there.
-        host_optimizer_BO: Optimizer state there.
+        host_optimizer_BZ: Optimizer state there.
         host_activations_K: Activations of one microbatch there.
     """
 
     resident: PeakParts
     beside_BG: FloatArray
-    parameters_BP: FloatArray
-    optimizer_BO: FloatArray
-    step_BO: FloatArray
-    unit_BO: FloatArray
-    third_BP: FloatArray
-    host_parameters_BP: FloatArray
+    parameters_BH: FloatArray
+    optimizer_BZ: FloatArray
+    step_BZ: FloatArray
+    unit_BZ: FloatArray
+    third_BH: FloatArray
+    host_parameters_BH: FloatArray
     host_gradients_BG: FloatArray
-    host_optimizer_BO: FloatArray
+    host_optimizer_BZ: FloatArray
     host_activations_K: FloatArray
 
     @classmethod
@@ -112,14 +112,14 @@ class OffloadParts:
         return cls(
             resident=parts,
             beside_BG=owned.resident_K - owned.single_K + parts.always_K[::every].reshape(count, -1),
-            parameters_BP=parameters.resident_K + BUFFERS * parameters.largest_K,
-            optimizer_BO=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
-            step_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], False),
-            unit_BO=step_bytes(model, optimizer, largest_trained(whole)[:, None], True),
-            third_BP=parameters.largest_K,
-            host_parameters_BP=parameters.offloaded_K,
+            parameters_BH=parameters.resident_K + BUFFERS * parameters.largest_K,
+            optimizer_BZ=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
+            step_BZ=step_bytes(model, optimizer, largest_trained(whole)[:, None], False),
+            unit_BZ=step_bytes(model, optimizer, largest_trained(whole)[:, None], True),
+            third_BH=parameters.largest_K,
+            host_parameters_BH=parameters.offloaded_K,
             host_gradients_BG=(gradients if adds_in_host(slot) else owned).offloaded_K,
-            host_optimizer_BO=state * optimizer.offloaded_K,
+            host_optimizer_BZ=state * optimizer.offloaded_K,
             host_activations_K=whole.saved_K[of_K] - resident.saved_K,
         )
 
@@ -131,24 +131,24 @@ class OffloadParts:
         """Those of the stages at some indices."""
         pairs = len(self.host_activations_K) // max(1, len(self))
         index_K = (index_J[:, None] * pairs + np.arange(pairs)).reshape(-1)
-        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith(("_BG", "_BP", "_BO"))}
+        arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith(("_BG", "_BH", "_BZ"))}
         return OffloadParts(
             resident=self.resident.take(index_K), host_activations_K=self.host_activations_K[index_K], **arrays
         )
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
-        """Peak bytes of every stage with every combination of ratios; axes ``B``, ``P``, ``G``, ``O``, ``A``."""
+        """Peak bytes of every stage with every combination of ratios; axes ``B``, ``H``, ``G``, ``Z``, ``A``."""
         pairs_BGA = self.resident.peaks(phases).reshape(*self.beside_BG.shape, -1)
-        offloads_BPG = (self.host_parameters_BP[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
-        step_BPGO = np.where(offloads_BPG[..., None], self.unit_BO[:, None, None], self.step_BO[:, None, None])
-        step_BPGO += (self.third_BP[:, :, None] + self.beside_BG[:, None])[..., None]
-        rest_BPGOA = np.maximum(pairs_BGA[:, None, :, None], step_BPGO[..., None])
-        held_BPO = self.parameters_BP[:, :, None] + self.optimizer_BO[:, None]
-        return rest_BPGOA + held_BPO[:, :, None, :, None]
+        offloads_BHG = (self.host_parameters_BH[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
+        step_BHGZ = np.where(offloads_BHG[..., None], self.unit_BZ[:, None, None], self.step_BZ[:, None, None])
+        step_BHGZ += (self.third_BH[:, :, None] + self.beside_BG[:, None])[..., None]
+        rest_BHGZA = np.maximum(pairs_BGA[:, None, :, None], step_BHGZ[..., None])
+        held_BHZ = self.parameters_BH[:, :, None] + self.optimizer_BZ[:, None]
+        return rest_BHGZA + held_BHZ[:, :, None, :, None]
 
     def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:
         """Pinned host memory of the same."""
         offloaded_BGA = in_flight(phases) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
-        states_BGO = self.host_gradients_BG[:, :, None] + self.host_optimizer_BO[:, None, :]
-        rest_BGOA = offloaded_BGA[:, :, None, :] + states_BGO[..., None]
-        return self.host_parameters_BP[:, :, None, None, None] + rest_BGOA[:, None]
+        states_BGZ = self.host_gradients_BG[:, :, None] + self.host_optimizer_BZ[:, None, :]
+        rest_BGZA = offloaded_BGA[:, :, None, :] + states_BGZ[..., None]
+        return self.host_parameters_BH[:, :, None, None, None] + rest_BGZA[:, None]

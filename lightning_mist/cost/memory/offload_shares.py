@@ -7,7 +7,7 @@ Array axes
     P  parameters
     R  regions
     H  parameters of one stage
-    J  ranks
+    N  ranks
     U  what one rank has of one unit
     V  ratios
 """
@@ -188,11 +188,11 @@ class StateShares:
         code_U, at_H = np.unique(owners_of(bytes_H, ranks) * width + unit_H, return_inverse=True)
         offloaded_VH = bytes_H * np.stack([self.offloaded(ratio, trained=trained)[held_P] for ratio in values])
         all_U, offloaded_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(offloaded_VH, at_H, len(code_U))
-        resident_VJ, offloaded_VJ = (
+        resident_VN, offloaded_VN = (
             _summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - offloaded_VU, offloaded_VU)
         )
         found = np.empty((len(values), len(Shares.__slots__)))
-        for figure, cells in enumerate((resident_VJ, offloaded_VJ, offloaded_VU, all_U, offloaded_VH)):
+        for figure, cells in enumerate((resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH)):
             found[:, figure] = cells.max(axis=1, initial=0.0)
         return found
 

@@ -8,7 +8,7 @@ worked out for every range of regions by itself.
 Array axes
     P  parameters
     R  regions of a stage, in order
-    J  ranks
+    N  ranks
 """
 
 from collections.abc import Sequence
@@ -141,10 +141,10 @@ class Owners:
         """What the fullest rank owns of some parameters: of those that are trained, and of all."""
         bytes_P = self._table.bytes_P[held_P]
         trained_P = bytes_P * (self._table.trainable_P[held_P] > 0)
-        trained_J, every_J = (
+        trained_N, every_N = (
             np.bincount(owner_P, weights=weights_P, minlength=ranks) for weights_P in (trained_P, _padded(bytes_P))
         )
-        return float(trained_J.max(initial=0.0)), float(every_J.max(initial=0.0))
+        return float(trained_N.max(initial=0.0)), float(every_N.max(initial=0.0))
 
     def _owner(self, held_P: BoolArray, ranks: int) -> IntArray:
         """The rank that owns each of some parameters."""
@@ -153,8 +153,8 @@ class Owners:
             return owners_of(sizes_P, ranks)
         owner_P = np.empty(len(sizes_P), dtype=np.int64)
         owner_P[trained_P] = owners_of(sizes_P[trained_P], ranks)
-        loads_J = np.bincount(owner_P[trained_P], weights=sizes_P[trained_P], minlength=ranks)
-        owner_P[~trained_P] = owners_of(sizes_P[~trained_P], ranks, tuple(map(int, loads_J.tolist())))
+        loads_N = np.bincount(owner_P[trained_P], weights=sizes_P[trained_P], minlength=ranks)
+        owner_P[~trained_P] = owners_of(sizes_P[~trained_P], ranks, tuple(map(int, loads_N.tolist())))
         return owner_P
 
     def _ownership(
@@ -191,8 +191,8 @@ def _most_elsewhere(bytes_P: FloatArray, owner_P: IntArray, ranks: int, there_PR
     if ranks > there_PR.sum(axis=0).max(initial=0):
         # Some rank owns none of them.
         return all_R
-    owned_JP = bytes_P * (owner_P == np.arange(ranks)[:, None])
-    result_R: FloatArray = all_R - (owned_JP @ there_PR).min(axis=0)
+    owned_NP = bytes_P * (owner_P == np.arange(ranks)[:, None])
+    result_R: FloatArray = all_R - (owned_NP @ there_PR).min(axis=0)
     return result_R
 
 

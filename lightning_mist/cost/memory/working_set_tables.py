@@ -2,7 +2,7 @@
 
 Array axes
     L  layers
-    S  layer positions ``0 .. L``: where a run of layers starts or ends; or the length of one
+    B  layer positions ``0 .. L``: where a run of layers starts or ends; or the length of one
     X  rows of a table: runs of 0, 1, 2, 4, 8 .. layers
     K  candidate stages
     A  where in a stage: the head, the layer behind it (of several), other layers, the tail
@@ -32,8 +32,8 @@ def run_levels(count: int) -> tuple[IntArray, IntArray]:
     The largest value of a run of ``n`` is that of two entries of the row, at the first of its values and at the last
     one that can begin there: ``n`` less the covered number behind the first.
     """
-    level_S = np.frexp(np.arange(count + 1))[1].astype(np.int64)
-    return level_S, np.where(level_S > 0, 1 << np.maximum(level_S - 1, 0), 0)
+    level_B = np.frexp(np.arange(count + 1))[1].astype(np.int64)
+    return level_B, np.where(level_B > 0, 1 << np.maximum(level_B - 1, 0), 0)
 
 
 def run_maxima(values_L: FloatArray) -> FloatArray:
@@ -50,13 +50,13 @@ def run_maxima(values_L: FloatArray) -> FloatArray:
         The rows, with axes for them, for those of ``values_L`` and for positions.
     """
     count = values_L.shape[-1]
-    table_XS = np.full((count.bit_length() + 1, *values_L.shape[:-1], count + 1), -np.inf)
+    table_XB = np.full((count.bit_length() + 1, *values_L.shape[:-1], count + 1), -np.inf)
     if count:
-        table_XS[1, ..., :-1] = values_L
-    for row in range(2, len(table_XS)):
-        half, below_S = 1 << (row - 2), table_XS[row - 1]
-        np.maximum(below_S[..., :-half], below_S[..., half:], out=table_XS[row, ..., :-half])
-    return table_XS
+        table_XB[1, ..., :-1] = values_L
+    for row in range(2, len(table_XB)):
+        half, below_B = 1 << (row - 2), table_XB[row - 1]
+        np.maximum(below_B[..., :-half], below_B[..., half:], out=table_XB[row, ..., :-half])
+    return table_XB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +145,10 @@ class WorkingSets:
     Attributes:
         gradient_share: Share of the gradients of every layer that stay.
         reduced_R: Gradients that are being reduced while each region runs backward.
-        saved_S: What layers save, summed over those below each position.
-        checkpointed_S: The same of recomputed layers.
-        made_S: The same of the gradients that stay.
-        weight_S: The same of what gradients of weights need.
+        saved_B: What layers save, summed over those below each position.
+        checkpointed_B: The same of recomputed layers.
+        made_B: The same of the gradients that stay.
+        weight_B: The same of what gradients of weights need.
         backward: Of backwards of a stage's last layer, above which nothing is being reduced, and of the others.
         first: The same of backwards that make the gradients.
     """
@@ -183,14 +183,14 @@ class WorkingSets:
                 np.broadcast_to(self.split_backward.waiting_R, single_R.shape),
             )
         )
-        self.saved_S, self.checkpointed_S = self._saved.ravel(), self._checkpointed.ravel()
-        self.made_S, self.weight_S = self._made.ravel(), self._weight.ravel()
+        self.saved_B, self.checkpointed_B = self._saved.ravel(), self._checkpointed.ravel()
+        self.made_B, self.weight_B = self._made.ravel(), self._weight.ravel()
         # A recomputed layer keeps less in its forward than a plain one; its plain peak is an upper bound.
         self.forward = self._table(costs.forward_peak_R, costs.recompute_forward_peak_R, after=False)
         self.backward = self._tables(costs.backward_peak_R, costs.recompute_backward_peak_R, reduced_R)
         first = costs.first_backward_peak_R, costs.first_recompute_backward_peak_R
         self.first = self._tables(*first, reduced_R, -self._made[..., 1:])
-        self._level_S, self._covered_S = run_levels(self.width - 1)
+        self._level_B, self._covered_B = run_levels(self.width - 1)
         self._split: RangeTable | None = None
         self._ended: dict[int, RangeTable] = {}
 
@@ -222,10 +222,10 @@ class WorkingSets:
         Args:
             begin_K: Where runs begin, in their variants.
         """
-        first_K = self._level_S[count_K] * (2 * len(self.saved_S)) + begin_K
+        first_K = self._level_B[count_K] * (2 * len(self.saved_B)) + begin_K
         if not recomputed:
-            first_K += len(self.saved_S)
-        return first_K, first_K + (count_K - self._covered_S[count_K])
+            first_K += len(self.saved_B)
+        return first_K, first_K + (count_K - self._covered_B[count_K])
 
     def last_place(self, end_K: IntArray, *, recomputed: bool) -> IntArray:
         """Where in a table the value of the last layer of stages is, -inf for those without any.
@@ -234,7 +234,7 @@ class WorkingSets:
             end_K: Where they end, in their variants.
         """
         # What is before the first value of anything is the end of a row.
-        return end_K + ((2 if recomputed else 3) * len(self.saved_S) - 1)
+        return end_K + ((2 if recomputed else 3) * len(self.saved_B) - 1)
 
     def _table(
         self,

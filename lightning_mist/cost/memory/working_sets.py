@@ -45,7 +45,7 @@ class StageWorking:
         self._start_K, self._middle_K, self._end_K = (
             self._placed(at_K) for at_K in (runs.start_K, runs.middle_K, runs.end_K)
         )
-        self._checkpointed_K = sets.checkpointed_S[self._start_K]
+        self._checkpointed_K = sets.checkpointed_B[self._start_K]
         self._whole = self._range(runs.end_K)
         costs = sets.costs
         self._head_K: FloatArray | float = costs.shared_saved_bytes
@@ -56,7 +56,7 @@ class StageWorking:
                 runs.middle_K > runs.start_K, runs.edge(costs.checkpointed_saved_R, 0), runs.edge(costs.saved_R, 0)
             )
             self._head_K = np.where(runs.is_first_K, saved_K, costs.shared_saved_bytes)
-        plain_K = sets.saved_S[self._end_K] - sets.saved_S[self._middle_K]
+        plain_K = sets.saved_B[self._end_K] - sets.saved_B[self._middle_K]
         self._before_tail_K = self._head_K + self._whole.recomputed_K + plain_K
         self.saved_K = self._before_tail_K
         if self._has_tail:
@@ -74,8 +74,8 @@ class StageWorking:
         place_EXK, below_XK = np.empty((2, 2, len(end_K)), dtype=np.int64), np.empty((2, len(end_K)))
         place_EXK[:, 0] = sets.places(self._start_K, middle_K - runs.start_K, recomputed=True)
         place_EXK[:, 1] = sets.places(placed_K, end_K - middle_K, recomputed=False)
-        below_XK[0], below_XK[1] = self._checkpointed_K, sets.saved_S[placed_K]
-        return _Range(place_EXK, below_XK, sets.checkpointed_S[placed_K] - self._checkpointed_K)
+        below_XK[0], below_XK[1] = self._checkpointed_K, sets.saved_B[placed_K]
+        return _Range(place_EXK, below_XK, sets.checkpointed_B[placed_K] - self._checkpointed_K)
 
     def _over(self, table: RangeTable, layers: _Range) -> FloatArray:
         """The maximum over layers."""
@@ -121,7 +121,7 @@ class StageWorking:
         """The value of the stage's last layer."""
         sets, end_K = self.sets, self._end_K
         recomputed_K = table.flat[sets.last_place(end_K, recomputed=True)] - self._checkpointed_K
-        plain_K = table.flat[sets.last_place(end_K, recomputed=False)] - sets.saved_S[self._middle_K]
+        plain_K = table.flat[sets.last_place(end_K, recomputed=False)] - sets.saved_B[self._middle_K]
         plain_K = plain_K + self._whole.recomputed_K
         return np.where(self._is_recomputed_K, recomputed_K, plain_K) + self._head_K
 
@@ -193,7 +193,7 @@ class StageWorking:
         above_head_K = sets.gradient_share * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
         # Layer k finds all gradients but the head's and those of the layers from the first up to itself. Parameters
         # that several parts use are made by the last of them; if that is no tail, assume the earliest time.
-        before_K = above_head_K + sets.made_S[self._start_K]
+        before_K = above_head_K + sets.made_B[self._start_K]
         layers_K = self._layers_backward(sets.first, 0.0) + before_K
         head_K = (
             self._head_K + (runs.edge(costs.first_backward_peak_R, 0) + runs.edge(sets.reduced_R, 0)) + above_head_K
@@ -208,7 +208,7 @@ class StageWorking:
     def _before_tail_gradients(self) -> FloatArray:
         """Gradients that exist before the tail's backward, by the assumption above."""
         sets, runs = self.sets, self._runs
-        layers_K = sets.made_S[self._end_K] - sets.made_S[self._start_K]
+        layers_K = sets.made_B[self._end_K] - sets.made_B[self._start_K]
         edges_K = runs.head_gradient_bytes_K + runs.tail_gradient_bytes_K
         return sets.gradient_share * (runs.gradient_bytes_K - edges_K) - layers_K
 
@@ -216,7 +216,7 @@ class StageWorking:
         """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
         sets, runs = self.sets, self._runs
         weight_R = sets.split_backward.waiting_R
-        layers_K = sets.weight_S[self._end_K] - sets.weight_S[self._start_K]
+        layers_K = sets.weight_B[self._end_K] - sets.weight_B[self._start_K]
         result_K: FloatArray = layers_K + runs.is_first_K * weight_R[0] + runs.is_last_K * weight_R[-1]
         return result_K
 
@@ -224,7 +224,7 @@ class StageWorking:
         """Largest bytes alive in a backward that makes input gradients only, its saved bytes included."""
         sets, runs, split_backward = self.sets, self._runs, self.sets.split_backward
         # Layer k finds what the weight gradients of the layers above it need.
-        above_K = sets.weight_S[self._end_K] + runs.is_last_K * split_backward.waiting_R[-1]
+        above_K = sets.weight_B[self._end_K] + runs.is_last_K * split_backward.waiting_R[-1]
         layers_K = self._over(sets.split, self._whole) + above_K
         whole_K = self.waiting()
         head_K = self._head_K + runs.edge(split_backward.peak_R, 0) + whole_K - split_backward.waiting_R[0]
@@ -261,7 +261,7 @@ class StageWorking:
             progressive: Whether the last backward is also the first, so that gradients appear in it.
         """
         sets, runs = self.sets, self._runs
-        final_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K + sets.made_S[self._start_K]
+        final_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K + sets.made_B[self._start_K]
         full_K = runs.gradient_bytes_K
         once_K = self._over(sets.ended(1), self._whole) + final_K
         if progressive:

@@ -14,7 +14,7 @@ each of them does with nodes of other parts is in a profile of its own (``seams`
 
 Array axes
     K  candidates
-    C  cuts between layers
+    B  cuts between layers
 """
 
 from collections.abc import Hashable, Sequence
@@ -166,10 +166,10 @@ def of_cuts(
     Args:
         sending: Whether these send what it is about, which is an activation at their end.
     """
-    activation_C, gradient_C = seconds
+    activation_B, gradient_B = seconds
     if sending:
-        return activation_C[candidates.end_K], gradient_C[candidates.start_K]
-    return activation_C[candidates.start_K], gradient_C[candidates.end_K]
+        return activation_B[candidates.end_K], gradient_B[candidates.start_K]
+    return activation_B[candidates.start_K], gradient_B[candidates.end_K]
 
 
 def cut_seconds(
@@ -188,8 +188,8 @@ def cut_seconds(
     sides = (behind, _ends(slot, seams, index, index + 1)), (before, _ends(slot, seams, index - 1, index))
     activation, gradient = sides if sending else sides[::-1]
     return (
-        _crossing_seconds(profile, cluster, slot, *activation, costs.boundary_C, _tensors(memory)),
-        _crossing_seconds(profile, cluster, slot, *gradient, costs.gradient_boundary_C, _tensors(memory, trained=True)),
+        _crossing_seconds(profile, cluster, slot, *activation, costs.boundary_B, _tensors(memory)),
+        _crossing_seconds(profile, cluster, slot, *gradient, costs.gradient_boundary_B, _tensors(memory, trained=True)),
     )
 
 
@@ -216,15 +216,15 @@ def _tensors(memory: MemoryModel, *, trained: bool = False) -> FloatArray:
 
 
 def _mean_crossing(
-    profile: HardwareProfile, cluster: Cluster, slot: StageSlot, payload_C: FloatArray, tensors_C: FloatArray
+    profile: HardwareProfile, cluster: Cluster, slot: StageSlot, payload_B: FloatArray, tensors_B: FloatArray
 ) -> FloatArray:
     """Seconds of a boundary of a pipeline of which nobody knows where it lies: the mean over boundaries."""
-    inside_C = collective_seconds(profile, "send_recv", 2, 1, payload_C, tensors_C)
+    inside_B = collective_seconds(profile, "send_recv", 2, 1, payload_B, tensors_B)
     share = _outward(cluster, slot)
     if not share:
-        return inside_C
-    across_C = collective_seconds(profile, "send_recv", 2, 2, payload_C * share, tensors_C)
-    return inside_C + share * np.maximum(0.0, across_C - inside_C)
+        return inside_B
+    across_B = collective_seconds(profile, "send_recv", 2, 2, payload_B * share, tensors_B)
+    return inside_B + share * np.maximum(0.0, across_B - inside_B)
 
 
 def _crossing_seconds(
@@ -233,13 +233,13 @@ def _crossing_seconds(
     slot: StageSlot,
     crossing: Crossing | None,
     seam: Sequence[HardwareProfile],
-    payload_C: FloatArray,
-    tensors_C: FloatArray,
+    payload_B: FloatArray,
+    tensors_B: FloatArray,
 ) -> FloatArray:
     if seam and crossing is None:
-        return _over_seam(seam, "send_recv", payload_C, tensors_C)
+        return _over_seam(seam, "send_recv", payload_B, tensors_B)
     if slot.placement is None or crossing is None:
-        return _mean_crossing(profile, cluster, slot, payload_C, tensors_C)
+        return _mean_crossing(profile, cluster, slot, payload_B, tensors_B)
     own = crossing is slot.placement.before
     ends = (
         (crossing.sent, crossing.sent_messages, crossing.sent * crossing.sharing),
@@ -248,19 +248,19 @@ def _crossing_seconds(
     if seam:
         # Both ends wait for the slower one, on a CPU too.
         share, count = (max(end[place] for end in ends) for place in (0, 1))
-        whole_C, messages_C = payload_C / slot.placement.share, tensors_C * count
-        inside = [collective_seconds(end, "send_recv", 2, 1, whole_C * share, messages_C) for end in seam]
+        whole_B, messages_B = payload_B / slot.placement.share, tensors_B * count
+        inside = [collective_seconds(end, "send_recv", 2, 1, whole_B * share, messages_B) for end in seam]
         across = [
-            collective_seconds(profile, "send_recv", 2, 2, whole_C * end[2], messages_C)
+            collective_seconds(profile, "send_recv", 2, 2, whole_B * end[2], messages_B)
             for profile, end in zip(seam, ends, strict=True)
         ]
-        slower_C: FloatArray = np.maximum.reduce([*inside, *across])
-        return slower_C
+        slower_B: FloatArray = np.maximum.reduce([*inside, *across])
+        return slower_B
     # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
     part, messages, load = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
-    whole_C, messages_C = payload_C / slot.placement.share, tensors_C * messages
-    inside_C = collective_seconds(profile, "send_recv", 2, 1, whole_C * part, messages_C)
+    whole_B, messages_B = payload_B / slot.placement.share, tensors_B * messages
+    inside_B = collective_seconds(profile, "send_recv", 2, 1, whole_B * part, messages_B)
     if not crossing.across:
-        return inside_C
-    across_C = collective_seconds(profile, "send_recv", 2, 2, whole_C * load, messages_C)
-    return np.maximum(inside_C, across_C)
+        return inside_B
+    across_B = collective_seconds(profile, "send_recv", 2, 2, whole_B * load, messages_B)
+    return np.maximum(inside_B, across_B)

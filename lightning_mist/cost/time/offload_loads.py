@@ -7,9 +7,9 @@ several units use is fetched for each of them.
 Array axes
     K  candidates
     Q  distinct questions among them: place, ZeRO stage, ratios, and the parts of the rank that has most
-    S  places
-    M  memory models: degrees of tensor parallelism
-    N  what a unit has to do
+    G  places
+    D  memory models: degrees of tensor parallelism
+    W  what a unit has to do
     R  units, which are regions; padded in front by one that is empty, and behind by two
     P  parameters
 """
@@ -138,11 +138,11 @@ class Loads:
         Fetching and moving away the activations of a layer that is not recomputed, and of one that is.
 
     Attributes:
-        seconds_NQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
+        seconds_WQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
         waits_Q: Whether computing waits for parameters that are fetched, to give them out (ZeRO-3); 1 or 0.
     """
 
-    seconds_NQR: FloatArray
+    seconds_WQR: FloatArray
     waits_Q: FloatArray
 
     @classmethod
@@ -159,25 +159,25 @@ class Loads:
 
     def __len__(self) -> int:
         """Number of questions."""
-        return int(self.seconds_NQR.shape[1])
+        return int(self.seconds_WQR.shape[1])
 
     def __getitem__(self, name: str) -> FloatArray:
         """Seconds of every unit by question."""
-        found_QR: FloatArray = self.seconds_NQR[_PLACE[name]]
+        found_QR: FloatArray = self.seconds_WQR[_PLACE[name]]
         return found_QR
 
     @property
     def width(self) -> int:
         """Number of units, those that are made up included."""
-        return int(self.seconds_NQR.shape[2])
+        return int(self.seconds_WQR.shape[2])
 
     def table(self, unit_X: IntArray) -> FloatArray:
         """All seconds of some padded units; axes: which, ``Q``, ``X``."""
-        return self.seconds_NQR[:, :, unit_X]
+        return self.seconds_WQR[:, :, unit_X]
 
     def differs(self) -> BoolArray:
         """Of every padded unit but the first, whether it differs from the one before."""
-        found: BoolArray = (self.seconds_NQR[:, :, 1:] != self.seconds_NQR[:, :, :-1]).any(axis=(0, 1))
+        found: BoolArray = (self.seconds_WQR[:, :, 1:] != self.seconds_WQR[:, :, :-1]).any(axis=(0, 1))
         return found
 
 
@@ -185,18 +185,18 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
     """The loads of stages that offload, and which row of them each stage has."""
     candidates = stages.candidates
     offload = ratios_of(candidates)
-    memories, memory_S = _memories(stages.places)
+    memories, memory_G = _memories(stages.places)
     low_K, high_K = covered(memories[0].spec, candidates.start_K, candidates.end_K)
-    trained_MR = np.stack([memory.holdings.table.trained_R for memory in memories])
-    prefix_MR, memory_K = prefix_sums(trained_MR), memory_S[stages.place_K]
-    trained_K = prefix_MR[memory_K, high_K] - prefix_MR[memory_K, low_K]
+    trained_DR = np.stack([memory.holdings.table.trained_R for memory in memories])
+    prefix_DR, memory_K = prefix_sums(trained_DR), memory_G[stages.place_K]
+    trained_K = prefix_DR[memory_K, high_K] - prefix_DR[memory_K, low_K]
     # Parameters are given out unit by unit where they are updated beside the first forward.
     update_K = stages.update_K * offload.is_updated_by_units_K
     totals = update_K, stages.reduce_K, stages.gather_K * stages.is_deferred_K
-    rows_MR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
+    rows_DR = np.stack([memory.holdings.table.reduced_row_R for memory in memories])
     columns = (
         stages.place_K,
-        rows_MR[memory_K, low_K],
+        rows_DR[memory_K, low_K],
         candidates.zero_stage_K,
         offload.parameters_K,
         offload.gradients_K,
@@ -216,8 +216,8 @@ class _Questions:
         self.places, self.rates = places, rates
         place_Q, row_Q, *self.columns = questions_QX.T
         self.place_Q, self.row_Q = place_Q.astype(np.int64), row_Q.astype(np.int64)
-        self.memories, memory_S = _memories(places)
-        self.memory_Q = memory_S[self.place_Q]
+        self.memories, memory_G = _memories(places)
+        self.memory_Q = memory_G[self.place_Q]
 
     def loads(self) -> Loads:
         """Seconds of every unit."""
@@ -234,8 +234,8 @@ class _Questions:
         is_layer_R = np.ones(trained_QR.shape[1])
         is_layer_R[[0, -1]] = 0.0
         saved_QR, checkpoint_QR = (
-            activations_Q[:, None] * is_layer_R * np.stack(bytes_SR)[self.place_Q]
-            for bytes_SR in ([item.saved_R for item in costs], [item.checkpointed_saved_R for item in costs])
+            activations_Q[:, None] * is_layer_R * np.stack(bytes_GR)[self.place_Q]
+            for bytes_GR in ([item.saved_R for item in costs], [item.checkpointed_saved_R for item in costs])
         )
         # The first microbatch of a batch has no gradients to fetch.
         accumulates_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
@@ -270,12 +270,12 @@ class _Questions:
         if not any(units):
             return np.zeros((1, width)), np.zeros((1, width))
         rows = max(len(item.reduce_FR) for item in units if item is not None)
-        unshard_SR, reduce_SFR = np.zeros((len(units), width)), np.zeros((len(units), rows, width))
+        unshard_GR, reduce_GFR = np.zeros((len(units), width)), np.zeros((len(units), rows, width))
         for index, item in enumerate(units):
             if item is not None:
-                unshard_SR[index] = item.unshard_R
-                reduce_SFR[index, : len(item.reduce_FR)] = item.reduce_FR
-        return unshard_SR[self.place_Q], reduce_SFR[self.place_Q, self.row_Q]
+                unshard_GR[index] = item.unshard_R
+                reduce_GFR[index, : len(item.reduce_FR)] = item.reduce_FR
+        return unshard_GR[self.place_Q], reduce_GFR[self.place_Q, self.row_Q]
 
     def _offloaded(self, ratio_Q: FloatArray, of: OffloadedBytes) -> FloatArray:
         """Offloaded bytes of every unit, where every unit fetches what it uses; axes ``Q``, ``R``."""
@@ -300,11 +300,11 @@ def _memories(places: Sequence[CopyPlace]) -> tuple[list[MemoryModel], IntArray]
 
 def _parts(stages: CopyStages) -> FloatArray:
     """As :func:`parts_of_ranks`, wherever candidates are."""
-    memories, memory_S = _memories(stages.places)
+    memories, memory_G = _memories(stages.places)
     ranks_K = np.array([place.slot.shard_degree for place in stages.places], dtype=np.int64)[stages.place_K]
     found_XK = np.ones((4, len(stages.candidates)))
     for index, memory in enumerate(memories):
-        at_J = np.flatnonzero(memory_S[stages.place_K] == index)
+        at_J = np.flatnonzero(memory_G[stages.place_K] == index)
         found_XK[:, at_J] = parts_of_ranks(memory, ranks_K[at_J], stages.candidates.take(at_J))
     return found_XK
 

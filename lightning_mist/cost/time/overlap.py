@@ -5,7 +5,7 @@ The model, a fluid whose speeds depend on which channels are active, is that of
 their sum.
 
 Array axes
-    C  channels, in the order of ``CHANNELS``
+    H  channels, in the order of ``CHANNELS``
     K  candidates
 """
 
@@ -38,15 +38,15 @@ def concurrent_seconds(
         ValueError: If a load is negative or not finite.
     """
     loads = np.broadcast_arrays(compute_K, network_K, to_device_K, to_host_K)
-    load_CK = np.stack([np.asarray(load, dtype=np.float64) for load in loads])
-    least, most = load_CK.min(initial=0.0), load_CK.max(initial=0.0)
+    load_HK = np.stack([np.asarray(load, dtype=np.float64) for load in loads])
+    least, most = load_HK.min(initial=0.0), load_HK.max(initial=0.0)
     # What is not a number is neither.
     if not (least >= 0.0 and most < np.inf):
         raise ValueError(f"loads from {least} to {most} s: they are finite and not negative")
     if interference is None:
-        summed_K: FloatArray = load_CK.sum(axis=0)
+        summed_K: FloatArray = load_HK.sum(axis=0)
         return summed_K
-    return seconds_together(load_CK, speed_table(interference, across_nodes))
+    return seconds_together(load_HK, speed_table(interference, across_nodes))
 
 
 def beyond_computing(

@@ -47,4 +47,4 @@ def test_the_most_microbatches_in_flight_are_those_of_some_situation(shape):
             for at, _, _, there in situations:
                 held = {where: number for kind, where, number in there if kind == "others"}
                 most = max(most, held.get(stage, 0) + (at == stage))
-            assert counts.in_flight_C[chunk] == most
+            assert counts.in_flight_G[chunk] == most

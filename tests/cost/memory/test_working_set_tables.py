@@ -12,9 +12,9 @@ from tests.specs import spec
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 80])
 def test_two_entries_of_a_table_give_the_maximum_of_any_run(count):
     values = np.random.default_rng(count).normal(size=count)
-    table, (level_S, covered_S) = run_maxima(values), run_levels(count)
+    table, (level_B, covered_B) = run_maxima(values), run_levels(count)
     for start, end in itertools.combinations_with_replacement(range(count + 1), 2):
-        row, last = level_S[end - start], end - covered_S[end - start]
+        row, last = level_B[end - start], end - covered_B[end - start]
         assert max(table[row, start], table[row, last]) == max(values[start:end], default=-np.inf)
         assert start <= last
 
@@ -45,7 +45,7 @@ def test_places_in_a_table_are_of_a_run_in_its_variant():
 
 def _last(sets, table):
     """The value of the last layer before each position, plain."""
-    return table.flat[sets.last_place(np.arange(len(sets.saved_S)), recomputed=False)]
+    return table.flat[sets.last_place(np.arange(len(sets.saved_B)), recomputed=False)]
 
 
 def test_only_where_gradients_are_reduced_the_top_layer_differs():
@@ -57,7 +57,7 @@ def test_only_where_gradients_are_reduced_the_top_layer_differs():
     trained_R = np.arange(5) * 1000.0
     sharded = WorkingSets(model.costs(2), single_R, Sharding(gradient_share=0.5, trained_R=trained_R))
     assert sharded.reduced_R[0] == 1000.0
-    assert (sharded.made_S == plain.made_S / 2).all()
+    assert (sharded.made_B == plain.made_B / 2).all()
     # Of one layer both tables differ by what is reduced of the layer above.
     top, others = sharded.backward
     assert _last(sharded, others)[1:] - _last(sharded, top)[1:] == pytest.approx(trained_R[2:])
@@ -68,8 +68,8 @@ def test_gradients_of_layers_below_are_taken_off_as_often_as_is_said():
     sets = WorkingSets(model.costs(1), model.holdings.table.single_R)
     assert sets.ended(1) is sets.ended(1)
     for times in (0, 1, 2):
-        less_S = times * sets.made_S[:-1]
-        assert (_last(sets, sets.ended(times))[1:] == sets.saved_S[:-1] - less_S).all()
+        less_B = times * sets.made_B[:-1]
+        assert (_last(sets, sets.ended(times))[1:] == sets.saved_B[:-1] - less_B).all()
 
 
 def test_variants_lie_one_after_another():
@@ -83,8 +83,8 @@ def test_variants_lie_one_after_another():
             replace(costs, **{name: values[variant] for name, values in changed.items()}), factor * single_R
         )
         at = slice(variant * both.width, (variant + 1) * both.width)
-        assert np.array_equal(both.saved_S[at], alone.saved_S)
-        assert np.array_equal(both.made_S[at], alone.made_S)
+        assert np.array_equal(both.saved_B[at], alone.saved_B)
+        assert np.array_equal(both.made_B[at], alone.made_B)
         for mine, other in (
             (both.first[0], alone.first[0]),
             (both.ended(1), alone.ended(1)),
