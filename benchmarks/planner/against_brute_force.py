@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.tuner.exact import PRECISION
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 from tests.tuner.instances import random_instance
 from tests.tuner.verdicts import Verdict, asked_before, verdict_of
 

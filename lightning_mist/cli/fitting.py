@@ -69,8 +69,8 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
 
     Else it is the last that was made, or the first one where with less memory there is none; their estimates say so.
     """
-    from lightning_mist.tuner.budget import tensor_share
     from lightning_mist.tuner.infeasible import UndecidedError
+    from lightning_mist.tuner.space import tensor_share
 
     limit = asked["memory_limit"]
     first = Fitting(result=result, asked=asked, estimate=estimate_of(planner, result.plan, limit))

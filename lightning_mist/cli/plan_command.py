@@ -173,7 +173,7 @@ def _search(request: PlanRequest, options: SearchOptions) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
-    from lightning_mist.tuner.budget import check_memory_limit
+    from lightning_mist.tuner.space import check_memory_limit
 
     limit, host_limit = (
         None if text is None else parse_bytes(text) for text in (request.memory_limit, request.host_memory_limit)
@@ -233,7 +233,7 @@ def _degrees(search: "SearchSpace", machine: "AnyCluster") -> tuple[int, ...]:
 
 def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) -> None:
     from lightning_mist.explain import explanation_data
-    from lightning_mist.tuner.result import CLOSED_FORM_AND_CLOCK
+    from lightning_mist.tuner.select import CLOSED_FORM_AND_CLOCK
 
     if json:
         more: dict[str, Any] = {"explanation": explanation_data(why)} if explain else {}

@@ -39,11 +39,10 @@ from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OffloadRatios, Plan
 from lightning_mist.tuner.infeasible import UndecidedError
-from lightning_mist.tuner.mixed import mixed_stages
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.search_space import OFFLOADED
-from lightning_mist.tuner.space import SearchSpace
-from lightning_mist.tuner.uniform_plans import Shortage, UniformPlans, fastest_uniform
+from lightning_mist.tuner.search import mixed_stages
+from lightning_mist.tuner.select import Shortage, UniformPlans, fastest_uniform
+from lightning_mist.tuner.space import OFFLOADED, SearchSpace
 from lightning_mist.units import format_bytes
 
 _GRID = SearchSpace(equal_stages=True, zero_stages=(0, 1), offload=(), schedules=("1f1b", "interleaved-1f1b"))

@@ -7,10 +7,8 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.explain.baseline_plans import Baseline
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.plan_text import settings_of
-from lightning_mist.tuner.choose import LEAST_GAIN
-from lightning_mist.tuner.problem import PRECISION
-from lightning_mist.tuner.result import LEAST_SHARE, Alternative, Status, TuneResult
-from lightning_mist.tuner.simplest import ALIKE
+from lightning_mist.tuner.inter_stage import PRECISION
+from lightning_mist.tuner.select import ALIKE, LEAST_GAIN, LEAST_SHARE, Alternative, Status, TuneResult
 
 OURS = "this plan"
 """What the plan itself is called."""

@@ -19,7 +19,7 @@ from lightning_mist.explain.explanation import (
 )
 from lightning_mist.explain.findings import is_hardly
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.result import LEAST_SHARE
+from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
 
 SIMILAR = 0.1

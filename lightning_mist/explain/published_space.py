@@ -14,11 +14,10 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.choose import CLOCKED, clocked, make_plan, step_seconds_of_plan
-from lightning_mist.tuner.exact import solve
-from lightning_mist.tuner.intra_stage import IntraStage, SlotChoices
+from lightning_mist.tuner.candidates import IntraStage, SlotChoices
+from lightning_mist.tuner.inter_stage import Answer, InterStageProblem, solve
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.problem import Answer, InterStageProblem
+from lightning_mist.tuner.select import CLOCKED, clocked, make_plan, step_seconds_of_plan
 from lightning_mist.tuner.space import SearchSpace, Space, divisors
 
 MOST_SECONDS = 4.0

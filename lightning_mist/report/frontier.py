@@ -10,9 +10,9 @@ from lightning_mist.plan import Plan
 from lightning_mist.plan.plan_tables import counted
 from lightning_mist.report.figures import INK, PAPER, SHADE, time_unit
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.budget import tensor_share
 from lightning_mist.tuner.infeasible import UndecidedError
-from lightning_mist.tuner.result import LEAST_SHARE
+from lightning_mist.tuner.select import LEAST_SHARE
+from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes, format_seconds
 
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

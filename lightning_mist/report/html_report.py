@@ -14,7 +14,7 @@ from lightning_mist.report.html_tables import comparison_table, memory_section, 
 from lightning_mist.report.timeline import timeline_of
 from lightning_mist.runtime.support import unsupported
 from lightning_mist.schedule import Simulation, simulate_plan
-from lightning_mist.tuner.result import TuneResult
+from lightning_mist.tuner.select import TuneResult
 from lightning_mist.units import format_bytes, format_seconds
 
 

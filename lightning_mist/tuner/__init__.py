@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_mist.tuner.planner import Planner, tune
-    from lightning_mist.tuner.result import Alternative, TuneResult, TuneStats
-    from lightning_mist.tuner.search_space import SearchSpace
-    from lightning_mist.tuner.space import degrees_to_try
+    from lightning_mist.tuner.select import Alternative, TuneResult, TuneStats
+    from lightning_mist.tuner.space import SearchSpace, degrees_to_try
 
 __all__ = [
     "Alternative",
@@ -24,9 +23,8 @@ __all__ = [
 
 _HOMES = {
     "planner": ("Planner", "tune"),
-    "result": ("Alternative", "TuneResult", "TuneStats"),
-    "search_space": ("SearchSpace",),
-    "space": ("degrees_to_try",),
+    "select": ("Alternative", "TuneResult", "TuneStats"),
+    "space": ("SearchSpace", "degrees_to_try"),
 }
 
 

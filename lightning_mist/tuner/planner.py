@@ -1,8 +1,8 @@
-"""A planner of one network on one machine; see :mod:`lightning_mist.tuner.search` for the search itself.
+"""A planner of one network on one machine; see :mod:`lightning_mist.tuner.search.search_loop` for the search itself.
 
-The pipelines of a search (:mod:`lightning_mist.tuner.search`) are solved by the closed form of the step. All that are
-near the best are then run on the clock, and the fastest there is the winner
-(:mod:`lightning_mist.tuner.choose`).
+The pipelines of a search (:mod:`lightning_mist.tuner.search.search_loop`) are solved by the closed form of the step.
+All that are near the best are then run on the clock, and the fastest there is the winner
+(:mod:`lightning_mist.tuner.select.selection`).
 """
 
 from collections.abc import Iterable
@@ -19,18 +19,22 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
-from lightning_mist.tuner import space as search_space
-from lightning_mist.tuner.budget import USABLE_MEMORY, host_bytes_of_each, host_notes, usable_bytes
-from lightning_mist.tuner.choose import choose, make_plan
-from lightning_mist.tuner.exact import PRECISION
+from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
-from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.mixed import MixedStages, Stages, mixed_stages
-from lightning_mist.tuner.pipelines import AlikePipelines, Pipelines
-from lightning_mist.tuner.replicas import search_copies
-from lightning_mist.tuner.result import Status, TuneResult, TuneStats
-from lightning_mist.tuner.search import Outcome, search_pipelines
-from lightning_mist.tuner.space import SearchSpace, Space
+from lightning_mist.tuner.inter_stage import PRECISION
+from lightning_mist.tuner.search import (
+    AlikePipelines,
+    MixedStages,
+    Outcome,
+    Pipelines,
+    Stages,
+    mixed_stages,
+    search_copies,
+    search_pipelines,
+)
+from lightning_mist.tuner.select import Status, TuneResult, TuneStats, choose, make_plan
+from lightning_mist.tuner.space import USABLE_MEMORY, SearchSpace, Space, host_bytes_of_each, host_notes, usable_bytes
+from lightning_mist.tuner.space import applied_space as search_space
 from lightning_mist.units import format_bytes
 
 
@@ -125,7 +129,8 @@ class Planner:
             global_batch_size: Rows that one Lightning batch brings over all devices.
             memory_limit: Bytes of each device that may be used in all; see :func:`usable_bytes`.
             host_memory_limit: Bytes of host memory of each node that offloading may take, its devices equal parts; by
-                default a share of what the hosts have, see :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
+                default a share of what the hosts have, see
+                :func:`~lightning_mist.tuner.space.memory_budget.usable_host_bytes`.
             search: Limits of the search; by default none.
 
         Raises:
@@ -167,10 +172,10 @@ def tune(
             catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes of each device that may be used in all; see
-            :func:`~lightning_mist.tuner.budget.usable_bytes`.
+            :func:`~lightning_mist.tuner.space.memory_budget.usable_bytes`.
         host_memory_limit: Bytes of host memory of each node that offloading may take, of which every device may take
             an equal part; by default a share of what the hosts have, see
-            :func:`~lightning_mist.tuner.budget.usable_host_bytes`.
+            :func:`~lightning_mist.tuner.space.memory_budget.usable_host_bytes`.
         search: Limits of the search; by default none.
 
     Raises:

@@ -10,7 +10,7 @@ from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan import row_slice
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError
-from lightning_mist.tuner.search_space import OFFLOADED
+from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 
 NAMES = [

@@ -8,8 +8,8 @@ from lightning_mist.explain.published_space import MICROBATCH_ROWS, Asked, publi
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.search_space import OFFLOADED
-from lightning_mist.tuner.space import Shape
+from lightning_mist.tuner.space.applied_space import Shape
+from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 
 DEVICES, ROWS, LAYERS = 2, 8, 4

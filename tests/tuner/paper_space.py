@@ -11,10 +11,10 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from lightning_mist.tuner.exact import solve
-from lightning_mist.tuner.inter_stage import solve_program
-from lightning_mist.tuner.pareto import non_dominated
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.candidates.pareto import non_dominated
+from lightning_mist.tuner.inter_stage.exact_solver import solve
+from lightning_mist.tuner.inter_stage.flow_program import solve_program
+from lightning_mist.tuner.inter_stage.problem import InterStageProblem
 from tests.cost import paper_time
 from tests.cost import test_paper_memory as paper_memory
 from tests.cost.paper_time import BLOCK_PARAMETERS, EDGE_PARAMETERS, HALF_BYTES, HEAD, TAIL

@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 
-from lightning_mist.tuner.intra_stage import EVERY_PART, SlotChoices
-from lightning_mist.tuner.layer_ranges import ANYWHERE
-from lightning_mist.tuner.problem import Family, InterStageProblem
+from lightning_mist.tuner.candidates.intra_stage import EVERY_PART, SlotChoices
+from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
+from lightning_mist.tuner.space.layer_ranges import ANYWHERE
 
 
 def slot(start, layers, devices, steady, boundary, part=None):

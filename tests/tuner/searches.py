@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from lightning_mist.tuner import SearchSpace, search
-from lightning_mist.tuner.exact import solve
-from lightning_mist.tuner.pipelines import AlikePipelines
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner.inter_stage.exact_solver import solve
+from lightning_mist.tuner.inter_stage.problem import InterStageProblem
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.problem import InterStageProblem
+from lightning_mist.tuner.search import search_loop as search
+from lightning_mist.tuner.search.pipelines import AlikePipelines
 from tests.specs import cluster, profile, spec
 
 

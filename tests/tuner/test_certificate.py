@@ -3,9 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import inter_stage
-from lightning_mist.tuner.milp import Program, SolverError
-from lightning_mist.tuner.problem import PRECISION
+from lightning_mist.tuner.inter_stage import flow_program as inter_stage
+from lightning_mist.tuner.inter_stage.highs import Program, SolverError
+from lightning_mist.tuner.inter_stage.problem import PRECISION
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.tuner.choices import SlotChoices, with_peaks_as_seconds
-from lightning_mist.tuner.space import Shape
+from lightning_mist.tuner.candidates.choices import SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.space.applied_space import Shape
 from tests.tuner.problems import slot
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict
-from lightning_mist.tuner import Planner, SearchSpace, simplest
-from lightning_mist.tuner.choose import clocked, step_seconds_of_plan
-from lightning_mist.tuner.simplest import simplicity, techniques
+from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.tuner.select import simplest_plan as simplest
+from lightning_mist.tuner.select.selection import clocked, step_seconds_of_plan
+from lightning_mist.tuner.select.simplest_plan import simplicity, techniques
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 

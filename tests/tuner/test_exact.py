@@ -3,9 +3,9 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.exact import PRECISION, least_peak, solve, solve_each, solve_family
-from lightning_mist.tuner.layer_ranges import ANYWHERE
-from lightning_mist.tuner.problem import Family, InterStageProblem
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION, least_peak, solve, solve_each, solve_family
+from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
+from lightning_mist.tuner.space.layer_ranges import ANYWHERE
 from tests.tuner.problems import brute_force, random_family, random_problem, slot, small_seeds
 
 

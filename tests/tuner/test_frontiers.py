@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.choices import SlotChoices
-from lightning_mist.tuner.layer_ranges import places_behind
+from lightning_mist.tuner.candidates.choices import SlotChoices
+from lightning_mist.tuner.space.layer_ranges import places_behind
 from tests.tuner.test_offload_search import MACHINES, NETWORKS, make
 
 

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import inter_stage, milp
-from lightning_mist.tuner.exact import PRECISION, solve
-from lightning_mist.tuner.inter_stage import solve_program
-from lightning_mist.tuner.problem import Answer
+from lightning_mist.tuner.inter_stage import flow_program as inter_stage
+from lightning_mist.tuner.inter_stage import highs as milp
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION, solve
+from lightning_mist.tuner.inter_stage.flow_program import solve_program
+from lightning_mist.tuner.inter_stage.problem import Answer
 from tests.tuner.problems import brute_force, random_problem, small_seeds
 
 TOLERANCE = 1e-6

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import SearchSpace, least
-from lightning_mist.tuner.least import LateError, LeastMemory
+from lightning_mist.tuner import SearchSpace
+from lightning_mist.tuner import minimum_memory as least
+from lightning_mist.tuner.minimum_memory import LateError, LeastMemory
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.space import Shape
+from lightning_mist.tuner.space.applied_space import Shape
 from tests.specs import cluster, profile, spec
 
 OFFLOAD = {"offload": ("optimizer", "activations"), "offload_ratios": (0.5, 1.0)}

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.milp import Program
+from lightning_mist.tuner.inter_stage.highs import Program
 
 
 def knapsack(scale=1.0):

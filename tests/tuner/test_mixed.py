@@ -10,9 +10,9 @@ from lightning_mist.errors import InfeasibleError, PlanError, ProfileError
 from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice
 from lightning_mist.tuner import Planner, SearchSpace, tune
-from lightning_mist.tuner.exact import PRECISION
-from lightning_mist.tuner.mixed import mixed_layout, mixed_stages
-from lightning_mist.tuner.space import Shape, common_unit
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
+from lightning_mist.tuner.search.mixed_slots import mixed_layout, mixed_stages
+from lightning_mist.tuner.space.applied_space import Shape, common_unit
 from tests.specs import cluster, profile, spec, with_splits
 
 FAST, SLOW = profile(flops_per_second=4e10, bytes_per_second=4e9, link=4e8), profile()

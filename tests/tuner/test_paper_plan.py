@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.tuner.exact import PRECISION
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 from tests.cost import paper_time
 from tests.cost.paper_time import PaperStage
 from tests.tuner import paper_space

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner import Planner
-from lightning_mist.tuner.pipeline_bounds import open_stages
-from lightning_mist.tuner.pipelines import AlikePipelines
+from lightning_mist.tuner.bounds.pipeline_bounds import open_stages
+from lightning_mist.tuner.search.pipelines import AlikePipelines
 from tests.tuner.instances import random_instance
 from tests.tuner.problems import random_problem, slot, small_seeds
 from tests.tuner.searches import searched

@@ -7,8 +7,9 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.spec.polynomial import MICROBATCH
-from lightning_mist.tuner import Planner, SearchSpace, search_state, tune
+from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError
+from lightning_mist.tuner.search import search_state
 from tests.specs import cluster, profile, spec
 
 ALIKE = spec(6, tied=True, measured=True)

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.layer_ranges import ANYWHERE
-from lightning_mist.tuner.problem import Family, InterStageProblem
+from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
+from lightning_mist.tuner.space.layer_ranges import ANYWHERE
 from tests.tuner.problems import brute_force, random_problem, slot, small_seeds
 
 

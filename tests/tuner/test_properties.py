@@ -9,8 +9,8 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.exact import PRECISION
-from lightning_mist.tuner.space import divisors
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
+from lightning_mist.tuner.space.applied_space import divisors
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import Instance

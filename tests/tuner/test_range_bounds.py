@@ -3,9 +3,9 @@ import pytest
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.range_bounds import least_sums, range_bounds, slots_of
-from lightning_mist.tuner.space import apply
+from lightning_mist.tuner.bounds.range_bounds import least_sums, range_bounds, slots_of
+from lightning_mist.tuner.candidates.intra_stage import IntraStage
+from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import cluster, profile, spec
 
 

@@ -1,8 +1,8 @@
 import pytest
 
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.replicas import degrees_of_copies, most_saved
-from lightning_mist.tuner.space import apply
+from lightning_mist.tuner.search.replicas import degrees_of_copies, most_saved
+from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import spec
 
 

@@ -7,9 +7,9 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.schedule import check, lower
-from lightning_mist.tuner import schedule_variants
-from lightning_mist.tuner.schedule_variants import _recomputing, _variants, best_variant
-from lightning_mist.tuner.space import SearchSpace, apply
+from lightning_mist.tuner.select import schedule_variants
+from lightning_mist.tuner.select.schedule_variants import _recomputing, _variants, best_variant
+from lightning_mist.tuner.space.applied_space import SearchSpace, apply
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 from tests.tuner.test_tuning import search

@@ -3,11 +3,12 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from lightning_mist.tuner import inter_stage, search_state
-from lightning_mist.tuner.exact import PRECISION
-from lightning_mist.tuner.offload_search import TimeIsUpError
-from lightning_mist.tuner.region_bounds import quick_bounds
-from lightning_mist.tuner.search_state import SearchState
+from lightning_mist.tuner.bounds.region_bounds import quick_bounds
+from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
+from lightning_mist.tuner.inter_stage import flow_program as inter_stage
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
+from lightning_mist.tuner.search import search_state
+from lightning_mist.tuner.search.search_state import SearchState
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.exact import PRECISION
-from lightning_mist.tuner.mixed import mixed_stages
-from lightning_mist.tuner.near_optimal import COMPARED
-from lightning_mist.tuner.search import search_pipelines
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
+from lightning_mist.tuner.search.mixed_slots import mixed_stages
+from lightning_mist.tuner.search.near_optimal import COMPARED
+from lightning_mist.tuner.search.search_loop import search_pipelines
 from tests.specs import cluster, profile, spec
 from tests.tuner.whole_space import Instance, by_trying_everything
 

@@ -3,7 +3,7 @@ import pytest
 
 from lightning_mist.errors import PlanError
 from lightning_mist.tuner import SearchSpace, tune
-from lightning_mist.tuner.space import apply
+from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import cluster, profile, spec
 
 ALIKE = spec(6, measured=True)

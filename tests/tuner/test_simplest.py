@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict, predict_with
 from lightning_mist.cost.interleaved_memory import plan_memory
-from lightning_mist.tuner.simplest import (
+from lightning_mist.tuner.select.simplest_plan import (
     ALIKE,
     drop_savings,
     fits_within,

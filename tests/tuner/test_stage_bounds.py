@@ -14,9 +14,8 @@ from lightning_mist.cost.time.overlap import copy_rates
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import CHANNELS, COEFFICIENTS, seconds_together, speed_table
 from lightning_mist.tuner import Planner
-from lightning_mist.tuner.range_bounds import POSITIONS, is_alike, range_bounds, slots_of
-from lightning_mist.tuner.search_space import OFFLOADED
-from lightning_mist.tuner.stage_bounds import (
+from lightning_mist.tuner.bounds.range_bounds import POSITIONS, is_alike, range_bounds, slots_of
+from lightning_mist.tuner.bounds.stage_bounds import (
     COMPUTE,
     TO_HOST,
     Setting,
@@ -26,6 +25,7 @@ from lightning_mist.tuner.stage_bounds import (
     position_bounds,
     stage_bounds,
 )
+from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.tiers import examples
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced

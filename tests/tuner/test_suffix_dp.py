@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.problem import Family, InterStageProblem
-from lightning_mist.tuner.suffix_dp import Suffixes
+from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes
 from tests.tuner.problems import brute_force, random_family, slot
 
 SEEDS = range(40)

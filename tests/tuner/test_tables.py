@@ -4,10 +4,10 @@ import pytest
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.intra_stage import IntraStage
-from lightning_mist.tuner.layer_ranges import ANYWHERE, layer_classes, layer_ranges_of
-from lightning_mist.tuner.space import apply
-from lightning_mist.tuner.tables import make_tables, within
+from lightning_mist.tuner.candidates.candidate_tables import make_tables, within
+from lightning_mist.tuner.candidates.intra_stage import IntraStage
+from lightning_mist.tuner.space.applied_space import apply
+from lightning_mist.tuner.space.layer_ranges import ANYWHERE, layer_classes, layer_ranges_of
 from tests.specs import cluster, profile, spec
 from tests.tuner.problems import slot
 

@@ -10,8 +10,8 @@ from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import SearchSpace, tune
-from lightning_mist.tuner.exact import PRECISION
-from lightning_mist.tuner.space import apply
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
+from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import cluster, profile, spec, with_splits
 
 

@@ -17,7 +17,7 @@ from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.strategy.planning.local_machine import default_directory
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.budget import USABLE_HOST_MEMORY
+from lightning_mist.tuner.space import USABLE_HOST_MEMORY
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate

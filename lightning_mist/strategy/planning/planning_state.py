@@ -51,7 +51,7 @@ from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
 from lightning_mist.tuner import TuneResult
-from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes
 
 T = TypeVar("T")

@@ -47,7 +47,7 @@ from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import recorded_logs
 from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
 from lightning_mist.tuner import TuneResult, degrees_to_try
-from lightning_mist.tuner.budget import tensor_share
+from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes, format_seconds
 
 

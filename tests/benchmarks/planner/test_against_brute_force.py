@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.planner.against_brute_force import compared, sample_of
-from lightning_mist.tuner.exact import PRECISION
+from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 
 
 def test_instances_are_compared_and_counted() -> None:

@@ -1,0 +1,6 @@
+"""Lower bounds of stages and pipelines, and what they rule out."""
+
+from lightning_mist.tuner.bounds.pipeline_bounds import PipelineBounds
+from lightning_mist.tuner.bounds.region_bounds import quick_bounds
+
+__all__ = ["PipelineBounds", "quick_bounds"]

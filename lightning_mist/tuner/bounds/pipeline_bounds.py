@@ -1,0 +1,232 @@
+"""Lower bounds of pipelines by those of their stages, and variable fixing: which layers and devices a stage can have.
+
+Lower bounds of stages (:mod:`lightning_mist.tuner.bounds.stage_bounds`) are choices that take no longer than any that
+there are, so that the dynamic program over them (:mod:`lightning_mist.tuner.inter_stage.exact_solver`) bounds the step
+seconds of all pipelines of a family. Most families are ruled out by that before any of their stages is evaluated. Of
+the others every pair of layers and devices is left out that no pipeline can have that is fast enough, and so is what is
+too slow: with ``Z`` the least sum of the steady times of all stages, a pipeline of fewer than ``V`` seconds has
+
+    (G - 1) max_i t_i + Z < V.
+
+Array axes
+    B  stages, by how many are behind them
+    C  numbers of stages
+    N  numbers of devices, from 0 to all
+    L  numbers of layers, from 0 to all
+    V  numbers of layers and devices of a stage
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightning_mist.cost import StageCostModel, StageSlot
+from lightning_mist.cost.inputs.expressions import BoolArray
+from lightning_mist.cost.time.overlap import copy_rates, interference_of
+from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, is_alike, range_bounds, slots_of
+from lightning_mist.tuner.bounds.stage_bounds import (
+    PositionBounds,
+    Setting,
+    StageBounds,
+    in_flight,
+    position_bounds,
+    stage_bounds,
+)
+from lightning_mist.tuner.candidates import ROOM, SlotChoices
+from lightning_mist.tuner.inter_stage import Family, Suffixes, Walk, matching, solve_family
+from lightning_mist.tuner.space import ANYWHERE, OFFLOADED, Shape, Space
+
+ROUNDS = 3
+"""How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
+
+SlotOf = Callable[[int, int, int, Shape], StageSlot]
+"""A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStages:
+    """What stages of a family can have after variable fixing.
+
+    Attributes:
+        counts: The numbers of stages, ascending, with which a pipeline may be fast enough.
+        slowest: Steady seconds that no stage exceeds.
+        heads_CNL: Devices and layers of first stages, by the numbers of stages.
+        tails_BNL: The same of other stages, by how many are behind them.
+    """
+
+    counts: tuple[int, ...]
+    slowest: float
+    heads_CNL: BoolArray
+    tails_BNL: BoolArray
+
+    def of(self, stage_index: int, num_stages: int) -> BoolArray:
+        """Devices and layers of one stage; none if no pipeline that has it is fast enough."""
+        behind, none_NL = num_stages - 1 - stage_index, np.zeros(self.tails_BNL.shape[1:], dtype=bool)
+        if stage_index:
+            return self.tails_BNL[behind] if behind < len(self.tails_BNL) else none_NL
+        return self.heads_CNL[self.counts.index(num_stages)] if num_stages in self.counts else none_NL
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """Lower bounds of the stages of one number of microbatches, up to a bottleneck time, beside batches."""
+
+    bottleneck: float
+    memory_limit: float
+    positions: dict[Position, PositionBounds]
+    stages: dict[tuple[Position, int], StageBounds] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class PipelineBounds:
+    """Lower bounds of pipelines under one memory limit; keeps what it has found.
+
+    Attributes:
+        model: The cost model.
+        space: The search space.
+        slot_of: Makes slots.
+        memory_limit: Bytes that a device may use.
+        kinds: Kinds of state that may be offloaded.
+    """
+
+    model: StageCostModel
+    space: Space
+    slot_of: SlotOf
+    memory_limit: float
+    kinds: frozenset[str] = frozenset()
+    _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
+    _ranges: dict[int, tuple[float, RangeBounds]] = field(default_factory=dict)
+    _known: dict[tuple[frozenset[str], int], _Known] = field(default_factory=dict)
+
+    def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
+        """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
+
+        Args:
+            counts: Numbers of stages.
+            num_microbatches: Number of microbatches.
+            below: Seconds from which on it does not matter; finite.
+            deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+        """
+        key = self.kinds, counts, num_microbatches
+        bound, asked = self._found.get(key, (0.0, 0.0))
+        # One below what was asked for is that of the problem, whatever is asked for.
+        if asked <= bound < below:
+            family = self._family(counts, num_microbatches, below)
+            # A pipeline with a stage that is left out takes at least as long.
+            bound = min(below, solve_family(family, below=below, deadline=deadline).bound) if family.heads else below
+            self._found[key] = bound, below
+        return min(bound, below)
+
+    def open_stages(self, counts: Sequence[int], num_microbatches: int, below: float) -> OpenStages:
+        """What stages can have of pipelines that take fewer seconds than ``below``.
+
+        Args:
+            counts: Numbers of stages.
+            num_microbatches: Number of microbatches.
+            below: Seconds; finite.
+        """
+        return open_stages(self._family(counts, num_microbatches, below), below)
+
+    def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> Family:
+        """The pipelines that take fewer seconds than ``below``, with lower bounds of stages for choices."""
+        bottleneck = below / num_microbatches * ROOM
+        known = self._known.get((self.kinds, num_microbatches))
+        if known is None or known.bottleneck < bottleneck:
+            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
+
+        def choices(stage_index: int, num_stages: int) -> SlotChoices:
+            position: Position = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
+            others = in_flight(self.space.schedule, num_stages - 1 - stage_index, num_microbatches)
+            if (position, others) not in known.stages:
+                known.stages[position, others] = stage_bounds(
+                    known.positions[position],
+                    known.memory_limit,
+                    others,
+                    has_gradients=num_microbatches > 1,
+                    bottleneck=known.bottleneck,
+                )
+            return _as_choices(known.stages[position, others].within(bottleneck))
+
+        sizes = self.space.num_layers, (self.space.world_size,)
+        return Family.of(*sizes, num_microbatches, counts, choices)
+
+    def _prepared(self, num_microbatches: int, bottleneck: float) -> _Known:
+        slots, setting = slots_of(self.space, self.slot_of, num_microbatches), self._setting(num_microbatches)
+        up_to, ranges = self._ranges.get(num_microbatches, (0.0, None))
+        if ranges is None or up_to < bottleneck:
+            ranges = range_bounds(self.model, self.space, slots, bottleneck)
+            self._ranges[num_microbatches] = bottleneck, ranges
+        batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
+        positions = {position: position_bounds(ranges, position, setting, bottleneck) for position in POSITIONS}
+        return _Known(bottleneck=bottleneck, memory_limit=self.memory_limit - batch_bytes, positions=positions)
+
+    def _setting(self, num_microbatches: int) -> Setting:
+        machine = self.model.profile, self.model.cluster
+        return Setting(
+            kinds=self.kinds,
+            rates=copy_rates(*machine) if self.kinds else None,
+            interference=interference_of(*machine),
+            num_microbatches=num_microbatches,
+            is_alike=is_alike(self.model),
+        )
+
+
+def open_stages(family: Family, below: float) -> OpenStages:
+    """What stages can have of pipelines that take fewer seconds than something.
+
+    Args:
+        family: The pipelines, on devices that are all alike.
+        below: Seconds.
+    """
+    shape = family.num_devices[0] + 1, family.num_layers + 1
+    nothing = OpenStages(
+        counts=(), slowest=0.0, heads_CNL=np.zeros((0, *shape), bool), tails_BNL=np.zeros((0, *shape), bool)
+    )
+    if not family.heads:
+        return nothing
+    suffixes = Suffixes(family)
+    walk = _slowest(suffixes, family.num_microbatches, below)
+    if walk is None:
+        return nothing
+    masks = {count: np.zeros(shape, dtype=bool) for count in family.heads}
+    tails_BNL = np.zeros((len(family.tails), *shape), dtype=bool)
+    for item in matching(suffixes, walk, family.num_microbatches, suffixes.least_bottleneck(), below):
+        mask_NL = masks[item.behind + 1] if item.is_head else tails_BNL[item.behind]
+        mask_NL[item.devices_A, item.layers_A] = True
+    counts = tuple(count for count, mask_NL in sorted(masks.items()) if mask_NL.any())
+    heads_CNL = np.stack([masks[count] for count in counts]) if counts else nothing.heads_CNL
+    return OpenStages(counts=counts, slowest=walk.bottleneck, heads_CNL=heads_CNL, tails_BNL=tails_BNL)
+
+
+def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | None:
+    """A pass at the steady seconds that no stage of a pipeline exceeds that is fast enough, if one can be."""
+    others = num_microbatches - 1
+    bottleneck, walk = below / num_microbatches, None
+    for _ in range(ROUNDS if others else 1):
+        walk = suffixes.walk(bottleneck)
+        least = min(walk.values.values(), default=np.inf)
+        if least >= below * ROOM:
+            return None
+        if others:
+            bottleneck = min(bottleneck, (below - least) / others * ROOM)
+    return walk
+
+
+def _as_choices(bounds: StageBounds) -> SlotChoices:
+    """Lower bounds as choices that may lie anywhere."""
+    zero_K, none_K = np.zeros(len(bounds), dtype=np.int64), np.zeros(len(bounds))
+    return SlotChoices(
+        start_K=zero_K + ANYWHERE,
+        layers_K=bounds.layers_V,
+        devices_K=bounds.devices_V,
+        part_K=zero_K,
+        steady_K=bounds.steady_V,
+        boundary_K=none_K,
+        peak_K=none_K,
+        checkpointed_K=zero_K,
+        zero_stage_K=zero_K,
+        tensor_K=zero_K + 1,
+        sequence_K=zero_K,
+        offload_KO=np.zeros((len(bounds), len(OFFLOADED))),
+    )

@@ -1,0 +1,254 @@
+"""Lower bounds of what ranges of layers compute, exchange and hold, whatever layers they are.
+
+Of ``l`` layers the least sum over any ``l`` that follow each other counts, so that one entry stands for all of them.
+What is left out is never negative: temporaries, buffers of transfers, updates, averaging gradients after the last
+microbatch, what parameters that several regions use need. Batches are left out too.
+
+Array axes
+    L  layers; lengths of ranges ``0 .. L``
+    R  regions; in fields of :class:`RangeBounds` ranges: a ZeRO stage on an arrangement of devices, a number of layers,
+       how many of the first are recomputed
+    X  positions in a pipeline
+    K  ranges on one arrangement of devices
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.time.communication import shard_nodes, transfers
+from lightning_mist.cost.time.zero_seconds import unit_seconds
+from lightning_mist.hardware import factor_of
+from lightning_mist.plan import ZeroStage
+from lightning_mist.tuner.candidates import ROOM
+from lightning_mist.tuner.space import Shape, Space
+
+Position = Literal["first", "middle", "last"]
+"""Whether a stage begins with the head of the network, ends with its tail, or neither."""
+
+POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
+"""Positions, in the order of axis ``X``."""
+
+OUTERMOST = 4
+"""Units of a stage that a microbatch finds unsharded already, at most; see
+:mod:`lightning_mist.cost.time.zero_seconds`.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeBounds(ArrayRecord):
+    """Lower bounds of ranges at every position in a pipeline, in seconds and bytes, by devices and layers.
+
+    Attributes:
+        forward_XR: Computing a forward.
+        backward_XR: Computing a backward, with what it recomputes.
+        forward_network_R: Exchanging among ranks with the same parameters beside a forward.
+        backward_network_R: The same beside a backward.
+        outer_R: The part of both that the outermost units may not take.
+        transfer_XR: Receiving from the neighbours.
+        activations_R: What a microbatch keeps until its backward.
+        kept_R: The same when its output has gone.
+        top_R: The part of it that the last layer keeps.
+        top_two_R: The part that the last two layers keep.
+        always_R: What is there whatever is offloaded.
+        is_told_R: Whether it can be told what copies take.
+        is_across_R: Whether ranks with the same parameters are on several nodes.
+    """
+
+    AXIS: ClassVar[str] = "R"
+
+    layers_R: IntArray
+    devices_R: IntArray
+    forward_XR: FloatArray
+    backward_XR: FloatArray
+    forward_network_R: FloatArray
+    backward_network_R: FloatArray
+    outer_R: FloatArray
+    transfer_XR: FloatArray
+    activations_R: FloatArray
+    kept_R: FloatArray
+    top_R: FloatArray
+    top_two_R: FloatArray
+    parameters_XR: FloatArray
+    gradients_XR: FloatArray
+    optimizer_XR: FloatArray
+    always_R: FloatArray
+    is_told_R: BoolArray
+    is_across_R: BoolArray
+
+
+def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot], bottleneck: float) -> RangeBounds:
+    """Lower bounds of all ranges that compute for no longer than a bottleneck time.
+
+    Args:
+        model: The cost model.
+        space: The search space.
+        slots: A slot of every arrangement of devices.
+        bottleneck: Seconds per microbatch.
+    """
+    rows: list[dict[str, Any]] = []
+    for slot in slots:
+        arranged = _Arranged(model, space, slot, bottleneck)
+        if len(arranged.layers_K):
+            zeros = sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0]
+            common = arranged.of_any_zero()
+            rows += [{**common, **arranged.of_zero(zero_stage)} for zero_stage in zeros]
+    arrays: dict[str, Any] = {
+        item.name: np.concatenate([row[item.name] for row in rows], axis=-1) if rows else np.empty((len(POSITIONS), 0))
+        for item in fields(RangeBounds)
+    }
+    found = RangeBounds(**arrays)
+    return found.take(np.lexsort((found.layers_R, found.devices_R))) if rows else found
+
+
+def least_sums(values_L: FloatArray) -> FloatArray:
+    """The least sum over any layers that follow each other, by their number from none to all.
+
+    Args:
+        values_L: What each layer has.
+    """
+    if not len(values_L) or not np.ptp(values_L):
+        multiples: FloatArray = np.arange(len(values_L) + 1) * np.float64(values_L[0] if len(values_L) else 0.0)
+        return multiples
+    prefix = np.concatenate([[0.0], np.cumsum(values_L)])
+    return np.array([(prefix[length:] - prefix[: len(prefix) - length]).min() for length in range(len(prefix))])
+
+
+def slots_of(
+    space: Space, slot_of: Callable[[int, int, int, Shape], StageSlot], num_microbatches: int
+) -> tuple[StageSlot, ...]:
+    """A slot of a pipeline for every arrangement of devices that leaves some to other stages.
+
+    Args:
+        space: The search space.
+        slot_of: A slot, by stage, number of stages and of microbatches, and arrangement.
+        num_microbatches: Number of microbatches.
+    """
+    shapes = (shape for shape in space.shapes(num_microbatches) if shape.devices < space.world_size)
+    return tuple(slot_of(1, 2, num_microbatches, shape) for shape in shapes)
+
+
+def is_alike(model: StageCostModel) -> bool:
+    """Whether every layer is like any other, as far as bytes are concerned."""
+    costs, table = model.whole.costs(1), model.whole.holdings.table
+    every = (costs.saved_R, costs.checkpointed_saved_R, table.used_R, table.trained_R)
+    return not any(np.ptp(values_R[1:-1]) for values_R in every if len(values_R) > 2)
+
+
+class _Arranged:
+    """Ranges on one arrangement of devices."""
+
+    def __init__(self, model: StageCostModel, space: Space, slot: StageSlot, bottleneck: float) -> None:
+        self.model, self.space, self.slot = model, space, slot
+        self.memory = model.memory(slot)
+        self.holdings, self.degree = self.memory.holdings, slot.shard_degree
+        self.nodes = shard_nodes(model.cluster, slot)
+        self.compute = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        both_L = _of_layers(self.compute.forward_R + self.compute.backward_R)
+        most = min(int(np.searchsorted(both_L, bottleneck * ROOM, side="right")) - 1, space.num_layers - 1)
+        index_K, self.recomputed_K = space.recomputed(np.arange(1, most + 1))
+        self.layers_K = index_K + 1
+        # A correction says of communication how much longer what is exposed of it takes.
+        self.corrected = min(1.0, factor_of(model.profile.corrections, "communication"))
+
+    def of_any_zero(self) -> dict[str, Any]:
+        """What :class:`RangeBounds` has of them under any ZeRO stage."""
+        count = len(self.layers_K)
+        again_K = _of_layers(self.compute.forward_R)[self.recomputed_K]
+        return {
+            "layers_R": self.layers_K,
+            "devices_R": np.full(count, self.slot.devices),
+            "forward_XR": self._summed(self.compute.forward_R),
+            "backward_XR": self._summed(self.compute.backward_R) + again_K,
+            "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
+            "always_R": np.full(count, float(self.memory.spec.buffer_bytes)),
+            "is_across_R": np.full(count, self.nodes > 1),
+            **self._activations(),
+        }
+
+    def of_zero(self, zero_stage: int) -> dict[str, Any]:
+        """What :class:`RangeBounds` has of them under a ZeRO stage beside that."""
+        # Copies are priced with what is exposed of communication, and corrections change only one of both.
+        is_told = (not self.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
+            not self.model.profile.corrections or zero_stage < ZeroStage.GRADIENTS
+        )
+        return {
+            "is_told_R": np.full(len(self.layers_K), is_told),
+            **self._exchanged(zero_stage),
+            **self._states(zero_stage),
+        }
+
+    def _summed(self, values_R: FloatArray) -> FloatArray:
+        """The least sums of ranges, with axes ``XK``."""
+        sums_XK: FloatArray = _edges(values_R)[:, None] + _of_layers(values_R)[self.layers_K]
+        return sums_XK
+
+    def _transferred(self) -> FloatArray:
+        """Seconds of receiving what comes from the neighbours, over any cut, with axis ``X``."""
+        cuts = np.arange(1, self.space.num_layers)
+        ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
+        found = transfers(self.model.profile, self.model.cluster, self.slot, ends, self.memory)
+        arrival, back = (float(seconds_C.min()) * self.corrected for seconds_C in found)
+        return np.array([back, arrival + back, arrival])
+
+    def _exchanged(self, zero_stage: int) -> dict[str, FloatArray]:
+        """Seconds of communicating among ranks with the same parameters."""
+        unshard_K = scatter_K = np.zeros(len(self.layers_K))
+        outer = 0.0
+        if self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS:
+            units = unit_seconds(self.model.profile, self.holdings.table, self.degree, self.nodes)
+            scatter_K = _of_layers(units.reduce_FR.min(axis=0))[self.layers_K] * self.corrected
+            # Where all parameters are one unit they are unsharded once per batch.
+            if zero_stage >= ZeroStage.PARAMETERS and not self.holdings.is_one_unit:
+                unshard_K = _of_layers(units.unshard_R)[self.layers_K] * self.corrected
+                outer = OUTERMOST * float(units.unshard_R.max())
+        return {
+            "forward_network_R": unshard_K,
+            "backward_network_R": unshard_K + scatter_K,
+            "outer_R": np.full(len(self.layers_K), outer),
+        }
+
+    def _activations(self) -> dict[str, FloatArray]:
+        """Bytes of what microbatches keep for backward."""
+        costs, layers_K, recomputed_K = self.memory.costs(self.slot.rows), self.layers_K, self.recomputed_K
+        plain_L, inputs_L = _of_layers(costs.saved_R), _of_layers(costs.checkpointed_saved_R)
+        activations_K = plain_L[layers_K - recomputed_K] + inputs_L[recomputed_K]
+        handed = float(max(costs.handed_R.max(), costs.checkpointed_handed_R.max()))
+        top_K = np.where(recomputed_K < layers_K, plain_L[1], inputs_L[1])
+        # The one below the top is recomputed if all but the top, or all, are.
+        below_K = np.where(recomputed_K >= layers_K - 1, inputs_L[1], plain_L[1]) * (layers_K > 1)
+        return {
+            "activations_R": activations_K,
+            "kept_R": np.maximum(activations_K - handed, 0.0),
+            "top_R": top_K,
+            "top_two_R": np.minimum(top_K + below_K, activations_K),
+        }
+
+    def _states(self, zero_stage: int) -> dict[str, FloatArray]:
+        """Bytes of parameters, gradients and optimizer state of the rank that has most."""
+        table, state = self.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
+        held_XK = _edges(table.trained_R)[:, None] + _of_layers(table.single_R)[self.layers_K]
+
+        def share(since: ZeroStage) -> float:
+            return 1 / self.degree if zero_stage >= since else 1.0
+
+        return {
+            "parameters_XR": held_XK * share(ZeroStage.PARAMETERS),
+            "gradients_XR": held_XK * share(ZeroStage.GRADIENTS),
+            "optimizer_XR": held_XK * state * share(ZeroStage.OPTIMIZER),
+        }
+
+
+def _of_layers(values_R: FloatArray) -> FloatArray:
+    """The least sums over ranges of layers of what regions have."""
+    return least_sums(values_R[1:-1])
+
+
+def _edges(values_R: FloatArray) -> FloatArray:
+    """What the head or the tail adds at every position, with axis ``X``."""
+    return np.array([values_R[0], 0.0, values_R[-1]])

@@ -1,0 +1,348 @@
+"""Lower bounds of a stage under a memory limit: a fractional knapsack over what to offload, by weights of channels.
+
+What is counted of its memory is what is there around a backward: parameters, optimizer state and gradients, and what
+the microbatches in flight keep. What does not fit has to be offloaded in the cheapest way that there could be. To free
+a byte
+
+* by *activations*, a microbatch's are copied away beside a forward and back beside a backward; as many are freed as
+  microbatches are in flight, but for the last two layers' of the own one. Those of the last layer of a stage without
+  the tail are copied while nothing else is done;
+* by *gradients*, they are fetched and written back in every backward;
+* by *parameters*, they are fetched in every forward and backward.
+
+Of each of the latter two, and of optimizer state, two buffers stay on the device, each as large as the largest part of
+any unit: of what ``n`` units offload, ``2 / n`` at least. Copies of optimizer state count for nothing.
+
+While the channels ``S`` of a device are active, channel ``i`` advances at ``v_i(S)`` of what it does alone
+(:mod:`lightning_mist.hardware.profile.interference_model`). Dual weights (Lagrangian multipliers of the channels) with
+
+    sum_{i in S} w_i v_i(S) <= 1    for every S
+
+grow by at most 1 in any second, counted over what has been done. So loads ``x_i`` take at least ``sum_i w_i x_i``;
+those of a forward and those of a backward, each by weights of its own.
+
+Array axes
+    R  ranges; see :mod:`lightning_mist.tuner.bounds.range_bounds`
+    V  numbers of devices and layers
+    C  channels, in the order of ``CHANNELS``
+    N  on one node, on several
+    W  pairs of weights, of a forward and of a backward
+    M  ranges that have to offload something
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.expressions import FloatArray, IntArray
+from lightning_mist.cost.memory.offload_bytes import BUFFERS
+from lightning_mist.cost.time.overlap import CopyRates
+from lightning_mist.hardware import Interference
+from lightning_mist.hardware.profile import CHANNELS, speed_table
+from lightning_mist.plan import ScheduleName
+from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds
+
+COMPUTE, NETWORK, TO_DEVICE, TO_HOST = range(len(CHANNELS))
+
+_FAVOURED = (
+    (TO_HOST, TO_DEVICE),
+    (COMPUTE, COMPUTE),
+    (TO_HOST, COMPUTE),
+    (COMPUTE, TO_DEVICE),
+    (TO_DEVICE, TO_DEVICE),
+    (NETWORK, NETWORK),
+    (TO_HOST, NETWORK),
+)
+"""What the weights of a forward and of a backward favour, in the pairs that are looked at."""
+
+_TOLD_APART = 3
+"""Leading binary digits of numbers of microbatches that are told apart."""
+
+_NEXT_TO_NOTHING = 1e-9
+"""Share of the bytes that have to be freed which is less than rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBounds(ArrayRecord):
+    """Lower bounds of the steady seconds of a stage, by its layers and devices."""
+
+    AXIS: ClassVar[str] = "V"
+    layers_V: IntArray
+    devices_V: IntArray
+    steady_V: FloatArray
+
+    def within(self, bottleneck: float) -> "StageBounds":
+        """Those that take no longer than a bottleneck time, and not forever."""
+        return self.take((self.steady_V <= bottleneck) & (self.steady_V < np.inf))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadBounds:
+    """How many bytes ranges can free at most by offloading, and what that takes at least.
+
+    Attributes:
+        others_R: Bytes of activations of every microbatch in flight but the own one.
+        own_R: Bytes of activations of the own one.
+        activations_WR: Weighted seconds of copying all activations of a microbatch.
+        gradients_WR: Weighted seconds per byte of gradients that is freed.
+        parameters_WR: Weighted seconds per byte of parameters that is freed.
+    """
+
+    others_R: FloatArray
+    own_R: FloatArray
+    gradients_R: FloatArray
+    parameters_R: FloatArray
+    activations_WR: FloatArray
+    gradients_WR: FloatArray
+    parameters_WR: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionBounds:
+    """Ranges at one position that are fast enough there with nothing offloaded, and what no memory limit changes.
+
+    Attributes:
+        begins_V: The first range of each pair of layers and devices.
+        pair_R: That pair.
+        steady_R: Seconds of a microbatch, with its transfers, with nothing offloaded.
+        needed_R: Bytes around a backward without gradients of which nobody but the own microbatch is in flight, and
+            without what offloading optimizer state frees.
+        gradients_R: Bytes of gradients.
+        kept_R: Bytes that every other microbatch in flight adds.
+        loads_WR: Weighted seconds of what is not copied.
+        offload: What may be offloaded, if anything but optimizer state may.
+    """
+
+    layers_V: IntArray
+    devices_V: IntArray
+    begins_V: IntArray
+    pair_R: IntArray
+    steady_R: FloatArray
+    needed_R: FloatArray
+    gradients_R: FloatArray
+    kept_R: FloatArray
+    loads_WR: FloatArray
+    offload: OffloadBounds | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What offloading depends on beside the ranges.
+
+    Attributes:
+        kinds: Kinds of state that may be offloaded.
+        rates: How fast devices copy; ``None`` if nothing may be offloaded.
+        interference: How channels slow each other down; ``None`` where they take turns.
+        is_alike: Whether all layers keep and hold the same.
+    """
+
+    kinds: frozenset[str]
+    rates: CopyRates | None
+    interference: Interference | None
+    num_microbatches: int
+    is_alike: bool
+
+
+def in_flight(schedule: ScheduleName, behind: int, num_microbatches: int) -> int:
+    """Other microbatches in flight around the backward that finds most, at least.
+
+    Args:
+        schedule: 1F1B or GPipe.
+        behind: Stages behind.
+        num_microbatches: Microbatches per batch.
+    """
+    # The first backward finds no gradients; what it let go of, another forward takes the place of, if there is one.
+    most = max(0, num_microbatches - 2)
+    others = most if schedule == "gpipe" else min(behind, most)
+    # Rounded down, so that few numbers are told apart: what takes at least so long with fewer does with more.
+    step = 1 << max(0, others.bit_length() - _TOLD_APART)
+    return others // step * step
+
+
+@lru_cache(maxsize=256)
+def dual_weights(interference: Interference | None, across_nodes: bool) -> FloatArray:
+    """Weights of the channels, a row for each channel, which has the most that it can have, then the others in turn.
+
+    Args:
+        interference: How channels slow each other down; ``None`` where they take turns, so that all loads add up.
+        across_nodes: Whether the network's group spans several nodes.
+    """
+    if interference is None:
+        return np.ones((len(CHANNELS), len(CHANNELS)))
+    table = speed_table(interference, across_nodes)
+    weights_CC = np.zeros((len(CHANNELS), len(CHANNELS)))
+    for favoured, weights_C in enumerate(weights_CC):
+        for channel in dict.fromkeys((favoured, COMPUTE, TO_DEVICE, TO_HOST, NETWORK)):
+            # What the channels so far leave to this one in the set where that is least.
+            masks = np.flatnonzero(np.arange(len(table)) >> channel & 1)
+            active = (masks[:, None] >> np.arange(len(CHANNELS))) & 1
+            left = 1 - (active * table[masks] * weights_C).sum(axis=1)
+            weights_C[channel] = max(0.0, float((left / table[masks, channel]).min()))
+    weights_CC.setflags(write=False)
+    return weights_CC
+
+
+def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, bottleneck: float) -> PositionBounds:
+    """Prepare the lower bounds of stages at a position, whatever memory they have.
+
+    Args:
+        ranges: The ranges.
+        position: The position.
+        setting: What may be offloaded, and how fast.
+        bottleneck: The most steady seconds of a stage.
+    """
+    at = POSITIONS.index(position)
+    ranges = ranges.take(
+        np.flatnonzero((ranges.forward_XR + ranges.backward_XR + ranges.transfer_XR)[at] <= bottleneck)
+    )
+    forward_R, backward_R, transfer_R = ranges.forward_XR[at], ranges.backward_XR[at], ranges.transfer_XR[at]
+    weights = _Weights(setting.interference, ranges)
+    loads_WR = weights.sum(
+        [
+            (weights.forward[..., COMPUTE], forward_R),
+            (weights.backward[..., COMPUTE], backward_R),
+            (weights.forward[..., NETWORK], ranges.forward_network_R),
+            (weights.backward[..., NETWORK], ranges.backward_network_R),
+        ]
+    )
+    loads_WR += transfer_R - ranges.outer_R
+    free_R = _free_share(ranges, position)
+    optimizer_R = ranges.optimizer_XR[at] * (1 - free_R * ("optimizer" in setting.kinds))
+    pair_R = ranges.devices_R * (1 + int(ranges.layers_R.max(initial=0))) + ranges.layers_R
+    begins_V = np.flatnonzero(np.diff(pair_R, prepend=-1))
+    can_offload = setting.rates is not None and bool(setting.kinds - {"optimizer"})
+    return PositionBounds(
+        layers_V=ranges.layers_R[begins_V],
+        devices_V=ranges.devices_R[begins_V],
+        begins_V=begins_V,
+        pair_R=np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(ranges))),
+        steady_R=np.maximum(forward_R + backward_R + transfer_R, loads_WR.max(axis=0, initial=0.0)),
+        needed_R=ranges.always_R + ranges.parameters_XR[at] + ranges.activations_R + optimizer_R,
+        gradients_R=ranges.gradients_XR[at],
+        kept_R=ranges.kept_R,
+        loads_WR=loads_WR,
+        offload=_offload_bounds(ranges, position, setting, weights) if can_offload else None,
+    )
+
+
+def _free_share(ranges: RangeBounds, position: Position) -> FloatArray:
+    """The share of what is offloaded that its buffers do not take; the head or the tail is a unit of its own."""
+    share_R: FloatArray = np.maximum(0.0, 1 - BUFFERS / (ranges.layers_R + (position != "middle")))
+    return share_R
+
+
+def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, weights: "_Weights") -> OffloadBounds:
+    assert setting.rates is not None
+    to_device, to_host = 1 / setting.rates.to_device, 1 / setting.rates.to_host
+    at, free_R, may = POSITIONS.index(position), _free_share(ranges, position), setting.kinds.__contains__
+    forward, backward, alone = weights.forward, weights.backward, np.ones(weights.forward.shape[:2])
+    # Behind the last layer of a stage without the tail nothing is computed.
+    alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
+    own_R = np.maximum(ranges.activations_R - (0.0 if position == "last" else ranges.top_two_R), 0.0)
+    # Of layers that are alike one is the first and one the last, around which nothing is computed either.
+    share_R = 1 / ranges.layers_R if setting.is_alike and position == "middle" else np.zeros(len(ranges))
+    # What frees nothing has no price.
+    per_byte_R = np.where(free_R > 0, ranges.is_told_R / np.where(free_R > 0, free_R, 1.0), 0.0)
+    fetched = to_device * (setting.num_microbatches > 1)
+
+    def per_byte(beside: FloatArray, alone_seconds: float) -> FloatArray:
+        return weights.sum([(beside, per_byte_R * (1 - share_R)), (alone_seconds * alone, per_byte_R * share_R)])
+
+    around = forward[..., TO_HOST] * to_host + backward[..., TO_DEVICE] * to_device
+    copied_R = ranges.is_told_R * (ranges.activations_R - alone_R)
+    return OffloadBounds(
+        others_R=ranges.activations_R * may("activations"),
+        own_R=own_R * may("activations"),
+        gradients_R=ranges.gradients_XR[at] * free_R * (may("gradients") and setting.num_microbatches > 1),
+        parameters_R=ranges.parameters_XR[at] * free_R * may("parameters"),
+        activations_WR=weights.sum([(around, copied_R), ((to_host + to_device) * alone, ranges.is_told_R * alone_R)]),
+        gradients_WR=per_byte(fetched * backward[..., TO_DEVICE] + to_host * backward[..., TO_HOST], fetched + to_host),
+        parameters_WR=per_byte(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), 2 * to_device),
+    )
+
+
+class _Weights:
+    """Dual weights for ranges, with axes ``NWC``, and weighted sums over ranges by where their ranks are."""
+
+    def __init__(self, interference: Interference | None, ranges: RangeBounds) -> None:
+        of_channels = np.stack([dual_weights(interference, across_nodes) for across_nodes in (False, True)])
+        first, then = (list(favoured) for favoured in zip(*_FAVOURED, strict=True))
+        self.forward, self.backward = of_channels[:, first], of_channels[:, then]
+        self.is_across_R = ranges.is_across_R.astype(bool)
+
+    def sum(self, terms: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
+        """The sum of terms, each weights with axes ``NW`` and values with axis ``R``; has axes ``WR``."""
+        values_TR = np.stack([values_R for _, values_R in terms])
+        near_WR, far_WR = (np.stack([weights[node] for weights, _ in terms], axis=-1) @ values_TR for node in (0, 1))
+        sums_WR: FloatArray = np.where(self.is_across_R, far_WR, near_WR)
+        return sums_WR
+
+
+def stage_bounds(
+    found: PositionBounds, memory_limit: float, others: int, *, has_gradients: bool, bottleneck: float
+) -> StageBounds:
+    """Lower bounds of stages at a position with some microbatches in flight, up to a bottleneck time.
+
+    Args:
+        found: What has been prepared for the position.
+        memory_limit: Bytes of a device.
+        others: Other microbatches in flight around a backward.
+        has_gradients: Whether there are gradients already.
+        bottleneck: The most steady seconds of a stage that are of interest.
+    """
+    excess_R = found.needed_R - memory_limit + others * found.kept_R + has_gradients * found.gradients_R
+    seconds_R = np.where(excess_R <= 0, found.steady_R, np.inf)
+    steady_V = np.minimum.reduceat(seconds_R, found.begins_V) if len(seconds_R) else np.empty(0)
+    if found.offload is not None:
+        # Offloading is of use only to what is faster than what fits.
+        at_M = np.flatnonzero(
+            (excess_R > 0) & (found.steady_R <= bottleneck) & (found.steady_R < steady_V[found.pair_R])
+        )
+        np.minimum.at(steady_V, found.pair_R[at_M], _offloaded(found, found.offload, excess_R[at_M], others, at_M))
+    bounds = StageBounds(layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V)
+    return bounds.within(bottleneck)
+
+
+def _offloaded(
+    found: PositionBounds, offload: OffloadBounds, excess_M: FloatArray, others: int, at_M: IntArray
+) -> FloatArray:
+    """Lower bounds of ranges that have to free some bytes; infinite if offloading everything is too little."""
+    activations_M = others * offload.others_R[at_M] + offload.own_R[at_M]
+    gradients_M, parameters_M = offload.gradients_R[at_M], offload.parameters_R[at_M]
+    by_activations_WM = offload.activations_WR[:, at_M] / np.where(activations_M > 0, activations_M, np.inf)
+    freed_M = activations_M + gradients_M + parameters_M
+    copies_WM = knapsack(
+        [
+            (by_activations_WM, activations_M),
+            (offload.gradients_WR[:, at_M], gradients_M),
+            (offload.parameters_WR[:, at_M], parameters_M),
+        ],
+        np.minimum(excess_M, freed_M),
+    )
+    seconds_M = np.maximum((found.loads_WR[:, at_M] + copies_WM).max(axis=0), found.steady_R[at_M])
+    return np.where(freed_M >= excess_M * (1 - _NEXT_TO_NOTHING), seconds_M, np.inf)
+
+
+def knapsack(kinds: Sequence[tuple[FloatArray, FloatArray]], wanted_M: FloatArray) -> FloatArray:
+    """Least weighted seconds in which some bytes are freed: the value of a fractional knapsack, by its dual.
+
+    The cheapest way to free ``e`` bytes, of kinds ``i`` that free at most ``f_i`` at ``p_i`` seconds per byte, takes
+
+        max_j [p_j e - sum_i f_i max(0, p_j - p_i)].
+
+    Args:
+        kinds: Seconds per byte, with axes ``WM``, and bytes that can be freed at most, of every kind.
+        wanted_M: Bytes to free, no more than all kinds together can.
+    """
+    found_WM = np.zeros(kinds[0][0].shape)
+    for price_WM, _ in kinds:
+        way_WM = price_WM * wanted_M
+        for other_WM, freed_M in kinds:
+            if other_WM is not price_WM:
+                way_WM -= freed_M * np.maximum(price_WM - other_WM, 0.0)
+        np.maximum(found_WM, way_WM, out=found_WM)
+    return found_WM

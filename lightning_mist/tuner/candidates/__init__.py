@@ -1,0 +1,18 @@
+"""Ways to run the stage of a slot, as arrays: evaluated, feasible, not dominated."""
+
+from lightning_mist.tuner.candidates.candidate_tables import ROOM, Table
+from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.candidates.intra_stage import IntraStage
+from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
+from lightning_mist.tuner.candidates.pareto import non_dominated
+
+__all__ = [
+    "EVERY_PART",
+    "ROOM",
+    "IntraStage",
+    "SlotChoices",
+    "Table",
+    "TimeIsUpError",
+    "non_dominated",
+    "with_peaks_as_seconds",
+]

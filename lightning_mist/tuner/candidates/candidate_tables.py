@@ -1,0 +1,384 @@
+"""Candidates of all slots with one role and number of microbatches: their seconds and what their memory is made of.
+
+Of a pipeline whose step is to take less than ``G T`` seconds no stage takes more than ``T`` per microbatch. So a table
+made for a bottleneck time ``T`` leaves out, before anything is evaluated,
+
+* what computes for longer than ``T``, recomputation included, and
+* what leaves the other devices too many layers: a layer range on ``n`` of ``N`` devices leaves ``N - n``, which
+  compute all other regions in no less than these take at their least number of device-seconds, divided by ``N - n``.
+
+The steady time of a stage has no negative term, so that both are safe whatever else it does.
+
+What a stage takes depends on the rest of its pipeline only through what it exchanges with other stages and, if
+parameters are sharded, through how many are behind it. So the candidates of one arrangement of devices are evaluated
+without these, for all roles at once.
+
+Array axes
+    K  candidates, by rising steady time
+    C  candidates of one arrangement of devices, or of several
+    E  layer ranges times numbers of recomputed layers
+    W  layer ranges
+    R  regions
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
+from lightning_mist.cost.memory import PeakParts
+from lightning_mist.cost.time import Unsharding
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.tuner.candidates.choices import SlotChoices
+from lightning_mist.tuner.space import ANYWHERE, OFFLOADED, LayerRanges, Space
+
+ROOM = 1 + 1e-9
+"""What is left out for being too slow is so by more than rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Candidates by rising steady time.
+
+    Attributes:
+        pace: Bottleneck time up to which no candidate is missing, in seconds per microbatch.
+        windows: The layer ranges.
+        slots: A slot for every arrangement of devices.
+        window_K: Which layer range each candidate has.
+        shape_K: Which arrangement.
+        checkpointed_K: Recomputed layers.
+        zero_stage_K: 0 to 3.
+        steady_K: Steady seconds.
+        boundary_K: Boundary seconds.
+        floor_K: Steady seconds with what of the boundary seconds neither averages gradients nor gives out parameters.
+        again_K: What every stage behind adds to the steady seconds.
+        parts: What their peaks are made of.
+    """
+
+    pace: float
+    windows: LayerRanges
+    slots: tuple[StageSlot, ...]
+    window_K: IntArray
+    shape_K: IntArray
+    checkpointed_K: IntArray
+    zero_stage_K: IntArray
+    steady_K: FloatArray
+    boundary_K: FloatArray
+    floor_K: FloatArray
+    again_K: FloatArray
+    parts: PeakParts
+
+    def __len__(self) -> int:
+        """Number of candidates."""
+        return len(self.steady_K)
+
+    @property
+    def devices_K(self) -> IntArray:
+        """Number of devices of each candidate."""
+        return _devices(self.slots, self.shape_K)
+
+    def candidates(self, index_J: IntArray) -> StageCandidates:
+        """Some candidates as the cost model knows them."""
+        window_J = self.window_K[index_J]
+        start_J = self.windows.start_W[window_J]
+        return StageCandidates(
+            start_K=start_J,
+            end_K=start_J + self.windows.layers_W[window_J],
+            checkpointed_K=self.checkpointed_K[index_J],
+            zero_stage_K=self.zero_stage_K[index_J],
+        )
+
+    def choices(
+        self,
+        index_J: IntArray,
+        peak_J: FloatArray,
+        seconds: tuple[FloatArray, FloatArray] | None = None,
+        offload_JO: FloatArray | None = None,
+    ) -> SlotChoices:
+        """Some candidates as choices, each at every place where its run of layers occurs.
+
+        Args:
+            index_J: Which.
+            peak_J: Their peak bytes.
+            seconds: Their steady and boundary seconds, if they are not those of the table.
+            offload_JO: What they keep in host memory; by default nothing.
+        """
+        steady_J, boundary_J = (self.steady_K[index_J], self.boundary_K[index_J]) if seconds is None else seconds
+        ratios_JO = np.zeros((len(index_J), len(OFFLOADED))) if offload_JO is None else offload_JO
+        lengths = self.windows.count_W
+        flat = np.concatenate([*self.windows.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
+        first_W = np.cumsum(lengths) - lengths
+        count_J = lengths[self.window_K[index_J]]
+        of_K = np.repeat(np.arange(len(index_J)), count_J)
+        index_K = index_J[of_K]
+        place_K = np.arange(len(index_K)) - np.repeat(np.cumsum(count_J) - count_J, count_J)
+        window_K, shape_K = self.window_K[index_K], self.shape_K[index_K]
+        tensor_S, sequence_S = (
+            np.array([getattr(slot, name) for slot in self.slots], dtype=np.int64)
+            for name in ("tensor_parallel_degree", "sequence_parallel")
+        )
+        return SlotChoices(
+            start_K=flat[first_W[window_K] + place_K],
+            layers_K=self.windows.layers_W[window_K],
+            devices_K=self.devices_K[index_K],
+            part_K=np.zeros(len(index_K), dtype=np.int64),
+            steady_K=steady_J[of_K],
+            boundary_K=boundary_J[of_K],
+            peak_K=peak_J[of_K],
+            checkpointed_K=self.checkpointed_K[index_K],
+            zero_stage_K=self.zero_stage_K[index_K],
+            tensor_K=tensor_S[shape_K],
+            sequence_K=sequence_S[shape_K],
+            offload_KO=ratios_JO[of_K],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lines:
+    """Every layer range that a stage may have, with every number of layers that it may recompute.
+
+    Attributes:
+        window_E: Which layer range.
+        low_E: First region.
+        high_E: One past the last region.
+        zeros: ZeRO stages that each of them may have on several devices.
+    """
+
+    window_E: IntArray
+    start_E: IntArray
+    layers_E: IntArray
+    checkpointed_E: IntArray
+    low_E: IntArray
+    high_E: IntArray
+    zeros: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, space: Space, windows: LayerRanges) -> "_Lines":
+        window_E, checkpointed_E = space.recomputed(windows.layers_W)
+        start_E, layers_E = windows.start_W[window_E], windows.layers_W[window_E]
+        low_E, high_E = covered(spec, start_E, start_E + layers_E)
+        return cls(
+            window_E=window_E,
+            start_E=start_E,
+            layers_E=layers_E,
+            checkpointed_E=checkpointed_E,
+            low_E=low_E,
+            high_E=high_E,
+            zeros=tuple(sorted(set(space.search.zero_stages))),
+        )
+
+    def least(self, model: CostModel, slot: StageSlot) -> FloatArray:
+        """Seconds that each computes at least per microbatch, recomputation included."""
+        seconds = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        forward, both = prefix_sums(seconds.forward_R), prefix_sums(seconds.forward_R + seconds.backward_R)
+        first_E = self.start_E + 1
+        recomputed_E = forward[first_E + self.checkpointed_E] - forward[first_E]
+        result_E: FloatArray = both[self.high_E] - both[self.low_E] + recomputed_E
+        return result_E
+
+    def candidates(self, slot: StageSlot, at_J: IntArray) -> tuple[StageCandidates, IntArray]:
+        """The candidates of some lines on the devices of a slot, and the layer range of each."""
+        # On one device there is nothing to shard.
+        zeros = self.zeros if slot.data_parallel_degree > 1 else (0,)
+        line_C = np.tile(at_J, len(zeros))
+        candidates = StageCandidates(
+            start_K=self.start_E[line_C],
+            end_K=self.start_E[line_C] + self.layers_E[line_C],
+            checkpointed_K=self.checkpointed_E[line_C],
+            zero_stage_K=np.repeat(np.array(zeros), len(at_J)),
+        )
+        return candidates, self.window_E[line_C]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures(ArrayRecord):
+    """What candidates cost whatever the rest of their pipeline is.
+
+    Attributes:
+        alone_C: Steady seconds without exchange with other stages, and without unsharding.
+        shards: What unsharding adds.
+        own_C: Boundary seconds without those for tied parameters.
+        rest_C: What of these neither averages gradients nor gives out parameters.
+        parts: What their peaks are made of, without the batch.
+    """
+
+    AXIS: ClassVar[str] = "C"
+
+    candidates: StageCandidates
+    alone_C: FloatArray
+    shards: Unsharding
+    own_C: FloatArray
+    rest_C: FloatArray
+    parts: PeakParts
+
+    @classmethod
+    def of(cls, model: CostModel, slot: StageSlot, candidates: StageCandidates) -> "_Figures":
+        seconds, shards = model.parted_seconds(slot, candidates)
+        memory, rest_C = model.memory(slot), seconds.update_K + seconds.once_K
+        parts = PeakParts.of(memory.needs(slot, candidates))
+        return cls(
+            candidates=candidates,
+            alone_C=seconds.alone_K,
+            shards=shards,
+            own_C=seconds.reduce_K + seconds.update_copies_K + seconds.gather_K + rest_C,
+            rest_C=rest_C,
+            parts=parts.beside(-memory.batch_bytes(slot)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrangement:
+    """What is to be evaluated of a table on one arrangement of devices: its number, and what has which layer range."""
+
+    table: int
+    shape: int
+    slot: StageSlot
+    candidates: StageCandidates
+    window_C: IntArray
+
+
+Request = tuple[Sequence[StageSlot], LayerRanges]
+"""A table that is to be made: a slot of the role for every arrangement of devices, and the layer ranges of the role."""
+
+
+def make_tables(
+    model: CostModel, space: Space, requests: Sequence[Request], pace: float, *, alone: bool = True
+) -> tuple[list[Table], int]:
+    """Evaluate everything that can be part of a pipeline with a bottleneck time, of several roles.
+
+    Args:
+        model: The cost model.
+        space: The search space.
+        requests: The tables; all slots have the same number of microbatches.
+        pace: Bottleneck time in seconds per microbatch, possibly infinite.
+        alone: Whether all devices of the pipeline are of the search space.
+
+    Returns:
+        The tables, and how many candidates were evaluated for them.
+    """
+    asked: list[_Arrangement] = []
+    for number, (slots, windows) in enumerate(requests):
+        shape = len(windows), len(slots)
+        fast_WS = (_outside(model, space, slots, windows) if alone else np.zeros(shape)) <= pace * ROOM
+        lines = _Lines.of(model.spec, space, windows)
+        for index in np.flatnonzero(fast_WS.any(axis=0)).tolist():
+            slot = slots[index]
+            at_J = np.flatnonzero(fast_WS[lines.window_E, index] & (lines.least(model, slot) <= pace * ROOM))
+            if len(at_J):
+                found, window_C = lines.candidates(slot, at_J)
+                asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, window_C=window_C))
+    figures = _evaluate(model, asked)
+    tables = []
+    for number, request in enumerate(requests):
+        places = [place for place, item in enumerate(asked) if item.table == number]
+        tables.append(_table(model, request, [(asked[place], figures[place]) for place in places], pace))
+    return tables, sum(len(item.candidates) for item in asked)
+
+
+def _evaluate(model: CostModel, asked: Sequence[_Arrangement]) -> list[_Figures]:
+    """What candidates of arrangements cost; those of several roles on the same devices are asked about together."""
+    alike: dict[Hashable, list[int]] = {}
+    for place, item in enumerate(asked):
+        slot = item.slot
+        devices = slot.rows, slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel
+        alike.setdefault((slot.num_stages == 1, slot.part, devices), []).append(place)
+    found: dict[int, _Figures] = {}
+    for places in alike.values():
+        candidates = StageCandidates.joined([asked[place].candidates for place in places])
+        figures, begin = _Figures.of(model, asked[places[0]].slot, candidates), 0
+        for place in places:
+            end = begin + len(asked[place].candidates)
+            found[place] = figures if end - begin == len(candidates) else figures.take(np.arange(begin, end))
+            begin = end
+    return [found[place] for place in range(len(asked))]
+
+
+def _table(model: CostModel, request: Request, items: Sequence[tuple[_Arrangement, _Figures]], pace: float) -> Table:
+    """The candidates of all arrangements that are fast enough, by rising steady time."""
+    slots, windows = request
+    if not items:
+        return _empty(request, pace)
+    figures = _Figures.joined([found for _, found in items])
+    transfer_C, tied_C = np.concatenate(
+        [np.stack(model.shared_seconds(item.slot, item.candidates)) for item, _ in items], axis=1
+    )
+    # Of a table's slots what they unshard is counted alike: the same microbatches, and as many stages behind.
+    again_C = figures.shards.again(slots[0])
+    steady_C = figures.alone_C + transfer_C + figures.shards.seconds(slots[0])
+    boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
+    fast_K = np.flatnonzero(steady_C <= pace * ROOM)
+    fast_K = fast_K[np.argsort(steady_C[fast_K], kind="stable")]
+    shape_K = np.repeat([item.shape for item, _ in items], [len(item.candidates) for item, _ in items])[fast_K]
+    batch_S = np.array([model.memory(slot).batch_bytes(slot) for slot in slots], dtype=np.float64)
+    return Table(
+        pace=pace,
+        windows=windows,
+        slots=tuple(slots),
+        window_K=np.concatenate([item.window_C for item, _ in items])[fast_K],
+        shape_K=shape_K,
+        checkpointed_K=figures.candidates.checkpointed_K[fast_K],
+        zero_stage_K=figures.candidates.zero_stage_K[fast_K],
+        steady_K=steady_C[fast_K],
+        boundary_K=boundary_C[fast_K],
+        floor_K=floor_C[fast_K],
+        again_K=again_C[fast_K],
+        parts=figures.parts.take(fast_K).beside(batch_S[shape_K]),
+    )
+
+
+def _empty(request: Request, pace: float) -> Table:
+    numbers = ("window_K", "shape_K", "checkpointed_K", "zero_stage_K")
+    seconds = ("steady_K", "boundary_K", "floor_K", "again_K")
+    columns: dict[str, Any] = {name: np.empty(0, dtype=np.int64) for name in numbers} | {
+        name: np.empty(0) for name in seconds
+    }
+    return Table(pace=pace, windows=request[1], slots=tuple(request[0]), parts=PeakParts.none(), **columns)
+
+
+def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
+    """Number of devices of each candidate."""
+    devices_S = [slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots]
+    found_K: IntArray = np.array(devices_S, dtype=np.int64)[shape_K]
+    return found_K
+
+
+def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: LayerRanges) -> FloatArray:
+    """Seconds that the other devices take at least for all other regions; axes ``W`` and slot."""
+    if not slots:
+        return np.zeros((len(windows), 0))
+    num_microbatches = slots[0].num_microbatches
+    least_R: FloatArray | float = np.inf
+    for shape in space.shapes(num_microbatches):
+        rows = space.rows(num_microbatches, shape.data)
+        seconds = model.region_seconds(rows, shape.tensor, shape.sequence)
+        least_R = np.minimum(least_R, (seconds.forward_R + seconds.backward_R) * shape.devices)
+    prefix = np.concatenate([[0.0], np.cumsum(least_R)])
+    low_W, high_W = covered(model.spec, windows.start_W, windows.start_W + windows.layers_W)
+    rest_W1 = (prefix[-1] - (prefix[high_W] - prefix[low_W]))[:, None]
+    devices_S = np.array([slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots])
+    others_S = space.world_size - devices_S
+    # Where no device is left there is nothing outside either.
+    found_WS: FloatArray = np.where(others_S > 0, rest_W1 / np.maximum(others_S, 1), 0.0)
+    return found_WS
+
+
+def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: int, most_devices: int) -> BoolArray:
+    """Which choices leave every other stage a layer and a device.
+
+    Args:
+        choices: Of a role.
+        stage_index: Which stage they are for.
+        num_stages: Of how many.
+        num_layers: Layers of the network.
+        most_devices: Devices of the largest stage that leaves the others one each.
+    """
+    behind = num_stages - stage_index - 1
+    start_K, layers_K = choices.start_K, choices.layers_K
+    inside_K = (start_K == ANYWHERE) | ((start_K >= stage_index) & (start_K <= num_layers - behind - layers_K))
+    # An open start has room somewhere if every other stage can have a layer.
+    inside_K &= layers_K <= max(num_layers - num_stages + 1, 0 if num_layers else 1)
+    result_K: BoolArray = inside_K & (choices.devices_K <= most_devices)
+    return result_K

@@ -1,0 +1,71 @@
+"""What one stage may be: choices as arrays.
+
+Array axes
+    K  choices
+    O  kinds of state, in the order of ``OFFLOADED``
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
+from lightning_mist.plan import OffloadRatios
+from lightning_mist.tuner.space import OFFLOADED, Shape
+
+EVERY_PART = -1
+"""Part of a choice that takes all devices of all parts of a cluster, as the only stage of a plan may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotChoices(ArrayRecord):
+    """What one stage may be.
+
+    Attributes:
+        start_K: First layer, or :data:`~lightning_mist.tuner.space.layer_ranges.ANYWHERE`.
+        layers_K: Number of layers.
+        devices_K: Number of devices.
+        part_K: Part of the cluster that they lie in, 0 if it has one, or :data:`EVERY_PART`.
+        steady_K: Steady seconds.
+        boundary_K: Boundary seconds.
+        peak_K: Peak bytes.
+        checkpointed_K: Recomputed layers.
+        zero_stage_K: 0 to 3.
+        tensor_K: Tensor-parallel degree.
+        sequence_K: 1 if tensor-parallel devices are sequence-parallel too, else 0.
+        offload_KO: What part of parameters, gradients, optimizer state and activations is in host memory.
+    """
+
+    start_K: IntArray
+    layers_K: IntArray
+    devices_K: IntArray
+    part_K: IntArray
+    steady_K: FloatArray
+    boundary_K: FloatArray
+    peak_K: FloatArray
+    checkpointed_K: IntArray
+    zero_stage_K: IntArray
+    tensor_K: IntArray
+    sequence_K: IntArray
+    offload_KO: FloatArray
+
+    def shape(self, index: int) -> Shape:
+        """How the devices of one choice are arranged."""
+        tensor = int(self.tensor_K[index])
+        return Shape(int(self.devices_K[index]) // tensor, tensor, bool(self.sequence_K[index]))
+
+    def offload(self, index: int) -> OffloadRatios:
+        """What one choice keeps in host memory."""
+        return OffloadRatios(**dict(zip(OFFLOADED, self.offload_KO[index].tolist(), strict=True)))
+
+    @classmethod
+    def none(cls) -> "SlotChoices":
+        """No choices."""
+        floats = ("steady_K", "boundary_K", "peak_K")
+        empty = {name: np.empty(0, dtype=float if name in floats else np.int64) for name in cls.__slots__}
+        return cls(**{**empty, "offload_KO": np.empty((0, len(OFFLOADED)))})
+
+
+def with_peaks_as_seconds(choices: SlotChoices) -> SlotChoices:
+    """The same choices with their peak bytes in place of their steady time, to ask for the least memory."""
+    return replace(choices, steady_K=choices.peak_K)

@@ -1,0 +1,282 @@
+"""The frontier of each stage: for every layer range and number of devices, the choices that are worth considering.
+
+For a slot (stage ``i`` of ``S`` with ``G`` microbatches) every feasible combination of layers, devices, their
+arrangement, recomputed layers and ZeRO stage is evaluated; of those with the same layers and devices only the
+non-dominated ones in ``t`` (steady time) and ``t + d`` (with boundary time) go on. Memory does not appear after this:
+what does not fit is not a choice.
+
+A choice that another of its place beats in ``t`` and in ``t + d`` is never needed. Let the other be faster by
+``x = t - t' >= 0``, so that ``d' <= d + x``. In
+
+    step = (G - 1) max_i t_i + sum_i t_i + max(0, max_i (d_i - sum_{j < i} t_j))
+
+the first term does not grow, the second falls by ``x``, and no term of the third grows by more than ``x``: that of the
+stage itself by ``d' - d``, those of stages behind it by ``x``, those before it not at all.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_mist.cost import CostModel, StageSlot
+from lightning_mist.cost.inputs import BoolArray
+from lightning_mist.cost.memory import stage_phases
+from lightning_mist.plan import Plan
+from lightning_mist.tuner.candidates.candidate_tables import ROOM, Request, Table, make_tables, within
+from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
+from lightning_mist.tuner.candidates.offload_search import OffloadSearch
+from lightning_mist.tuner.candidates.stage_points import Situations, Stage, covers, either
+from lightning_mist.tuner.space import (
+    LayerRanges,
+    Role,
+    Shape,
+    Space,
+    common_unit,
+    fixed_range,
+    layer_classes,
+    layer_ranges_of,
+    role_of,
+)
+
+__all__ = ["EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
+
+AHEAD = 1.05
+"""Multiple of a bottleneck time up to which candidates are looked at: what may be near the best is asked for next."""
+
+TableKey = tuple[Role, int, tuple[int, int] | None, Hashable]
+"""Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
+part of the cluster to another."""
+
+FrontierKey = tuple[TableKey, int, int]
+"""What tells frontiers apart: the table, the stages behind as far as they count, a number for the situations."""
+
+Place = tuple[int, int, tuple[int, ...]]
+"""A stage, the number of stages, and the parts of the cluster in which these lie, if it has unlike ones."""
+
+Wish = tuple[int, int, tuple[int, ...], BoolArray | None]
+"""A :data:`Place`, and of which numbers of devices and layers choices are of interest; of all if ``None``."""
+
+
+class IntraStage:
+    """Makes frontiers; keeps those that several pipelines share.
+
+    Args:
+        model: The cost model.
+        space: The search space.
+        memory_limit: Bytes that a device may use.
+        host_limit: Bytes of host memory that it may use for what it offloads.
+        elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
+
+    Attributes:
+        evaluated: Candidates whose seconds were computed.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        space: Space,
+        memory_limit: float,
+        *,
+        host_limit: float = np.inf,
+        elsewhere: tuple[Space, ...] = (),
+    ) -> None:
+        self.model, self.space, self._elsewhere = model, space, elsewhere
+        self.memory_limit, self.host_limit = memory_limit, host_limit
+        self.evaluated = 0
+        self._classes = layer_classes(model.spec)
+        self._tables: dict[TableKey, Table] = {}
+        self._windows: dict[Role, LayerRanges] = {}
+        # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
+        self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
+        # What tells the frontiers of a place from others, with its situations; numbers of these.
+        self._keys: dict[tuple[Place, int], tuple[FrontierKey, Situations]] = {}
+        self._numbers: dict[Situations, int] = {}
+        self._search = OffloadSearch(
+            model=model,
+            grid=RatioGrid.of(space.search, space.offload_ratios),
+            memory_limit=memory_limit,
+            host_limit=host_limit,
+        )
+
+    def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
+        """Let frontiers have what offloads these parts of state.
+
+        Args:
+            ratios: Fractions in (0, 1].
+            deadline: Value of ``perf_counter()`` from which on nothing more is evaluated for it.
+        """
+        grid = RatioGrid.of(self.space.search, ratios)
+        if grid.each != self._search.grid.each:
+            self._frontiers.clear()
+        self._search = replace(self._search, grid=grid, deadline=deadline)
+
+    def limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes that the devices of every stage of a plan may use."""
+        return (self.memory_limit,) * plan.num_stages
+
+    def host_limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes of host memory that each device of every stage of a plan may use."""
+        return (self.host_limit,) * plan.num_stages
+
+    def frontier(
+        self,
+        stage_index: int,
+        num_stages: int,
+        num_microbatches: int,
+        slowest: float = np.inf,
+        *,
+        pipeline: tuple[int, ...] = (),
+        among_NL: BoolArray | None = None,
+    ) -> SlotChoices:
+        """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated.
+
+        Args:
+            stage_index: Index of the stage.
+            num_stages: Number of stages.
+            num_microbatches: Number of microbatches.
+            slowest: The most steady seconds.
+            pipeline: The part of the cluster in which every stage lies, if it has unlike ones.
+            among_NL: Of which numbers of devices and layers choices are of interest; by default of all.
+        """
+        wish = stage_index, num_stages, pipeline, among_NL
+        return self.frontiers([wish], num_microbatches, slowest)[0]
+
+    def frontiers(self, asked: Sequence[Wish], num_microbatches: int, slowest: float = np.inf) -> list[SlotChoices]:
+        """The same of several slots at once, which is faster than one after another.
+
+        Args:
+            asked: The slots.
+            num_microbatches: Number of microbatches.
+            slowest: The most steady seconds.
+        """
+        self.prepare(asked, num_microbatches, slowest)
+        found = (self._frontiers[self._frontier_key(item[:3], num_microbatches)[0]][2] for item in asked)
+        return [self._inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
+
+    def _inside(
+        self, place: Place, found: SlotChoices, slowest: float, among_NL: BoolArray | None = None
+    ) -> SlotChoices:
+        """Those of some choices that a slot may be where it lies, and that are of interest."""
+        most = self.space.world_size if self._elsewhere else self.space.world_size - place[1] + 1
+        kept_K = within(found, *place[:2], self.space.num_layers, most) & (found.steady_K <= slowest)
+        if among_NL is not None:
+            kept_K &= among_NL[found.devices_K, found.layers_K]
+        return found if kept_K.all() else found.take(kept_K)
+
+    def prepare(self, asked: Iterable[Wish], num_microbatches: int, slowest: float = np.inf) -> None:
+        """Work out what frontiers of several slots need at once.
+
+        Args:
+            asked: The slots.
+            num_microbatches: Number of microbatches.
+            slowest: The most steady seconds.
+        """
+        every: dict[FrontierKey, tuple[Place, Stage]] = {}
+        for item in asked:
+            key, phases = self._frontier_key(item[:3], num_microbatches)
+            # What is kept has to be enough for all places that share it.
+            among_NL = either(item[3], every[key][1].among_NL) if key in every else item[3]
+            every[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
+        wanted: dict[TableKey, dict[FrontierKey, tuple[Place, Stage]]] = {}
+        for key, found in every.items():
+            pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
+            if pace * ROOM < slowest or not covers(known_NL, found[1].among_NL):
+                wanted.setdefault(key[0], {})[key] = found
+        places = {key: next(place for place, _ in some.values()) for key, some in wanted.items()}
+        self._make_tables(places, num_microbatches, slowest)
+        shared = [(self._tables[key], [stage for _, stage in some.values()]) for key, some in wanted.items()]
+        found_of_tables, evaluated = self._search.frontiers(shared, slowest)
+        self.evaluated += evaluated
+        for some, frontiers in zip(wanted.values(), found_of_tables, strict=True):
+            for (key, (_, stage)), choices in zip(some.items(), frontiers, strict=True):
+                self._frontiers[key] = slowest, stage.among_NL, choices
+
+    def _frontier_key(self, place: Place, num_microbatches: int) -> tuple[FrontierKey, Situations]:
+        """What tells the frontiers of a slot from others, and its situations."""
+        found = self._keys.get((place, num_microbatches))
+        if found is None:
+            stage_index, num_stages, pipeline = place
+            phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
+            # More microbatches than there are do not pass a stage before the first of them comes back.
+            behind = min(num_stages - 1 - stage_index, num_microbatches - 1)
+            number = self._numbers.setdefault(phases, len(self._numbers))
+            found = (self._key(stage_index, num_stages, num_microbatches, pipeline), behind, number), phases
+            self._keys[place, num_microbatches] = found
+        return found
+
+    def choices(self, slot: StageSlot) -> SlotChoices:
+        """Everything that a slot may be without offload, whether it fits or not."""
+        table = self.everything(slot)
+        phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+        return self.inside(slot, table.choices(np.arange(len(table)), table.parts.peaks(phases)))
+
+    def everything(self, slot: StageSlot) -> Table:
+        """Everything that stages with the role of a slot may be."""
+        request = [slot], self._windows_of(slot.stage_index, slot.num_stages)
+        (table,), evaluated = make_tables(self.model, self.space, [request], np.inf)
+        self.evaluated += evaluated
+        return table
+
+    def inside(self, slot: StageSlot, found: SlotChoices) -> SlotChoices:
+        """Those of some choices that a slot may be where it lies."""
+        return found.take(within(found, slot.stage_index, slot.num_stages, self.space.num_layers, np.iinfo(int).max))
+
+    def slot(
+        self,
+        stage_index: int,
+        num_stages: int,
+        num_microbatches: int,
+        shape: Shape,
+        pipeline: tuple[int, ...] = (),
+    ) -> StageSlot:
+        """A slot with an arrangement of devices."""
+        replicas = common_unit(space.least_replicas(num_microbatches) for space in (self.space, *self._elsewhere))
+        return StageSlot(
+            stage_index=stage_index,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            data_parallel_degree=shape.data,
+            rows=self.space.rows(num_microbatches, shape.data),
+            batch_rows=self.space.batch_rows,
+            replicas=shape.data if num_stages == 1 else replicas,
+            schedule=self.space.schedule,
+            tensor_parallel_degree=shape.tensor,
+            sequence_parallel=shape.sequence,
+            parts=pipeline,
+        )
+
+    def _key(self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...]) -> TableKey:
+        slot = self.slot(stage_index, num_stages, num_microbatches, Shape(1), pipeline)
+        # What a stage costs depends on the number of stages only through the situations.
+        settled = self.space.layer_range(stage_index, num_stages)
+        return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
+
+    def _make_tables(self, asked: Mapping[TableKey, Place], num_microbatches: int, pace: float) -> None:
+        """The tables of some stages up to a bottleneck time, as far as they do not exist."""
+        missing: dict[TableKey, Request] = {}
+        for key, (stage_index, num_stages, pipeline) in asked.items():
+            if key in self._tables and self._tables[key].pace * ROOM >= pace:
+                continue
+            # What depends on the stages behind is counted when they are known.
+            slots = [
+                replace(self.slot(stage_index, num_stages, num_microbatches, shape, pipeline), behind=0)
+                for shape in self.space.shapes_of(num_stages, num_microbatches)
+                if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
+            ]
+            missing[key] = slots, self._windows_of(stage_index, num_stages)
+        # Of the devices of other parts nothing is known here.
+        alone = not self._elsewhere
+        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], pace * AHEAD, alone=alone)
+        self.evaluated += evaluated
+        self._tables |= dict(zip(missing, tables, strict=True))
+
+    def _windows_of(self, stage_index: int, num_stages: int) -> LayerRanges:
+        settled = self.space.layer_range(stage_index, num_stages)
+        if settled is not None:
+            return fixed_range(*settled)
+        role = role_of(stage_index, num_stages)
+        if role not in self._windows:
+            self._windows[role] = layer_ranges_of(role, self.space.num_layers, self._classes)
+        return self._windows[role]

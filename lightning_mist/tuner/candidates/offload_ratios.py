@@ -1,0 +1,82 @@
+"""Combinations of the shares of state that candidates may offload.
+
+Array axes
+    B  candidates that are tried with offload
+    C  combinations of ratios, nothing offloaded first
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import numpy as np
+
+from lightning_mist.cost.inputs import BoolArray, FloatArray
+from lightning_mist.cost.memory import Ratios
+from lightning_mist.tuner.space import OFFLOADED, SearchSpace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioGrid:
+    """Every combination of what may be offloaded.
+
+    Attributes:
+        offload_CO: The combinations, the ratios of the last kind running fastest.
+        each: The ratios of each kind of state.
+        values: All ratios that occur, ascending.
+    """
+
+    offload_CO: FloatArray
+    each: Ratios
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, search: SearchSpace, offered: Sequence[float]) -> "RatioGrid":
+        """The combinations of a search space.
+
+        Args:
+            search: Says which kinds of state may be offloaded.
+            offered: The ratios; 0 is always among them.
+        """
+        ratios = tuple(sorted({0.0, *map(float, offered)}))
+        each = {name: ratios if name in search.offloaded else (0.0,) for name in OFFLOADED}
+        return cls(
+            offload_CO=np.array(list(product(*each.values())), dtype=np.float64),
+            each=Ratios(**each),
+            values=ratios if search.offloaded else (0.0,),
+        )
+
+    def __len__(self) -> int:
+        """Number of combinations, nothing offloaded among them."""
+        return len(self.offload_CO)
+
+    def minimal(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        """Of the combinations that fit, those that offload something and no more than they have to.
+
+        Args:
+            fits_BC: Which combinations fit.
+            ordered: Kinds of state of which a larger ratio is never faster.
+        """
+        defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0
+        offloads_C = self.offload_CO.max(axis=1) > 0
+        # Candidates last: what is done to a combination is done to those of all candidates, which lie together.
+        fits_CB = np.ascontiguousarray(fits_BC.T)
+        found_CB = np.zeros_like(fits_CB)
+        for family_C in (offloads_C & ~defers_C, defers_C):
+            found_CB |= self._minimal(fits_CB & family_C[:, None], ordered)
+        return np.ascontiguousarray(found_CB.T)
+
+    def _minimal(self, fits_CB: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        sizes = self.each.shape
+        above, kept = (fits_CB.reshape(*sizes, -1).copy() for _ in range(2))
+        fronts = [(slice(None),) * OFFLOADED.index(name) for name in ordered]
+        for front in fronts:
+            at = [(*front, ratio) for ratio in range(sizes[len(front)])]
+            for before, behind in pairwise(at):
+                above[behind] |= above[before]
+        for front in fronts:
+            # One that is dominated along an axis has something that fits at or below its neighbour there.
+            behind, before = (*front, slice(1, None)), (*front, slice(None, -1))
+            kept[behind] &= ~above[before]
+        found_CB: BoolArray = kept.reshape(fits_CB.shape)
+        return found_CB

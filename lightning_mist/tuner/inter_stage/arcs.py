@@ -1,0 +1,212 @@
+"""The arcs of the inter-stage problem as a flow: every choice of a stage at every state, as far as it can matter.
+
+A node is a stage and what it and those behind it hold: a number of layers and of devices of every part. A choice leads
+from a node of its stage to one of the next. Of all arcs only those are kept that can be part of an answer that is not
+worse than a known one. With ``f`` and ``b`` the least sums of the steady times of the stages in front of it and behind
+it, ``t`` and ``d`` its own steady and boundary time and ``T`` the least bottleneck time of any answer,
+
+    (G - 1) max(t, T) + max(f + t, t + d) + b  <=  known.
+
+Array axes
+    A  arcs
+    C  options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`)
+    J  states (see :mod:`lightning_mist.tuner.inter_stage.suffix_dp`)
+    K  choices of a slot
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
+from lightning_mist.tuner.candidates import EVERY_PART
+from lightning_mist.tuner.inter_stage.problem import InterStageProblem
+from lightning_mist.tuner.inter_stage.slot_options import EndOptions
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
+
+_ROUNDING = 1 + 1e-9
+"""An arc is left out if it is worse than what is known by more than rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arcs:
+    """Choices at states.
+
+    Attributes:
+        stage_A: Stage.
+        from_A: Node that the arc leaves; 0 is that of the first stage.
+        to_A: Node that it enters; -1 behind the last stage.
+        choice_A: Index of the choice in its slot.
+        steady_A: Steady seconds.
+        boundary_A: Boundary seconds.
+    """
+
+    stage_A: IntArray
+    from_A: IntArray
+    to_A: IntArray
+    choice_A: IntArray
+    steady_A: FloatArray
+    boundary_A: FloatArray
+
+    def __len__(self) -> int:
+        """Number of arcs."""
+        return len(self.stage_A)
+
+
+def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
+    """The arcs that an answer of at most ``known`` seconds can have.
+
+    Args:
+        problem: The problem, every slot of which has a choice.
+        known: Step seconds of a known answer, possibly infinite.
+    """
+    if len(problem.slots) == 1:
+        return _of_single(problem, known)
+    suffixes = Suffixes(problem.alone())
+    bottlenecks_K = suffixes.bottlenecks()
+    bottlenecks_K = bottlenecks_K[bottlenecks_K * problem.num_microbatches <= known * _ROUNDING]
+    if not len(bottlenecks_K):
+        return _joined(problem, [])
+    walk = suffixes.walk(float(bottlenecks_K[-1]))
+    if not walk.values:
+        return _joined(problem, [])
+    count, states = len(problem.slots), len(walk.states.row_J) + 1
+    found = []
+    for item in matching(suffixes, walk, problem.num_microbatches, _least_bottleneck(suffixes, bottlenecks_K), known):
+        stage = count - 1 - item.behind
+        from_A = np.where(stage > 0, 1 + stage * states + item.from_A, 0)
+        to_A = np.where(item.to_A < 0, -1, 1 + (stage + 1) * states + item.to_A)
+        found.append(np.stack([np.full(len(from_A), stage), item.choice_A, from_A, to_A]))
+    return _joined(problem, found)
+
+
+def _least_bottleneck(suffixes: Suffixes, bottlenecks_K: FloatArray) -> float:
+    """The least bottleneck time at which there is an answer; there is one at the last."""
+    low, high = 0, len(bottlenecks_K) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if suffixes.walk(float(bottlenecks_K[middle])).values:
+            high = middle
+        else:
+            low = middle + 1
+    return float(bottlenecks_K[high])
+
+
+def _of_single(problem: InterStageProblem, known: float) -> Arcs:
+    slot = problem.slots[0]
+    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == sum(problem.num_devices))
+    fits_K &= slot.part_K == (0 if len(problem.num_devices) == 1 else EVERY_PART)
+    least_K = problem.num_microbatches * slot.steady_K + np.maximum(slot.boundary_K, 0.0)
+    index_K = np.flatnonzero(fits_K & (least_K <= known * _ROUNDING))
+    return _joined(problem, [np.stack([np.zeros_like(index_K), index_K, np.zeros_like(index_K), index_K * 0 - 1])])
+
+
+def _joined(problem: InterStageProblem, found: list[IntArray]) -> Arcs:
+    """Arcs from stage, choice, and nodes, which are numbered anew."""
+    stage_A, choice_A, from_A, to_A = np.concatenate([np.empty((4, 0), dtype=np.int64), *found], axis=1)
+    _, number = np.unique(np.concatenate([from_A, to_A[to_A >= 0]]), return_inverse=True)
+    number = number.reshape(-1)
+    renumbered = np.full(len(to_A), -1, dtype=np.int64)
+    renumbered[to_A >= 0] = number[len(from_A) :]
+    steady_A, boundary_A = np.empty(len(stage_A)), np.empty(len(stage_A))
+    for stage, slot in enumerate(problem.slots):
+        inside_A = stage_A == stage
+        steady_A[inside_A] = slot.steady_K[choice_A[inside_A]]
+        boundary_A[inside_A] = slot.boundary_K[choice_A[inside_A]]
+    return Arcs(
+        stage_A=stage_A,
+        from_A=number[: len(from_A)],
+        to_A=renumbered,
+        choice_A=choice_A,
+        steady_A=steady_A,
+        boundary_A=boundary_A,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """Choices of a stage at states that can matter.
+
+    Attributes:
+        behind: Stages behind.
+        is_head: Whether it is a first stage.
+        from_A: The state that holds it and what is behind it; 0 of first stages.
+        to_A: The state behind it; -1 if there is none.
+        choice_A: Index of the choice in its slot.
+    """
+
+    behind: int
+    is_head: bool
+    from_A: IntArray
+    to_A: IntArray
+    choice_A: IntArray
+    devices_A: IntArray
+    layers_A: IntArray
+
+
+def matching(
+    suffixes: Suffixes, walk: Walk, num_microbatches: int, least_bottleneck: float, known: float
+) -> Iterator[Matching]:
+    """All choices at states that an answer of at most ``known`` seconds can have, from first stages to last ones.
+
+    Args:
+        suffixes: The stages.
+        walk: A pass at the most steady seconds of a stage.
+        num_microbatches: Microbatches per batch.
+        least_pace: Steady seconds that the slowest stage of any answer takes at least.
+        known: Step seconds.
+    """
+
+    def matters(
+        front: FloatArray | float, steady: FloatArray, reach: FloatArray, sums: FloatArray | float
+    ) -> BoolArray:
+        slowest = (num_microbatches - 1) * np.clip(steady, least_bottleneck, walk.bottleneck)
+        least = slowest + np.maximum(front + steady, reach) + sums
+        return (steady <= walk.bottleneck) & np.isfinite(front + sums) & (least <= known * _ROUNDING)
+
+    states = walk.states
+    front_J = np.full(len(states.row_J) + 1, np.inf)
+    for behind in range(len(walk.sums), 0, -1):
+        sums_J, next_J = walk.sums[behind - 1], np.full_like(front_J, np.inf)
+        if (front_J < np.inf).any():
+            options = suffixes.middle[behind - 1]
+            options = options.take(options.least_C <= walk.bottleneck)
+            for some, source_CJ in suffixes.sources(options, states, {}):
+                column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J
+                steady_CJ, reach_CJ = some.steady_CR[:, column], some.reach_CR[:, column]
+                kept_CJ = matters(front_J[:-1], steady_CJ, reach_CJ, sums_J[source_CJ])
+                option, place = np.nonzero(kept_CJ)
+                to = source_CJ[option, place]
+                np.minimum.at(next_J, to, front_J[place] + np.broadcast_to(steady_CJ, kept_CJ.shape)[option, place])
+                yield Matching(
+                    behind=behind,
+                    is_head=False,
+                    from_A=place,
+                    to_A=to,
+                    choice_A=np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)[option, place],
+                    devices_A=some.devices_C[option],
+                    layers_A=some.layers_C[option],
+                )
+        if behind + 1 in suffixes.heads:
+            head = suffixes.heads[behind + 1]
+            behind_K = suffixes.behind_head(head, states)
+            kept_K = matters(0.0, head.steady_K, head.reach_K, sums_J[behind_K])
+            np.minimum.at(next_J, behind_K[kept_K], head.steady_K[kept_K])
+            yield _of_end(head.take(kept_K), behind, 0 * behind_K[kept_K], behind_K[kept_K])
+        front_J = next_J
+    last, place_K = suffixes.last, suffixes.last_places(states)
+    kept_K = matters(front_J[place_K], last.steady_K, last.reach_K, 0.0)
+    yield _of_end(last.take(kept_K), 0, place_K[kept_K], np.full(int(kept_K.sum()), -1))
+
+
+def _of_end(ends: EndOptions, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
+    return Matching(
+        behind=behind,
+        is_head=behind > 0,
+        from_A=from_A,
+        to_A=to_A,
+        choice_A=ends.index_K,
+        devices_A=ends.devices_K,
+        layers_A=ends.layers_K,
+    )

@@ -1,0 +1,347 @@
+"""An exact dynamic program for the inter-stage problem: an answer, and a bound that proves how good it is.
+
+With ``D = max(0, max_i (d_i - sum_{j<i} t_j))`` the part ``sum t + D`` of the objective equals
+
+    v = max(sum_j t_j, max_i (d_i + sum_{j>=i} t_j)),
+
+which can be built from the last stage to the first: putting a stage ``(t, d)`` in front turns a suffix with sum ``s``
+and value ``v`` into ``s + t`` and ``max(v, s + t + d)``; at the end the sum itself counts. So
+
+* without a cap, the least ``s + max(0, d_0)`` with every ``t_i <= T`` is a bound on ``v``, and one pass over the
+  stages (:mod:`lightning_mist.tuner.inter_stage.suffix_dp`);
+* with a cap, the least suffix sum for which every ``s + t + d <= V`` tells in one pass whether ``v <= V`` is possible:
+  a smaller suffix sum never hurts;
+* bisection on ``V`` between the two gives the least ``v`` for a ``T``, and a best-first search over intervals of ``T``
+  the least ``(G - 1) T + v``: as ``v`` falls when ``T`` rises, it is at least ``(G - 1) T_1 + v(T_2)`` on an interval
+  ``[T_1, T_2]``.
+
+A pass answers for every number of stages, so that all pipelines with the same microbatches are searched as one.
+
+Array axes
+    K  choices of a slot, or their steady times
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from lightning_mist.cost import step_seconds
+from lightning_mist.cost.inputs import FloatArray
+from lightning_mist.tuner.candidates import EVERY_PART
+from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, Family, InterStageProblem
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
+
+__all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_each", "solve_family"]
+
+_NOTED = 3
+"""Numbers of stages whose answer is looked at after a pass, those with the least sums."""
+
+_MOST_SUMS = 1 << 20
+"""Sums of suffixes that passes which are kept may have together; they take 8 MB."""
+
+_NONE = Answer(chosen=(), objective=np.inf, bound=np.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyAnswer:
+    """The best answer of a family of pipelines.
+
+    Attributes:
+        num_stages: Number of stages of the best answer; 0 if none was found.
+        answers: Answers by number of stages that were met on the way, among them the best of all; what is proven is
+            about all of the family, so each has the same bound.
+        bound: No answer of the family takes fewer seconds; infinite if there cannot be one.
+    """
+
+    num_stages: int
+    answers: dict[int, Answer]
+    bound: float
+
+
+def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float = np.inf) -> Answer:
+    """The best answer, if one takes fewer seconds than ``below``.
+
+    Args:
+        problem: The problem.
+        below: Answers that do not take fewer seconds are of no interest.
+        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+
+    Returns:
+        The best answer and a bound. Without an answer below ``below`` the choice is empty and the bound is the least
+        that any answer takes, as far as it was found out; infinite if the problem has no answer at all.
+    """
+    if any(not len(slot) for slot in problem.slots):
+        return _NONE
+    if len(problem.slots) > 1:
+        found = solve_family(problem.alone(), below=below, deadline=deadline)
+        none = Answer(chosen=(), objective=np.inf, bound=found.bound)
+        return found.answers[found.num_stages] if found.num_stages else none
+    slot = problem.slots[0]
+    best = _least_of_single(problem, problem.num_microbatches * slot.steady_K + np.maximum(slot.boundary_K, 0.0))
+    if best is None:
+        return _NONE
+    objective = problem.objective((best,))
+    if objective < below:
+        return Answer(chosen=(best,), objective=objective, bound=objective)
+    return Answer(chosen=(), objective=np.inf, bound=objective)
+
+
+def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.inf) -> FamilyAnswer:
+    """The best answer of a family of pipelines, of any number of stages, if it takes fewer seconds than ``below``.
+
+    Args:
+        family: The pipelines.
+        below: Answers that do not take fewer seconds are of no interest.
+        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+    """
+    return _Search(family, _Walks(family), below, deadline).run()
+
+
+def solve_each(
+    family: Family, below: Mapping[int, float], *, precision: float = PRECISION, deadline: float = np.inf
+) -> dict[int, Answer]:
+    """About the best answer of every number of stages of a family, where it takes fewer seconds than something.
+
+    Args:
+        family: The pipelines.
+        below: By number of stages the seconds from which on answers are of no interest; others are not looked at.
+        precision: Share by which there may be a better one.
+        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+    """
+    found: dict[int, Answer] = {}
+    asked = sorted(below.keys() & family.heads.keys())
+    if not asked:
+        return found
+    walks = _Walks(family)
+    for count in asked:
+        result = _Search(family, walks, below[count], deadline, only=count, precision=precision).run()
+        if result.num_stages:
+            found[count] = result.answers[count]
+    return found
+
+
+def least_peak(problem: InterStageProblem) -> tuple[float, tuple[int, ...]] | None:
+    """Choices whose largest steady "time" is least; used with peak bytes in place of seconds.
+
+    Returns:
+        The value and the choices, or ``None`` if the problem has no answer.
+    """
+    if any(not len(slot) for slot in problem.slots):
+        return None
+    if len(problem.slots) == 1:
+        best = _least_of_single(problem, problem.slots[0].steady_K)
+        return None if best is None else (float(problem.slots[0].steady_K[best]), (best,))
+    suffixes, num_stages = Suffixes(problem.alone()), len(problem.slots)
+
+    def attempt(value: float) -> tuple[int, ...] | None:
+        walk = suffixes.walk(value)
+        return suffixes.chosen(walk, num_stages) if walk.values else None
+
+    return _bisect(suffixes.bottlenecks(), attempt)
+
+
+def _least_of_single(problem: InterStageProblem, value_K: FloatArray) -> int | None:
+    """The choice of a single stage with the least value."""
+    slot = problem.slots[0]
+    fits_K = (slot.layers_K == problem.num_layers) & (slot.devices_K == sum(problem.num_devices))
+    fits_K &= slot.part_K == (0 if len(problem.num_devices) == 1 else EVERY_PART)
+    best = int(np.where(fits_K, value_K, np.inf).argmin())
+    return best if fits_K[best] else None
+
+
+class _Walks:
+    """Passes over a family, some of which are kept: one answers for all numbers of stages."""
+
+    def __init__(self, family: Family) -> None:
+        self.suffixes = Suffixes(family)
+        self.bottlenecks_K = self.suffixes.bottlenecks()
+        self._kept: dict[tuple[float, float | None], Walk] = {}
+        self._room = _MOST_SUMS
+
+    def walk(self, bottleneck: float, cap: float | None, only: int | None) -> Walk:
+        """One pass, of which one number of stages is of interest, or all are."""
+        walk = self._kept.get((bottleneck, cap))
+        if walk is None:
+            walk = self.suffixes.walk(bottleneck, cap)
+            self._room -= sum(map(len, walk.sums))
+            if self._room >= 0:
+                self._kept[bottleneck, cap] = walk
+        if only is None:
+            return walk
+        return replace(walk, values={count: value for count, value in walk.values.items() if count == only})
+
+
+class _Search:
+    """Best-first search over the slowest stage's steady time, of one number of stages or of all."""
+
+    def __init__(
+        self,
+        family: Family,
+        walks: _Walks,
+        below: float,
+        deadline: float,
+        *,
+        only: int | None = None,
+        precision: float = PRECISION,
+    ) -> None:
+        self.family, self.below, self.deadline = family, below, deadline
+        self.walks, self.suffixes, self.only, self.precision = walks, walks.suffixes, only, precision
+        self.repeats = family.num_microbatches - 1
+        self.objective = below
+        self.num_stages = 0
+        self.found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        # A pipeline takes at least G times the steady time of any of its stages.
+        self.bottlenecks_K = walks.bottlenecks_K
+        self.is_cut = bool(self.bottlenecks_K.size and self.bottlenecks_K[-1] * family.num_microbatches >= below)
+        self.bottlenecks_K = self.bottlenecks_K[self.bottlenecks_K * family.num_microbatches < below]
+        # Bound on the objective, first and last bottleneck time, and bound on v at these bottleneck times.
+        self.intervals: list[tuple[float, int, int, float]] = []
+
+    def run(self) -> FamilyAnswer:
+        """The best answer below the given objective."""
+        first = int(np.searchsorted(self.bottlenecks_K, self.suffixes.least_bottleneck() * (1 - self.precision)))
+        bound = self.below if self.is_cut else np.inf
+        if first < len(self.bottlenecks_K):
+            bound = min(bound, self._explore(first, len(self.bottlenecks_K) - 1))
+        bound = min(bound, self.objective)
+        self._settle()
+        answers = {
+            count: Answer(chosen=chosen, objective=objective, bound=min(bound, objective))
+            for count, (objective, chosen) in self.found.items()
+        }
+        return FamilyAnswer(num_stages=self.num_stages, answers=answers, bound=bound)
+
+    def _explore(self, first: int, last: int) -> float:
+        """Look at all bottleneck times between two; returns a bound on the objective there."""
+        walk = self._walk(float(self.bottlenecks_K[last]))
+        if not walk.values:
+            return np.inf
+        bound, low = np.inf, min(walk.values.values())
+        self._note(walk)
+        self._push(self._fastest(first, last, low), last, low)
+        while self.intervals:
+            bound_here, begin, end, low = heapq.heappop(self.intervals)
+            if bound_here >= self.objective * (1 - self.precision) or perf_counter() > self.deadline:
+                return min(bound, bound_here)
+            middle, end = self._middle(begin, end, low)
+            value, reached, proven = self._value(middle, begin)
+            bound = min(bound, proven)
+            self._push(begin, reached - 1, value)
+            self._push(middle + 1, end, low)
+        return bound
+
+    def _settle(self) -> None:
+        """Of equally good answers take one that depends on the problem alone, and not on the passes that led to it."""
+        if not self.num_stages:
+            return
+        steady, objective = self._costs(self.num_stages, self.found[self.num_stages][1])
+        walk = self._walk(steady, (objective - self.repeats * steady) * (1 + self.precision))
+        if self.num_stages in walk.values:
+            chosen = self.suffixes.chosen(walk, self.num_stages)
+            if (objective := self._costs(self.num_stages, chosen)[1]) <= self.objective * (1 + self.precision):
+                self.objective = objective
+                self.found[self.num_stages] = objective, chosen
+
+    def _walk(self, bottleneck: float, cap: float | None = None) -> Walk:
+        return self.walks.walk(bottleneck, cap, self.only)
+
+    def _fastest(self, first: int, last: int, low: float) -> int:
+        """The least bottleneck time that can lead to a better answer; answers near it are good ones to begin with."""
+        while first < last and self.repeats * float(self.bottlenecks_K[first]) + low < self.objective:
+            middle = (first + last) // 2
+            walk = self._walk(float(self.bottlenecks_K[middle]))
+            if walk.values:
+                self._note(walk)
+                last = middle
+            else:
+                first = middle + 1
+        return first
+
+    def _middle(self, begin: int, end: int, low: float) -> tuple[int, int]:
+        """A bottleneck time to look at, and the last one of an interval that can still lead to a better answer."""
+        if not self.repeats:
+            return end, end
+        worth = int(np.searchsorted(self.bottlenecks_K, (self.objective - low) / self.repeats, "right")) - 1
+        end = max(begin, min(end, worth))
+        # Between the bottleneck times, not between their numbers: what lies far from the least one soon drops out.
+        middle = (
+            int(np.searchsorted(self.bottlenecks_K, (self.bottlenecks_K[begin] + self.bottlenecks_K[end]) / 2, "right"))
+            - 1
+        )
+        return min(max(middle, begin), end), end
+
+    def _push(self, begin: int, end: int, low: float) -> None:
+        if begin <= end:
+            heapq.heappush(self.intervals, (self.repeats * float(self.bottlenecks_K[begin]) + low, begin, end, low))
+
+    def _value(self, index: int, begin: int) -> tuple[float, int, float]:
+        """What steady times up to a bottleneck time can give.
+
+        Args:
+            index: The bottleneck time.
+            begin: The least bottleneck time that is still of interest.
+
+        Returns:
+            The least ``v``, or a lower bound of it that proves that no bottleneck time from ``begin`` to this one is of
+            interest; the bottleneck time of the answer that reaches ``v``; and a bound on the objective from that one
+            to this one. Without any answer up to here nothing below is of interest either: ``begin``, and infinities.
+        """
+        bottleneck, floor = float(self.bottlenecks_K[index]), float(self.bottlenecks_K[begin])
+        walk = self._walk(bottleneck)
+        if not walk.values:
+            return np.inf, begin, np.inf
+        low = min(walk.values.values())
+        high, reached = self._note(walk)
+        reached = max(begin, reached)
+        is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
+        while high - low > self.precision * high and self.repeats * floor + low < self.objective * (1 - self.precision):
+            worth = self.objective - self.repeats * floor
+            cap = min(high, worth) * (1 - self.precision) if is_best else (low + min(high, worth)) / 2
+            is_best = not is_best
+            walk = self._walk(bottleneck, cap)
+            if not walk.values:
+                low = max(low, cap)
+            else:
+                value, at = self._note(walk)
+                high, reached = value, max(begin, at)
+        return low, reached, self.repeats * float(self.bottlenecks_K[reached]) + low
+
+    def _note(self, walk: Walk) -> tuple[float, int]:
+        """Remember the best answers of a pass; returns the ``v`` of the one with the least sum, and its bottleneck."""
+        best = np.inf, 0
+        for num_stages in sorted(walk.values, key=walk.values.__getitem__)[:_NOTED]:
+            chosen = self.suffixes.chosen(walk, num_stages)
+            steady, objective = self._costs(num_stages, chosen)
+            if objective < self.found.get(num_stages, (np.inf,))[0]:
+                self.found[num_stages] = objective, chosen
+            if objective < self.objective:
+                self.objective, self.num_stages = objective, num_stages
+            value = objective - self.repeats * steady
+            if value < best[0]:
+                best = value, int(np.searchsorted(self.bottlenecks_K, steady))
+        return best
+
+    def _costs(self, num_stages: int, chosen: tuple[int, ...]) -> tuple[float, float]:
+        """Steady seconds of the slowest stage of an answer, and its step seconds."""
+        tails = self.family.tails[num_stages - 2 :: -1] if num_stages > 1 else ()
+        slots = (self.family.heads[num_stages], *tails)
+        steady = np.array([slot.steady_K[index] for slot, index in zip(slots, chosen, strict=True)])
+        boundary = np.array([slot.boundary_K[index] for slot, index in zip(slots, chosen, strict=True)])
+        return float(steady.max()), step_seconds(steady, boundary, self.family.num_microbatches)
+
+
+def _bisect(
+    values_K: FloatArray, attempt: Callable[[float], tuple[int, ...] | None]
+) -> tuple[float, tuple[int, ...]] | None:
+    low, high, best = 0, len(values_K), None
+    while low < high:
+        middle = (low + high) // 2
+        found = attempt(float(values_K[middle]))
+        if found is None:
+            low = middle + 1
+        else:
+            high, best = middle, (float(values_K[middle]), found)
+    return best

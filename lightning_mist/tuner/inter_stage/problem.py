@@ -1,0 +1,235 @@
+"""The inter-stage problem as data, and what an answer to it is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_mist.cost import step_seconds
+from lightning_mist.cost.inputs.expressions import FloatArray
+from lightning_mist.tuner.candidates import EVERY_PART, SlotChoices
+from lightning_mist.tuner.space import ANYWHERE, places_behind
+
+PRECISION = 1e-9
+"""Relative difference of objectives below which two answers count as equal, far below what costs are known to."""
+
+
+class Pipeline(NamedTuple):
+    """Numbers of stages and microbatches, and the part of every stage; none if it has all or there is only one."""
+
+    num_stages: int
+    num_microbatches: int
+    parts: tuple[int, ...]
+
+
+class PipelineGroup(NamedTuple):
+    """Pipelines whose stages cost the same, but for how many stages of the part in front are in front of them.
+
+    Attributes:
+        num_microbatches: Number of microbatches.
+        first: The part in which their first stages lie, or :data:`~lightning_mist.tuner.candidates.choices.EVERY_PART`.
+        rest: The part of every stage behind these.
+        counts: Their numbers of stages, ascending.
+    """
+
+    num_microbatches: int
+    first: int
+    rest: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def parts(self, num_stages: int) -> tuple[int, ...]:
+        """The part of every stage of the pipeline with a number of stages; none if devices are alike."""
+        return () if self.first == EVERY_PART else (self.first,) * (num_stages - len(self.rest)) + self.rest
+
+    def pipeline(self, num_stages: int) -> Pipeline:
+        """The pipeline with a number of stages."""
+        return Pipeline(num_stages, self.num_microbatches, self.parts(num_stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterStageProblem:
+    """Choose one of its choices for every slot, so that layers and devices are used up, in the least step seconds.
+
+    Attributes:
+        num_layers: Layers to deal out, in order.
+        num_devices: Devices to deal out, of every part of the cluster.
+        num_microbatches: Microbatches per batch.
+        slots: The choices of every stage. A stage takes devices of one part; a choice of
+            :data:`~lightning_mist.tuner.candidates.intra_stage.EVERY_PART` takes all devices there are, so that it can
+            only be the only stage.
+    """
+
+    num_layers: int
+    num_devices: tuple[int, ...]
+    num_microbatches: int
+    slots: tuple[SlotChoices, ...]
+
+    def steady(self, chosen: tuple[int, ...]) -> FloatArray:
+        """Steady seconds of the chosen choices."""
+        return np.array([slot.steady_K[index] for slot, index in zip(self.slots, chosen, strict=True)])
+
+    def boundary(self, chosen: tuple[int, ...]) -> FloatArray:
+        """Boundary seconds of the chosen choices."""
+        return np.array([slot.boundary_K[index] for slot, index in zip(self.slots, chosen, strict=True)])
+
+    def objective(self, chosen: tuple[int, ...]) -> float:
+        """Step seconds of one choice per slot."""
+        return step_seconds(self.steady(chosen), self.boundary(chosen), self.num_microbatches)
+
+    def least_pace(self) -> float:
+        """Seconds that the slowest stage takes at least per microbatch.
+
+        With ``r_p`` the least seconds times devices per layer of any choice in part ``p``, a stage of ``n`` of its
+        devices that takes at most ``T`` holds at most ``T n / r_p`` layers; all stages together ``T sum_p N_p / r_p``.
+        """
+        layers = max(1, self.num_layers)
+        least_P = np.full(len(self.num_devices), np.inf)
+        whole = np.inf
+        for slot in self.slots:
+            rate_K = slot.steady_K * slot.devices_K / np.maximum(slot.layers_K, 1)
+            np.minimum.at(least_P, slot.part_K[slot.part_K != EVERY_PART], rate_K[slot.part_K != EVERY_PART])
+            whole = min(whole, float(slot.steady_K[slot.part_K == EVERY_PART].min(initial=np.inf)))
+        with np.errstate(divide="ignore"):
+            speed = float((np.array(self.num_devices) / least_P).sum())
+        return min(whole, layers / speed if speed > 0 else np.inf)
+
+    def least_seconds(self) -> float:
+        """Seconds that one microbatch takes at least through all layers, at the least time per layer of any choice."""
+        rates = (slot.steady_K / np.maximum(slot.layers_K, 1) for slot in self.slots)
+        return max(1, self.num_layers) * min(float(rate.min()) for rate in rates)
+
+    def lower_bound(self) -> float:
+        """Step seconds that no answer goes below; infinite if a stage has no choice."""
+        if any(not len(slot) for slot in self.slots):
+            return float(np.inf)
+        slowest = self.least_pace()
+        return (self.num_microbatches - 1) * slowest + max(self.least_seconds(), slowest)
+
+    def is_feasible(self, chosen: tuple[int, ...]) -> bool:
+        """Whether the choices cover every layer once, in order, and use every device of every part."""
+        position, left = 0, list(self.num_devices)
+        for slot, index in zip(self.slots, chosen, strict=True):
+            if slot.start_K[index] not in (ANYWHERE, position):
+                return False
+            position += int(slot.layers_K[index])
+            part, devices = int(slot.part_K[index]), int(slot.devices_K[index])
+            if part != EVERY_PART:
+                left[part] -= devices
+            elif devices == sum(self.num_devices) and left == list(self.num_devices):
+                left = [0] * len(left)
+            else:
+                return False
+        return position == self.num_layers and not any(left)
+
+    def alone(self) -> "Family":
+        """This problem, of several stages, as a family of its own."""
+        return Family(
+            num_layers=self.num_layers,
+            num_devices=self.num_devices,
+            num_microbatches=self.num_microbatches,
+            tails=self.slots[:0:-1],
+            heads={len(self.slots): self.slots[0]},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Pipelines of several stages that differ in their number of stages only.
+
+    What a stage other than the first may be depends on how many stages are behind it, and not on how many are in front:
+    the fewer are behind, the fewer microbatches it has in flight.
+
+    Attributes:
+        num_layers: Layers to deal out, in order.
+        num_devices: Devices to deal out, of every part of the cluster.
+        num_microbatches: Microbatches per batch.
+        tails: The choices of a stage by the number of stages behind it, for all stages but first ones.
+        heads: The choices of the first stage by the number of stages, which is at least 2.
+    """
+
+    num_layers: int
+    num_devices: tuple[int, ...]
+    num_microbatches: int
+    tails: tuple[SlotChoices, ...]
+    heads: Mapping[int, SlotChoices]
+
+    @classmethod
+    def of(
+        cls,
+        num_layers: int,
+        num_devices: tuple[int, ...],
+        num_microbatches: int,
+        counts: Sequence[int],
+        choices_of: Callable[[int, int], SlotChoices],
+    ) -> "Family":
+        """The pipelines of some numbers of stages with the choices of their stages.
+
+        What may lie behind a first stage is asked for in the shortest pipeline that has it, which leaves it the most
+        layers and devices; longer ones rule out by themselves what leaves too few.
+
+        Args:
+            num_layers: Layers to deal out.
+            num_devices: Devices to deal out, of every part of the cluster.
+            num_microbatches: Microbatches per batch.
+            counts: Numbers of stages.
+            choices_of: The choices by stage and number of stages.
+        """
+        tails: list[SlotChoices] = []
+        for place in places_behind(counts):
+            slot = choices_of(*place)
+            if not len(slot):
+                break
+            tails.append(slot)
+        heads = {count: choices_of(0, count) for count in counts if count <= len(tails) + 1}
+        return cls(
+            num_layers=num_layers,
+            num_devices=num_devices,
+            num_microbatches=num_microbatches,
+            tails=tuple(tails),
+            heads={count: slot for count, slot in heads.items() if len(slot)},
+        )
+
+    def problem(self, num_stages: int) -> InterStageProblem:
+        """The problem of the pipelines with a number of stages."""
+        return InterStageProblem(
+            num_layers=self.num_layers,
+            num_devices=self.num_devices,
+            num_microbatches=self.num_microbatches,
+            slots=(self.heads[num_stages], *reversed(self.tails[: num_stages - 1])),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An answer to an :class:`InterStageProblem`.
+
+    Attributes:
+        chosen: Index of the choice of every slot; empty if no answer was found.
+        objective: Its step seconds, infinite if there is none.
+        bound: No answer takes fewer seconds; infinite if there cannot be one.
+    """
+
+    chosen: tuple[int, ...]
+    objective: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """The share of its step seconds by which an answer could be better at most; 0 if there can be none."""
+        if not self.chosen:
+            return 0.0 if np.isinf(self.bound) and self.bound > 0 else float(np.inf)
+        return max(0.0, 1 - self.bound / self.objective) if self.objective > 0 else 0.0
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing is better, but for rounding."""
+        return self.gap <= PRECISION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incumbent:
+    """The best answer so far to the problem of one pipeline."""
+
+    problem: InterStageProblem
+    answer: Answer

@@ -1,0 +1,167 @@
+"""The choices of a stage as the dynamic program wants them: only those that count, and by what they use up.
+
+Of a choice only its steady time ``t`` and ``t + d``, with its boundary time ``d``, enter the step (see
+:mod:`lightning_mist.tuner.inter_stage.exact_solver`), and more of either never helps. So a choice counts only if no
+other with the same layers at the same place on as many devices of the same part is at least as good in both.
+
+Array axes
+    K  choices of a slot
+    C  options: choices with the same layers and devices at different places
+    R  layers of the suffix of the network that begins with the stage; one entry if the place does not matter
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from lightning_mist.cost.inputs.arrays import ArrayRecord
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
+from lightning_mist.tuner.candidates import EVERY_PART, SlotChoices, non_dominated
+from lightning_mist.tuner.space import ANYWHERE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOptions(ArrayRecord):
+    """Choices by what they use up; infinite where an option has none.
+
+    Attributes:
+        part_C: Part of the cluster.
+        devices_C: Devices.
+        layers_C: Layers.
+        rank_C: How many options use up the same and are faster everywhere.
+        steady_CR: Steady seconds.
+        reach_CR: Steady and boundary seconds together.
+        index_CR: Index of the choice in its slot, -1 where there is none.
+        least_C: Least steady seconds of each option.
+    """
+
+    AXIS: ClassVar[str] = "C"
+
+    part_C: IntArray
+    devices_C: IntArray
+    layers_C: IntArray
+    rank_C: IntArray
+    steady_CR: FloatArray
+    reach_CR: FloatArray
+    index_CR: IntArray
+    least_C: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndOptions(ArrayRecord):
+    """Choices whose place is known: of a first or last stage.
+
+    Attributes:
+        part_K: Part of the cluster.
+        devices_K: Devices.
+        layers_K: Layers.
+        steady_K: Steady seconds.
+        reach_K: Steady and boundary seconds together.
+        index_K: Index of the choice in its slot.
+    """
+
+    part_K: IntArray
+    devices_K: IntArray
+    layers_K: IntArray
+    steady_K: FloatArray
+    reach_K: FloatArray
+    index_K: IntArray
+
+
+def end_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], *, is_first: bool) -> EndOptions:
+    """The choices of the first or the last stage that count.
+
+    Args:
+        slot: The choices.
+        num_layers: Layers of the network.
+        num_devices: Devices of every part.
+        is_first: Whether it is the first stage, which starts with the network, or the last, which ends with it.
+    """
+    start_K = 0 if is_first else num_layers - slot.layers_K
+    index_K = _that_count(
+        slot, num_layers, num_devices, (slot.start_K == ANYWHERE) | (slot.start_K == start_K), start_K
+    )
+    return EndOptions(
+        part_K=slot.part_K[index_K],
+        devices_K=slot.devices_K[index_K],
+        layers_K=slot.layers_K[index_K],
+        steady_K=slot.steady_K[index_K],
+        reach_K=slot.steady_K[index_K] + slot.boundary_K[index_K],
+        index_K=index_K,
+    )
+
+
+def slot_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]) -> SlotOptions:
+    """The choices of a stage between others that count.
+
+    Args:
+        slot: The choices.
+        num_layers: Layers of the network.
+        num_devices: Devices of every part.
+    """
+    index_K = _that_count(slot, num_layers, num_devices, np.ones(len(slot), dtype=bool), slot.start_K)
+    row_K = np.where(slot.start_K[index_K] == ANYWHERE, 0, num_layers - slot.start_K[index_K])
+    num_rows = 1
+    if (slot.start_K[index_K] != ANYWHERE).any():
+        num_rows = num_layers + 1
+        index_K, row_K = _spread(slot, index_K, row_K, num_rows)
+    kind_K = _kinds(slot, index_K, num_layers)
+    order_K = np.lexsort((slot.steady_K[index_K], row_K, kind_K))
+    index_K, row_K, kind_K = index_K[order_K], row_K[order_K], kind_K[order_K]
+    # The rank of each among those of its kind at its place, by rising steady time.
+    place_K = kind_K * num_rows + row_K
+    rank_K = np.arange(len(place_K)) - np.searchsorted(place_K, place_K)
+    depth = 1 + int(rank_K.max(initial=0))
+    _, first_C, option_K = np.unique(kind_K * depth + rank_K, return_index=True, return_inverse=True)
+    index_CR = np.full((len(first_C), num_rows), -1, dtype=np.int64)
+    index_CR[option_K.reshape(-1), row_K] = index_K
+    steady_CR = np.where(index_CR >= 0, _at(slot.steady_K, index_CR), np.inf)
+    return SlotOptions(
+        part_C=slot.part_K[index_K[first_C]],
+        devices_C=slot.devices_K[index_K[first_C]],
+        layers_C=slot.layers_K[index_K[first_C]],
+        rank_C=rank_K[first_C],
+        steady_CR=steady_CR,
+        reach_CR=np.where(index_CR >= 0, _at(slot.steady_K + slot.boundary_K, index_CR), np.inf),
+        index_CR=index_CR,
+        least_C=steady_CR.min(axis=1),
+    )
+
+
+def _at(values_K: FloatArray, index_CR: IntArray) -> FloatArray:
+    found: FloatArray = values_K[index_CR] if len(values_K) else np.empty(index_CR.shape)
+    return found
+
+
+def _kinds(slot: SlotChoices, index_K: IntArray, num_layers: int) -> IntArray:
+    """A number for the part, devices and layers of some choices."""
+    most = int(slot.devices_K.max(initial=0)) + 1
+    kind_K: IntArray = (slot.part_K[index_K] * most + slot.devices_K[index_K]) * (num_layers + 1)
+    return kind_K + slot.layers_K[index_K]
+
+
+def _that_count(
+    slot: SlotChoices,
+    num_layers: int,
+    num_devices: tuple[int, ...],
+    inside_K: BoolArray,
+    start_K: IntArray | int,
+) -> IntArray:
+    """Indices of choices that can be part of an answer and are not worse than others, by rising steady time."""
+    limit_K = np.array([*num_devices, -1])[slot.part_K]  # The last one is that of every part.
+    inside_K = inside_K & (slot.part_K != EVERY_PART) & (slot.devices_K <= limit_K) & (slot.layers_K <= num_layers)
+    index_K = np.flatnonzero(inside_K)
+    place_K = np.broadcast_to(np.asarray(start_K), inside_K.shape)[index_K] + 1
+    group_K = _kinds(slot, index_K, num_layers) * (num_layers + 2) + place_K
+    steady_K = slot.steady_K[index_K]
+    kept_K: IntArray = index_K[non_dominated(group_K, steady_K, steady_K + slot.boundary_K[index_K])]
+    return kept_K
+
+
+def _spread(slot: SlotChoices, index_K: IntArray, row_K: IntArray, num_rows: int) -> tuple[IntArray, IntArray]:
+    """Choices that may lie anywhere at every place, beside those whose place is known."""
+    is_open_K = slot.start_K[index_K] == ANYWHERE
+    open_K = index_K[is_open_K]
+    spread_K, rows = np.repeat(open_K, num_rows), np.tile(np.arange(num_rows), len(open_K))
+    return np.concatenate([index_K[~is_open_K], spread_K]), np.concatenate([row_K[~is_open_K], rows])

@@ -1,0 +1,334 @@
+"""Passes over the suffixes of pipelines, from the last stage to the first, for all numbers of stages at once.
+
+A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and its devices of every
+part. One pass finds for every ``k`` and state the least sum of steady times, with every steady time at most ``T`` (the
+bottleneck time), and if asked with every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a
+suffix of ``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
+
+What cannot be part of an answer at a bottleneck time is left out beforehand. With ``r_p`` the least seconds times
+devices per layer of any choice in part ``p``, ``n`` devices of it hold at most ``T n / r_p`` layers; what they hold
+less is idle.
+All devices can be idle by ``sum_p T N_p / r_p - L`` layers together, the slack, so no stage and no suffix may be idle
+by more, nor may a suffix hold more layers than its devices can.
+
+Array axes
+    C  options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`)
+    J  states that can be part of an answer; in a table of sums one more, which is never reached
+    K  choices of a first or last stage
+    P  parts of the cluster
+    U  combinations of devices of every part
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
+from lightning_mist.tuner.inter_stage.problem import Family
+from lightning_mist.tuner.inter_stage.slot_options import EndOptions, SlotOptions, end_options, slot_options
+from lightning_mist.tuner.space import common_unit
+
+_MARGIN = 1e-9
+"""Relative margin within which rounding may make a choice look as if it were idle by too much."""
+
+_NO_TIME = 1e-200
+"""Seconds that stand for none where they are divided by: so few that even bytes in their place do not overflow."""
+
+_AT_ONCE = 1 << 19
+"""Sums that are formed at once: 4 MiB, so that they stay near the processor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _States:
+    """The states that can be part of an answer at a bottleneck time.
+
+    Attributes:
+        row_J: Layers.
+        flat_J: Number of the state among all, also those that cannot.
+        number: The place in J of every state; the number of states where there is none.
+        slack: Layers by which all devices together can be idle.
+    """
+
+    row_J: IntArray
+    flat_J: IntArray
+    number: IntArray
+    slack: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """What one pass found.
+
+    Attributes:
+        bottleneck: The most steady seconds of a stage.
+        cap: The most that ``sum t + D`` may be, or ``None``.
+        values: For every number of stages with an answer the least sum of steady times; without a cap the boundary
+            time of the first stage counts with them.
+        states: The states that were looked at.
+        sums: For every number of stages of a suffix the least sum by state.
+    """
+
+    bottleneck: float
+    cap: float | None
+    values: dict[int, float]
+    states: _States
+    sums: tuple[FloatArray, ...]
+
+
+class Suffixes:
+    """The stages of a family of pipelines, prepared for passes.
+
+    Args:
+        family: The pipelines.
+    """
+
+    def __init__(self, family: Family) -> None:
+        layers, devices = family.num_layers, family.num_devices
+        self.family = family
+        self.heads = {count: end_options(slot, layers, devices, is_first=True) for count, slot in family.heads.items()}
+        self.last = end_options(family.tails[0], layers, devices, is_first=False)
+        self.middle = [slot_options(slot, layers, devices) for slot in family.tails[1:]]
+        self._used: dict[int, tuple[IntArray, IntArray]] = {}
+        pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
+        pairs += [(options.part_C, options.devices_C) for options in self.middle]
+        units = []
+        for part, count in enumerate(devices):
+            taken = np.unique(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs]))
+            units.append(common_unit([*taken.tolist(), count]))
+        self.unit_P = np.array(units)
+        self._units_P = np.array(devices) // self.unit_P
+        # A state as one number: layers first, then the units of each part.
+        sizes_P = self._units_P + 1
+        self._strides_P = np.cumprod([1, *sizes_P[:0:-1]])[::-1].astype(np.int64)
+        self._combinations = int(sizes_P.prod())
+        self._used_PU = np.stack(np.unravel_index(np.arange(self._combinations), tuple(sizes_P)))
+        self.rate_P = self._rates()
+        self._capacity_P = np.array(devices) / self.rate_P
+
+    def _rates(self) -> FloatArray:
+        """Least seconds times devices per layer in every part, infinite without choices.
+
+        Where a layer takes no time it is so little that all layers fit, and not so little that numbers overflow.
+        """
+        rate_P = np.full(len(self.unit_P), np.inf)
+        for item in (*self.heads.values(), self.last):
+            np.minimum.at(rate_P, item.part_K, item.steady_K * item.devices_K / item.layers_K)
+        for options in self.middle:
+            np.minimum.at(rate_P, options.part_C, options.least_C * options.devices_C / options.layers_C)
+        floor_P: FloatArray = np.maximum(rate_P, _NO_TIME)
+        return floor_P
+
+    def bottlenecks(self) -> FloatArray:
+        """The steady times of all choices, ascending: one of them is that of the slowest stage."""
+        times = [item.steady_K for item in (*self.heads.values(), self.last)]
+        times += [options.steady_CR[options.index_CR >= 0] for options in self.middle]
+        return np.unique(np.concatenate(times))
+
+    def least_bottleneck(self) -> float:
+        """Steady seconds that the slowest stage takes at least, so that all devices together hold all layers."""
+        speed = float(self._capacity_P.sum())
+        return self.family.num_layers / speed if speed > 0 else np.inf
+
+    def walk(self, bottleneck: float, cap: float | None = None) -> Walk:
+        """One pass.
+
+        Args:
+            bottleneck: The most steady seconds of a stage.
+            cap: The most that ``sum t + D`` may be; by default anything.
+        """
+        idle = {id(item): self._idle(item, bottleneck) for item in (*self.heads.values(), self.last)}
+        heads = [float(idle[id(head)].min(initial=np.inf)) for head in self.heads.values()]
+        least_head, least_last = min(heads, default=np.inf), float(idle[id(self.last)].min(initial=np.inf))
+        states = self._states(bottleneck, least_head, least_last)
+        slack = states.slack - least_head - least_last
+        values: dict[int, float] = {}
+        sums: list[FloatArray] = []
+        if not len(states.row_J) or not slack >= -self._margin(bottleneck):
+            return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=())
+        sums.append(self._last_sums(states, bottleneck, cap))
+        maps: dict[int, IntArray] = {}
+        for count in range(2, max(self.heads) + 1):
+            if count in self.heads:
+                total_K = self._totals(self.heads[count], states, sums[-1], bottleneck, cap)
+                best = float(total_K.min(initial=np.inf))
+                if best < np.inf:
+                    values[count] = best
+            if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
+                break
+            options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
+            if cap is not None:
+                options = _needed(options, sums[-1], cap)
+            sums.append(self._extended(options, states, sums[-1], maps, cap, bottleneck))
+        return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=tuple(sums))
+
+    def chosen(self, walk: Walk, num_stages: int) -> tuple[int, ...]:
+        """The choice of every stage of an answer that a pass found."""
+        head, states = self.heads[num_stages], walk.states
+        total_K = self._totals(head, states, walk.sums[num_stages - 2], walk.bottleneck, walk.cap)
+        index = int(total_K.argmin())
+        chosen = [int(head.index_K[index])]
+        place = int(self.behind_head(head, states)[index])
+        for stage in range(num_stages - 2, 0, -1):
+            options, row = self.middle[stage - 1], int(states.row_J[place])
+            column = 0 if options.steady_CR.shape[1] == 1 else row
+            flat = int(states.flat_J[place])
+            steady_C, (units_C, offset_C) = options.steady_CR[:, column], self._uses(stage - 1)
+            used_C = self._used_PU[:, flat % self._combinations][options.part_C]
+            fits_C = (options.layers_C < row) & (used_C >= units_C) & (steady_C <= walk.bottleneck)
+            # The pass has left out only options from which no answer can come, and none leads from here to a state.
+            at_N = np.flatnonzero(fits_C)
+            behind_N = states.number[flat - offset_C[at_N]]
+            sum_N = steady_C[at_N] + walk.sums[stage - 1][behind_N]
+            if walk.cap is not None:
+                reach_N = options.reach_CR[at_N, column] + walk.sums[stage - 1][behind_N]
+                sum_N = np.where(reach_N <= walk.cap, sum_N, np.inf)
+            best = int(sum_N.argmin())
+            chosen.append(int(options.index_CR[at_N[best], column]))
+            place = int(behind_N[best])
+        total_K = self._last_total(walk.bottleneck, walk.cap)
+        total_K = np.where(self.last_places(states) == place, total_K, np.inf)
+        chosen.append(int(self.last.index_K[int(total_K.argmin())]))
+        return tuple(chosen)
+
+    def _margin(self, bottleneck: float) -> float:
+        return _MARGIN * (self.family.num_layers + bottleneck * float(self._capacity_P.sum()))
+
+    def _idle(self, item: EndOptions, bottleneck: float) -> FloatArray:
+        """Layers by which the devices of a choice would be idle at a bottleneck time; infinite if it takes longer."""
+        idle_K = bottleneck * item.devices_K / self.rate_P[item.part_K] - item.layers_K
+        return np.where(item.steady_K <= bottleneck, idle_K, np.inf)
+
+    def _states(self, bottleneck: float, least_head: float, least_last: float) -> _States:
+        rows, margin = np.arange(1, self.family.num_layers), self._margin(bottleneck)
+        slack = bottleneck * float(self._capacity_P.sum()) - self.family.num_layers
+        hold_U = bottleneck * ((self.unit_P / self.rate_P) @ self._used_PU)
+        idle_RU = hold_U[None, :] - rows[:, None]
+        inside_RU = (idle_RU >= least_last - margin) & (idle_RU <= slack - least_head + margin)
+        row_J, used_J = np.nonzero(inside_RU)
+        row_J = row_J + 1
+        number = np.full(self.family.num_layers * self._combinations, len(row_J), dtype=np.int64)
+        flat_J = row_J * self._combinations + used_J
+        number[flat_J] = np.arange(len(row_J))
+        return _States(row_J=row_J, flat_J=flat_J, number=number, slack=slack)
+
+    def _offsets(self, options: SlotOptions) -> IntArray:
+        """How much smaller the number of the state behind a stage is than that with it."""
+        units_C = options.devices_C // self.unit_P[options.part_C]
+        offset_C: IntArray = options.layers_C * self._combinations + units_C * self._strides_P[options.part_C]
+        return offset_C
+
+    def _uses(self, place: int) -> tuple[IntArray, IntArray]:
+        """The units that the options of a stage between others use up, and their offsets; kept."""
+        found = self._used.get(place)
+        if found is None:
+            options = self.middle[place]
+            found = options.devices_C // self.unit_P[options.part_C], self._offsets(options)
+            self._used[place] = found
+        return found
+
+    def behind_head(self, head: EndOptions, states: _States) -> IntArray:
+        """The state behind each choice of a first stage."""
+        rows_K = self.family.num_layers - head.layers_K
+        units_K = head.devices_K // self.unit_P[head.part_K]
+        flat_K = rows_K * self._combinations + self._combinations - 1 - units_K * self._strides_P[head.part_K]
+        behind_K: IntArray = states.number[flat_K]
+        return behind_K
+
+    def last_places(self, states: _States) -> IntArray:
+        """The state that each choice of the last stage makes."""
+        last = self.last
+        units_K = last.devices_K // self.unit_P[last.part_K]
+        flat_K = last.layers_K * self._combinations + units_K * self._strides_P[last.part_K]
+        inside_K = last.layers_K < self.family.num_layers
+        return np.where(inside_K, states.number[np.where(inside_K, flat_K, 0)], len(states.row_J))
+
+    def _last_total(self, bottleneck: float, cap: float | None) -> FloatArray:
+        total_K = np.where(self.last.steady_K <= bottleneck, self.last.steady_K, np.inf)
+        return total_K if cap is None else np.where(self.last.reach_K <= cap, total_K, np.inf)
+
+    def _last_sums(self, states: _States, bottleneck: float, cap: float | None) -> FloatArray:
+        sums_J = np.full(len(states.row_J) + 1, np.inf)
+        np.minimum.at(sums_J, self.last_places(states), self._last_total(bottleneck, cap))
+        sums_J[-1] = np.inf
+        return sums_J
+
+    def _totals(
+        self, head: EndOptions, states: _States, sums_J: FloatArray, bottleneck: float, cap: float | None
+    ) -> FloatArray:
+        """Sums with each choice of a first stage in front."""
+        behind_K = sums_J[self.behind_head(head, states)]
+        if cap is None:
+            total_K = np.maximum(head.steady_K, head.reach_K) + behind_K
+        else:
+            total_K = head.steady_K + behind_K
+            total_K = np.where((head.reach_K + behind_K <= cap) & (total_K <= cap), total_K, np.inf)
+        return np.where(head.steady_K <= bottleneck, total_K, np.inf)
+
+    def _kept(self, options: SlotOptions, bottleneck: float, cap: float | None, slack: float) -> SlotOptions:
+        """The options that can be part of an answer."""
+        idle_C = bottleneck * options.devices_C / self.rate_P[options.part_C] - options.layers_C
+        kept_C: BoolArray = (options.least_C <= bottleneck) & (idle_C <= slack + self._margin(bottleneck))
+        if cap is None:
+            kept_C &= options.rank_C == 0  # Nothing but the steady time counts.
+        return options.take(kept_C)
+
+    def _extended(
+        self,
+        options: SlotOptions,
+        states: _States,
+        behind_J: FloatArray,
+        maps: dict[int, IntArray],
+        cap: float | None,
+        bottleneck: float,
+    ) -> FloatArray:
+        """Put a stage in front of all suffixes."""
+        best_J = np.full(len(behind_J), np.inf)
+        for some, source_C in self.sources(options, states, maps):
+            behind_CJ = behind_J[source_C]
+            if some.steady_CR.shape[1] == 1:
+                steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
+            else:
+                steady_CJ, reach_CJ = some.steady_CR[:, states.row_J], some.reach_CR[:, states.row_J]
+                steady_CJ = np.where(steady_CJ <= bottleneck, steady_CJ, np.inf)
+            sum_CJ = steady_CJ + behind_CJ
+            if cap is not None:
+                behind_CJ += reach_CJ
+                sum_CJ[behind_CJ > cap] = np.inf
+            np.minimum(best_J[:-1], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1])
+        return best_J
+
+    def sources(
+        self, options: SlotOptions, states: _States, maps: dict[int, IntArray]
+    ) -> Iterator[tuple[SlotOptions, IntArray]]:
+        """Some options at a time, and for every state the one behind them."""
+        step = max(1, _AT_ONCE // max(1, len(states.row_J)))
+        offset_C = self._offsets(options)
+        used_PJ = self._used_PU[:, states.flat_J % self._combinations]
+        for begin in range(0, len(options), step):
+            some = slice(begin, begin + step)
+            found = []
+            for offset, part, units, layers in zip(
+                offset_C[some],
+                options.part_C[some],
+                options.devices_C[some] // self.unit_P[options.part_C[some]],
+                options.layers_C[some],
+                strict=True,
+            ):
+                if int(offset) not in maps:
+                    fits_J = (states.row_J > layers) & (used_PJ[part] >= units)
+                    source_J = states.number[np.where(fits_J, states.flat_J - offset, 0)]
+                    maps[int(offset)] = np.where(fits_J, source_J, len(states.row_J))
+                found.append(maps[int(offset)])
+            yield options.take(some), np.stack(found)
+
+
+def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:
+    """The options that a cap lets stand in front of some suffix, without those that a faster one can always replace."""
+    reached_J = behind_J[behind_J < np.inf]
+    if not len(options) or not len(reached_J) or options.steady_CR.shape[1] > 1:
+        return options
+    reach_C = options.reach_CR[:, 0]
+    # Options with the same layers and devices come one after another, by rising steady time.
+    faster_C = np.where(options.rank_C > 0, np.concatenate([[np.inf], reach_C[:-1]]), np.inf)
+    return options.take((reach_C + reached_J.min() <= cap) & (faster_C + reached_J.max() > cap))

@@ -1,0 +1,282 @@
+"""Stages on unlike devices: which pipelines there are, and what each of their stages may be.
+
+A pipeline names, beside its numbers of stages and microbatches, the part of the cluster in which each stage lies. The
+stages of one part are neighbours, so that a batch crosses from each part to the next once; parts follow each other in
+every order, with every number of stages. Each such pipeline is a problem of its own, in which a stage takes devices of
+its part only and pays for what it exchanges with the other part at the slower end's rate. The only stage of a plan has
+all devices of all parts.
+
+Array axes
+    N  arrangements of devices
+    R  regions
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import permutations, product
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_mist.cost import MixedCostModel
+from lightning_mist.cost.inputs import FloatArray
+from lightning_mist.cost.time import RegionSeconds
+from lightning_mist.hardware import Cluster, MixedCluster
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Plan
+from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.tuner.candidates import EVERY_PART, IntraStage, SlotChoices
+from lightning_mist.tuner.inter_stage import Family, InterStageProblem, Pipeline, PipelineGroup
+from lightning_mist.tuner.space import Space, at_most, divisors, host_bytes_of_each, usable_bytes
+from lightning_mist.tuner.space import applied_space as search_space
+
+
+class MixedStages:
+    """What the stages of plans on unlike devices may be; keeps what several pipelines share.
+
+    Args:
+        model: The cost model.
+        space: The search space of all devices.
+        spaces: That of every part, whose stages have devices of it only.
+        limits: Bytes that a device of every part may use.
+        host_limits: Bytes of host memory that it may use for what it offloads.
+    """
+
+    def __init__(
+        self,
+        model: MixedCostModel,
+        space: Space,
+        spaces: Sequence[Space],
+        limits: Sequence[float],
+        host_limits: Sequence[float],
+    ) -> None:
+        self.model, self.space, self.part_limits = model, space, tuple(limits)
+        self.spaces = tuple(spaces)
+        self.parts = tuple(
+            IntraStage(own, part, limit, host_limit=host, elsewhere=tuple(item for item in spaces if item is not part))
+            for own, part, limit, host in zip(model.parts, spaces, limits, host_limits, strict=True)
+        )
+        only = replace(space, search=replace(space.search, devices_per_stage=(space.world_size,)))
+        self.together = IntraStage(model, only, min(limits), host_limit=min(host_limits))
+
+    @property
+    def memory_limit(self) -> float:
+        """Bytes that every device may use: those of the part where it is least."""
+        return min(self.part_limits)
+
+    @property
+    def evaluated(self) -> int:
+        """Candidates whose seconds were computed."""
+        return sum(item.evaluated for item in (*self.parts, self.together))
+
+    def limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes that the devices of every stage of a plan may use."""
+        return self._in_parts(plan, self.part_limits)
+
+    def host_limits(self, plan: Plan) -> tuple[float, ...]:
+        """Bytes of host memory that each device of every stage of a plan may use."""
+        return self._in_parts(plan, tuple(part.host_limit for part in self.parts))
+
+    def _in_parts(self, plan: Plan, of_parts: tuple[float, ...]) -> tuple[float, ...]:
+        """The least of the parts' limits for the devices of every stage."""
+        cluster = self.model.cluster
+        return tuple(
+            min(of_parts[part] for part in {cluster.part_of(device) for device in stage.devices})
+            for stage in plan.stages
+        )
+
+    @cached_property
+    def groups(self) -> tuple[PipelineGroup, ...]:
+        """Every pipeline of the search space, those together that differ only in stages of the part in front."""
+        return tuple(_groups(self.space, self.spaces, self.together.space, self.model.cluster.parts))
+
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """Every pipeline of the search space."""
+        return tuple(group.pipeline(count) for group in self.groups for count in group.counts)
+
+    def quick_bounds(self) -> dict[Pipeline, float]:
+        """Step seconds that no plan of each pipeline goes below, whatever memory it needs."""
+        bounds = {key[:2]: self.bound(*key[:2]) for key in self.pipelines}
+        return {key: bounds[key[:2]] for key in self.pipelines}
+
+    def lower_bound(self, group: PipelineGroup, below: float, deadline: float) -> float:
+        """Bounds that know the memory of stages are of devices that are all alike; here nothing is known."""
+        return 0.0
+
+    def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
+        """Let stages offload these fractions of each kind of state, until ``deadline``."""
+        for item in (*self.parts, self.together):
+            item.try_ratios(ratios if item.space.offload_ratios else (), deadline)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of every part."""
+        return tuple(part.world_size for part in self.model.cluster.parts)
+
+    def single(self, num_microbatches: int, *, below: float) -> InterStageProblem:
+        """The choices of the only stage, without those that take at least ``below`` seconds."""
+        found = self.together.frontier(0, 1, num_microbatches, below / num_microbatches)
+        return InterStageProblem(
+            num_layers=self.space.num_layers,
+            num_devices=self.sizes,
+            num_microbatches=num_microbatches,
+            slots=(_in_part(found, EVERY_PART),),
+        )
+
+    def family(self, group: PipelineGroup, counts: Sequence[int], *, below: float) -> Family:
+        """The choices of all stages, without those that only plans of at least ``below`` seconds can have.
+
+        Args:
+            group: The pipelines.
+            counts: Their numbers of stages, of the group's.
+            below: Seconds; a pipeline takes at least ``G`` times the steady time of any of its stages.
+        """
+        return Family.of(
+            self.space.num_layers,
+            self.sizes,
+            group.num_microbatches,
+            counts,
+            lambda index, num_stages: self._choices(index, num_stages, group, below),
+        )
+
+    def _choices(self, index: int, num_stages: int, group: PipelineGroup, below: float) -> SlotChoices:
+        """What a stage of one of several may be."""
+        parts, count = group.parts(num_stages), group.num_microbatches
+        part = parts[index]
+        return _in_part(self.parts[part].frontier(index, num_stages, count, below / count, pipeline=parts), part)
+
+    def bound(self, num_stages: int, num_microbatches: int) -> float:
+        """Step seconds that no pipeline goes below, whatever memory it needs and wherever its stages lie.
+
+        If ``r_p`` are seconds times devices that a region takes at least in part ``p``, then with any weights
+        ``w_p >= 0`` of which ``sum_p N_p w_p = 1`` no stage can take less than ``sum_R min_p w_p r_p`` on average, and
+        the slowest takes at least that (linear programming duality).
+        """
+        if num_stages == 1:
+            one = self._least(self.together.model.region_seconds, self.together.space, num_microbatches)
+            least_PR, work_PR = one[0][None], one[1][None]
+            sizes: tuple[int, ...] = (self.space.world_size,)
+        else:
+            each = [
+                self._least(own.region_seconds, space, num_microbatches)
+                for own, space in zip(self.model.parts, self.spaces, strict=True)
+            ]
+            least_PR, work_PR = np.stack([item[0] for item in each]), np.stack([item[1] for item in each])
+            sizes = self.sizes
+        alone_P = work_PR.sum(axis=1)
+        speed_P = alone_P[0] / alone_P
+        weight_P = speed_P / float((np.array(sizes) * speed_P).sum())
+        slowest = float((weight_P[:, None] * work_PR).min(axis=0).sum())
+        total = float(least_PR.min(axis=0).sum())
+        return (num_microbatches - 1) * slowest + max(total, slowest)
+
+    @staticmethod
+    def _least(
+        seconds: Callable[[float, int, bool], RegionSeconds], space: Space, num_microbatches: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """Of every region, the least seconds and seconds times devices of any arrangement."""
+        shapes = space.shapes(num_microbatches)
+        found = [seconds(space.rows(num_microbatches, shape.data), shape.tensor, shape.sequence) for shape in shapes]
+        region_NR = np.stack([item.forward_R + item.backward_R for item in found])
+        devices_N1 = np.array([shape.devices for shape in shapes])[:, None]
+        return region_NR.min(axis=0), (region_NR * devices_N1).min(axis=0)
+
+
+def _in_part(choices: SlotChoices, part: int) -> SlotChoices:
+    return replace(choices, part_K=np.full(len(choices), part))
+
+
+def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[Cluster]) -> Iterator[PipelineGroup]:
+    """Every pipeline: those of one stage, then those whose parts can be dealt out to their stages, in every order."""
+    if space.search.devices_per_stage is None or space.world_size in space.search.devices_per_stage:
+        single = [count for stages, count in only.pipelines() if stages == 1]
+        yield from (PipelineGroup(num_microbatches=count, first=EVERY_PART, rest=(), counts=(1,)) for count in single)
+    asked = space.stage_counts
+    for num_microbatches in sorted({count for item in spaces for count in item.microbatch_counts()}):
+        sizes = [{shape.devices for shape in item.shapes(num_microbatches)} for item in spaces]
+        reached = [
+            _stages_of_part(counts, part.world_size, space.max_stages)
+            for counts, part in zip(sizes, parts, strict=True)
+        ]
+        for order in permutations(range(len(parts))):
+            for stages in product(*(reached[part] for part in order[1:])):
+                rest = tuple(part for part, count in zip(order[1:], stages, strict=True) for _ in range(count))
+                counts = tuple(count + len(rest) for count in reached[order[0]] if count + len(rest) in asked)
+                # Equal stages have other layers with every number of stages.
+                for some in [(count,) for count in counts] if space.search.equal_stages else [counts]:
+                    if some:
+                        yield PipelineGroup(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=some)
+
+
+def _stages_of_part(counts: Collection[int], size: int, most: int) -> tuple[int, ...]:
+    """Numbers of stages to which all devices of a part can be dealt, if a stage has one of these numbers of them."""
+    sums, found = {0}, []
+    for stages in range(1, most + 1):
+        sums = {total + count for total in sums for count in counts if total + count <= size}
+        if size in sums:
+            found.append(stages)
+    return tuple(found)
+
+
+Stages: TypeAlias = IntraStage | MixedStages
+"""What the stages of plans may be, on equal or unlike devices."""
+
+
+def mixed_stages(
+    model: MixedCostModel, space: Space, memory_limit: int | None, host_memory_limit: int | None, more: float = 0.0
+) -> MixedStages:
+    """What the stages of plans on unlike devices may be.
+
+    Args:
+        model: The cost model.
+        space: The search space of all devices.
+        memory_limit: Bytes of each device that may be used in all, at most its memory.
+        host_memory_limit: Bytes of host memory of each node that offloading may take.
+        more: Bytes that tensors may take on each device beyond its limit.
+    """
+    parts = model.cluster.parts
+    return MixedStages(
+        model,
+        space,
+        [space_of(part, space, model.spec) for part in parts],
+        [usable_bytes(part, at_most(part, memory_limit)) + more for part in parts],
+        [host_bytes_of_each(part, host_memory_limit) for part in parts],
+    )
+
+
+def space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
+    """The search space of a part: its stages have some of its devices, of which those of a node may share layers.
+
+    Args:
+        part: The part.
+        space: The search space of all devices.
+        spec: The network.
+    """
+    asked = space.search.devices_per_stage
+    counts = divisors(part.world_size) if asked is None else tuple(n for n in asked if n <= part.world_size)
+    # A number that no stage of the part can have leaves it without any.
+    search = replace(space.search, devices_per_stage=counts or (space.world_size,))
+    rows = space.batch_rows * space.world_size
+    return search_space.apply(search, spec, space.world_size, rows, devices_per_node=part.devices_per_node)
+
+
+def mixed_layout(
+    cluster: MixedCluster, degrees: Sequence[tuple[int, int]], parts: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Global ranks of every stage; see :func:`~lightning_mist.plan.rank_order.rank_layout`, by part.
+
+    Args:
+        cluster: The parts.
+        degrees: Data- and tensor-parallel degree of every stage.
+        parts: The part in which each of them lies, or that the only one lies in all.
+    """
+    if list(parts) == [EVERY_PART]:
+        return rank_layout(degrees, cluster.devices_per_node)
+    ranks: dict[int, tuple[int, ...]] = {}
+    for number, (part, first) in enumerate(zip(cluster.parts, cluster.offsets, strict=True)):
+        own = [stage for stage, where in enumerate(parts) if where == number]
+        layout = rank_layout([degrees[stage] for stage in own], part.devices_per_node)
+        ranks |= {stage: tuple(first + rank for rank in found) for stage, found in zip(own, layout, strict=True)}
+    return tuple(ranks[stage] for stage in range(len(parts)))

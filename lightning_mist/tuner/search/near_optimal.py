@@ -1,0 +1,83 @@
+"""Pipelines beside the best that the clock and other schedules choose among, enumerated on purpose.
+
+Which these are depends on the network, the machine and the question alone, and not on the order in which the search
+ruled out others: every pipeline whose best plan is near the best of all, or is with all state resident
+(:mod:`lightning_mist.tuner.search.search_state` says how near), and the best pipeline of a few other numbers of stages.
+The search solves the first to their proven optima in the whole space.
+"""
+
+import heapq
+
+from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup
+from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
+from lightning_mist.tuner.space import Space
+
+COMPARED = 1.25
+"""Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
+
+
+def compared(space: Space, winner: int) -> tuple[int, ...]:
+    """Numbers of stages to compare the winner with: one, half, one less, one more, twice as many.
+
+    Args:
+        space: The search space.
+        winner: The best number of stages.
+    """
+    wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
+    return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))
+
+
+def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: float) -> dict[Pipeline, Incumbent]:
+    """The best answers with all state resident of pipelines not in ``near`` that are as near as these may be.
+
+    Raises:
+        TimeIsUpError: If there is no time left to evaluate their stages.
+    """
+    pipelines, cutoff = state.pipelines, least * NEAR_RESIDENT
+    pipelines.try_ratios((), state.deadline)
+    found: dict[Pipeline, Incumbent] = {}
+    for group in pipelines.groups if pipelines.space.offload_ratios else ():
+        keys = {group.pipeline(count): count for count in group.counts}
+        counts = [count for key, count in keys.items() if key not in near and state.bounds[key] < cutoff]
+        # This bound is not one of what may be offloaded, so that it is not remembered.
+        bound = pipelines.lower_bound(group, cutoff, state.deadline) if counts and group.counts != (1,) else 0.0
+        if counts and bound < cutoff * (1 - PRECISION) and not state.is_late:
+            found |= state.optima(group, counts, cutoff)
+    return found
+
+
+def to_compare_with(
+    state: SearchState, near: dict[Pipeline, Incumbent], winner: Incumbent
+) -> dict[Pipeline, Incumbent]:
+    """The best answers of a few other numbers of stages than those of ``near``.
+
+    Raises:
+        TimeIsUpError: If there is no time left to evaluate their stages.
+    """
+    # They are there to compare with, so all or nothing of each kind of state will do.
+    state.pipelines.try_ratios(state.pipelines.space.offload_ratios[-1:], state.deadline)
+    found: dict[Pipeline, Incumbent] = {}
+    known = {key.num_stages for key in near}
+    for num_stages in compared(state.pipelines.space, len(winner.answer.chosen)):
+        if num_stages not in known:
+            found |= _best_of(state, num_stages, winner.answer.objective * COMPARED)
+    return found
+
+
+def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline, Incumbent]:
+    """The best answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
+    best: dict[Pipeline, Incumbent] = {}
+    alone = [group._replace(counts=(num_stages,)) for group in state.pipelines.groups if num_stages in group.counts]
+    waiting: list[tuple[float, bool, PipelineGroup]] = [(state.bound_of(group), False, group) for group in alone]
+    heapq.heapify(waiting)
+    while waiting and not state.is_late:
+        bound, is_bounded, group = heapq.heappop(waiting)
+        if bound >= below * (1 - PRECISION):
+            break
+        if not is_bounded:
+            # What bounds a whole group says little of one number of stages.
+            heapq.heappush(waiting, (state.raise_bound(group, below), True, group))
+            continue
+        for key, item in state.optima(group, [num_stages], below).items():
+            best, below = {key: item}, item.answer.objective
+    return best

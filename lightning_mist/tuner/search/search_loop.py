@@ -1,0 +1,210 @@
+"""The search loop: branch and bound over numbers of stages and of microbatches, and the parts of unlike devices.
+
+Pipelines of several stages whose stages cost the same, but for how many are behind them, form a group. Groups are taken
+in the order of a lower bound of their step seconds that knows how much memory their stages have
+(:mod:`lightning_mist.tuner.bounds.pipeline_bounds`), until it reaches the cutoff: a little more than the incumbent, so
+that every pipeline near the best is solved too, for the clock and other schedules to choose among. Most groups are
+ruled out by their bound before any of their stages is evaluated. Each that is left is solved exactly by the dynamic
+program (:mod:`lightning_mist.tuner.inter_stage.exact_solver`), and the winner once more by HiGHS, which starts from
+that answer. All this is about the closed form of the step (:mod:`lightning_mist.cost.step_time`).
+
+A single stage is looked at first. Of pipelines those that may be faster are first solved with all state resident, which
+is cheap, for an incumbent. As long as there is none, a cutoff is assumed, little above the lower bound of all; if
+nothing is found below it, ever larger ones. So stages that are far too slow are never evaluated.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from lightning_mist.tuner.candidates import TimeIsUpError
+from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
+from lightning_mist.tuner.search.near_optimal import near_resident, to_compare_with
+from lightning_mist.tuner.search.pipelines import Pipelines
+from lightning_mist.tuner.search.search_state import SearchState
+
+ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
+"""Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
+
+Groups: TypeAlias = Sequence[PipelineGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        winner: The best answer, if there is a plan.
+        found: The best answers of pipelines near the best, and of a few other numbers of stages to compare with
+            (:mod:`lightning_mist.tuner.search.near_optimal`).
+        bound: No plan takes fewer seconds.
+        certified: Whether HiGHS has proven of the winner's pipeline what the dynamic program has of all.
+        pipelines: How many there are.
+        solved: How many of them were solved.
+        notes: What went otherwise than it should, for people.
+        is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.
+    """
+
+    winner: Incumbent | None
+    found: dict[Pipeline, Incumbent]
+    bound: float
+    certified: bool
+    pipelines: int
+    solved: int
+    notes: tuple[str, ...] = ()
+    is_late: bool = False
+
+    @property
+    def least(self) -> float:
+        """The step seconds of the best answer, infinite without one."""
+        return np.inf if self.winner is None else self.winner.answer.objective
+
+    @classmethod
+    def nothing(cls, pipelines: int) -> "Outcome":
+        """Where it is known that none of so many pipelines fits."""
+        return cls(winner=None, found={}, bound=np.inf, certified=False, pipelines=pipelines, solved=0)
+
+
+def search_pipelines(pipelines: Pipelines, deadline: float) -> Outcome:
+    """The best pipeline, proven, those near it, and good ones with other numbers of stages.
+
+    Args:
+        pipelines: What is searched.
+        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+    """
+    state = SearchState.of(pipelines, deadline)
+    pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)
+    # One stage has so few choices that all are looked at; what it takes is to be beaten.
+    _solve(state, [group for group in pipelines.groups if group.counts == (1,)], np.inf)
+    _solve_several(state, [group for group in pipelines.groups if group.counts != (1,)])
+    bound = min(state.bounds.values(), default=np.inf)
+    if state.winner is None:
+        return _outcome(state, None, {}, bound)
+    key, winner = state.winner
+    checked = check(winner, deadline)
+    found = {**(state.met if state.is_stopped else {}), **state.found, key: checked.found}
+    cutoff = checked.found.answer.objective * state.near
+    near = {key: item for key, item in found.items() if item.answer.objective < cutoff or state.is_stopped}
+    with suppress(TimeIsUpError):
+        near |= near_resident(state, near, checked.found.answer.objective)
+        near |= to_compare_with(state, near, checked.found)
+    return _outcome(
+        state,
+        checked.found,
+        near,
+        0.0 if checked.refutes else bound,  # Nothing that has been proven can be relied on.
+        # What is proven of a smaller problem is not of the whole one.
+        certified=checked.certified and key in state.found,
+        notes=checked.notes,
+    )
+
+
+def _outcome(
+    state: SearchState,
+    winner: Incumbent | None,
+    found: dict[Pipeline, Incumbent],
+    bound: float,
+    *,
+    certified: bool = False,
+    notes: tuple[str, ...] = (),
+) -> Outcome:
+    return Outcome(
+        winner=winner,
+        found=found,
+        bound=bound,
+        certified=certified,
+        pipelines=len(state.bounds),
+        solved=len(state.solved),
+        notes=notes,
+        is_late=state.is_stopped,
+    )
+
+
+def _solve_several(state: SearchState, groups: Groups) -> None:
+    """Solve pipelines of several stages, with a cutoff assumed as long as there is no incumbent, or only a slow one."""
+    cutoff = state.least * state.near
+    groups = [group for group in groups if state.raise_bound(group, cutoff) < cutoff * (1 - PRECISION)]
+    if not groups:
+        return
+    lowest = min(map(state.bound_of, groups))
+    assumed = [lowest * factor if lowest else np.inf for factor in ASSUMED]
+    for cutoff in assumed if state.pipelines.space.offload_ratios else ():
+        _solve_resident(state, groups, cutoff)
+        if state.least < cutoff or state.is_late:
+            break
+    for cutoff in assumed:
+        _solve(state, groups, cutoff)
+        # What was met on the way may take longer than what was assumed, and prove nothing.
+        if state.least * state.near <= cutoff or state.is_stopped:
+            return
+
+
+def _solve(state: SearchState, groups: Groups, assumed: float) -> None:
+    """Solve every pipeline that may take fewer seconds than the cutoff, those with the least bounds first."""
+
+    def cutoff() -> float:
+        return min(state.least * state.near, assumed)
+
+    lowest = {group: state.raise_bound(group, cutoff()) for group in groups}
+    for group in sorted(groups, key=lambda item: (lowest[item], item)):
+        below = cutoff()
+        # What was proven of a pipeline before is so but for rounding.
+        if lowest[group] >= below * (1 - PRECISION):
+            return
+        if state.is_late:
+            state.is_stopped = True
+            return
+        keys = {group.pipeline(count): count for count in group.counts}
+        counts = [count for key, count in keys.items() if key not in state.found and state.bounds[key] < below]
+        if counts:
+            _attempt(state, group, counts, below)
+
+
+def _attempt(state: SearchState, group: PipelineGroup, counts: list[int], below: float) -> None:
+    """Solve some pipelines of a group for answers of fewer seconds than ``below``, and remember what is proven."""
+    try:
+        answers = state.optima(group, counts, below)
+    except TimeIsUpError:
+        state.is_stopped = True
+        return
+    # Where time was up the dynamic program may have stopped before it had proven anything.
+    is_proven = not state.is_late
+    for key in (group.pipeline(count) for count in counts):
+        if key not in answers:
+            # A plan with a stage that was left out of the problem takes at least ``below``.
+            state.bounds[key] = max(state.bounds[key], below if is_proven else 0.0)
+            continue
+        state.bounds[key] = max(state.bounds[key], min(below, answers[key].answer.bound))
+        if answers[key].answer.is_proven:
+            state.found[key] = answers[key]
+        else:
+            state.meet(key, answers[key])
+    state.is_stopped |= not is_proven
+
+
+def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
+    """Solve groups with all state resident: what is found soon is to be beaten by what offloads."""
+    lowest = {group: state.raise_bound(group, min(state.least, assumed)) for group in groups}
+    with _all_resident(state):
+        for group in sorted(lowest, key=lambda item: (lowest[item], item)):
+            below = min(state.least, assumed)
+            if lowest[group] >= below * (1 - PRECISION) or state.is_late:
+                return
+            counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]
+            family = state.pipelines.family(group, counts, below=below)
+            if family.heads:
+                for count, answer in solve_family(family, below=below, deadline=state.deadline).answers.items():
+                    state.meet(group.pipeline(count), Incumbent(problem=family.problem(count), answer=answer))
+
+
+@contextmanager
+def _all_resident(state: SearchState) -> Iterator[None]:
+    """Stages and bounds as if nothing could be offloaded, meanwhile."""
+    state.pipelines.try_ratios(())
+    try:
+        yield
+    finally:
+        state.pipelines.try_ratios(state.pipelines.space.offload_ratios, state.end)

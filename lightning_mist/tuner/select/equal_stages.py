@@ -1,0 +1,106 @@
+"""Equal stages dealt out in interleaved chunks, as Megatron-LM does it (Narayanan et al., 2021).
+
+Chunks have no closed form, so that the search cannot find the pipeline that gains most by them. Of equal stages there
+are few: every arrangement of devices and ZeRO stage is tried, with as few recomputed layers as let it fit in one piece
+to begin with. It keeps at least as much in chunks, so that as many layers are recomputed as these need, or more.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.tuner.candidates import IntraStage
+from lightning_mist.tuner.select.schedule_variants import best_variant, fitted, has_chunks
+from lightning_mist.tuner.space import Shape, Space
+
+TRIED = 48
+"""The most plans with chunks that are run on the clock, the best by a bound of their seconds."""
+
+
+def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
+    """The fastest plan with equal stages in interleaved chunks, without offload.
+
+    Args:
+        stages: Knows the search space and the limits.
+        below: Plans that do not take fewer seconds are of no interest.
+
+    Returns:
+        The plan with its prediction; None if none is faster, or the search does not leave layers open.
+    """
+    space = stages.space
+    if not has_chunks(space):
+        return None
+    space = replace(space, search=replace(space.search, schedules=("interleaved-1f1b",)))
+    whole = [
+        plan
+        for arrangement in _arrangements(space)
+        if _least_seconds(stages, *arrangement) < below
+        for plan in _plans(space, *arrangement)
+    ]
+    limits = stages.limits, stages.host_limits
+    fitting = [plan for plan in fitted(stages.model, space, *limits, whole) if plan is not None]
+    near = [plan for plan in fitting if _least_seconds_of(stages, plan) < below]
+    return best_variant(stages.model, space, *limits, near, below=below, most=TRIED)
+
+
+def _arrangements(space: Space) -> Iterator[tuple[int, int, Shape]]:
+    """Numbers of equal stages and of microbatches that chunks can have, and arrangements of a stage's devices."""
+    equal = replace(space, search=replace(space.search, equal_stages=True))
+    for num_stages, num_microbatches in equal.pipelines():
+        if num_stages > 1 and num_microbatches % num_stages == 0:
+            for shape in equal.shapes_of(num_stages, num_microbatches):
+                yield num_stages, num_microbatches, shape
+
+
+def _least_seconds_of(stages: IntraStage, plan: Plan) -> float:
+    """Seconds that a plan of equal stages takes at least in chunks."""
+    mesh, recomputed = plan.stages[0].mesh, min(stage.checkpointing.layers for stage in plan.stages)
+    shape = Shape(mesh.data_parallel_degree, mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    return _least_seconds(stages, plan.num_stages, plan.num_microbatches, shape, recomputed)
+
+
+def _least_seconds(
+    stages: IntraStage, num_stages: int, num_microbatches: int, shape: Shape, recomputed: int = 0
+) -> float:
+    """Seconds that the devices of some stage compute at least in chunks.
+
+    They start when the first microbatch has come through the first chunk of all stages before, and these have as much
+    to do when it has ended. The first microbatch finds no gradients to add to: its backward is left out.
+    """
+    space = stages.space
+    rows = space.rows(num_microbatches, shape.data)
+    seconds = stages.model.region_seconds(rows, shape.tensor, shape.sequence)
+    forward_R, both_R = (
+        np.concatenate([[0.0], np.cumsum(each_R)])
+        for each_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R)
+    )
+    # Head and tail are regions of their own.
+    first_S = 1 + np.arange(num_stages) * (space.num_layers // num_stages)
+    edge_S = np.concatenate([[0], first_S[1:], [space.num_layers + 2]])
+    busy_S = np.diff(both_R[edge_S]) + forward_R[first_S + recomputed] - forward_R[first_S]
+    before_S = (np.cumsum(busy_S) - busy_S) / max(space.search.chunks)
+    return float((before_S + (num_microbatches - 1) * busy_S + np.diff(forward_R[edge_S])).max())
+
+
+def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -> Iterator[Plan]:
+    """Plans with equal stages in one piece, one for every ZeRO stage; with as few recomputed layers as there may be."""
+    layout, count = rank_layout([(shape.data, shape.tensor)] * num_stages, space.devices_per_node), space.num_layers
+    recomputed = int(space.recomputed(np.array([count // num_stages]))[1].min())
+    for level in sorted(space.search.zero_stages) if shape.data > 1 else (0,):
+        yield Plan(
+            global_batch_size=space.batch_rows * space.world_size,
+            num_microbatches=num_microbatches,
+            stages=tuple(
+                StagePlan(
+                    layers=(count * stage // num_stages, count * (stage + 1) // num_stages),
+                    mesh=shape.mesh(devices),
+                    microbatch_size=space.rows(num_microbatches, shape.data),
+                    zero_stage=ZeroStage(level),
+                    checkpointing=Checkpointing(layers=recomputed),
+                )
+                for stage, devices in enumerate(layout)
+            ),
+        )

@@ -1,0 +1,260 @@
+"""From the best pipelines of a search to the plan: on the clock, with other schedules, the simplest of equals.
+
+All pipelines near the best by the closed form (:mod:`lightning_mist.tuner.search.near_optimal`) are run on the clock,
+and the fastest there is the best. Other schedules are tried on them
+(:mod:`lightning_mist.tuner.select.schedule_variants`), interleaved 1F1B also on equal stages
+(:mod:`lightning_mist.tuner.select.equal_stages`). Where one of them gains, it does without savings that nothing is lost
+by. Where none does, the simplest of the plans is taken that cannot be told apart from the fastest
+(:mod:`lightning_mist.tuner.select.simplest_plan`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_mist.cost import CostModel, predict_with, predictions
+from lightning_mist.hardware import AnyCluster, MixedCluster
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.tuner.candidates import IntraStage
+from lightning_mist.tuner.inter_stage import InterStageProblem
+from lightning_mist.tuner.search import Outcome, Stages, mixed_layout
+from lightning_mist.tuner.select import simplest_plan as simplest
+from lightning_mist.tuner.select.equal_stages import even_chunks
+from lightning_mist.tuner.select.layouts import in_every_layout
+from lightning_mist.tuner.select.result import LEAST_SHARE, Alternative
+from lightning_mist.tuner.select.schedule_variants import best_variant, refuse_without_variant
+from lightning_mist.tuner.select.simplest_plan import drop_savings, fits_within, why_simpler
+from lightning_mist.tuner.space import Space
+
+LEAST_GAIN = 0.01
+"""Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
+than this lies between runs of one and the same plan (the steps of DDP in the record
+``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
+
+CLOCKED = 12
+"""Plans of one search that are run on the clock, the best by the closed form. On it pipelines take between 13 % less
+and 8 % more (:mod:`lightning_mist.cost.step_time`), so the best by the form need not be the fastest there; of seventeen
+searches for networks of 1.3 to 22 billion parameters, with up to 36 pipelines each, the fastest was always among the
+best four by the form. Three times as many leave room, and cost milliseconds each. Searches that are compared with each
+other run as many, so that none is favoured."""
+
+SHOWN = 6
+"""Numbers of stages that are shown, the fastest; a single stage always is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The plan of a search, and what it was chosen from.
+
+    Attributes:
+        plan: The plan with its prediction.
+        is_explored: Whether another schedule than that of the exact search was chosen.
+        closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan that it
+            competed with.
+        alternatives: Others, fastest first.
+        notes: Why this one, for people.
+    """
+
+    plan: Plan
+    is_explored: bool
+    closed_form_seconds: float
+    alternatives: tuple[Alternative, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Clocked:
+    """A plan of the exact search, its seconds on the clock and by the closed form."""
+
+    plan: Plan
+    seconds: float
+    closed_form_seconds: float
+
+
+def choose(stages: Stages, outcome: Outcome) -> Choice:
+    """The plan that an outcome leads to.
+
+    Args:
+        stages: What stages may be and cost.
+        outcome: What the search has found, at least one answer.
+
+    Raises:
+        InfeasibleError: If only other schedules are asked for, and nothing fits under these.
+    """
+    found = _on_the_clock(stages, outcome)
+    best: dict[int, _Clocked] = {}
+    for item in found:
+        count = item.plan.num_stages
+        if count not in best or item.seconds < best[count].seconds:
+            best[count] = item
+    shown = {1, *sorted(best, key=lambda count: best[count].seconds)[:SHOWN]}
+    best = {count: item for count, item in best.items() if count in shown}
+    plain = fastest = min(best.values(), key=lambda item: item.seconds)
+    # Which pipeline gains most under another schedule the closed form does not say.
+    others = [item.plan for item in found if item is not fastest]
+    space = stages.space
+    other, notes = _under_other_schedule(stages, fastest, others)
+    if other is None:
+        plan = simplest.simplest((item.plan, item.seconds) for item in found)
+        plain = next(item for item in found if item.plan == plan)
+    alternatives = [(stages_in_words(count), item) for count, item in best.items() if count != plain.plan.num_stages]
+    if other is not None and space.schedule in space.search.schedules:
+        alternatives.append((space.schedule, fastest))
+    elif plain.plan.num_stages == fastest.plan.num_stages and plain is not fastest:
+        alternatives.append(("the fastest on the clock", fastest))
+    alternatives.sort(key=lambda item: item[1].seconds)
+    predicted_each = predictions(stages.model, [item.plan for _, item in alternatives])
+    return Choice(
+        plan=clocked(stages.model, plain.plan) if other is None else other,
+        is_explored=other is not None,
+        closed_form_seconds=plain.closed_form_seconds,
+        alternatives=tuple(
+            Alternative(name=name, plan=replace(item.plan, predicted=predicted))
+            for (name, item), predicted in zip(alternatives, predicted_each, strict=True)
+        ),
+        notes=(*_clock_notes(found[0], fastest, plain), *notes),
+    )
+
+
+def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
+    """The pipelines near the best by the closed form on the clock, the best of all first.
+
+    Those are left out that take so long in any layout that they can be neither the fastest with as many stages nor as
+    good as the fastest of all.
+    """
+    assert outcome.winner is not None
+    answers = (outcome.winner, *outcome.found.values())
+    made: dict[Plan, float] = {}
+    for item in answers:
+        plan = make_plan(stages.space, item.problem, item.answer.chosen, stages.model.cluster)
+        made.setdefault(plan, item.answer.objective)
+    found: dict[Plan, _Clocked] = {}
+    least: dict[int, float] = {}
+    for layouts, objective in zip(in_every_layout(stages.model, list(made)), made.values(), strict=True):
+        best, count = min(least.values(), default=np.inf), layouts.plans[0].num_stages
+        if layouts.floor > max(least.get(count, np.inf), best * (1 + simplest.ALIKE)):
+            continue
+        plan, seconds = layouts.fastest(stages.model, best)
+        found.setdefault(plan, _Clocked(plan=plan, seconds=seconds, closed_form_seconds=objective))
+        least[count] = min(seconds, least.get(count, np.inf))
+    return list(found.values())
+
+
+def _clock_notes(first: _Clocked, fastest: _Clocked, chosen: _Clocked) -> tuple[str, ...]:
+    """What to say of a plan that is not the best by the closed form, or not the fastest on the clock.
+
+    Args:
+        first: The best by the closed form.
+        fastest: The fastest on the clock.
+        chosen: The simplest of those that cannot be told apart from it.
+    """
+    notes = []
+    gain = 1 - chosen.seconds / first.seconds
+    if gain >= LEAST_SHARE:
+        notes.append(f"{_named(chosen.plan)} take {gain:.1%} less on the clock than the best plan by the closed form")
+    if chosen is not fastest:
+        slower = chosen.seconds / fastest.seconds - 1
+        notes.append(_simpler_note(chosen.plan, fastest.plan, slower, _named(fastest.plan)))
+    return tuple(notes)
+
+
+def _simpler_note(plan: Plan, other: Plan, slower: float, name: str) -> str:
+    # It may even be a little faster.
+    compared = "as fast as" if slower < 5e-5 else f"{slower:.2%} slower than"
+    return f"the plan, {compared} {name}, is simpler: {why_simpler(plan, other)}"
+
+
+def _named(plan: Plan) -> str:
+    return f"{stages_in_words(plan.num_stages)} with {plan.num_microbatches} microbatches"
+
+
+def _under_other_schedule(
+    stages: Stages, base: _Clocked, others: Sequence[Plan]
+) -> tuple[Plan | None, tuple[str, ...]]:
+    """The best plan under another schedule than that of the exact search, if it gains by it; and what to say if not.
+
+    Args:
+        stages: What stages may be and cost.
+        base: The fastest plan of the exact search.
+        others: Others of it.
+    """
+    space = stages.space
+    tried = tuple(name for name in space.search.schedules if name not in ("1f1b", "gpipe"))
+    if not tried:
+        return None, ()
+    is_asked = space.schedule in space.search.schedules
+    below = base.seconds * (1 - LEAST_GAIN) if is_asked else np.inf
+    found = best_variant(stages.model, space, stages.limits, stages.host_limits, [base.plan, *others], below=below)
+    if isinstance(stages, IntraStage):
+        least = below if found is None else min(below, step_seconds_of_plan(found))
+        found = even_chunks(stages, below=least) or found
+    if not is_asked and found is None:
+        refuse_without_variant(tried)
+    if found is not None and (not is_asked or step_seconds_of_plan(found) <= below):
+        fits = fits_within(stages.model, stages.limits, stages.host_limits)
+        plain = drop_savings(stages.model, found, fits, space.search.zero_stages)
+        slower = step_seconds_of_plan(plain) / step_seconds_of_plan(found) - 1
+        name = f"the fastest under {found.schedule}"
+        return plain, () if plain is found else (_simpler_note(plain, found, slower, name),)
+    note = f"no pipeline that was tried gains {LEAST_GAIN:.0%} under {' or '.join(tried)}"
+    return None, (note,) if base.plan.num_stages > 1 else ()
+
+
+def make_plan(
+    space: Space, problem: InterStageProblem, chosen: tuple[int, ...], cluster: AnyCluster | None = None
+) -> Plan:
+    """The plan that one choice per stage describes.
+
+    Args:
+        space: The search space.
+        problem: The choices of every stage.
+        chosen: The index of each stage's choice.
+        cluster: The devices; by default equal ones, on nodes as the search space says.
+    """
+    picked = list(zip(problem.slots, chosen, strict=True))
+    shapes = [slot.shape(index) for slot, index in picked]
+    degrees = [(shape.data, shape.tensor) for shape in shapes]
+    parts = [int(slot.part_K[index]) for slot, index in picked]
+    layout = (
+        mixed_layout(cluster, degrees, parts)
+        if isinstance(cluster, MixedCluster)
+        else rank_layout(degrees, space.devices_per_node)
+    )
+    stages, first = [], 0
+    for (slot, index), shape, devices in zip(picked, shapes, layout, strict=True):
+        end = first + int(slot.layers_K[index])
+        stages.append(
+            StagePlan(
+                layers=(first, end),
+                mesh=shape.mesh(devices),
+                microbatch_size=space.rows(problem.num_microbatches, shape.data),
+                zero_stage=ZeroStage(int(slot.zero_stage_K[index])),
+                checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index])),
+                offload=slot.offload(index),
+            )
+        )
+        first = end
+    return Plan(
+        global_batch_size=space.batch_rows * space.world_size,
+        num_microbatches=problem.num_microbatches,
+        stages=tuple(stages),
+        schedule=space.schedule,
+    )
+
+
+def stages_in_words(count: int) -> str:
+    """How a number of stages is called."""
+    return "1 stage (data parallel)" if count == 1 else f"{count} stages"
+
+
+def clocked(model: CostModel, plan: Plan) -> Plan:
+    """A plan with its prediction."""
+    return replace(plan, predicted=predict_with(model, plan))
+
+
+def step_seconds_of_plan(plan: Plan) -> float:
+    """Predicted seconds of one step of a plan that has been run on the clock."""
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds

@@ -1,0 +1,390 @@
+"""Which plans are looked at.
+
+With ``N`` devices that each load batches of ``B`` rows, ``G`` microbatches and a stage of ``n`` devices, of which each
+``t`` share every layer (tensor parallelism) and the ``d = n / t`` groups of them are data-parallel, each device of the
+stage computes on ``B N / (G d)`` rows per microbatch. A part of a microbatch never mixes the batches of two ranks
+(:mod:`lightning_mist.plan.rows`), so ``G d / N``, the number of parts that this stage cuts a batch into, is a whole
+number; it divides ``B``, so that all parts are equal.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from math import gcd
+
+import numpy as np
+
+from lightning_mist.cost.inputs import IntArray
+from lightning_mist.errors import PlanError
+from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
+from lightning_mist.plan.rank_order import longest_chain
+from lightning_mist.tuner.space.search_space import OFFLOADED, SearchSpace
+
+__all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]
+
+_FEATURE_WORDS: dict[Feature, str] = {
+    "pipeline": "several pipeline stages",
+    "microbatches": "cutting a batch into microbatches",
+    "checkpointing": "activation checkpointing",
+    "sharded_gradients": "ZeRO",
+    "sharded_parameters": "ZeRO-3",
+}
+
+_MOST_SHARING = 8
+"""The most devices that are tried to share layers. Narayanan et al., 2021, section 3, advise as many as a node has, and
+theirs have 8."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """How the devices of a stage are arranged.
+
+    Attributes:
+        data: Data-parallel degree.
+        tensor: Tensor-parallel degree.
+        sequence: Whether tensor-parallel devices are sequence-parallel too.
+    """
+
+    data: int
+    tensor: int = 1
+    sequence: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.data * self.tensor
+
+    def mesh(self, devices: tuple[int, ...]) -> StageMesh:
+        """These devices so arranged."""
+        return StageMesh(
+            devices=devices,
+            data_parallel_degree=self.data,
+            tensor_parallel_degree=self.tensor,
+            sequence_parallel=self.sequence,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """A search space applied to one network, batch and number of devices.
+
+    Attributes:
+        search: The limits asked for.
+        num_layers: Layers of the network.
+        world_size: Devices.
+        batch_rows: Rows of the batch that each device loads.
+        max_stages: The most stages.
+        cuts_batches: Whether a batch may be cut.
+        checkpointing: Whether layers may be recomputed.
+        tensor: Tensor-parallel degrees, each with and without sequence parallelism as far as possible.
+        devices_per_node: Devices of each node, within which tensor-parallel devices lie.
+        notes: What was ruled out and why, for people.
+    """
+
+    search: SearchSpace
+    num_layers: int
+    world_size: int
+    batch_rows: int
+    max_stages: int
+    cuts_batches: bool
+    checkpointing: bool
+    tensor: tuple[tuple[int, bool], ...]
+    devices_per_node: int
+    notes: tuple[str, ...]
+
+    @property
+    def schedule(self) -> ScheduleName:
+        """The schedule of the exact search: 1F1B, unless GPipe is asked for and 1F1B is not."""
+        return "gpipe" if "gpipe" in self.search.schedules and "1f1b" not in self.search.schedules else "1f1b"
+
+    @property
+    def device_counts(self) -> tuple[int, ...]:
+        """Numbers of devices that a stage may have, ascending."""
+        asked = self.search.devices_per_stage
+        if asked is not None:
+            return tuple(sorted({count for count in asked if count <= self.world_size}))
+        return divisors(self.world_size)
+
+    def shapes(self, num_microbatches: int) -> tuple[Shape, ...]:
+        """Arrangements of a stage's devices for which a batch is cut into equal parts, ascending."""
+        return _shapes(self, num_microbatches)
+
+    def shapes_of(self, num_stages: int, num_microbatches: int) -> tuple[Shape, ...]:
+        """Those of the stages of pipelines with so many stages."""
+        shapes = self.shapes(num_microbatches)
+        if num_stages > 1 and not self.search.equal_stages:
+            return shapes
+        return tuple(shape for shape in shapes if shape.devices * num_stages == self.world_size)
+
+    def least_replicas(self, num_microbatches: int) -> int:
+        """The least number of independent copies of a pipeline that stages with these microbatches can form."""
+        return common_unit(shape.data for shape in self.shapes(num_microbatches))
+
+    def rows(self, num_microbatches: int, data: int) -> int:
+        """Rows that each device of a stage sees per microbatch, by the stage's data-parallel degree."""
+        return self.batch_rows * self.world_size // (num_microbatches * data)
+
+    @property
+    def stage_counts(self) -> tuple[int, ...]:
+        """Numbers of stages to look at, ascending."""
+        asked = self.search.num_stages if self.search.layer_cuts is None else (len(self.search.layer_cuts) + 1,)
+        counts = (count for count in range(1, self.max_stages + 1) if asked is None or count in asked)
+        if not self.search.equal_stages:
+            return tuple(counts)
+        return tuple(count for count in counts if self.num_layers % count == self.world_size % count == 0)
+
+    def pipelines(self) -> tuple[tuple[int, int], ...]:
+        """Every ``(number of stages, number of microbatches)`` for which devices can be dealt to stages."""
+        stages, result = self.stage_counts, []
+        for num_microbatches in self.microbatch_counts():
+            counts = sorted({shape.devices for shape in self.shapes(num_microbatches)})
+            sums = {0}
+            for num_stages in range(1, self.max_stages + 1):
+                sums = {total + count for total in sums for count in counts if total + count <= self.world_size}
+                is_dealt = self.world_size in sums and bool(self.shapes_of(num_stages, num_microbatches))
+                if num_stages in stages and is_dealt:
+                    result.append((num_stages, num_microbatches))
+        return tuple(sorted(result))
+
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """Numbers of microbatches for which some stage cuts every batch into equal parts, ascending."""
+        asked = self.search.num_microbatches
+        parts = divisors(self.batch_rows) if self.cuts_batches else (1,)
+        found = {
+            part * self.world_size // data
+            for part in parts
+            for data in self.data_degrees()
+            if part * self.world_size % data == 0
+        }
+        return tuple(sorted(found if asked is None else found & set(asked)))
+
+    def data_degrees(self) -> tuple[int, ...]:
+        """Data-parallel degrees that a stage may have, ascending."""
+        counts, degrees = self.device_counts, {degree for degree, _ in self.tensor}
+        found = {count // degree for count in counts for degree in degrees if count % degree == 0}
+        asked = self.search.data_parallel_degrees
+        return tuple(sorted(found if asked is None else found & set(asked)))
+
+    @property
+    def offload_ratios(self) -> tuple[float, ...]:
+        """Parts of state that may be in host memory, ascending; nothing if it has to stay on the device."""
+        return (
+            tuple(sorted({ratio for ratio in self.search.offload_ratios if ratio > 0})) if self.search.offload else ()
+        )
+
+    def cuts(self, num_stages: int) -> tuple[int, ...] | None:
+        """Where every stage begins and the last ends, if that is settled."""
+        cuts = self.search.layer_cuts
+        if self.search.equal_stages:
+            return tuple(self.num_layers * stage // num_stages for stage in range(num_stages + 1))
+        return None if cuts is None or num_stages != len(cuts) + 1 else (0, *cuts, self.num_layers)
+
+    def layer_range(self, stage_index: int, num_stages: int) -> tuple[int, int] | None:
+        """The first layer of a stage and the one behind its last, if that is settled."""
+        cuts = self.cuts(num_stages)
+        return None if cuts is None else (cuts[stage_index], cuts[stage_index + 1])
+
+    def recomputed(self, layers_W: IntArray) -> tuple[IntArray, IntArray]:
+        """Every number of layers that stages may recompute: of which stage, and how many.
+
+        Args:
+            layers_W: Layers of each stage.
+        """
+        shares = self.search.checkpointed_shares
+        if not self.checkpointing:
+            return np.arange(len(layers_W)), np.zeros(len(layers_W), dtype=np.int64)
+        if shares is not None:
+            found = [sorted({round(share * layers) for share in shares}) for layers in layers_W.tolist()]
+            window_C = np.repeat(np.arange(len(found)), [len(counts) for counts in found])
+            return window_C, np.array([count for counts in found for count in counts], dtype=np.int64)
+        window_C = np.repeat(np.arange(len(layers_W)), layers_W + 1)
+        return window_C, np.arange(len(window_C)) - np.repeat(np.cumsum(layers_W + 1) - layers_W - 1, layers_W + 1)
+
+
+@lru_cache(maxsize=1024)
+def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
+    found, counts = [], space.device_counts
+    for data in space.data_degrees():
+        parts, rest = divmod(num_microbatches * data, space.world_size)
+        sizes = space.search.microbatch_sizes
+        if sizes is not None and (not parts or space.rows(num_microbatches, data) not in sizes):
+            continue
+        if rest == 0 and parts >= 1 and space.batch_rows % parts == 0 and (parts == 1 or space.cuts_batches):
+            found += [Shape(data, *kind) for kind in space.tensor if data * kind[0] in counts]
+    return tuple(sorted(found))
+
+
+def apply(
+    search: SearchSpace,
+    spec: ModelSpec,
+    world_size: int,
+    global_batch_size: int,
+    *,
+    devices_per_node: int | None = None,
+) -> Space:
+    """The search space of one network on a number of devices.
+
+    Args:
+        search: The limits asked for.
+        spec: The network, whose exclusions are honoured.
+        world_size: Devices.
+        global_batch_size: Rows that one Lightning batch brings over all devices.
+        devices_per_node: Devices of each node; by default all are in one.
+
+    Raises:
+        PlanError: If the batch does not come in equal parts from the devices.
+    """
+    if global_batch_size < 1 or global_batch_size % world_size:
+        raise PlanError(
+            f"global_batch_size = {global_batch_size} on {world_size} devices: every device loads an equal batch, so "
+            f"it must be a multiple of {world_size}; use "
+            f"{max(1, round(global_batch_size / world_size)) * world_size}"
+        )
+    ruled_out = {feature: spec.module_map.excludes(feature) for feature in _FEATURE_WORDS}
+    notes = _notes(ruled_out)
+    if not spec.num_layers:
+        notes.append("data parallelism only: the module has no repeated blocks to divide into stages or to recompute")
+    cuts = search.layer_cuts
+    if cuts is not None and cuts and (cuts[-1] >= max(1, spec.num_layers) or ruled_out["pipeline"]):
+        raise PlanError(
+            f"layer_cuts = {cuts}: {spec.name or 'the network'} has {spec.num_layers} layers, so that cuts lie between "
+            f"1 and {spec.num_layers - 1}. {'; '.join(notes)}{'. ' if notes else ''}Leave layer_cuts out"
+        )
+    search = _without_ruled_out_sharding(search, spec.module_map, notes)
+    per_node = world_size if devices_per_node is None else devices_per_node
+    tensor, without = _tensor_kinds(search, spec, per_node)
+    most = min(world_size, max(1, spec.num_layers), search.max_stages or world_size)
+    return Space(
+        search=search,
+        num_layers=spec.num_layers,
+        world_size=world_size,
+        batch_rows=global_batch_size // world_size,
+        max_stages=1 if ruled_out["pipeline"] else most,
+        cuts_batches=not ruled_out["microbatches"],
+        checkpointing=search.checkpointing and not ruled_out["checkpointing"] and spec.num_layers > 0,
+        tensor=tensor,
+        devices_per_node=per_node,
+        notes=(*notes, *without),
+    )
+
+
+def _notes(ruled_out: Mapping[Feature, tuple[str, ...]]) -> list[str]:
+    """What is ruled out and why, each reason once."""
+    together: dict[tuple[str, ...], list[Feature]] = {}
+    for feature, why in ruled_out.items():
+        if why and not (feature == "sharded_parameters" and ruled_out["sharded_gradients"] == why):
+            together.setdefault(why, []).append(feature)
+    return [
+        f"without {', '.join(_FEATURE_WORDS[feature] for feature in features)}: {'; '.join(why)}"
+        for why, features in together.items()
+    ]
+
+
+def _without_ruled_out_sharding(search: SearchSpace, module_map: ModuleMap, notes: list[str]) -> SearchSpace:
+    left = tuple(level for level in search.zero_stages if level <= module_map.largest_zero_stage)
+    if not left:
+        raise PlanError(
+            f"zero_stages = {search.zero_stages}: {'; '.join(notes)}. Allow zero_stages up to "
+            f"{module_map.largest_zero_stage}"
+        )
+    return search if left == search.zero_stages else replace(search, zero_stages=left)
+
+
+def with_offload(
+    space: Space, cluster: AnyCluster, profiles: Sequence[HardwareProfile], module_map: ModuleMap
+) -> Space:
+    """A search space whose kinds of offloaded state are settled.
+
+    Where they are left to the devices, all are looked at on devices with memory of their own. Nothing is where the
+    rates of copies between such devices and their hosts are not known, nor what the module has to have on its device.
+
+    Args:
+        space: The search space.
+        cluster: The devices.
+        profiles: How fast those of each part are.
+        module_map: The module, whose exclusions are honoured.
+    """
+    if space.search.offload is None:
+        every = OFFLOADED if cluster.kind == "cuda" else ()
+        space = replace(space, search=replace(space.search, offload=every))
+    space = _without_ruled_out_offload(space, module_map)
+    if not space.search.offload or all(map(_knows_copies, profiles, cluster.parts)):
+        return space
+    note = "without offload: how fast devices copy from and to the host is not known"
+    return replace(space, search=replace(space.search, offload=()), notes=(*space.notes, note))
+
+
+def _without_ruled_out_offload(space: Space, module_map: ModuleMap) -> Space:
+    reasons: dict[str, list[str]] = {}
+    for kind in space.search.offloaded:
+        reasons.setdefault("; ".join(module_map.excludes_offload(kind)), []).append(kind)
+    left = tuple(reasons.pop("", ()))
+    notes = tuple(f"without offload of {', '.join(kinds)}: {why}" for why, kinds in reasons.items())
+    return replace(space, search=replace(space.search, offload=left), notes=(*space.notes, *notes)) if notes else space
+
+
+def _knows_copies(profile: HardwareProfile, part: Cluster) -> bool:
+    """Whether the rates of copies between a device and its host are known."""
+    rates = profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second
+    return part.device.kind != "cuda" or min(rates) > 0
+
+
+def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...]:
+    """The tensor-parallel degrees above 1 for which it is worth finding out how a module can be split.
+
+    Args:
+        search: What may be searched.
+        devices_per_node: Devices that are near enough to share layers.
+    """
+    asked = search.tensor_parallel_degrees
+    near = [count for count in divisors(devices_per_node) if 1 < count <= _MOST_SHARING]
+    return tuple(count for count in near if asked is None or count in asked)
+
+
+def _tensor_kinds(
+    search: SearchSpace, spec: ModelSpec, devices_per_node: int
+) -> tuple[tuple[tuple[int, bool], ...], list[str]]:
+    """Tensor-parallel degrees to look at, with and without sequence parallelism, and why there are no others.
+
+    Degrees divide each other and the devices of a node, so that ranks that share layers always fit into nodes.
+    """
+    asked, module_map = search.tensor_parallel_degrees, spec.module_map
+    wanted = degrees_to_try(search, devices_per_node)
+    known = {(item.degree, item.sequence_parallel) for item in spec.splits}
+    possible = sorted({degree for degree, _ in known if degree in wanted})
+    chain = longest_chain(possible)
+    notes = []
+    if wanted and not possible:
+        why = "; ".join(module_map.excludes("tensor")) or "how its layers could be split is not known"
+        notes.append(f"without tensor parallelism: {why}")
+    elif left := [degree for degree in wanted if degree not in chain]:
+        reasons: dict[str, list[int]] = {}
+        for degree in left:
+            reasons.setdefault(_why_left(degree, possible, module_map), []).append(degree)
+        notes += [f"without tensor_parallel_degree {', '.join(map(str, of))}: {why}" for why, of in reasons.items()]
+    kinds = [(1, False)] if asked is None or 1 in asked else []
+    for sequence in (False, True):
+        if search.sequence_parallel in (None, sequence):
+            kinds += [(degree, sequence) for degree in chain if (degree, sequence) in known]
+    if chain and search.sequence_parallel is not False and not any(sequence for _, sequence in kinds):
+        why = "; ".join(module_map.excludes("sequence")) or "where its layers could be split is not known"
+        notes.append(f"without sequence parallelism: {why}")
+    return tuple(sorted(kinds)), notes
+
+
+def _why_left(degree: int, possible: list[int], module_map: ModuleMap) -> str:
+    if degree in possible:
+        return "degrees of one plan must divide each other"
+    return dict(module_map.unsplit).get(degree, "they do not divide what would be split")
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(value for value in range(1, number + 1) if number % value == 0)
+
+
+def common_unit(counts: Iterable[int]) -> int:
+    """The greatest common divisor of some counts."""
+    return reduce(gcd, counts, 0)
