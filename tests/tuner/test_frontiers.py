@@ -7,7 +7,7 @@ import pytest
 
 from lightning_mist.tuner.candidates.choices import SlotChoices
 from lightning_mist.tuner.space.layer_ranges import places_behind
-from tests.tuner.test_offload_search import MACHINES, NETWORKS, make
+from tests.tuner.candidates.test_offload_search import MACHINES, NETWORKS, make
 
 
 def same(found, wanted):

@@ -12,7 +12,7 @@ from lightning_mist.tuner.candidates.offload_feasible import Feasible, feasible
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints
 from lightning_mist.tuner.space.search_space import OFFLOADED
-from tests.tuner.test_offload_search import RATIOS, make, table_of
+from tests.tuner.candidates.test_offload_search import RATIOS, make, table_of
 
 GRID = RatioGrid.of(SearchSpace(offload=OFFLOADED), RATIOS)
 LIMIT = 600_000

@@ -3,7 +3,7 @@ import pytest
 
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints, covers, either
-from tests.tuner.test_offload_search import make, table_of
+from tests.tuner.candidates.test_offload_search import make, table_of
 
 
 def table(index=0, **search):
