@@ -27,9 +27,6 @@ def find_blocks(module: nn.Module, override: str | None = None) -> tuple[str, ..
         override: Names the blocks instead: a container (its children with parameters), a pattern of qualified names
             such as ``"model.layers.*"``, or a class name. Alternatives are separated by commas.
 
-    Returns:
-        Names, empty if there are no repeated blocks.
-
     Raises:
         TraceError: If ``override`` names nothing, or blocks inside blocks.
     """
@@ -80,7 +77,6 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_primitive(module: nn.Module) -> bool:
-    """Whether a module is a single layer of a library: without children, like Linear or Conv1D."""
     package = type(module).__module__
     return next(module.children(), None) is None and package.startswith(_PRIMITIVE_PACKAGES)
 

@@ -25,31 +25,20 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Two runs of a step, and what they left behind.
+    """Two runs of a step, and what they left behind."""
 
-    Attributes:
-        records: What each run did; empty if one of them failed.
-        failure: Why, in words.
-        rows: Rows of each run's batch, None where they cannot be told.
-        states: The module before, between and after the runs.
-        outside: Names of the generators outside torch that were drawn from.
-    """
-
-    records: tuple[Record, ...]
-    failure: str
-    rows: tuple[int | None, ...]
-    states: tuple[ModuleState, ...]
-    outside: tuple[str, ...]
+    records: tuple[Record, ...]  # what each run did; empty if one of them failed
+    failure: str  # why, in words
+    rows: tuple[int | None, ...]  # rows of each run's batch, None where they cannot be told
+    states: tuple[ModuleState, ...]  # the module before, between and after the runs
+    outside: tuple[str, ...]  # names of the generators outside torch that were drawn from
     batch_changed: bool
 
 
 def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidates: tuple[str, ...]) -> Runs:
-    """Run the step on copies of two batches, all parameters being fakes.
+    """Run the step on copies of two batches, all parameters being fakes; the module is left as it was.
 
     Where the step reads an unknown truth value it is told False, and if it then fails, True.
-
-    Args:
-        module: The user's module; left as it was.
     """
     before, generators = ModuleState(module, with_contents=True), Generators()
     rows = tuple(batch_rows(batch) for batch in batches)
@@ -113,7 +102,6 @@ def _attempt(
 
 
 def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidates: tuple[str, ...]) -> str:
-    """One run; the reason for which it failed, or nothing."""
     blocks = [module.get_submodule(name) for name in candidates]
 
     def watched(position: int, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

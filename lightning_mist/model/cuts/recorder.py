@@ -94,8 +94,6 @@ class Record:
 
 
 class _Operators(TorchDispatchMode):
-    """Sees what torch functions do underneath: random numbers and collectives."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_random = False
@@ -115,9 +113,7 @@ class Recorder(TorchFunctionMode):
     """Fills a :class:`Record` while it is entered.
 
     Args:
-        slots: Module name and attribute of every fake parameter by ``id``.
         originals: Names of the real parameters by ``id``, to notice references past the slots.
-        buffers: Names of the buffers by the address of their storage.
         guess: What reads of unknown truth values answer in this run.
         attempt: Number of this run; guessed numbers and the ends of drawn ones differ between runs.
     """
@@ -273,7 +269,6 @@ class Recorder(TorchFunctionMode):
         return output
 
     def _guessed(self, name: str, args: Any, tensors: list[Tensor]) -> Any:
-        """What a read of unknown values answers."""
         for tensor in tensors:
             self._use(tensor)
         self._note_read(name, "parameters", None)
