@@ -38,11 +38,7 @@ def attention_backend(
     is_causal: bool,
     enable_gqa: bool,
 ) -> Backend:
-    """The implementation that ``scaled_dot_product_attention`` picks on a CUDA device.
-
-    Args:
-        target: The device.
-    """
+    """The implementation that ``scaled_dot_product_attention`` picks on a CUDA device."""
     enabled: Any = torch.backends.cuda
     shapes = query.dim() == key.dim() == value.dim() == 4 and min(query.shape[2], key.shape[2]) > 0
     if not shapes or query.shape[0] != key.shape[0] or any(x.stride(-1) != 1 for x in (query, key, value)):
@@ -147,11 +143,7 @@ def _below_autograd() -> Iterator[None]:
 
 
 def _flash_backward(target: Target, grad: Tensor, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Sums of query gradients and of products in 32 bits; gradients of shared heads for every query head.
-
-    Source: mha_bwd in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (softmax_d, dq_accum,
-    dk_expanded, dv_expanded).
-    """
+    """As mha_bwd in flash_attn/flash_api.cpp: softmax_d, dq_accum, and dk_expanded, dv_expanded for shared heads."""
     rows, heads, length, width = query.shape
     long = _round_up(length, 128 if target.rounds else 1)
     buffers = [

@@ -80,7 +80,6 @@ _SAME_RESULT = frozenset(
 
 
 def _registered(key: str) -> frozenset[str]:
-    """The operators of ``aten`` that autocast knows on a device."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return frozenset(name.removeprefix("aten::") for name in names if name.startswith("aten::"))
 

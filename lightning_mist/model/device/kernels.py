@@ -33,15 +33,13 @@ class Kernel:
     """How an operator is computed.
 
     Attributes:
-        operator: Its name in ``aten``, with the overload if that is not the default one.
         compute: Called with the target and the operator's arguments; returns ``NotImplemented`` to leave them to torch.
-        keeps: What is different, in words.
     """
 
-    operator: str
+    operator: str  # its name in ``aten``, with the overload if that is not the default one
     key: Key
     compute: Callable[..., Any]
-    keeps: str
+    keeps: str  # what is different, in words
     source: str
 
 

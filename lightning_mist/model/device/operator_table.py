@@ -38,16 +38,12 @@ _UNKNOWN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOperators:
-    """How operators differ on one kind of device.
-
-    Attributes:
-        kernels: What is replaced, each with what it keeps for backward and where that is written.
-    """
+    """How operators differ on one kind of device."""
 
     name: str
     version: int
     target: Target
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Kernel, ...]  # what is replaced, each with what it keeps for backward and where that is written
 
     @contextmanager
     def installed(self, *, rounds: bool = True) -> Iterator[None]:
