@@ -53,16 +53,14 @@ class Lifetime(NamedTuple):
     Attributes:
         born, dies: Numbers of the first reading at which it is alive and of the first one at which it is not any more;
             ``None`` if it outlives the step.
-        saved: Whether it is alive when the step's forward has ended.
-        made: Whether it is the gradient of a parameter that the step makes.
     """
 
     part: int
     size: Coefficients
     born: int
     dies: int | None
-    saved: bool
-    made: bool
+    saved: bool  # whether it is alive when the step's forward has ended
+    made: bool  # whether it is the gradient of a parameter that the step makes
 
 
 class StepPeaks:
@@ -70,7 +68,6 @@ class StepPeaks:
 
     Args:
         forward, backward: By part, the half-open range of its readings.
-        nothing: Coefficients of no bytes.
         peak: The most of some sizes, as an expression.
 
     Attributes:
@@ -115,7 +112,6 @@ class StepPeaks:
 
 
 def _step_peaks(parts: Sequence[PartEvents]) -> StepPeaks:
-    """The peaks of a step of parts of which the events are known."""
     clock, placed = Clock(parts), place_step(parts)
     denominator = lcm(1, *(item.allocation.size.denominator for item in placed))
     sizes = {size: _coefficients(size, denominator) for size in {item.allocation.size for item in placed}}

@@ -9,17 +9,12 @@ from lightning_mist.model.spec import Allocation, Direction, Moment, PartEvents,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """An allocation in a step.
-
-    Attributes:
-        born: Number of the first reading at which it is alive, among all of the step.
-        dies: Number of the first one at which it is not any more; that of all readings if it outlives the step.
-    """
+    """An allocation in a step."""
 
     allocation: Allocation
     part: int
-    born: int
-    dies: int
+    born: int  # number of the first reading at which it is alive, among all of the step
+    dies: int  # number of the first one at which it is not any more; that of all readings if it outlives the step
 
 
 class Clock:

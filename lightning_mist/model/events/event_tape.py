@@ -51,13 +51,9 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """Events on a microbatch's slots that happen without interruption.
+    """Events on a microbatch's slots that happen without interruption."""
 
-    Attributes:
-        events_E: Signed slots, see the top of the file.
-    """
-
-    events_E: IntArray
+    events_E: IntArray  # signed slots, see the top of the file
     signs_E: IntArray
 
     @classmethod
@@ -72,31 +68,20 @@ class Chunk:
 
 
 class Block(NamedTuple):
-    """Consecutive identities.
-
-    Attributes:
-        stage: The stage they belong to; -1 for the whole rank.
-        microbatch: The microbatch; -1 for none.
-    """
+    """Consecutive identities."""
 
     first: int
     labels: tuple[Label, ...]
-    stage: int
-    microbatch: int
+    stage: int  # the stage they belong to; -1 for the whole rank
+    microbatch: int  # the microbatch; -1 for none
 
 
 class Mark(NamedTuple):
-    """Where an action begins.
+    """Where an action begins."""
 
-    Attributes:
-        event: Index of its first event.
-        action: The action as text, for example ``"2F0"``.
-        stage: Its stage; -1 for none.
-    """
-
-    event: int
-    action: str
-    stage: int
+    event: int  # index of its first event
+    action: str  # the action as text, for example ``"2F0"``
+    stage: int  # its stage; -1 for none
 
 
 class Tape:

@@ -24,13 +24,9 @@ WAYS = (True, False)
 
 
 class Made(NamedTuple):
-    """The gradient of a parameter in a backward.
+    """The gradient of a parameter in a backward."""
 
-    Attributes:
-        event: How many events of the part's backward have passed when it has been accumulated.
-    """
-
-    event: int
+    event: int  # how many events of the part's backward have passed when it has been accumulated
     name: str
     slot: int
 
@@ -52,13 +48,12 @@ class WeightGradient(NamedTuple):
 
     Attributes:
         operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
-        received: Whether what the stage received is among them.
     """
 
     name: str
     nbytes: int
     operands: tuple[int, ...]
-    received: bool
+    received: bool  # whether what the stage received is among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +97,6 @@ def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozense
     Args:
         tied: Parameters that several regions of the stage use: gradients of all but the first are not freed in the
             later backwards' events, since they wait for the first region's.
-
-    Raises:
-        PlanError: If the network was described without events.
     """
     found = Stack(spec, shape)
     forwards = found.parts if shape.first == 0 else (0, *found.parts)
@@ -140,11 +132,7 @@ class InputsTemplate:
 
 
 def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
-    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
-
-    Raises:
-        PlanError: If the network was described without events.
-    """
+    """What a microbatch but the first does in a whole network where gradients of weights are made apart."""
     found = Stack(spec, StageShape(first=0, end=spec.num_layers, checkpointed=0, rows=rows))
     for part in found.parts:
         found.add(part, backward=False, first=True)
@@ -171,7 +159,6 @@ class _Laid:
         self._kept: list[int] = []
 
     def inputs(self) -> InputsTemplate:
-        """Only what backwards need that make gradients of inputs by themselves."""
         forward, operands = self._forward(), self._operands(False)
         return InputsTemplate(
             born=tuple(self._found.born),
@@ -183,7 +170,6 @@ class _Laid:
         )
 
     def template(self) -> StageTemplate:
-        """The template."""
         found, parts = self._found, self._found.parts
         spec, shape = found.spec, found.shape
         forward = self._forward()
@@ -224,7 +210,6 @@ class _Laid:
         return tuple(bytes_at(tensor.bytes, rows, spec.sequence_length or 1) for tensor in tensors)
 
     def _forward(self) -> dict[int, PartRun]:
-        """Events of every region's forward."""
         at: dict[int, _Entries] = {part: {} for part in self._forwards}
         for item in self._forward_born:
             _entry(at[item.part], item.allocation.born.position)[1].append(item.slot)
@@ -250,7 +235,6 @@ class _Laid:
         return {slot: names for slot, names in found.items() if names}
 
     def _weights(self, way: bool, operands: Mapping[int, tuple[str, ...]]) -> tuple[WeightGradient, ...]:
-        """The weights whose gradients can be made apart."""
         part = self._found.parts[0]
         received = {self._found.canonical(part, name) for name in self._found.way(part, first=way).reading}
         slots: dict[str, list[int]] = {name: [] for name in received}
@@ -272,11 +256,7 @@ class _Laid:
     def _backward(
         self, way: bool, operands: Mapping[int, tuple[str, ...]]
     ) -> tuple[dict[int, PartRun], tuple[int, ...], list[Born]]:
-        """Events of every region's backward, what is freed at the end, and what leaves the stage.
-
-        Args:
-            operands: By slot the weights whose gradients are made of it later, and not here.
-        """
+        """Events of every region's backward without later made ``operands``, what its end frees, and what leaves."""
         later = set().union(*operands.values())
         inside = self._found.inside
         at: dict[int, _Entries] = {part: {} for part in self._found.parts}
@@ -342,7 +322,6 @@ def _chunk(entries: _Entries, owned: Mapping[int, str] = MappingProxyType({})) -
 
 
 def _crossing(spec: ModelSpec, cut: int) -> tuple[TensorSpec, ...]:
-    """The tensors that cross a cut."""
     return spec.boundaries[cut - 1] if 0 < cut < spec.num_layers else ()
 
 

@@ -31,28 +31,22 @@ class StageShape:
 
     Attributes:
         first, end: Its half-open range of layers.
-        checkpointed: How many of its first layers are recomputed.
     """
 
     first: int
     end: int
-    checkpointed: int
+    checkpointed: int  # how many of its first layers are recomputed
     rows: int
 
 
 class Born(NamedTuple):
-    """An allocation in its place.
-
-    Attributes:
-        backward: Whether its backward makes it.
-        number: Its index in the template's list.
-    """
+    """An allocation in its place."""
 
     slot: int
     part: int
-    backward: bool
+    backward: bool  # whether its backward makes it
     allocation: Allocation
-    number: int
+    number: int  # its index in the template's list
     nbytes: int
 
 
@@ -61,11 +55,7 @@ Place = tuple[int, bool, int]
 
 
 def region_events(spec: ModelSpec, part: int) -> LayerEvents:
-    """Events of a region.
-
-    Raises:
-        PlanError: If the network was described without them.
-    """
+    """Events of a region; a :class:`PlanError` if the network was described without them."""
     found = _layer(spec, part)
     if found.events is None:
         raise PlanError(
@@ -82,11 +72,7 @@ def _layer(spec: ModelSpec, part: int) -> LayerSpec:
 
 
 class Stack:
-    """Puts together a stage.
-
-    Args:
-        spec: The network, or one tensor-parallel rank's part of it.
-    """
+    """Puts together a stage of a network, or of one tensor-parallel rank's part of it."""
 
     def __init__(self, spec: ModelSpec, shape: StageShape) -> None:
         self.spec, self.shape = spec, shape
@@ -140,11 +126,7 @@ class Stack:
             self._bytes.append(nbytes)
 
     def add_arriving(self, tensor: TensorSpec, handed: int | None) -> None:
-        """Give a slot to a gradient that comes from the next stage.
-
-        Args:
-            handed: The index under which the last region hands that on; ``None`` if it is not known.
-        """
+        """Give a slot to a gradient from the next stage, handed on by the last region under index ``handed``."""
         self.arriving[len(self._bytes)] = handed
         self._arriving_labels[len(self._bytes)] = Label("transfer_bytes", "received gradient", dtype=tensor.dtype)
         self._bytes.append(bytes_at(tensor.bytes, self.shape.rows, self.spec.sequence_length or 1))
