@@ -20,9 +20,6 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[
 
     Parameters without storage of their own (expanded from one element) are understood as contiguous.
 
-    Args:
-        module: Its parameter dictionaries are changed; putting the parameters back is the caller's.
-
     Returns:
         Module name and attribute of each fake by its ``id``. The module keeps the fakes alive.
     """

@@ -80,7 +80,6 @@ def isolated(module: nn.Module) -> Iterator[None]:
 
 
 def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode, home: torch.device) -> torch.Tensor:
-    """A fake tensor of the same form, at home if the original is on meta."""
     with mode:
         return form_of(tensor, home if tensor.is_meta else tensor.device)
 
@@ -97,7 +96,6 @@ def substitute_parameters(
         mode: Makes fake substitutes; ``None`` for substitutes that share the real values.
         owners: For a slot ``(module name, attribute name)``, who uses it: slots of one parameter with different owners
             get different substitutes. Slots that are not named count as one owner.
-        home: Where fake substitutes of parameters on meta are.
 
     Returns:
         The substitutes, in the order of the slots that they fill first.

@@ -40,10 +40,6 @@ class Origins:
 
     A node of the autograd graph gets the next sequence number just before the operator runs that it will undo, so what
     is written down with that number tells where the node's own operators come from.
-
-    Args:
-        modules: Qualified names of modules by ``id``.
-        parameters: Qualified names of parameters by ``id``.
     """
 
     def __init__(self, modules: Mapping[int, str], parameters: Mapping[int, str]) -> None:
@@ -100,7 +96,6 @@ class Origins:
         return self._last
 
     def _line(self) -> str:
-        """File and line of the innermost frame that is the user's."""
         frame = sys._getframe(1)
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))

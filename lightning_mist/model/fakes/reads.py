@@ -17,29 +17,18 @@ READS = _TRUTHS | _NUMBERS | {"tolist", "numpy", "__array__", "__format__", "non
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value of a tensor that was read into Python.
+    """A value of a tensor that was read into Python."""
 
-    Attributes:
-        function: The torch function, for example ``".item()"``.
-        region: Position of the block entered last.
-        source: What the value depends on: ``"parameters"`` or ``"random numbers"``.
-    """
-
-    function: str
+    function: str  # the torch function, for example ``".item()"``
     line: str
-    region: int
+    region: int  # position of the block entered last
     is_inner: bool
-    source: str
+    source: str  # what the value depends on: ``"parameters"`` or ``"random numbers"``
     value: Any
 
 
 def guess_read(name: str, args: tuple[Any, ...], tensor: Tensor, *, truth: bool, number: float) -> Any:
-    """Something of the type that reading ``tensor`` by the function ``name`` gives.
-
-    Args:
-        truth: The answer to questions of truth.
-        number: The answer where floating-point numbers are read; integers are 1.
-    """
+    """Something of the type that reading ``tensor`` by the function ``name`` gives."""
     value: Any = truth if tensor.dtype == torch.bool else 1
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         value = number
@@ -79,9 +68,6 @@ class Guesses:
 
     def note(self, operators: int) -> str:
         """Count a read by the line of the user's code that is running.
-
-        Args:
-            operators: How many operators ran before it.
 
         Returns:
             Why the line can only be a loop that waits for another value, if so; nothing otherwise.

@@ -45,17 +45,11 @@ _CLASSES: dict[type[Any], Need] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacle:
-    """What stopped a step on fake tensors.
+    """What stopped a step on fake tensors."""
 
-    Attributes:
-        operator: Name of the operator, as ``"package::operator"``; empty if it is not known.
-        module: Qualified name of the module that ran it; empty for the step itself.
-        line: File and line that called it; empty in backward.
-    """
-
-    operator: str
-    module: str
-    line: str
+    operator: str  # name of the operator, as ``"package::operator"``; empty if it is not known
+    module: str  # qualified name of the module that ran it; empty for the step itself
+    line: str  # file and line that called it; empty in backward
     need: Need
 
     def __str__(self) -> str:
@@ -91,11 +85,7 @@ def find_obstacle(error: BaseException, module: nn.Module) -> Obstacle | None:
 
 
 def refusal(error: BaseException, module: nn.Module, earlier: Sequence[str], *, is_fake: bool) -> str:
-    """Why a step cannot be traced, in words, without a full stop.
-
-    Args:
-        earlier: Why it could not be traced on fake tensors, if this was the second attempt.
-    """
+    """Why a step cannot be traced, in words, without a full stop; ``earlier`` is why not on fake tensors."""
     obstacle = find_obstacle(error, module) if is_fake else None
     if obstacle is not None:
         ways = obstacle.ways_out
@@ -134,7 +124,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _missing(error: BaseException) -> tuple[str, Need] | None:
-    """The operator, if it is named, and what is missing."""
     for cls, need in _CLASSES.items():
         if isinstance(error, cls):
             return _name_of(error.func), need
