@@ -45,8 +45,6 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """A real tensor that an operator read, at one version of it."""
-
     tensor: Tensor
     version: int
 
@@ -75,11 +73,7 @@ class _Operation:
 
 
 class Recording:
-    """The operators of one construction.
-
-    Args:
-        number: How many constructions there were before; random numbers differ between them.
-    """
+    """The operators of a construction; random numbers differ by how many constructions there were before."""
 
     def __init__(self, number: int = 0) -> None:
         self._number = number
@@ -110,12 +104,7 @@ class Recording:
         return tensor.untyped_storage()._cdata in self._numbers
 
     def note(self, function: Any, call: Any, written: Sequence[int], output: Any) -> None:
-        """Keep an operator if it wrote to a storage or made one; views alone leave no trace.
-
-        Args:
-            call: Its arguments as they were before it ran, with places for tensors.
-            written: The storages that it wrote to.
-        """
+        """Keep an operator that wrote to storages or made one, its arguments as before it; views leave no trace."""
         makes = tuple(
             (index, self.place(leaf))
             for index, leaf in enumerate(tree_leaves(output))
@@ -151,7 +140,6 @@ class Recording:
             torch.set_rng_state(state)
 
     def _needed(self, targets: set[int]) -> list[int]:
-        """The operators that lead to storages, in order."""
         # Backwards through the operators: what one reads is needed as it was before that operator.
         waiting = [-index for storage in targets for index in self._writers.get(storage, ())]
         heapq.heapify(waiting)
@@ -196,8 +184,6 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class _GeneratorOn:
-    """A generator that an operator was given."""
-
     device: torch.device
 
 
@@ -259,7 +245,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return leaf
 
     def _constant(self, tensor: Tensor) -> Tensor:
-        """A fake for a real tensor."""
         clone = torch.ops.aten.clone.default
         output: Tensor = clone(tensor)
         self.recording.note(clone, ((_Constant(tensor, tensor._version),), {}), (), output)

@@ -27,11 +27,7 @@ class Source(Protocol):
     """Where the values of one parameter come from."""
 
     def value(self, seed: int) -> Tensor:
-        """The values, on the host or elsewhere; whoever keeps them copies them.
-
-        Args:
-            seed: Of the random numbers among them, equal on every rank.
-        """
+        """The values, anywhere, from random numbers of an equal seed on every rank; whoever keeps them copies them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +55,7 @@ class OnRankZero:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Values that a module gives itself.
-
-    Attributes:
-        name: The module's qualified name, which seeds its random numbers.
-    """
+    """Values that a module gives itself, its random numbers seeded by its qualified name."""
 
     owner: nn.Module
     name: str
@@ -154,7 +146,6 @@ def _reset(module: nn.Module, owner_name: str, owner: nn.Module, attribute: str,
 
 
 def _reset_buffers(owner: nn.Module, reset: Reset) -> None:
-    """Give a module's buffers their values, as it initialises them."""
     for name, buffer in owner._buffers.items():
         if buffer is not None and buffer.is_meta:
             owner._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -172,9 +163,6 @@ def load_hollow(module: nn.Module, state: Mapping[str, Any], *, strict: bool) ->
     """Load a state into a module with hollow parameters: those remember where their values are.
 
     Parameters keep their identity, and tied ones stay tied. Tensors of the state are kept, not copied.
-
-    Args:
-        state: Its state, in host memory or mapped from a file.
     """
     slots = [
         (owner._parameters, name, parameter)
@@ -202,11 +190,7 @@ def _form(block: nn.Module) -> Any:
 def blocks_alike(
     module: nn.Module, blocks: Sequence[str], parameters: Iterable[nn.Parameter] | None = None
 ) -> Iterator[None]:
-    """Inside, blocks of one form all use the parameters of the first of them, and so make its gradients only.
-
-    Args:
-        parameters: Those that may be replaced; by default all.
-    """
+    """Inside, blocks of one form all use the parameters of the first of them, and so make its gradients only."""
     found = [module.get_submodule(name) for name in blocks]
     firsts: dict[Any, nn.Module] = {}
     pairs = [(block, firsts.setdefault(_form(block), block)) for block in found]
@@ -231,10 +215,8 @@ class InitialValues:
     """Gives hollow parameters of a module their values.
 
     Args:
-        module: The module; its parameters named in ``sources`` become hollow.
         sources: Where values come from, by canonical name, for the same names on every rank.
         seed: Of random numbers, equal on every rank.
-        is_first: Whether this is rank 0.
         share: Gives every rank rank 0's content of a tensor; called by all ranks at the same time.
     """
 
@@ -268,7 +250,6 @@ class InitialValues:
 
         Args:
             names: Canonical names; those that have values already are left alone.
-            alone: Whether only rank 0 calls this.
             then: Called after each with its name.
         """
         for name, source in self._sources.items():
@@ -310,11 +291,7 @@ class InitialValues:
 
     @contextmanager
     def lean(self, blocks: Sequence[str], *, alone: bool = False) -> Iterator[None]:
-        """Inside, the module can run, and holds little: of blocks of one form all use the parameters of the first.
-
-        Args:
-            alone: Whether only rank 0 does this.
-        """
+        """Inside, the module can run, and holds little: of blocks of one form all use the parameters of the first."""
         with blocks_alike(self._module, blocks, [self._parameters[name] for name in self._sources]):
             in_use = {id(parameter) for parameter in self._module.parameters()}
             names = [name for name in self._sources if id(self._parameters[name]) in in_use]
