@@ -16,22 +16,14 @@ _ADDMMS = (torch.addmm, Tensor.addmm)
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
-    """One product with a matrix of parameters.
-
-    Attributes:
-        weight: The parameter; ``rows`` may be part of it.
-        bias: What is added, if the call itself adds it.
-        output_dim: The dimension of the parameter along which outputs lie.
-        first_row: The first of its entries along that dimension that takes part.
-        rows: How many do.
-    """
+    """One product with a matrix of parameters."""
 
     input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    output_dim: int
-    first_row: int
-    rows: int
+    weight: Tensor  # the parameter; ``rows`` may be part of it
+    bias: Tensor | None  # what is added, if the call itself adds it
+    output_dim: int  # the dimension of the parameter along which outputs lie
+    first_row: int  # the first of its entries along that dimension that takes part
+    rows: int  # how many do
 
     @property
     def input_dim(self) -> int:
@@ -55,11 +47,7 @@ def read_linear(
     kwargs: Mapping[str, Any],
     parameters: Mapping[int, Tensor],
 ) -> LinearCall | None:
-    """A call of a torch function as a linear layer, None if it is none.
-
-    Args:
-        parameters: The parameters by ``id``.
-    """
+    """A call of a torch function as a linear layer on one of the parameters by ``id``, None if it is none."""
     if func is functional.linear:
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs)
         return _matched(given["input"], given["weight"], given.get("bias"), 0, parameters)
@@ -95,11 +83,7 @@ def _matched(
 
 
 class LinearMode(TorchFunctionMode):
-    """Inside, products with parameters are answered by :meth:`answer`, those inside of multi-head attention too.
-
-    Args:
-        parameters: The parameters by ``id``.
-    """
+    """Inside, products with parameters are answered by :meth:`answer`, those inside of multi-head attention too."""
 
     def __init__(self, parameters: Mapping[int, Tensor]) -> None:
         super().__init__()

@@ -47,7 +47,6 @@ _PARTS: tuple[tuple[str, OperatorKind], ...] = (
 
 @cache
 def _family(operator: Any) -> OperatorKind:
-    """The kind by name alone."""
     name: str = operator._overloadpacket.__name__
     plain = name.removesuffix("_backward").rstrip("_")
     exact = _NAMES.get(name.rstrip("_")) or _NAMES.get(plain)
