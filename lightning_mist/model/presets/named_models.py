@@ -74,11 +74,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-t
 
 
 def check_name(text: str) -> None:
-    """Refuse what names neither a preset nor a file that is there.
-
-    Raises:
-        ValueError: If there is no such preset or file.
-    """
+    """Refuse what names neither a preset nor a file that is there, by a ValueError."""
     if text.endswith(".json"):
         if not Path(text).exists():
             raise ValueError(f"model {text!r}: there is no such file; give the path of a config.json")
@@ -91,21 +87,13 @@ def check_name(text: str) -> None:
 
 
 def check_precision(precision: str) -> None:
-    """Refuse a precision that is not known.
-
-    Raises:
-        ValueError: If it is not one of :data:`PRECISIONS`.
-    """
+    """Refuse by a ValueError a precision that is not one of :data:`PRECISIONS`."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r}: known precisions are {', '.join(PRECISIONS)}")
 
 
 def check_length(text: str, seq_len: int | None) -> int:
-    """Tokens per row, which what has only sizes needs.
-
-    Raises:
-        ValueError: If they are not given.
-    """
+    """Tokens per row, which what has only sizes needs; a ValueError if they are not given."""
     if seq_len is None or seq_len < 1:
         raise ValueError(f"model {text!r} with seq_len = {seq_len}: tokens per row are needed; give --seq-len 2048")
     return seq_len

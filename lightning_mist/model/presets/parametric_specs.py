@@ -100,14 +100,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forms:
-    """A file of forms.
-
-    Attributes:
-        half: The element type of 16 bits that takes the place of the one that was traced.
-    """
+    """A file of forms."""
 
     data: Mapping[str, Any]
-    half: str
+    half: str  # the element type of 16 bits that takes the place of the one that was traced
 
     def shared(self, shape: LanguageModelShape, length: int) -> sympy.Expr:
         """:attr:`~lightning_mist.model.spec.model_spec.ModelSpec.shared_saved_bytes`."""
@@ -116,12 +112,7 @@ class Forms:
     def parts(
         self, shape: LanguageModelShape, length: int, *, degree: int = 1, sequence_parallel: bool = False
     ) -> Parts:
-        """What a model of certain sizes costs.
-
-        Args:
-            length: Tokens per row.
-            degree: Tensor-parallel ranks, of which it is one.
-        """
+        """What a model of certain sizes costs in rows of ``length`` tokens, whole or on one of ``degree`` ranks."""
         name = "whole" if degree == 1 else "sequence" if sequence_parallel else "split"
         filled = _Filled(self, widths(shape, length), degree)
         data = self.data["variants"][name]
@@ -135,14 +126,7 @@ class Forms:
 
 
 def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> Forms | None:
-    """The forms of a model's family.
-
-    Args:
-        precision: Lightning's name of the precision.
-
-    Returns:
-        None if there are none.
-    """
+    """The forms of a model's family in a precision of Lightning's name; None if there are none."""
     family, kept = family_of(shape), PRECISIONS.get(device_class, {}).get(precision)
     if family is None or kept is None:
         return None
@@ -154,18 +138,11 @@ def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> 
 
 
 def device_class(kind: str, capability: tuple[int, int] | None) -> str:
-    """Devices that run the same operators.
-
-    Args:
-        kind: ``"cpu"`` or ``"cuda"``.
-        capability: CUDA's compute capability; an A100's where it is not known.
-    """
+    """Devices of a kind, ``"cpu"`` or ``"cuda"``, that run the same operators; by default as an A100."""
     return kind if kind != "cuda" else "cuda80" if (capability or (8, 0)) >= (8, 0) else "cuda70"
 
 
 class _Filled:
-    """Forms with numbers in place of letters."""
-
     def __init__(self, forms: Forms, numbers: Mapping[str, int], degree: int) -> None:
         self._half, self._texts = forms.half, forms.data["texts"]
         monomials = [_monomial(text, numbers, degree) for text in forms.data["monomials"]]

@@ -194,11 +194,7 @@ def divides(shape: LanguageModelShape, degree: int) -> bool:
 
 
 def parameters(shape: LanguageModelShape, length: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Name, sizes and region of every parameter, in the module's order.
-
-    Args:
-        length: Tokens per row: so many learned positions there are, if any.
-    """
+    """Name, sizes and region of every parameter, in the module's order; learned positions are ``length``, if any."""
     h, last = shape.hidden, shape.layers - 1
     norm = ("weight", "bias") if shape.norm == "layernorm" else ("weight",)
     table = (shape.vocabulary, h)
