@@ -20,16 +20,12 @@ _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """What to trace.
-
-    Attributes:
-        call: Its step as a function of the batch, in the precision asked for.
-    """
+    """What to trace."""
 
     name: str
     module: nn.Module
     batch: Any
-    call: Callable[[Any], Any]
+    call: Callable[[Any], Any]  # its step as a function of the batch, in the precision asked for
 
 
 def open_model(text: str, *, batch_rows: int, sequence_length: int | None, precision: str) -> ModelSource:
@@ -68,11 +64,7 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
 
 
 def precision_context(precision: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which a step runs in a precision, by Lightning's name of it.
-
-    Raises:
-        ValueError: If the precision is not known.
-    """
+    """Makes the context in which a step runs in a precision of Lightning's name; a ValueError for others."""
     check_precision(precision)
     dtype, _, mixed = precision.partition("-")
     if mixed != "mixed":
