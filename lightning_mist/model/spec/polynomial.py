@@ -21,14 +21,10 @@ _ONE: tuple[Powers, ...] = ((0, 0),)
 
 @dataclass(frozen=True, slots=True)
 class Polynomial:
-    """A sum of monomials with rational coefficients over one denominator; cheap to make, to compare and to evaluate.
-
-    Attributes:
-        coefficients: Its coefficient times :attr:`denominator`.
-    """
+    """A sum of monomials with rational coefficients over one denominator; cheap to make, to compare and to evaluate."""
 
     powers: tuple[Powers, ...]
-    coefficients: tuple[int, ...]
+    coefficients: tuple[int, ...]  # its coefficient times :attr:`denominator`
     denominator: int = 1
 
     @classmethod
@@ -47,11 +43,7 @@ class Polynomial:
         return sympy.Add(*terms)
 
     def at(self, rows: int, length: int = 1) -> int:
-        """The value for ``rows`` rows of ``length`` positions.
-
-        Raises:
-            ValueError: If that is no whole number, so that no tensor can have this size there.
-        """
+        """The value for ``rows`` rows of ``length`` positions; a ValueError if it is no whole number."""
         value = self.exactly_at(rows, length)
         if value.denominator != 1:
             raise ValueError(f"rows = {rows}, length = {length}: {self.expression} is {value} there, no whole number")
@@ -64,11 +56,7 @@ class Polynomial:
 
 
 def values_at(polynomials: Sequence[Polynomial], rows: int, length: int = 1) -> list[int]:
-    """Values of many polynomials, which mostly share their monomials, at one size.
-
-    Raises:
-        ValueError: If one of them is no whole number there.
-    """
+    """Values of many polynomials, which mostly share their monomials, at one size; a ValueError as of ``at``."""
     known: dict[tuple[tuple[Powers, ...], tuple[int, ...], int], int] = {}
     monomials: dict[tuple[Powers, ...], tuple[int, ...]] = {}
     values = []

@@ -73,9 +73,6 @@ class Basis:
     def interpolate(self, counts: Sequence[int], name: str) -> Coefficients:
         """Coefficients of the exact polynomial of counts at :attr:`sizes`.
 
-        Args:
-            name: What is counted, for the error.
-
         Raises:
             MisfitError: If the count at the check is not what the polynomial says.
         """
@@ -121,9 +118,6 @@ def undominated(powers: tuple[Powers, ...], polynomials: Iterable[Coefficients])
     """Polynomials that no other one exceeds for all rows and lengths from 1 on.
 
     Such is a difference without negative coefficients in ``b - 1`` and ``s - 1``.
-
-    Args:
-        polynomials: Their coefficients, over one denominator.
     """
     kept: list[tuple[Coefficients, Coefficients]] = []
     # Whatever dominates has the larger sum of shifted coefficients, so it comes first.
