@@ -38,28 +38,22 @@ class BlockCall:
     """One call of a block.
 
     Attributes:
-        depends: For every leaf of the arguments whether a gradient flows back into it.
-        answer: What it returned, if that can be described.
         hidden: Index among the leaves of the tensor that the block transforms: of the shape of its first result.
     """
 
     block: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    depends: tuple[bool, ...]
-    answer: Answer | None
+    depends: tuple[bool, ...]  # for every leaf of the arguments whether a gradient flows back into it
+    answer: Answer | None  # what it returned, if that can be described
     hidden: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCalls:
-    """One call of every kind of block.
+    """One call of every kind of block."""
 
-    Attributes:
-        kinds: Which blocks are alike: in parameters, and in the arguments they get.
-    """
-
-    kinds: Kinds
+    kinds: Kinds  # which blocks are alike: in parameters, and in the arguments they get
     examples: tuple[BlockCall, ...]
     batch: Any
 
@@ -69,8 +63,6 @@ class _Over(BaseException):
 
 
 class _HollowLinears(LinearMode):
-    """Inside, products with parameters that have no values give random numbers."""
-
     def answer(self, call: LinearCall, compute: Callable[[], Any]) -> Any:
         if call.input.is_meta or not is_hollow(call.weight):
             return compute()
@@ -91,9 +83,6 @@ def call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...
     """Run the user's step until all blocks were called, the first block of every kind with its own computation.
 
     Args:
-        module: The user's module; left as it was. Parameters may be without values.
-        batch: A batch; smaller ones are tried first.
-        names: The blocks in execution order.
         length: Length of the sequences of the small batch, if the batch has sequences longer than that.
 
     Raises:
@@ -165,11 +154,7 @@ def _example(block: nn.Module, given: Any, kept: list[Any], leaves: list[Any], o
 
 @contextmanager
 def valued(module: nn.Module, batch: Any) -> Iterator[dict[int, Tensor]]:
-    """Give parameters without values a row of random numbers each, inside :func:`isolated` only.
-
-    Yields:
-        What the parameter slots hold, by ``id``.
-    """
+    """Give parameters without values random rows, inside :func:`isolated` only; yields what slots hold, by ``id``."""
     device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     held: dict[int, Tensor] = {}

@@ -38,18 +38,14 @@ class Found:
     """How one kind of block is shared out over one number of ranks.
 
     Attributes:
-        splits: Its parameters that are shared out, by names inside the block.
         entry: How it is entered in parts along the sequence, if that can be; for the position of the kind's example.
-        leaves: Results that then come in parts, as ``(leaf, dim)``.
-        whole_sequence: Why it must be entered with whole sequences, if so.
-        notes: What stays whole and why, and what is slow.
     """
 
-    splits: Splits = ()
+    splits: Splits = ()  # its parameters that are shared out, by names inside the block
     entry: SequenceSplit | None = None
-    leaves: tuple[tuple[int, int], ...] = ()
-    whole_sequence: str | None = None
-    notes: tuple[str, ...] = ()
+    leaves: tuple[tuple[int, int], ...] = ()  # results that then come in parts, as ``(leaf, dim)``
+    whole_sequence: str | None = None  # why it must be entered with whole sequences, if so
+    notes: tuple[str, ...] = ()  # what stays whole and why, and what is slow
 
 
 class Checks:
@@ -58,8 +54,6 @@ class Checks:
     A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
 
     Args:
-        run: Checks splits over a number of ranks that are entered in some way.
-        entered: How they are entered with whole sequences and with parts of them.
         is_large: Whether a check is not repeated for fewer ranks.
     """
 
@@ -80,30 +74,19 @@ class Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """One kind of block, ready for any degree.
-
-    Attributes:
-        free: Names of parameters that nothing but its own block uses.
-        entry: How it would be entered in parts along the sequence, or why it cannot be.
-        length: Length of the sequence in the user's batch.
-        tried: Length in the small batch.
-    """
+    """One kind of block, ready for any degree."""
 
     label: str
     probe: Probe
     check: Checks
-    free: frozenset[str]
-    entry: SequenceSplit | str
-    length: int
-    tried: int
+    free: frozenset[str]  # names of parameters that nothing but its own block uses
+    entry: SequenceSplit | str  # how it would be entered in parts along the sequence, or why it cannot be
+    length: int  # length of the sequence in the user's batch
+    tried: int  # length in the small batch
 
 
 def split_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Sequence[int]) -> dict[int, Found]:
-    """How the blocks of a kind can be shared out over each number of ranks.
-
-    Args:
-        calls: How its blocks are called; inside of ``isolated``.
-    """
+    """How the blocks of a kind can be shared out over each number of ranks; inside of ``isolated``."""
     label = type(calls.examples[kind].block).__name__
     subject = _study(module_map, calls, kind)
     if isinstance(subject, str):

@@ -34,16 +34,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The whole run, to which those of ranks are compared.
-
-    Attributes:
-        sizes: The largest entry of each of its tensors, by its name in messages.
-        tolerance: The largest difference relative to these.
-    """
+    """The whole run, to which those of ranks are compared."""
 
     result: Result
-    sizes: Mapping[str, float]
-    tolerance: float
+    sizes: Mapping[str, float]  # the largest entry of each of its tensors, by its name in messages
+    tolerance: float  # the largest difference relative to these
 
     @classmethod
     def of(cls, result: Result, coarsest: torch.dtype) -> "Reference":
@@ -52,11 +47,7 @@ class Reference:
         return cls(result=result, sizes=sizes, tolerance=_TOLERANCES.get(coarsest, _COARSE_TOLERANCE))
 
     def difference(self, ranks: Sequence[Result], splits: Sequence[ParameterSplit]) -> str | None:
-        """What differs most on any rank, in words; None if nothing does by more than the tolerance.
-
-        Args:
-            splits: The parameters of which a rank has a part.
-        """
+        """What differs most on any rank, in words; None if nothing does by more than the tolerance."""
         wanted, of_name = _named(self.result), {_gradient_of(split.name): split for split in splits}
         worst, text = self.tolerance, None
         for rank, result in enumerate(ranks):
@@ -91,7 +82,6 @@ def _gradient_of(name: str) -> str:
 
 
 def _named(result: Result) -> dict[str, Tensor | None]:
-    """All tensors of a run by their names in messages."""
     return {
         **{f"{_KINDS[0]} {index}": tensor for index, tensor in enumerate(result.outputs)},
         **{f"{_KINDS[1]} {index}": tensor for index, tensor in enumerate(result.inputs)},

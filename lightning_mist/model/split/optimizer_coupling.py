@@ -114,9 +114,6 @@ def counting_reason(optimizer: torch.optim.Optimizer) -> str | None:
 
     For every group, one optimizer of the same class and options is stepped on two toy parameters at once, and another
     on one after the other: parameters, state and options of the group must come out the same.
-
-    Args:
-        optimizer: One of which :func:`coupling_reason` has nothing to say; neither stepped nor changed.
     """
     name = type(optimizer).__name__
     for toy, values, gradients in _trials(optimizer, parameters=2):
@@ -308,7 +305,6 @@ def _one_step(
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> dict[tuple[int, Any], tuple[Any, float]]:
-    """Every whole number in an optimizer: where it is, and what."""
     spaces = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
     found = {}
     for place, space in enumerate(spaces):
@@ -331,7 +327,6 @@ def _make_late(
 def _half_step(
     toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], dim: int, half: int
 ) -> tuple[Tensor, State]:
-    """Value and state of one half of one parameter after the steps."""
     cut = [[_half(gradient, dim, half) for gradient in step] for step in gradients]
     return _step(toy, [_half(value, dim, half) for value in values], cut)[0]
 

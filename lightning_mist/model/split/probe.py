@@ -44,20 +44,13 @@ class _Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedLayers:
-    """Linear layers that can be shared out together, by the names of their weights inside the block.
+    """Linear layers that can be shared out together, by the names of their weights inside the block."""
 
-    Attributes:
-        inner: The layers shared out along their inputs.
-        splits: How these, the layers that feed them, and their biases are shared out.
-    """
-
-    inner: tuple[str, ...]
-    splits: tuple[ParameterSplit, ...]
+    inner: tuple[str, ...]  # the layers shared out along their inputs
+    splits: tuple[ParameterSplit, ...]  # how these, the layers that feed them, and their biases are shared out
 
 
 class _Sites(LinearMode):
-    """Replaces the outputs of linear layers by leaves."""
-
     def __init__(self, parameters: Mapping[int, Tensor], generator: torch.Generator) -> None:
         super().__init__(parameters)
         self._generator = generator
@@ -74,7 +67,6 @@ class Probe:
     """One run of a block, of which to ask how it can be shared out.
 
     Attributes:
-        names: Names of parameters by ``id``.
         hidden: The block's input that it transforms, if known; a layer that sees it directly is not shared out along
             its inputs, which every rank has anyway.
     """
@@ -227,12 +219,7 @@ class Probe:
 
 
 def probe(run: Callable[[], Any], parameters: Mapping[str, Tensor], hidden: Tensor | None, seed: int = 0) -> Probe:
-    """Run a block once and remember what depends on what.
-
-    Args:
-        run: Runs the block on the host, on inputs that require gradients.
-        parameters: What its parameter slots hold, by name; their values are not used by linear layers.
-    """
+    """Run a block once on inputs that require gradients, its slots holding ``parameters``; what depends on what."""
     generator = torch.Generator().manual_seed(seed)
     mode = _Sites({id(tensor): tensor for tensor in parameters.values()}, generator)
     with torch.enable_grad(), mode:

@@ -50,9 +50,6 @@ class SlotKeeper:
     """A group whose rank finds its own tensors in the module's slots again after every wait for others.
 
     The ranks of :func:`run_ranks` share one module, and take turns only when they communicate.
-
-    Args:
-        install: Puts this rank's tensors into the slots.
     """
 
     def __init__(self, group: TensorGroup, install: Callable[[], None]) -> None:
@@ -83,12 +80,11 @@ class Outcome:
     """What a check found.
 
     Attributes:
-        reason: Why the shared-out computation may not be used; None if it may.
         gathered: Operations that worked on whole tensors for want of a rule for parts, with how often.
         sequence_leaves: Index and dimension of the results that lie on the ranks in parts.
     """
 
-    reason: str | None
+    reason: str | None  # why the shared-out computation may not be used; None if it may
     gathered: tuple[tuple[str, int], ...] = ()
     sequence_leaves: tuple[tuple[int, int], ...] = ()
 
@@ -118,7 +114,6 @@ def check(trial: Trial, splits: Sequence[ParameterSplit], degree: int, sequence:
     """Compare the block, shared out over ranks, with the whole one.
 
     Args:
-        splits: Which of its parameters are shared out, by names inside the block.
         sequence: How it is entered with its input in parts along the sequence; None for whole inputs.
     """
 
@@ -170,11 +165,7 @@ def share_out(
     sequence_parallel: bool,
     also: Callable[[SplitContext], object] = lambda _: None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], SplitContext]:
-    """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts.
-
-    Args:
-        also: Called whenever this rank's turn begins, besides filling the slots.
-    """
+    """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts."""
     tensors = leaves_of(values)
     shown = dict(tensors)
 
@@ -207,11 +198,7 @@ def run_block(
     tensors: Mapping[str, Tensor],
     split: tuple[SplitContext, SequenceSplit | None] | None,
 ) -> tuple[Result, tuple[tuple[int, int], ...], torch.dtype]:
-    """Forward and backward of a block whose slots are filled.
-
-    Returns:
-        The run, the results that came in parts as ``(leaf, dim)``, and the coarsest type that was computed in.
-    """
+    """Forward and backward of a filled block; its results in parts as ``(leaf, dim)``, and the coarsest type."""
     generator = torch.Generator().manual_seed(2)
     torch.manual_seed(2)
     args, kwargs, inputs = arguments(call, dtype, generator)

@@ -35,15 +35,13 @@ class _Around:
     """Head and tail.
 
     Attributes:
-        check: Checks how they are shared out; None if they could not be run by themselves.
-        trouble: Why they could not be run.
         confirm: Checks the whole step with everything shared out; None where blocks, head and tail by themselves must
             do, because it is large.
     """
 
-    check: Checks | None = None
+    check: Checks | None = None  # checks how they are shared out; None if they could not be run by themselves
     tables: tuple[Table, ...] = ()
-    trouble: str | None = None
+    trouble: str | None = None  # why they could not be run
     confirm: Checks | None = None
 
 
@@ -94,7 +92,6 @@ def _every_degree(
     kinds: Sequence[dict[int, Found]],
     around: _Around,
 ) -> ModuleMap:
-    """Blocks, head and tail put together for every degree, and confirmed."""
     splits: list[TensorSplit] = []
     unsplit: dict[int, str] = {}
     refusals: dict[str, None] = {}
@@ -126,7 +123,6 @@ def _every_degree(
 
 
 def _reasons(kinds: Sequence[dict[int, Found]]) -> str:
-    """Why nothing is shared out, each reason once."""
     return "; ".join(dict.fromkeys(note for kind in kinds for found in kind.values() for note in found.notes))
 
 

@@ -52,17 +52,12 @@ _LOSSES = (functional.cross_entropy, functional.log_softmax, torch.log_softmax, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A parameter with one row for every token.
-
-    Attributes:
-        dim: The dimension along which rows lie.
-        bias: A bias of as many entries that is added to the logits, if there is one.
-    """
+    """A parameter with one row for every token."""
 
     name: str
-    dim: int
+    dim: int  # the dimension along which rows lie
     rows: int
-    bias: str | None
+    bias: str | None  # a bias of as many entries that is added to the logits, if there is one
 
     def splits(self) -> tuple[ParameterSplit, ...]:
         """The table, and its bias, shared out along rows."""
@@ -101,12 +96,7 @@ class _Tables(LinearMode):
 def find_tables(
     module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], *, answer: bool
 ) -> tuple[Table, ...]:
-    """The tables of a module that are worth sharing out: those with more rows than columns, used outside of blocks.
-
-    Args:
-        module: The user's module, inside of ``isolated``.
-        answer: Whether blocks are answered for and do not run.
-    """
+    """The tables worth sharing out: of more rows than columns, used outside of blocks."""
     blocks = [module.get_submodule(name) for name in names]
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     with isolated(module), valued(module, calls.batch) as parameters:
@@ -132,23 +122,16 @@ def find_tables(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glue:
-    """What runs around the blocks, with numbers, and what it makes of them when it is whole.
+    """What runs around the blocks, with numbers, and what it makes of them when it is whole."""
 
-    Attributes:
-        module: The user's module, inside of ``isolated``.
-        dtype: The floating-point type it runs in.
-        answer: Whether blocks are answered for; else they run, whole.
-        values: The parameters that take part.
-    """
-
-    module: nn.Module
+    module: nn.Module  # the user's module, inside of ``isolated``
     call: Call
     calls: BlockCalls
     blocks: tuple[nn.Module, ...]
     batch: Any
-    dtype: torch.dtype
-    answer: bool
-    values: Values
+    dtype: torch.dtype  # the floating-point type it runs in
+    answer: bool  # whether blocks are answered for; else they run, whole
+    values: Values  # the parameters that take part
     reference: Reference
 
 
@@ -161,12 +144,7 @@ def prepare_glue(
     *,
     answer: bool,
 ) -> Glue:
-    """Give head and tail numbers and run them whole. Any error of the step itself is raised.
-
-    Args:
-        module: The user's module, inside of ``isolated``.
-        answer: Whether blocks are answered for; else they run too.
-    """
+    """Give head and tail numbers, and blocks unless answered for, and run them whole; raises the step's errors."""
     blocks = tuple(module.get_submodule(name) for name in names)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     values = numbers(module, dtype, seed=3, without=inside if answer else ())
@@ -191,11 +169,7 @@ def prepare_glue(
 
 
 def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit]) -> Outcome:
-    """Compare head and tail, shared out over ranks, with the whole ones.
-
-    Args:
-        sequence: How each block is entered in parts along the sequence; empty for whole inputs.
-    """
+    """Compare head and tail, shared out over ranks, with the whole ones."""
     turn: list[SplitContext] = []
     """Of the rank that runs now."""
 
