@@ -78,7 +78,6 @@ def _step(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tup
 
 
 def _copies(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tuple[list[dict[str, Any]], int]:
-    """Groups with new parameters that have gradients, and their bytes."""
     groups: list[dict[str, Any]] = []
     total = 0
     for group in optimizer.param_groups:
