@@ -15,29 +15,21 @@ class Example:
 
     Attributes:
         part: Its index: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail.
-        follower: Index of the part after it if that is of the same kind, else ``None``.
-        block: Qualified name of the block, if it is one.
     """
 
     part: int
-    follower: int | None
+    follower: int | None  # index of the part after it if that is of the same kind, else ``None``
     label: str
-    block: str
+    block: str  # qualified name of the block, if it is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Blocks sorted into kinds.
+    """Blocks sorted into kinds."""
 
-    Attributes:
-        labels: Unique name of every kind, in order of first appearance.
-        examples: Position of the first block of every kind.
-        of: For every block position, the index of its kind.
-    """
-
-    labels: tuple[str, ...]
-    examples: tuple[int, ...]
-    of: tuple[int, ...]
+    labels: tuple[str, ...]  # unique name of every kind, in order of first appearance
+    examples: tuple[int, ...]  # position of the first block of every kind
+    of: tuple[int, ...]  # for every block position, the index of its kind
 
     def members(self, kind: int) -> tuple[int, ...]:
         """Positions of the blocks of a kind."""

@@ -23,21 +23,15 @@ from lightning_mist.tensors import copy_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is run: a module in which substitutes fill the parameter slots, and how.
-
-    Attributes:
-        blocks: The repeated blocks in execution order.
-        mode: The mode that the substitutes are fakes of; ``None`` if they are real.
-        view: How one of several tensor-parallel ranks sees the step, if it is about one.
-    """
+    """What is run: a module in which substitutes fill the parameter slots, and how."""
 
     module: nn.Module
-    blocks: tuple[nn.Module, ...]
+    blocks: tuple[nn.Module, ...]  # the repeated blocks in execution order
     parameters: tuple[nn.Parameter, ...]
-    mode: FakeTensorMode | None
+    mode: FakeTensorMode | None  # the mode that the substitutes are fakes of; ``None`` if they are real
     call: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]]
-    view: RankView | None = None
+    view: RankView | None = None  # how one of several tensor-parallel ranks sees the step, if it is about one
 
 
 @contextmanager
@@ -51,12 +45,7 @@ def isolated_subject(
     owners: Mapping[tuple[str, str], object] = MappingProxyType({}),
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Subject]:
-    """Inside, a module whose parameter slots hold substitutes; afterwards it is as before.
-
-    Args:
-        blocks: Qualified names of the blocks in execution order.
-        owners: As of :func:`~lightning_mist.model.fakes.isolate.substitute_parameters`.
-    """
+    """Inside, a module whose parameter slots hold substitutes; afterwards it is as before."""
     with isolated(module), quiet_fakes():
         yield Subject(
             module=module,
@@ -76,7 +65,6 @@ class StepCount:
 
     Attributes:
         forward, backward: Operators and timelines; bytes alive in absolute numbers.
-        storages: Everything that was allocated, in the order in which it was.
         saved: Bytes that each part's forward made and that were alive when the step's forward had ended.
         shared: Those of the head that the batch alone determines.
         made: Bytes of parameter gradients that each part's backward made and left.
@@ -132,9 +120,7 @@ def count_step(
 
     Args:
         twins: For every block ``None`` to run it or the position of an earlier block that runs and is imitated.
-        recompute: Whether the blocks that run are checkpointed.
         gradients_exist: Whether parameters have gradients already, so that backward adds to them.
-        attribute: Whether to find out where allocations come from.
 
     Raises:
         TraceError: If the step returns no loss or leaves out a block.
@@ -180,7 +166,6 @@ def count_step(
 
 
 def _set_gradients(subject: Subject, *, exist: bool) -> None:
-    """Give the trained parameters gradients of zeros, or take all gradients away."""
     for parameter in subject.parameters:
         parameter.grad = torch.zeros_like(parameter) if exist and parameter.requires_grad else None
 
@@ -223,8 +208,6 @@ def _walk(
     *,
     recompute: bool,
 ) -> Walk:
-    """The way through the step, with the ledger told of what happens on it."""
-
     def enter(part: int, backward: bool) -> None:
         ledger.enter(part, backward=backward)
 

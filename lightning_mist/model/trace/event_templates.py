@@ -24,11 +24,7 @@ _Place = tuple[int, Direction, int]
 
 
 def layer_events(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerEvents, ...]:
-    """The events of parts in the four ways to run them.
-
-    Args:
-        is_fake: Whether the step ran on fake tensors, so that those which only the batch shapes are known.
-    """
+    """The events of parts in the four ways to run them; fakes tell which tensors only the batch shapes."""
     steps = [
         _Steps(ways, way, is_fake) for way in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)
     ]
@@ -40,8 +36,6 @@ def layer_events(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> t
 
 
 class _Steps:
-    """One way to run a step, with its allocations by part."""
-
     def __init__(self, ways: Ways, way: Way, is_fake: bool) -> None:
         self._ways, self._run, self._is_fake = ways, way.run, is_fake
         self._last = len(way.run.forward) - 1
@@ -184,5 +178,4 @@ def _weights(storage: Storage, part: int) -> tuple[str, ...]:
 
 
 def _within(name: str, block: str) -> str:
-    """The name of a module or parameter within a block; the block's own is empty."""
     return "" if name == block else name.removeprefix(f"{block}.")

@@ -30,11 +30,7 @@ from lightning_mist.plan import LiveTensor, ModuleMap
 
 
 def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerSpec, ...]:
-    """What parts of a step cost.
-
-    Raises:
-        MisfitError: If a count is no polynomial of the sizes.
-    """
+    """What parts of a step cost; a :class:`MisfitError` if a count is no polynomial of the sizes."""
     lines = [_peaks(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
     events = layer_events(ways, examples, is_fake=is_fake)
     found = [_layer_spec(ways, lines, *pair) for pair in zip(examples, events, strict=True)]
@@ -91,7 +87,6 @@ def _peaks(basis: Basis, way: Way) -> StepPeaks:
 
 
 def _collectives(basis: Basis, phases: Sequence[PhaseCount], kind: str) -> tuple[CollectiveSpec, ...]:
-    """What tensor-parallel ranks exchange in one direction of a part."""
     calls = [{name: count for name, (count, _) in phase.collectives.items()} for phase in phases]
     if any(found != calls[0] for found in calls):
         raise MisfitError(f"the number of collectives of the {kind} depends on the size: {calls}")
@@ -189,7 +184,6 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def _symbolic_shapes(basis: Basis, shapes: Sequence[Shapes], name: str) -> list[tuple[sympy.Expr, ...]]:
-    """The shapes of what enters one block, through the shapes seen at every size."""
     what = f"a dimension of what enters {name}"
     tensors = zip(*shapes, strict=True)
     return [tuple(basis.fit(sizes, what) for sizes in zip(*tensor, strict=True)) for tensor in tensors]
@@ -218,9 +212,6 @@ def boundary_specs(
 
     Args:
         entering: For every size, for every block, the shapes of the tensors that enter it.
-
-    Raises:
-        MisfitError: If a dimension is no polynomial of the sizes.
     """
     traced_at = {MICROBATCH: module_map.batch_rows, SEQUENCE: length or 1}
     cuts = []

@@ -40,10 +40,8 @@ class PhaseCount:
     """What happened in one direction of one part of a step.
 
     Attributes:
-        weight_bytes: Bytes of their inputs and outputs.
         collectives: Calls and bytes of whole tensors by collective operation.
         timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
-        start: Number of the first reading of the timeline among all of the step; -1 if the phase never begins.
     """
 
     work: list[Work] = field(default_factory=list)
@@ -51,7 +49,7 @@ class PhaseCount:
     weight_bytes: int = 0
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
     timeline: list[int] = field(default_factory=list)
-    start: int = -1
+    start: int = -1  # number of the first reading of the timeline among all of the step; -1 if the phase never begins
     recomputes: bool = False
 
     @property
@@ -72,16 +70,11 @@ class PhaseCount:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """That a storage entered a part: as an activation in its forward, or as a gradient in its backward.
-
-    Attributes:
-        is_gradient: Whether it is the gradient of what the part handed on.
-        slot: Index among the tensors that crossed there.
-    """
+    """That a storage entered a part: as an activation in its forward, or as a gradient in its backward."""
 
     part: int
-    is_gradient: bool
-    slot: int
+    is_gradient: bool  # whether it is the gradient of what the part handed on
+    slot: int  # index among the tensors that crossed there
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,12 +82,7 @@ class Storage:
     """A storage that an operator made.
 
     Attributes:
-        born: Number of the first reading at which it was alive, among all of the step.
         died: Number of the first reading at which it was not any more; ``None`` if it outlived the step.
-        saved: Whether it was alive when the step's forward had ended.
-        shared: Whether only the batch shaped it.
-        parameter: Name of the parameter that it was a gradient of.
-        is_gradient: Whether it was a parameter's gradient in the end.
         weights: Parameters whose gradients are made of it by themselves where a zero-bubble schedule puts them off: the
             part that multiplies with the parameter, and the parameter's name within it.
     """
@@ -102,15 +90,15 @@ class Storage:
     bytes: int
     part: int
     cause: Cause
-    born: int
+    born: int  # number of the first reading at which it was alive, among all of the step
     died: int | None = None
-    saved: bool = False
-    shared: bool
+    saved: bool = False  # whether it was alive when the step's forward had ended
+    shared: bool  # whether only the batch shaped it
     operator: str
     dtype: str
     origin: Origin
-    parameter: str = ""
-    is_gradient: bool = False
+    parameter: str = ""  # name of the parameter that it was a gradient of
+    is_gradient: bool = False  # whether it was a parameter's gradient in the end
     given: list[Given] = field(default_factory=list)
     weights: list[tuple[int, str]] = field(default_factory=list)
 
@@ -123,9 +111,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Parts are numbered in execution order: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail. The caller says
     when a part begins (:meth:`enter`); what happens until then belongs to the part before.
-
-    Args:
-        origins: Knows which module and line is at work; ``None`` where that is not wanted.
     """
 
     def __init__(self, num_parts: int, origins: Origins | None = None) -> None:
@@ -244,7 +229,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _use(self, func: Any, workspace: int) -> None:
-        """An operator needs memory while it runs, beside its results."""
         if not workspace:
             return
         self.live_bytes += workspace

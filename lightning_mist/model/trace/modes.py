@@ -26,11 +26,10 @@ class Way:
     Attributes:
         runs: What was counted, at every size or at the first and the last only; the first one knows where allocations
             come from.
-        sizes: Size of every allocation of a run, in their order.
     """
 
     runs: tuple[StepCount, ...]
-    sizes: tuple[Coefficients, ...]
+    sizes: tuple[Coefficients, ...]  # size of every allocation of a run, in their order
 
     @property
     def run(self) -> StepCount:
@@ -40,27 +39,21 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """The four ways to run a step: layers kept or recomputed, gradients to be made or there already.
-
-    Attributes:
-        batch_bytes: Bytes of the batch of each size.
-        twins: For every block ``None`` if it ran, else the position of the block that it imitated.
-    """
+    """The four ways to run a step: layers kept or recomputed, gradients to be made or there already."""
 
     basis: Basis
     first: Way
     later: Way
     recomputed_first: Way
     recomputed_later: Way
-    batch_bytes: tuple[int, ...]
-    twins: tuple[int | None, ...]
+    batch_bytes: tuple[int, ...]  # bytes of the batch of each size
+    twins: tuple[int | None, ...]  # for every block ``None`` if it ran, else the position of the block that it imitated
 
 
 def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int | None], *, recomputes: bool) -> Ways:
     """Run a step in all ways.
 
     Args:
-        twins: Which blocks answer for others; see :func:`count_step`.
         recomputes: Whether blocks can be recomputed; if not, the ways to recompute are those without.
 
     Raises:
@@ -121,16 +114,11 @@ def _operators(count: StepCount) -> list[int]:
 
 
 def _life(storage: Storage) -> tuple[object, ...]:
-    """What must be the same at all sizes."""
     return storage.part, storage.cause, storage.operator, storage.born, storage.died, storage.saved
 
 
 def _fit_sizes(basis: Basis, runs: Sequence[StepCount]) -> tuple[Coefficients, ...]:
-    """The size of every allocation, matched by their order.
-
-    Raises:
-        MisfitError: If they do not match, or one of them is no polynomial.
-    """
+    """The size of every allocation, matched by their order; a :class:`MisfitError` if they do not match or fit."""
     counts = [len(run.storages) for run in runs]
     if len(set(counts)) > 1:
         raise MisfitError(

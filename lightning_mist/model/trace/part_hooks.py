@@ -31,7 +31,6 @@ class Walk:
     Args:
         twins: For every block ``None`` to run it, or the position of an earlier block to imitate.
         enter: Told ``(part, backward)`` when a part begins; the first forward part is not announced.
-        recompute: Whether blocks that run are checkpointed.
         mode: Makes the outputs of imitations; ``None`` to hand on the values of the twin.
         given: Told ``(tensor, part, is gradient, index)`` of every tensor that enters a part, forward and backward.
         repeating: Makes the context in which the forward of a block is repeated.

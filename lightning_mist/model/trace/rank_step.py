@@ -31,7 +31,6 @@ class RankView:
     """How one rank sees the step.
 
     Attributes:
-        context: What its split tensors have in common.
         sequence: For blocks that hidden states enter shared out along the sequence, how; by position.
     """
 
@@ -91,11 +90,7 @@ def present_parts(
     context: SplitContext,
     mode: FakeTensorMode,
 ) -> tuple[nn.Parameter, ...]:
-    """Put parts in the place of substitutes, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only.
-
-    Returns:
-        The parameters that gradients arrive in: parts, and the substitutes of what is held whole.
-    """
+    """Put parts in the place of substitutes, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only."""
     canonical = {(owner, attribute): use.name for use in module_map.parameters for owner, attribute, _ in use.slots}
     made: dict[int, tuple[nn.Parameter, Tensor]] = {}
     for owner, item in module.named_modules(remove_duplicate=True):

@@ -23,21 +23,15 @@ Resize = Callable[[Any, int, int | None], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A user's step, and all that is needed to run it at several sizes.
-
-    Attributes:
-        call: Runs it on a batch.
-        context: Makes the context of its forward, for example autocast.
-        operators: How the device that it will run on computes.
-    """
+    """A user's step, and all that is needed to run it at several sizes."""
 
     module: nn.Module
     batch: Any
     module_map: ModuleMap
-    call: Callable[[Any], Any]
-    context: Callable[[], AbstractContextManager[Any]]
+    call: Callable[[Any], Any]  # runs it on a batch
+    context: Callable[[], AbstractContextManager[Any]]  # makes the context of its forward, for example autocast
     resize: Resize | None
-    operators: DeviceOperators
+    operators: DeviceOperators  # how the device that it will run on computes
 
     def subject(self, mode: FakeTensorMode | None) -> AbstractContextManager[Subject]:
         """What is run inside; slots of one parameter that different parts use get different substitutes."""
@@ -59,19 +53,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """A step that was counted over one set of sizes.
-
-    Attributes:
-        twins: For every block ``None`` if it runs itself, else which block answers for it.
-        recompute_failure: Why blocks cannot be recomputed, if so.
-        boundaries: The tensors that cross each cut.
-    """
+    """A step that was counted over one set of sizes."""
 
     basis: Basis
     kinds: Kinds
-    twins: tuple[int | None, ...]
-    recompute_failure: str | None
-    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    twins: tuple[int | None, ...]  # for every block ``None`` if it runs itself, else which block answers for it
+    recompute_failure: str | None  # why blocks cannot be recomputed, if so
+    boundaries: tuple[tuple[TensorSpec, ...], ...]  # the tensors that cross each cut
 
     @property
     def recomputes(self) -> bool:
@@ -96,11 +84,7 @@ def _base_rows(batch: Any, rows: int, length: int) -> int:
 
 
 def bases(batch: Any, *, real: bool) -> Iterator[Basis]:
-    """Sets of sizes to try, the most general first.
-
-    Args:
-        real: Whether steps run on real numbers, so that sizes must stay smaller still.
-    """
+    """Sets of sizes to try, the most general first; smaller ones for real numbers."""
     rows, full = batch_rows(batch), sequence_length(batch)
     if rows is None:
         yield Basis(CONSTANT, ((1, full or 1),), None)
@@ -120,9 +104,6 @@ def divisible(basis: Basis, degree: int) -> Basis:
     """A set of sizes like another one whose lengths are multiples of a sequence-parallel degree.
 
     Every rank has at least two positions: operators treat dimensions of size one as a special case.
-
-    Raises:
-        MisfitError: If the sequence is too short for it, or there is none.
     """
     longest = max(length for _, length in basis.sizes)
     if basis.powers != BILINEAR or longest < 6 * degree:

@@ -17,11 +17,7 @@ from lightning_mist.tensor_parallel import functions_of_wholes
 def trace_splits(
     step: Step, counted: Counted, parameters: Sequence[ParameterSpec]
 ) -> tuple[tuple[SplitSpec, ...], tuple[Exclusion, ...]]:
-    """The costs of every split of a step's module map, and which of them cannot be told and why.
-
-    Args:
-        counted: The step as it was counted unsplit.
-    """
+    """The costs of every split of a step's module map, and which of them cannot be told and why."""
     found, excluded = [], []
     for split in step.module_map.splits:
         for sequence in (False, True) if split.sequence else (False,):

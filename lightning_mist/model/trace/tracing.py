@@ -55,36 +55,23 @@ _UNSTACKABLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Blocks:
-    """What whole runs told of the blocks.
+    """What whole runs told of the blocks."""
 
-    Attributes:
-        kinds: Which of them cost the same.
-        twins: Which of them answer for others.
-        recompute_failure: Why they cannot be recomputed, if so.
-        kept_bytes: Bytes of tensors that the module keeps as plain attributes from its first step on.
-        timeline: Bytes alive at every reading of a whole run at the first size.
-    """
-
-    kinds: Kinds
-    twins: tuple[int | None, ...]
-    recompute_failure: str | None
-    kept_bytes: int
-    timeline: list[int]
+    kinds: Kinds  # which of them cost the same
+    twins: tuple[int | None, ...]  # which of them answer for others
+    recompute_failure: str | None  # why they cannot be recomputed, if so
+    kept_bytes: int  # bytes of tensors that the module keeps as plain attributes from its first step on
+    timeline: list[int]  # bytes alive at every reading of a whole run at the first size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced(Counted):
-    """Everything that depends on sizes, as expressions.
+    """Everything that depends on sizes, as expressions."""
 
-    Attributes:
-        parts: Head, the kinds of layers, tail.
-        kept_bytes: Bytes of tensors that the module keeps as plain attributes from its first step on.
-    """
-
-    parts: tuple[LayerSpec, ...]
+    parts: tuple[LayerSpec, ...]  # head, the kinds of layers, tail
     batch_bytes: sympy.Expr
     shared: sympy.Expr
-    kept_bytes: int
+    kept_bytes: int  # bytes of tensors that the module keeps as plain attributes from its first step on
     guesses: tuple[tuple[str, int], ...]
     is_fake: bool
     notes: tuple[str, ...]
@@ -318,7 +305,6 @@ def trace_model(
 
 
 def _mapped(module: nn.Module, batch: Any, step: Callable[[Any], Any], resize: Resize | None) -> ModuleMap:
-    """Blocks and cuts, found with a batch of other rows besides."""
     rows = batch_rows(batch)
     other = None if rows is None else (resize or resize_batch)(batch, rows - 1 if rows > 1 else 2, None)
     return map_module(module, step, batch, second_batch=other)

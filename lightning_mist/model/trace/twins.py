@@ -47,11 +47,7 @@ class Answer:
 
 
 def record_answer(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, keep_values: bool) -> Answer | None:
-    """Describe a block's output so that a twin can imitate it; ``None`` if it holds what cannot be described.
-
-    Args:
-        keep_values: Whether to hold on to the output tensors (for runs on real numbers).
-    """
+    """Describe a block's output so that a twin can imitate it; ``None`` if it holds what cannot be described."""
     inputs = {id(x): i for i, x in enumerate(tree_flatten((args, kwargs))[0]) if isinstance(x, torch.Tensor)}
     flat, structure = tree_flatten(output)
     leaves: list[_Passed | _Made | Any] = []
@@ -70,8 +66,6 @@ def record_answer(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *,
 
 
 class _Imitation(torch.autograd.Function):
-    """Makes outputs that depend on inputs, and gradients of the inputs' shapes, and computes nothing."""
-
     @staticmethod
     def forward(ctx: Any, make: Callable[[], tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> Any:
         # Activations stay alive as in a real block, whose first operator saves them; other inputs need not. Not by
@@ -114,7 +108,6 @@ def imitate(
 
     Args:
         block: The block that is not run; one of its parameters stands for its own share in the outputs' gradient.
-        mode: Makes the outputs whose values were not kept.
     """
     flat = tree_flatten((args, kwargs))[0]
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
@@ -135,11 +128,7 @@ def imitate(
 
 
 def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | None) -> Any:
-    """Answer for a block with numbers that follow from its input, so that a loss and its gradients mean something.
-
-    Args:
-        hidden: Index among the leaves of the arguments of the tensor that results depend on.
-    """
+    """Answer for a block with numbers that follow from its input, so that a loss and its gradients mean something."""
     flat = tree_flatten((args, kwargs))[0]
     source = flat[hidden] if hidden is not None else None
 

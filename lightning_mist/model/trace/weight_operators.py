@@ -60,10 +60,6 @@ class WeightOperands(TorchFunctionMode):
 
     A zero-bubble schedule keeps both until it makes the gradients. Which products it takes apart is the runtime's rule:
     those of an ordinary tensor with a parameter that is a matrix, of tensor-parallel ranks those of their parts.
-
-    Args:
-        names: Qualified names of trained parameters by ``id``.
-        blocks: Qualified names of the blocks in execution order.
     """
 
     def __init__(self, ledger: Ledger, names: Mapping[int, str], blocks: Sequence[str]) -> None:
