@@ -80,7 +80,6 @@ class Contents:
     """Values at one time.
 
     Args:
-        with_tensors: Whether to copy tensors, so that :meth:`restore` puts their contents back.
         largest: Bytes of the largest tensor that is copied; all of them if None.
     """
 
@@ -202,11 +201,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def held_iterators(holder: Any, names: Iterator[Any], depth: int = 2) -> Iterator[tuple[Any, Any]]:
-    """The dictionaries and lists that hold iterators, and under which key.
-
-    Args:
-        depth: How deep containers and objects in it are looked into.
-    """
+    """The dictionaries and lists that hold iterators, and under which key, down to a depth."""
     for name in names:
         value = holder[name]
         if is_iterator(value):

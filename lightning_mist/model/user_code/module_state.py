@@ -121,5 +121,4 @@ class Generators:
 
 
 def _comparable(state: Any) -> tuple[Any, ...]:
-    """A numpy generator state as something that can be compared."""
     return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)

@@ -35,19 +35,12 @@ _Roots = Mapping[str, tuple[dict[str, Any], frozenset[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A place where values have names.
+    """A place where values have names."""
 
-    Attributes:
-        label: What it is, in words: ``"the module"``, ``"class Net"``, ``"globals of train"``.
-        holder: A dictionary, a class, or the cell of a closure.
-        only: The names that count here; ``None`` for all that the code mentions.
-        is_module: Whether it belongs to the user's module or a part of it.
-    """
-
-    label: str
-    holder: Any
-    only: frozenset[str] | None = None
-    is_module: bool = False
+    label: str  # what it is, in words: ``"the module"``, ``"class Net"``, ``"globals of train"``
+    holder: Any  # a dictionary, a class, or the cell of a closure
+    only: frozenset[str] | None = None  # the names that count here; ``None`` for all that the code mentions
+    is_module: bool = False  # whether it belongs to the user's module or a part of it
 
     def values(self) -> Mapping[str, Any]:
         """What it holds now."""
@@ -84,10 +77,6 @@ class Reach:
     Args:
         roots: Further dictionaries that it can get at, by what they are, in words: the trainer's, its callbacks'; and
             the names of which its code must have one to get there.
-
-    Attributes:
-        names: Every name and every string in its code.
-        spaces: Where these names may have values.
     """
 
     def __init__(self, module: nn.Module, step: Callable[..., Any], roots: _Roots) -> None:
@@ -222,7 +211,6 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
-    """Names and strings in a function's code, and in functions inside it."""
     yield from code.co_names
     yield from code.co_freevars
     for constant in code.co_consts:
