@@ -92,11 +92,9 @@ class StageTemplate:
 
 
 def stack(spec: ModelSpec, shape: StageShape, *, tied: frozenset[str] = frozenset()) -> StageTemplate:
-    """What one microbatch does inside a stage.
+    """What one microbatch does inside a stage; a :class:`PlanError` if the network was described without events.
 
-    Args:
-        tied: Parameters that several regions of the stage use: gradients of all but the first are not freed in the
-            later backwards' events, since they wait for the first region's.
+    Gradients of ``tied`` parameters are not freed in later backwards' events: they wait for the first region's.
     """
     found = Stack(spec, shape)
     forwards = found.parts if shape.first == 0 else (0, *found.parts)
@@ -132,7 +130,10 @@ class InputsTemplate:
 
 
 def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
-    """What a microbatch but the first does in a whole network where gradients of weights are made apart."""
+    """What a microbatch but the first does in a whole network where gradients of weights are made apart.
+
+    Raises as :func:`stack`.
+    """
     found = Stack(spec, StageShape(first=0, end=spec.num_layers, checkpointed=0, rows=rows))
     for part in found.parts:
         found.add(part, backward=False, first=True)

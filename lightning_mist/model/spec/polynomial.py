@@ -24,7 +24,7 @@ class Polynomial:
     """A sum of monomials with rational coefficients over one denominator; cheap to make, to compare and to evaluate."""
 
     powers: tuple[Powers, ...]
-    coefficients: tuple[int, ...]  # its coefficient times :attr:`denominator`
+    coefficients: tuple[int, ...]  # of each monomial, times :attr:`denominator`
     denominator: int = 1
 
     @classmethod

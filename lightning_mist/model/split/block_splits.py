@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_mist.model.fakes import convert_plain_tensors, filled, kept_slots, put, slots_of, thin
 from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
 from lightning_mist.model.split.probe import Probe, SharedLayers, probe
-from lightning_mist.model.split.split_check import CPU, Outcome, arguments, check, prepare
+from lightning_mist.model.split.split_check import CPU, Outcome, arguments, prepare
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.units import format_bytes
@@ -63,7 +62,7 @@ class Checks:
 
     def __call__(self, splits: Splits, degree: int, *, in_parts: bool) -> Outcome:
         """Check splits, or recall the check over a multiple of these ranks."""
-        checked, outcome = self._known.get((splits, in_parts), (1, Outcome(reason=None)))
+        checked, outcome = self._known.get((splits, in_parts), (1, Outcome()))
         if self._is_large and checked > degree and checked % degree == 0:
             return outcome
         outcome = self._run(splits, degree, self._entered[in_parts])
@@ -136,7 +135,7 @@ def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | st
             continue
         entry, length, tried = _entry(module_map, calls, kind)
         entered = None, entry if isinstance(entry, SequenceSplit) else None
-        checks = Checks(partial(check, trial), entered, is_large=entries > EXACT_ENTRIES)
+        checks = Checks(trial.check, entered, is_large=entries > EXACT_ENTRIES)
         return _Subject(
             label=type(call.block).__name__,
             probe=made,
@@ -218,10 +217,7 @@ def _split(subject: _Subject, degree: int) -> Found:
     if not splits:
         reason = NOTHING if not (candidates or notes) else "none of its layers are shared out"
         return Found(whole_sequence=reason, notes=tuple(notes or [f"{subject.label} stays whole: {NOTHING}"]))
-    notes += [
-        f"{subject.label} puts parts together for {operation} ({count} times per run): right, but slower"
-        for operation, count in outcome.gathered
-    ]
+    notes += outcome.slow(f"{subject.label} puts parts together")
     return _with_sequence(subject, Found(splits=splits, notes=tuple(notes)), degree)
 
 
@@ -229,7 +225,7 @@ def _largest(subject: _Subject, candidates: Sequence[SharedLayers], degree: int)
     """All candidates together if they pass the check, else those that pass alone."""
     nothing: Splits = ()
     troubles: list[str] = []
-    outcome = Outcome(reason=None)
+    outcome = Outcome()
     chosen = list(candidates)
     while chosen:
         splits = tuple(split for layers in chosen for split in layers.splits)
@@ -257,7 +253,7 @@ def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, out
 
 def _with_sequence(subject: _Subject, found: Found, degree: int) -> Found:
     """A found split with the way to enter it in parts along the sequence, or the reason why there is none."""
-    entry, outcome = subject.entry, Outcome(reason=None)
+    entry, outcome = subject.entry, Outcome()
     if isinstance(entry, str):
         return replace(found, whole_sequence=entry)
     if subject.length % degree:
@@ -269,8 +265,5 @@ def _with_sequence(subject: _Subject, found: Found, degree: int) -> Found:
         reason = outcome.reason or (None if outcome.sequence_leaves else "its results come whole")
     if reason is not None:
         return replace(found, whole_sequence=reason)
-    notes = [
-        f"{subject.label} puts parts of sequences together for {operation} ({count} times per run): right, but slower"
-        for operation, count in outcome.gathered
-    ]
+    notes = outcome.slow(f"{subject.label} puts parts of sequences together")
     return replace(found, entry=entry, leaves=outcome.sequence_leaves, notes=(*found.notes, *notes))

@@ -9,10 +9,12 @@ values into ones (Muon).
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _SIZES = (8, 6, 4, 2, 2)
 """Dimensions of the toy parameters, slowest first: different, and even, so that each can be halved."""
@@ -45,13 +47,13 @@ State = dict[str, Any]
 class _Toy:
     """Optimizers of one group's kind: how to make one, for parameters of how many dimensions, where."""
 
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    make: Callable[[list[nn.Parameter]], Optimizer]
     ranks: tuple[int, ...]
     device: torch.device
     steps: int
 
 
-def whole_tensor_reason(optimizer: torch.optim.Optimizer) -> str | None:
+def whole_tensor_reason(optimizer: Optimizer) -> str | None:
     """Why this optimizer cannot update parts of parameters, in words for the user; None if it can.
 
     For every group, an optimizer of the same class and options is stepped on a toy parameter, and others on its halves
@@ -77,7 +79,7 @@ def whole_tensor_reason(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def coupling_reason(optimizer: torch.optim.Optimizer) -> str | None:
+def coupling_reason(optimizer: Optimizer) -> str | None:
     """Why this optimizer must hold all parameters at once, in words for the user; None if it need not.
 
     For every group, one optimizer of the same class and options is stepped on two toy parameters, and two others on one
@@ -109,7 +111,7 @@ def coupling_reason(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def counting_reason(optimizer: torch.optim.Optimizer) -> str | None:
+def counting_reason(optimizer: Optimizer) -> str | None:
     """Why this optimizer's step cannot be taken in several calls, a part of the parameters in each; None if it can.
 
     For every group, one optimizer of the same class and options is stepped on two toy parameters at once, and another
@@ -129,9 +131,7 @@ def counting_reason(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _trials(
-    optimizer: torch.optim.Optimizer, *, parameters: int
-) -> Iterator[tuple[_Toy, list[Tensor], list[list[Tensor]]]]:
+def _trials(optimizer: Optimizer, *, parameters: int) -> Iterator[tuple[_Toy, list[Tensor], list[list[Tensor]]]]:
     """Toys with values and gradients for so many parameters of each number of dimensions; none for entrywise rules."""
     for toy in () if _is_entrywise(optimizer) else _toys(optimizer):
         for rank in toy.ranks:
@@ -157,20 +157,20 @@ class CalledAgainError(Exception):
     """An optimizer called its closure more than once in a step."""
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+def _is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
-def _is_entrywise(optimizer: torch.optim.Optimizer) -> bool:
+def _is_entrywise(optimizer: Optimizer) -> bool:
     return _is_torchs(optimizer) and type(optimizer).__name__ in _ENTRYWISE and not _hooks(optimizer)
 
 
-def _hooks(optimizer: torch.optim.Optimizer) -> bool:
+def _hooks(optimizer: Optimizer) -> bool:
     own = vars(optimizer)
     return any(own.get(name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
 
 
-def _looks_around(optimizer: torch.optim.Optimizer) -> str | None:
+def _looks_around(optimizer: Optimizer) -> str | None:
     """Why an optimizer could look at other parameters than those of the group it updates."""
     name = type(optimizer).__name__
     if _hooks(optimizer):
@@ -190,7 +190,7 @@ def _reaches(value: Any, known: set[int], depth: int) -> bool:
         return id(value) in known
     if isinstance(value, nn.Module):
         return any(id(parameter) in known for parameter in value.parameters())
-    if isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, Optimizer):
         return any(id(parameter) in known for group in value.param_groups for parameter in group["params"])
     if depth == 0 or callable(value):
         return False
@@ -198,7 +198,7 @@ def _reaches(value: Any, known: set[int], depth: int) -> bool:
     return any(_reaches(item, known, depth - 1) for item in [*inner, *getattr(value, "__dict__", {}).values()])
 
 
-def _toys(optimizer: torch.optim.Optimizer) -> Iterator[_Toy]:
+def _toys(optimizer: Optimizer) -> Iterator[_Toy]:
     known = inspect.signature(type(optimizer).__init__).parameters
     seen: set[str] = set()
     for group in optimizer.param_groups:
@@ -219,20 +219,16 @@ def _toys(optimizer: torch.optim.Optimizer) -> Iterator[_Toy]:
             continue
         seen.add(kind)
         yield _Toy(
-            make=_maker(type(optimizer), options, extra),
+            make=partial(_make, type(optimizer), options, extra),
             ranks=ranks,
             device=torch.device("cpu") if device.type == "meta" else device,
             steps=_FIRST_STEPS if _is_torchs(optimizer) else _FIRST_STEPS + _LATER_STEPS,
         )
 
 
-def _maker(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], extra: dict[str, Any]
-) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return cls([{"params": parameters, **extra}], **options)
-
-    return make
+def _make(cls: Any, options: dict[str, Any], extra: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    made: Optimizer = cls([{"params": parameters, **extra}], **options)
+    return made
 
 
 def _kind(options: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -263,10 +259,6 @@ def _numbers(ranks: Sequence[int], toy: _Toy) -> tuple[list[Tensor], list[list[T
     return values, [[uneven(item, _SCALES[step % len(_SCALES)]) for item in draw()] for step in range(toy.steps)]
 
 
-def _half(tensor: Tensor, dim: int, index: int) -> Tensor:
-    return tensor.chunk(2, dim)[index].clone()
-
-
 def _step(toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, State]]:
     """Values and states of parameters after one step per list of gradients."""
     parameters = [nn.Parameter(value.clone()) for value in values]
@@ -284,9 +276,7 @@ def _step(toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tens
     return [(parameter.detach(), dict(optimizer.state[parameter])) for parameter in parameters]
 
 
-def _one_step(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-) -> None:
+def _one_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
     """A step as Lightning makes it: gradients come with the closure."""
     calls = 0
 
@@ -304,7 +294,7 @@ def _one_step(
         raise CalledAgainError(f"{calls} times")
 
 
-def _counted(optimizer: torch.optim.Optimizer) -> dict[tuple[int, Any], tuple[Any, float]]:
+def _counted(optimizer: Optimizer) -> dict[tuple[int, Any], tuple[Any, float]]:
     spaces = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
     found = {}
     for place, space in enumerate(spaces):
@@ -315,9 +305,7 @@ def _counted(optimizer: torch.optim.Optimizer) -> dict[tuple[int, Any], tuple[An
     return found
 
 
-def _make_late(
-    optimizer: torch.optim.Optimizer, first: dict[tuple[int, Any], Any], second: dict[tuple[int, Any], Any]
-) -> None:
+def _make_late(optimizer: Optimizer, first: dict[tuple[int, Any], Any], second: dict[tuple[int, Any], Any]) -> None:
     """Let whatever counts steps have counted many."""
     for key, (space, _) in _counted(optimizer).items():
         if key in first and second.get(key) == first[key] + 1:
@@ -327,8 +315,8 @@ def _make_late(
 def _half_step(
     toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], dim: int, half: int
 ) -> tuple[Tensor, State]:
-    cut = [[_half(gradient, dim, half) for gradient in step] for step in gradients]
-    return _step(toy, [_half(value, dim, half) for value in values], cut)[0]
+    value, *cut = ([item.chunk(2, dim)[half].clone() for item in step] for step in (values, *gradients))
+    return _step(toy, value, cut)[0]
 
 
 def _difference(whole: tuple[Tensor, State], halves: Sequence[tuple[Tensor, State]], dim: int) -> str | None:

@@ -84,19 +84,29 @@ class Outcome:
         sequence_leaves: Index and dimension of the results that lie on the ranks in parts.
     """
 
-    reason: str | None  # why the shared-out computation may not be used; None if it may
+    reason: str | None = None  # why the shared-out computation may not be used; None if it may
     gathered: tuple[tuple[str, int], ...] = ()
     sequence_leaves: tuple[tuple[int, int], ...] = ()
+
+    def slow(self, what: str) -> list[str]:
+        """Where a step loses time, in words for the user."""
+        return [
+            f"{what} for {operation} ({count} times per run): right, but slower" for operation, count in self.gathered
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A block with numbers of a floating-point type, and what it makes of them when it is whole."""
+    """A part of a module with numbers, and what it makes of them when it is whole.
 
-    call: BlockCall
+    Attributes:
+        check: Compares it with its run over ranks, given the parameters that are shared out, the number of ranks, and
+            how blocks are entered with their input in parts along the sequence, if they are.
+    """
+
     values: Values
-    dtype: torch.dtype
     reference: Reference
+    check: Callable[[Sequence[ParameterSplit], int, Any], Outcome]
 
 
 def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
@@ -107,25 +117,20 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
         tensors = leaves_of(values)
         install(values, tensors)
         expected, _, coarsest = run_block(call, dtype, tensors, None)
-    return Trial(call=call, values=values, dtype=dtype, reference=Reference.of(expected, coarsest))
+    reference = Reference.of(expected, coarsest)
 
+    def check(splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None) -> Outcome:
+        def run(group: TensorGroup) -> RankRun:
+            tensors, shown, context = share_out(values, splits, group, sequence_parallel=sequence is not None)
+            install(values, shown)
+            result, leaves, _ = run_block(call, dtype, tensors, (context, sequence))
+            return result, tuple(sorted(context.gathered.items())), leaves
 
-def check(trial: Trial, splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None) -> Outcome:
-    """Compare the block, shared out over ranks, with the whole one.
+        with kept_slots(call.block):
+            convert_plain_tensors(call.block, dtype, CPU)
+            return run_over_ranks(reference, splits, degree, run)
 
-    Args:
-        sequence: How it is entered with its input in parts along the sequence; None for whole inputs.
-    """
-
-    def run(group: TensorGroup) -> RankRun:
-        tensors, shown, context = share_out(trial.values, splits, group, sequence_parallel=sequence is not None)
-        install(trial.values, shown)
-        result, leaves, _ = run_block(trial.call, trial.dtype, tensors, (context, sequence))
-        return result, tuple(sorted(context.gathered.items())), leaves
-
-    with kept_slots(trial.call.block):
-        convert_plain_tensors(trial.call.block, trial.dtype, CPU)
-        return run_over_ranks(trial.reference, splits, degree, run)
+    return Trial(values=values, reference=reference, check=check)
 
 
 def run_over_ranks(

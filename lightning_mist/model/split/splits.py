@@ -8,7 +8,6 @@ user.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import lcm
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks
 from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
-from lightning_mist.model.split.vocabulary import Table, check_glue, find_tables, prepare_glue
+from lightning_mist.model.split.vocabulary import Table, find_tables, prepare_glue
 from lightning_mist.plan.calls import block_value
 from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
@@ -169,7 +168,7 @@ def _look_around(
             except Exception as error:
                 trouble = trouble or f"they cannot be run by themselves: {type(error).__name__}: {error}"
             else:
-                return Checks(partial(check_glue, glue), ((), entries), is_large=count > EXACT_ENTRIES)
+                return Checks(glue.check, ((), entries), is_large=count > EXACT_ENTRIES)
         return None
 
     alone = None if module_map.leaking_blocks else checks(outside, answer=True)
@@ -199,10 +198,7 @@ def _split_tables(around: _Around, degree: int) -> tuple[tuple[ParameterSplit, .
             names = ", ".join(split.name for split in splits)
             notes.append(f"{names} stay whole: shared out over {degree} ranks they are not the same: {outcome.reason}")
             return (), tuple(notes)
-        notes += [
-            f"head or tail puts parts together for {operation} ({count} times per run): right, but slower"
-            for operation, count in outcome.gathered
-        ]
+        notes += outcome.slow("head or tail puts parts together")
     return splits, tuple(notes)
 
 

@@ -29,7 +29,7 @@ from lightning_mist.model.split.split_check import (
     CPU,
     Outcome,
     RankRun,
-    Values,
+    Trial,
     install,
     leaves_of,
     numbers,
@@ -120,21 +120,6 @@ def find_tables(
     return tuple(table for table in tables.values() if table not in tied or table.dim == 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glue:
-    """What runs around the blocks, with numbers, and what it makes of them when it is whole."""
-
-    module: nn.Module  # the user's module, inside of ``isolated``
-    call: Call
-    calls: BlockCalls
-    blocks: tuple[nn.Module, ...]
-    batch: Any
-    dtype: torch.dtype  # the floating-point type it runs in
-    answer: bool  # whether blocks are answered for; else they run, whole
-    values: Values  # the parameters that take part
-    reference: Reference
-
-
 def prepare_glue(
     module: nn.Module,
     call: Call,
@@ -143,7 +128,7 @@ def prepare_glue(
     dtype: torch.dtype,
     *,
     answer: bool,
-) -> Glue:
+) -> Trial:
     """Give head and tail numbers, and blocks unless answered for, and run them whole; raises the step's errors."""
     blocks = tuple(module.get_submodule(name) for name in names)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -155,42 +140,32 @@ def prepare_glue(
         install(values, tensors)
         with intercepted(blocks, _handler(calls, _as_given, answer=answer)):
             expected, coarsest = _run(call, batch, tensors)
-    return Glue(
-        module=module,
-        call=call,
-        calls=calls,
-        blocks=blocks,
-        batch=batch,
-        dtype=dtype,
-        answer=answer,
-        values=values,
-        reference=Reference.of(expected, coarsest),
-    )
+    reference = Reference.of(expected, coarsest)
 
+    def check(splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit]) -> Outcome:
+        turn: list[SplitContext] = []
+        """Of the rank that runs now."""
 
-def check_glue(glue: Glue, splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit]) -> Outcome:
-    """Compare head and tail, shared out over ranks, with the whole ones."""
-    turn: list[SplitContext] = []
-    """Of the rank that runs now."""
+        def take_turn(context: SplitContext) -> None:
+            turn[:] = [context]
 
-    def take_turn(context: SplitContext) -> None:
-        turn[:] = [context]
+        def enter(position: int, args: Any, kwargs: Any) -> Any:
+            return enter_sequence(args, kwargs, sequence[position], turn[0]) if sequence else (args, kwargs)
 
-    def enter(position: int, args: Any, kwargs: Any) -> Any:
-        return enter_sequence(args, kwargs, sequence[position], turn[0]) if sequence else (args, kwargs)
+        def run(group: TensorGroup) -> RankRun:
+            parallel = bool(sequence)
+            tensors, shown, context = share_out(values, splits, group, sequence_parallel=parallel, also=take_turn)
+            take_turn(context)
+            install(values, shown)
+            result, _ = _run(call, batch, tensors)
+            return result, tuple(sorted(context.gathered.items())), ()
 
-    def run(group: TensorGroup) -> RankRun:
-        parallel = bool(sequence)
-        tensors, shown, context = share_out(glue.values, splits, group, sequence_parallel=parallel, also=take_turn)
-        take_turn(context)
-        install(glue.values, shown)
-        result, _ = _run(glue.call, glue.batch, tensors)
-        return result, tuple(sorted(context.gathered.items())), ()
+        with isolated(module), kept_slots(module), valued(module, batch):
+            convert_plain_tensors(module, dtype, CPU)
+            with intercepted(blocks, _handler(calls, enter, answer=answer)):
+                return run_over_ranks(reference, splits, degree, run)
 
-    with isolated(glue.module), kept_slots(glue.module), valued(glue.module, glue.batch):
-        convert_plain_tensors(glue.module, glue.dtype, CPU)
-        with intercepted(glue.blocks, _handler(glue.calls, enter, answer=glue.answer)):
-            return run_over_ranks(glue.reference, splits, degree, run)
+    return Trial(values=values, reference=reference, check=check)
 
 
 def _as_given(position: int, args: Any, kwargs: Any) -> Any:

@@ -83,7 +83,7 @@ def _try(
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class in ``torch.optim`` of a name."""
+    """The class in ``torch.optim`` of a name; a ValueError if there is none."""
     found = getattr(torch.optim, name, None)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"optimizer {name!r} is not a class in torch.optim: write for example AdamW or SGD")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mist.model.split.block_calls import BlockCall
-from lightning_mist.model.split.split_check import check, prepare
+from lightning_mist.model.split.split_check import prepare
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 
 SEQUENCE = SequenceSplit(position=0, leaf=0, dim=1)
@@ -35,7 +35,7 @@ def call(block, dtype=torch.float32):
 
 
 def checked(block, splits=SPLITS, degree=2, sequence=None, dtype=torch.float64):
-    return check(prepare(call(block), dtype), splits, degree, sequence)
+    return prepare(call(block), dtype).check(splits, degree, sequence)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -141,7 +141,7 @@ def test_computing_in_coarser_numbers_loosens_the_tolerance():
 
     trial = prepare(call(Mixed()), torch.float64)
     assert trial.reference.tolerance == 1e-4
-    assert check(trial, SPLITS, 2, None).reason is None
+    assert trial.check(SPLITS, 2, None).reason is None
     assert prepare(call(FeedForward()), torch.float64).reference.tolerance == 1e-10
 
 

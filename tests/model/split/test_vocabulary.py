@@ -4,7 +4,7 @@ from torch.nn import functional as F
 
 from lightning_mist.model import find_blocks
 from lightning_mist.model.split.block_calls import call_blocks
-from lightning_mist.model.split.vocabulary import Table, check_glue, find_tables, prepare_glue
+from lightning_mist.model.split.vocabulary import Table, find_tables, prepare_glue
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from tests import zoo
 
@@ -98,7 +98,7 @@ def test_head_and_tail_compute_the_same_over_ranks(nano, degree, sequence, answe
     glue = prepare_glue(module, zoo.step(module), calls, names, torch.float64, answer=answer)
     assert glue.reference.tolerance == 1e-10
     assert (len(glue.values) > 4) is not answer
-    outcome = check_glue(glue, (SPLIT,), degree, sequence)
+    outcome = glue.check((SPLIT,), degree, sequence)
     assert outcome.reason is None
     # Blocks that run have whole weights here, so that attention needs whole sequences.
     assert outcome.gathered == ((("scaled_dot_product_attention", 4),) if sequence and not answer else ())
@@ -112,7 +112,7 @@ def test_a_table_shared_out_in_the_wrong_order_is_found(nano, monkeypatch):
         "lightning_mist.model.split.split_check.part_of",
         lambda full, split, rank, degree: full.chunk(degree)[degree - 1 - rank],
     )
-    assert "differs by" in check_glue(glue, (SPLIT,), 2, ()).reason
+    assert "differs by" in glue.check((SPLIT,), 2, ()).reason
 
 
 def test_an_error_of_the_step_itself_is_raised(nano):
