@@ -1,6 +1,6 @@
 """Allocation events of a whole step, stacked from those of its parts, and their peaks."""
 
-from lightning_mist.model.events.event_peaks import Lifetime, PartPeaks, StepPeaks, part_peaks
+from lightning_mist.model.events.event_peaks import Lifetime, StepPeaks, part_peaks, peaks_of
 from lightning_mist.model.events.event_stacking import timeline_of
 from lightning_mist.model.events.event_tape import Block, Label, Mark, Tape
 from lightning_mist.model.events.microbatch_events import (
@@ -19,7 +19,6 @@ __all__ = [
     "Label",
     "Lifetime",
     "Mark",
-    "PartPeaks",
     "PartRun",
     "StageShape",
     "StageTemplate",
@@ -27,6 +26,7 @@ __all__ = [
     "Tape",
     "WeightGradient",
     "part_peaks",
+    "peaks_of",
     "stack",
     "stack_inputs",
     "timeline_of",

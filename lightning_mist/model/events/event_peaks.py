@@ -1,11 +1,10 @@
 """Peaks of the parts of a step from their events, as expressions: what a count of the whole step would say."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
 from operator import add, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 
@@ -13,38 +12,16 @@ from lightning_mist.model.events.event_stacking import Clock, Placed, place_step
 from lightning_mist.model.spec import BILINEAR, Coefficients, LayerEvents, PartEvents, Polynomial, undominated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartPeaks:
-    """Peaks of one part, named and counted as in :class:`~lightning_mist.model.spec.model_spec.LayerSpec`."""
-
-    forward: sympy.Expr
-    backward: sympy.Expr
-    first_backward: sympy.Expr
-    recompute_backward: sympy.Expr
-    first_recompute_backward: sympy.Expr
-
-
-def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> tuple[PartPeaks, PartPeaks, PartPeaks]:
-    """Peaks of head, layer and tail of a network of layers of one kind."""
-    steps = {}
-    for recomputed in (False, True):
-        for first in (False, True):
-            ways = [item.way(recomputed=recomputed, first=first) for item in (head, layer, layer, tail)]
-            steps[recomputed, first] = _step_peaks(ways)
-    parts = []
-    for part in (0, 1, 3):
-        # Head and tail are never recomputed.
-        again = part == 1
-        parts.append(
-            PartPeaks(
-                forward=steps[False, True].forward_peak(part),
-                backward=steps[False, False].backward_peak(part),
-                first_backward=steps[False, True].backward_peak(part),
-                recompute_backward=steps[again, False].backward_peak(part),
-                first_recompute_backward=steps[again, True].backward_peak(part),
-            )
-        )
-    return parts[0], parts[1], parts[2]
+def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> list[dict[str, Any]]:
+    """Peaks of head, layer and tail of a network of layers of one kind, as of :func:`peaks_of`."""
+    kept, kept_later, again, again_later = (
+        _step_peaks([item.way(recomputed=recomputed, first=first) for item in (head, layer, layer, tail)])
+        for recomputed in (False, True)
+        for first in (True, False)
+    )
+    # Head and tail are never recomputed.
+    ways = {0: (kept, kept_later), 1: (again, again_later), 3: (kept, kept_later)}
+    return [peaks_of(part, kept, kept_later, *redone) for part, redone in ways.items()]
 
 
 class Lifetime(NamedTuple):
@@ -109,6 +86,19 @@ class StepPeaks:
     def backward_peak(self, part: int) -> sympy.Expr:
         """The most in a part's backward, beyond saved bytes up to its own and gradients that later parts made."""
         return self._beyond((*self.saved[: part + 1], *self.made[part + 1 :]), *self._backward[part])
+
+
+def peaks_of(
+    part: int, kept: StepPeaks, kept_later: StepPeaks, again: StepPeaks, again_later: StepPeaks
+) -> dict[str, Any]:
+    """Peaks of a part in four ways to run the step, as fields of :class:`~lightning_mist.model.spec.LayerSpec`."""
+    return {
+        "forward_peak_bytes": kept.forward_peak(part),
+        "backward_peak_bytes": kept_later.backward_peak(part),
+        "first_backward_peak_bytes": kept.backward_peak(part),
+        "recompute_backward_peak_bytes": again_later.backward_peak(part),
+        "first_recompute_backward_peak_bytes": again.backward_peak(part),
+    }
 
 
 def _step_peaks(parts: Sequence[PartEvents]) -> StepPeaks:

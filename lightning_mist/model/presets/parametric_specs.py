@@ -21,7 +21,7 @@ from typing import Any
 
 import sympy
 
-from lightning_mist.model.events import PartPeaks, part_peaks
+from lightning_mist.model.events import part_peaks
 from lightning_mist.model.presets.shapes import LanguageModelShape
 from lightning_mist.model.spec import (
     Allocation,
@@ -116,13 +116,14 @@ class Forms:
         name = "whole" if degree == 1 else "sequence" if sequence_parallel else "split"
         filled = _Filled(self, widths(shape, length), degree)
         data = self.data["variants"][name]
-        events = [filled.events(data[part]["ways"]) for part in ("head", "layer", "tail")]
+        events = [filled.events(data[part]["ways"]) for part in _PARTS]
         peaks = part_peaks(events[0], events[1], events[2])
-        found = [
-            filled.part(data[part], *both)
-            for part, both in zip(("head", "layer", "tail"), zip(events, peaks, strict=True), strict=True)
-        ]
-        return Parts(head=found[0], layer=found[1], tail=found[2])
+        found = zip(_PARTS, events, peaks, strict=True)
+        head, layer, tail = (filled.part(data[part], event, peak) for part, event, peak in found)
+        return Parts(head=head, layer=layer, tail=tail)
+
+
+_PARTS = ("head", "layer", "tail")
 
 
 def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> Forms | None:
@@ -154,7 +155,7 @@ class _Filled:
             self._expressions[form] = self._polynomials[form].expression
         return self._expressions[form]
 
-    def part(self, data: Mapping[str, Any], events: LayerEvents, peaks: PartPeaks) -> LayerSpec:
+    def part(self, data: Mapping[str, Any], events: LayerEvents, peaks: Mapping[str, Any]) -> LayerSpec:
         fill = self.expression
         return LayerSpec(
             kind=data["kind"],
@@ -163,11 +164,7 @@ class _Filled:
             backward_work=self._work(data["backward_work"]),
             saved_bytes=fill(data["saved"]),
             checkpointed_saved_bytes=fill(data["checkpointed"]),
-            forward_peak_bytes=peaks.forward,
-            backward_peak_bytes=peaks.backward,
-            first_backward_peak_bytes=peaks.first_backward,
-            recompute_backward_peak_bytes=peaks.recompute_backward,
-            first_recompute_backward_peak_bytes=peaks.first_recompute_backward,
+            **peaks,
             weight_flops=fill(data["weight_flops"]),
             weight_bytes=fill(data["weight_bytes"]),
             forward_collectives=self._collectives(data["forward_collectives"]),
@@ -183,14 +180,9 @@ class _Filled:
                 kind=kind, flops=self.expression(flops), moved_bytes=self.expression(moved), calls=calls
             )
             key = (kind, item.flops / calls, item.moved_bytes / calls)
-            if key in found:
-                before = found[key]
-                item = OperatorCost(
-                    kind=kind,
-                    flops=before.flops + item.flops,
-                    moved_bytes=before.moved_bytes + item.moved_bytes,
-                    calls=before.calls + calls,
-                )
+            if (before := found.get(key)) is not None:
+                total, size = before.flops + item.flops, before.moved_bytes + item.moved_bytes
+                item = OperatorCost(kind=kind, flops=total, moved_bytes=size, calls=before.calls + calls)
             found[key] = item
         return tuple(found.values())
 

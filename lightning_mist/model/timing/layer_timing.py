@@ -7,7 +7,8 @@ Parts are told apart by timestamps where blocks begin, in backward where their i
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -34,34 +35,33 @@ Samples = dict[tuple[int, bool, int], list[float]]
 """Seconds by part, direction (whether backward) and rows."""
 
 
-@dataclass(slots=True)
-class _Timer:
-    blocks: tuple[nn.Module, ...]
-    twins: tuple[int | None, ...]
-    call: Callable[[Any], Any]
-    device: torch.device
+def _timed_step(
+    blocks: tuple[nn.Module, ...],
+    twins: tuple[int | None, ...],
+    call: Callable[[Any], Any],
+    device: torch.device,
+    batch: Any,
+) -> Iterator[tuple[int, bool, float]]:
+    """One step; part, direction and seconds of everything between two marks, which wait for nothing."""
+    ops = ops_of(device)
+    parts: list[tuple[int, bool]] = []
+    marks: list[Any] = []
 
-    def step(self, batch: Any) -> Iterator[tuple[int, bool, float]]:
-        """One step; part, direction and seconds of everything between two marks, which wait for nothing."""
-        ops = ops_of(self.device)
-        parts: list[tuple[int, bool]] = []
-        marks: list[Any] = []
+    def enter(part: int, backward: bool) -> None:
+        parts.append((part, backward))
+        marks.append(ops.record(timed=True))
 
-        def enter(part: int, backward: bool) -> None:
-            parts.append((part, backward))
-            marks.append(ops.record(timed=True))
-
-        walk = Walk(self.blocks, self.twins, enter, recompute=False, mode=None, keep_values=True)
-        with walk.step(), torch.enable_grad():
-            enter(0, False)
-            value = self.call(copy_batch(batch))
-            loss = loss_of(value)
-            walk.begin_backward()
-            loss.backward()  # type: ignore[no-untyped-call]
-            marks.append(ops.record(timed=True))
-        ops.synchronize()
-        for (part, backward), (start, end) in zip(parts, pairwise(marks), strict=True):
-            yield part, backward, ops.seconds(start, end)
+    walk = Walk(blocks, twins, enter, recompute=False, mode=None, keep_values=True)
+    with walk.step(), torch.enable_grad():
+        enter(0, False)
+        value = call(copy_batch(batch))
+        loss = loss_of(value)
+        walk.begin_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(ops.record(timed=True))
+    ops.synchronize()
+    for (part, backward), (start, end) in zip(parts, pairwise(marks), strict=True):
+        yield part, backward, ops.seconds(start, end)
 
 
 def _kinds(
@@ -86,7 +86,7 @@ def _kinds(
 
 
 def _measure(
-    timer: _Timer,
+    step: Callable[[Any], Iterator[tuple[int, bool, float]]],
     batches: dict[int, Any],
     budget_seconds: float,
     progress: Callable[[str, float], None] | None,
@@ -97,7 +97,7 @@ def _measure(
     samples: Samples = {}
     start = time.perf_counter()
     for batch in batches.values():
-        list(timer.step(batch))
+        list(step(batch))
     for done in range(rounds):
         elapsed = time.perf_counter() - start
         if done >= _MIN_ROUNDS and elapsed * (done + 2) / (done + 1) > budget_seconds:
@@ -107,7 +107,7 @@ def _measure(
         if progress is not None:
             progress("timing the layers", min(0.99, max(elapsed / budget_seconds, done / rounds)))
         for rows, batch in batches.items():
-            for part, backward, seconds in timer.step(batch):
+            for part, backward, seconds in step(batch):
                 samples.setdefault((part, backward, rows), []).append(seconds)
     if progress is not None:
         progress("timing the layers", 1.0)
@@ -178,9 +178,9 @@ def time_layers(
     kinds = _kinds(module, module_map, blocks, call, batches[sizes[0]])
     with isolated(module):
         substitute_parameters(module, None, {})
-        timer = _Timer(blocks=blocks, twins=kinds.twins(), call=call, device=device)
+        step = partial(_timed_step, blocks, kinds.twins(), call, device)
         try:
-            samples = _measure(timer, batches, budget_seconds, progress, most_calls)
+            samples = _measure(step, batches, budget_seconds, progress, most_calls)
         except TraceError:
             raise
         except Exception as error:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import Origins, device_of, isolated, quiet_fakes, substitute_parameters
-from lightning_mist.model.trace.ledger import Given, Ledger, PhaseCount, Storage
+from lightning_mist.model.trace.ledger import Ledger, PhaseCount, Storage
 from lightning_mist.model.trace.part_hooks import InputSignature, Walk, loss_of
 from lightning_mist.model.trace.rank_step import RankView, part_of
 from lightning_mist.model.trace.weight_operators import LinearCounter, WeightOperands
@@ -99,14 +99,6 @@ class StepCount:
         return [alive - base for alive in self.backward[part].timeline]
 
 
-def _check_all_ran(ran: int, blocks: int) -> None:
-    if ran != blocks:
-        raise TraceError(
-            f"the step called blocks {ran} times, but has {blocks} of them: each must run exactly once in every step; "
-            "blocks that are dropped at random have no fixed cost"
-        )
-
-
 def count_step(
     subject: Subject,
     batch: Any,
@@ -140,7 +132,12 @@ def count_step(
         with subject.context():
             value = subject.call(copy_batch(batch))
         _forget(subject)
-        _check_all_ran(len(walk.inputs), len(subject.blocks))
+        ran, blocks = len(walk.inputs), len(subject.blocks)
+        if ran != blocks:
+            raise TraceError(
+                f"the step called blocks {ran} times, but has {blocks} of them: each must run exactly once in every "
+                "step; blocks that are dropped at random have no fixed cost"
+            )
         ledger.end_forward()
         loss = loss_of(value)
         describable = tuple(walk.answers.get(i) is not None for i in range(len(subject.blocks)))
@@ -192,11 +189,8 @@ def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) ->
     """What notes of which tensors gradients of weights are made."""
     trained = {id(part_of(parameter)) for parameter in subject.parameters if parameter.requires_grad}
     modules = _module_names(subject.module)
-    return WeightOperands(
-        ledger,
-        {key: name for key, name in names.items() if key in trained},
-        [modules.get(id(block), "") for block in subject.blocks],
-    )
+    own = {key: name for key, name in names.items() if key in trained}
+    return WeightOperands(ledger, own, [modules.get(id(block), "") for block in subject.blocks])
 
 
 def _walk(
@@ -208,12 +202,6 @@ def _walk(
     *,
     recompute: bool,
 ) -> Walk:
-    def enter(part: int, backward: bool) -> None:
-        ledger.enter(part, backward=backward)
-
-    def given(tensor: torch.Tensor, part: int, is_gradient: bool, slot: int) -> None:
-        ledger.note_given(tensor, Given(part, is_gradient, slot))
-
     @contextmanager
     def repeating(block: nn.Module) -> Iterator[None]:
         _forget(subject)
@@ -232,12 +220,12 @@ def _walk(
     return Walk(
         subject.blocks,
         twins,
-        enter,
+        ledger.enter,
         recompute=recompute,
         mode=subject.mode,
         keep_values=False,
         view=view,
-        given=given,
+        given=ledger.note_given,
         repeating=repeating,
     )
 

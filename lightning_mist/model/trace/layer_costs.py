@@ -7,7 +7,7 @@ from dataclasses import replace
 import sympy
 import torch
 
-from lightning_mist.model.events import Lifetime, StepPeaks
+from lightning_mist.model.events import Lifetime, StepPeaks, peaks_of
 from lightning_mist.model.spec import (
     BILINEAR,
     CONSTANT,
@@ -40,7 +40,6 @@ def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tu
 def _layer_spec(ways: Ways, lines: Sequence[StepPeaks], example: Example, events: LayerEvents) -> LayerSpec:
     part, kind = example.part, example.label
     basis, runs, later = ways.basis, ways.first.runs, ways.later
-    kept, kept_later, again, again_later = lines
 
     def fit(count: Callable[[PhaseCount], int], phases: Sequence[PhaseCount], what: str) -> sympy.Expr:
         return basis.fit([count(phase) for phase in phases], f"{what} of the {kind}")
@@ -51,13 +50,9 @@ def _layer_spec(ways: Ways, lines: Sequence[StepPeaks], example: Example, events
         example=example.block,
         forward_work=fit_work(basis, forward, f"{kind}'s forward"),
         backward_work=fit_work(basis, backward, f"{kind}'s backward", later=[run.backward[part] for run in later.runs]),
-        saved_bytes=basis.expression(kept.saved[part]),
-        checkpointed_saved_bytes=basis.expression(again.saved[part]),
-        forward_peak_bytes=kept.forward_peak(part),
-        backward_peak_bytes=kept_later.backward_peak(part),
-        first_backward_peak_bytes=kept.backward_peak(part),
-        recompute_backward_peak_bytes=again_later.backward_peak(part),
-        first_recompute_backward_peak_bytes=again.backward_peak(part),
+        saved_bytes=basis.expression(lines[0].saved[part]),
+        checkpointed_saved_bytes=basis.expression(lines[2].saved[part]),
+        **peaks_of(part, *lines),
         weight_flops=fit(lambda phase: phase.weight_flops, forward, "FLOPs of weight gradients"),
         weight_bytes=fit(lambda phase: phase.weight_bytes, forward, "bytes for weight gradients"),
         forward_collectives=_collectives(basis, forward, kind),
@@ -136,19 +131,14 @@ def fit_work(
                 for i in range(len(phases))
             )
             sizes = Counter({totals: after[kind]})
-        entries += [_entry(basis, kind, column, count, what) for column, count in sizes.items() if count]
+        for column, count in sizes.items():
+            if count:
+                # Of a kind that is told apart by size a column is one call, of others it is all of them.
+                times = count if kind in _BY_SIZE else 1
+                flops = basis.fit([times * flops for flops, _ in column], f"FLOPs of the {what}")
+                moved = basis.fit([times * moved for _, moved in column], f"moved bytes of the {what}")
+                entries.append(OperatorCost(kind=kind, flops=flops, moved_bytes=moved, calls=count))
     return tuple(entries)
-
-
-def _entry(basis: Basis, kind: OperatorKind, column: _Column, calls: int, what: str) -> OperatorCost:
-    """Of a kind that is told apart by size a column is one call, of others it is all of them."""
-    times = calls if kind in _BY_SIZE else 1
-    return OperatorCost(
-        kind=kind,
-        flops=basis.fit([times * flops for flops, _ in column], f"FLOPs of the {what}"),
-        moved_bytes=basis.fit([times * moved for _, moved in column], f"moved bytes of the {what}"),
-        calls=calls,
-    )
 
 
 def _calls(phases: Sequence[PhaseCount], what: str) -> Counter[OperatorKind]:

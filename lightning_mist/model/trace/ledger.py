@@ -138,7 +138,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase.timeline.append(self.live_bytes)
         self._readings += 1
 
-    def enter(self, part: int, *, backward: bool = False) -> None:
+    def enter(self, part: int, backward: bool = False) -> None:
         """Begin the forward or the backward of a part."""
         self.part, self._is_backward = part, backward
         self._phase = (self.backward if backward else self.forward)[part]
@@ -167,11 +167,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What is known of a tensor's storage, if an operator of the step made it."""
         return self._live.get(storage_key(tensor))
 
-    def note_given(self, tensor: torch.Tensor, given: Given) -> None:
+    def note_given(self, tensor: torch.Tensor, part: int, is_gradient: bool, slot: int) -> None:
         """A tensor entered a part."""
         found = self.find(tensor)
         if found is not None:
-            found.given.append(given)
+            found.given.append(Given(part, is_gradient, slot))
 
     def note_weight(self, tensor: torch.Tensor, part: int, name: str) -> None:
         """The gradient of a parameter is made of a tensor."""
@@ -215,14 +215,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         if not computes(func, inputs, outputs):
             return result
-        phase = self._phase
-        phase.work.append(
-            (
-                kind_of(func, args, kwargs),
-                flops(func, args, kwargs, result),
-                moved_bytes(func, args, kwargs, inputs, outputs),
-            )
-        )
+        moved = moved_bytes(func, args, kwargs, inputs, outputs)
+        self._phase.work.append((kind_of(func, args, kwargs), flops(func, args, kwargs, result), moved))
         self._take_in(func, inputs, outputs)
         self._use(func, workspace_bytes(func, args, kwargs))
         self._read()

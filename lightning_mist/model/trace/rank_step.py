@@ -74,12 +74,11 @@ def parts_of(value: Any) -> Any:
 
 def dims_of(value: Any) -> Dims:
     """Along which dimension each leaf is shared out."""
-    return tuple(_dim(leaf) if isinstance(leaf, SplitTensor) else None for leaf in tree_flatten(value)[0])
 
+    def dim(leaf: SplitTensor) -> int:
+        return next((dim for dim in range(leaf.dim()) if leaf.shape[dim] != leaf.local.shape[dim]), 0)
 
-def _dim(tensor: SplitTensor) -> int:
-    local = part_of(tensor)
-    return next((dim for dim in range(tensor.dim()) if tensor.shape[dim] != local.shape[dim]), 0)
+    return tuple(dim(leaf) if isinstance(leaf, SplitTensor) else None for leaf in tree_flatten(value)[0])
 
 
 def present_parts(

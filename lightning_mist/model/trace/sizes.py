@@ -52,19 +52,28 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """A step that was counted over one set of sizes."""
+class Blocks:
+    """What whole runs told of the blocks."""
 
-    basis: Basis
-    kinds: Kinds
+    kinds: Kinds  # which of them cost the same
     twins: tuple[int | None, ...]  # for every block ``None`` if it runs itself, else which block answers for it
-    recompute_failure: str | None  # why blocks cannot be recomputed, if so
-    boundaries: tuple[tuple[TensorSpec, ...], ...]  # the tensors that cross each cut
+    recompute_failure: str | None  # why they cannot be recomputed, if so
+    kept_bytes: int  # bytes of tensors that the module keeps as plain attributes from its first step on
+    timeline: list[int]  # bytes alive at every reading of a whole run at the first size
 
     @property
     def recomputes(self) -> bool:
         """Whether blocks can be recomputed."""
         return self.recompute_failure is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A step that was counted over one set of sizes."""
+
+    basis: Basis
+    blocks: Blocks
+    boundaries: tuple[tuple[TensorSpec, ...], ...]  # the tensors that cross each cut
 
 
 # What depends on the batch alone (masks) is computed for real, and counts are exact at any size: so sizes stay small.

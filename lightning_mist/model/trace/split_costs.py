@@ -40,8 +40,8 @@ def _trace(
     with step.subject(mode) as whole, functions_of_wholes(), operators:
         parts = present_parts(step.module, whole.parameters, module_map, split, view.context, mode)
         subject = replace(whole, parameters=parts, view=view)
-        ways = run_ways(subject, basis, step.sized(basis), counted.twins, recomputes=counted.recomputes)
-    head, *layers, tail = layer_specs(ways, counted.kinds.parts(module_map.blocks), is_fake=True)
+        ways = run_ways(subject, basis, step.sized(basis), counted.blocks.twins, recomputes=counted.blocks.recomputes)
+    head, *layers, tail = layer_specs(ways, counted.blocks.kinds.parts(module_map.blocks), is_fake=True)
     return SplitSpec(
         degree=split.degree,
         sequence_parallel=sequence_parallel,

@@ -37,7 +37,7 @@ from lightning_mist.model.trace.counted_step import StepCount, Subject, count_st
 from lightning_mist.model.trace.layer_costs import boundary_specs, layer_specs
 from lightning_mist.model.trace.modes import Ways, run_ways
 from lightning_mist.model.trace.optimizer import describe_optimizer
-from lightning_mist.model.trace.sizes import Counted, Resize, Step, bases, sized
+from lightning_mist.model.trace.sizes import Blocks, Counted, Resize, Step, bases, sized
 from lightning_mist.model.trace.split_costs import trace_splits
 from lightning_mist.plan import Exclusion, ModuleMap
 from lightning_mist.tensors import batch_rows
@@ -54,30 +54,18 @@ _UNSTACKABLE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Blocks:
-    """What whole runs told of the blocks."""
-
-    kinds: Kinds  # which of them cost the same
-    twins: tuple[int | None, ...]  # which of them answer for others
-    recompute_failure: str | None  # why they cannot be recomputed, if so
-    kept_bytes: int  # bytes of tensors that the module keeps as plain attributes from its first step on
-    timeline: list[int]  # bytes alive at every reading of a whole run at the first size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced(Counted):
     """Everything that depends on sizes, as expressions."""
 
     parts: tuple[LayerSpec, ...]  # head, the kinds of layers, tail
     batch_bytes: sympy.Expr
     shared: sympy.Expr
-    kept_bytes: int  # bytes of tensors that the module keeps as plain attributes from its first step on
     guesses: tuple[tuple[str, int], ...]
     is_fake: bool
     notes: tuple[str, ...]
 
 
-def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_alone: bool) -> _Blocks:
+def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_alone: bool) -> Blocks:
     """Run a whole step, sort the blocks into kinds, and see whether imitation counts the same."""
     outside = trained_beside(module_map)
     alone = [last_alone and index == len(outside) - 1 for index in range(len(outside))]
@@ -90,7 +78,7 @@ def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_al
     kept = _kept_bytes(subject.module)
     if not subject.blocks:
         settled = run(False, False).timeline
-        return _Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept, timeline=settled)
+        return Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept, timeline=settled)
     names = [type(block).__name__ for block in subject.blocks]
     for attempt in range(2):
         kinds = group(names, list(zip(cost_keys(subject.blocks, [plain]), outside, alone, strict=True)))
@@ -107,7 +95,7 @@ def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_al
         failure = None
     except Exception as error:
         failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
-    return _Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept, timeline=plain.timeline)
+    return Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept, timeline=plain.timeline)
 
 
 def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds, twins: tuple[int | None, ...]) -> bool:
@@ -127,7 +115,7 @@ def _kept_bytes(module: nn.Module) -> int:
     return sum(own.values())
 
 
-def _fit(ways: Ways, blocks: _Blocks, step: Step, *, is_fake: bool) -> _Traced:
+def _fit(ways: Ways, blocks: Blocks, step: Step, *, is_fake: bool) -> _Traced:
     basis, runs = ways.basis, ways.first.runs
     parts = layer_specs(ways, blocks.kinds.parts(step.module_map.blocks), is_fake=is_fake)
     notes: tuple[str, ...] = ()
@@ -137,21 +125,18 @@ def _fit(ways: Ways, blocks: _Blocks, step: Step, *, is_fake: bool) -> _Traced:
     entering = [run.entering for run in runs]
     return _Traced(
         basis=basis,
-        kinds=blocks.kinds,
-        twins=blocks.twins,
-        recompute_failure=blocks.recompute_failure,
+        blocks=blocks,
         boundaries=boundary_specs(step.module_map, basis, entering, sequence_length(step.batch)),
         parts=parts,
         batch_bytes=basis.fit(ways.batch_bytes, "batch bytes"),
         shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
-        kept_bytes=blocks.kept_bytes,
         guesses=runs[0].guesses,
         is_fake=is_fake,
         notes=notes,
     )
 
 
-def _stack_up(parts: Sequence[LayerSpec], blocks: _Blocks, basis: Basis) -> bool:
+def _stack_up(parts: Sequence[LayerSpec], blocks: Blocks, basis: Basis) -> bool:
     events = [part.events.first for part in parts if part.events is not None]
     whole = (events[0], *(events[1 + kind] for kind in blocks.kinds.of), events[-1])
     return timeline_of(whole, *basis.points[0]) == blocks.timeline
@@ -182,8 +167,7 @@ def _count(subject: Subject, step: Step, basis: Basis) -> _Traced:
     first = sized(step.batch, basis, basis.points[0], step.resize)
     for last_alone in (False, True):
         blocks = _find_blocks(subject, first, step.module_map, last_alone=last_alone)
-        recomputes = blocks.recompute_failure is None
-        ways = run_ways(subject, basis, step.sized(basis), blocks.twins, recomputes=recomputes)
+        ways = run_ways(subject, basis, step.sized(basis), blocks.twins, recomputes=blocks.recomputes)
         found = _fit(ways, blocks, step, is_fake=subject.mode is not None)
         if not found.notes or blocks.kinds.of.count(blocks.kinds.of[-1]) == 1:
             break
@@ -225,8 +209,9 @@ def _exclusions(module_map: ModuleMap, traced: _Traced, failures: list[str]) -> 
     if traced.basis.powers == CONSTANT and not module_map.excludes("microbatches"):
         reason = "its costs are known only for whole batches" + (f": {failures[-1]}" if failures else "")
         found.append(Exclusion(feature="microbatches", reason=reason))
-    if traced.recompute_failure is not None and not module_map.excludes("checkpointing"):
-        found.append(Exclusion(feature="checkpointing", reason=traced.recompute_failure))
+    failure = traced.blocks.recompute_failure
+    if failure is not None and not module_map.excludes("checkpointing"):
+        found.append(Exclusion(feature="checkpointing", reason=failure))
     return replace(module_map, exclusions=(*module_map.exclusions, *found)) if found else module_map
 
 
@@ -287,11 +272,11 @@ def trace_model(
         module_map=_exclusions(replace(module_map, exclusions=(*module_map.exclusions, *unknown)), traced, failures),
         head=head,
         layers=tuple(layers),
-        kinds=traced.kinds.of,
+        kinds=traced.blocks.kinds.of,
         tail=tail,
         boundaries=traced.boundaries,
         parameters=parameters,
-        buffer_bytes=traced.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
+        buffer_bytes=traced.blocks.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
         batch_bytes=traced.batch_bytes,
         batch_rows=module_map.batch_rows if rows is None else rows,
         sequence_length=sequence_length(batch) if traced.basis.powers == BILINEAR else None,

@@ -7,6 +7,7 @@ activations and gradients of the right shapes and keep their inputs alive as a r
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,10 +98,6 @@ def _make(leaf: _Made, mode: FakeTensorMode | None) -> torch.Tensor:
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
 
 
-def _hand_on(make: Callable[[], tuple[torch.Tensor, ...]], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return _Imitation.apply(make, *inputs)  # type: ignore[no-untyped-call, no-any-return]
-
-
 def imitate(
     answer: Answer, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
 ) -> Any:
@@ -114,8 +111,8 @@ def imitate(
     flowing = [leaf for leaf in answer.leaves if isinstance(leaf, _Made) and leaf.requires_grad]
     trained = next((p for p in block.parameters() if p.requires_grad), None)
     anchors = tensors if trained is None else [*tensors, part_of(trained)]
-    made = _hand_on(lambda: tuple(_make(leaf, mode) for leaf in flowing), anchors) if flowing else ()
-    outputs = iter(made)
+    make = partial(tuple, (_make(leaf, mode) for leaf in flowing))
+    outputs = iter(_Imitation.apply(make, *anchors) if flowing else ())  # type: ignore[no-untyped-call]
 
     def leaf_value(leaf: Any) -> Any:
         if isinstance(leaf, _Passed):
