@@ -266,14 +266,11 @@ def mute(keep: Collection[int]) -> None:
         keep: Descriptors of this process's own that go on working.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in sorted(_open_descriptors() - set(keep) - {nowhere}):
+    found = {int(name) for name in os.listdir("/proc/self/fd")}
+    for descriptor in sorted(found - set(keep) - {nowhere}):
         if descriptor in (1, 2) or (descriptor >= _FIRST_OTHER and _is_written(descriptor)):
             os.dup2(nowhere, descriptor)
     _redirect_opening()
-
-
-def _open_descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
 
 
 def _is_written(descriptor: int) -> bool:

@@ -6,8 +6,6 @@ prefers on Hopper where cuDNN is recent enough, takes what flash attention takes
 value, output, one 32-bit log-sum-exp per row), so it is not told apart.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -136,12 +134,6 @@ def _aligned(mask: Tensor) -> Tensor:
     return torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
 
 
-@contextmanager
-def _below_autograd() -> Iterator[None]:
-    with torch._C._AutoDispatchBelowAutograd():
-        yield
-
-
 def _flash_backward(target: Target, grad: Tensor, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
     """As mha_bwd in flash_attn/flash_api.cpp: softmax_d, dq_accum, and dk_expanded, dv_expanded for shared heads."""
     rows, heads, length, width = query.shape
@@ -152,7 +144,7 @@ def _flash_backward(target: Target, grad: Tensor, query: Tensor, key: Tensor, *a
     ]
     if key.shape[1] != heads:
         buffers += [grad.new_empty((rows, key.shape[2], heads, width)) for _ in range(2)]
-    with _below_autograd():
+    with torch._C._AutoDispatchBelowAutograd():
         result = aten._scaled_dot_product_flash_attention_backward(grad, query, key, *args, **kwargs)
     buffers.clear()
     return result
@@ -201,7 +193,6 @@ class _Efficient(torch.autograd.Function):
 KERNELS = (
     Kernel(
         operator="scaled_dot_product_attention",
-        key="AutogradCPU",
         compute=_attention,
         keeps="query, key, value, output and one 32-bit log-sum-exp per row and head; scores only where nothing fused "
         "runs; of dropout its seed",
@@ -209,7 +200,6 @@ KERNELS = (
     ),
     Kernel(
         operator="_scaled_dot_product_flash_attention_backward",
-        key="AutogradCPU",
         compute=_flash_backward,
         keeps="buffers while it runs: 32-bit sums of query gradients, gradients of shared heads for every query head",
         source="aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd",

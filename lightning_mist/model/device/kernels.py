@@ -37,7 +37,7 @@ class Kernel:
     """
 
     operator: str  # its name in ``aten``, with the overload if that is not the default one
-    key: Key
+    key: Key = "AutogradCPU"
     compute: Callable[..., Any]
     keeps: str  # what is different, in words
     source: str

@@ -1,5 +1,6 @@
 """Norms, dropout and softmax as CUDA computes them."""
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -95,52 +96,39 @@ def _dropout(target: Target, x: Tensor, p: float, train: bool) -> Any:
     return aten.native_dropout(x, p, True)[0]
 
 
-def _softmax(target: Target, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+def _softmax(fused: Any, target: Target, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """CUDA reads 16-bit floats and writes 32-bit ones in one go (SoftMax.cpp); brain floats are cast first."""
-    if x.dtype != torch.float16 or dtype != torch.float32:
-        return NotImplemented
-    return aten._softmax(x, dim, True)
-
-
-def _log_softmax(target: Target, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    if x.dtype != torch.float16 or dtype != torch.float32:
-        return NotImplemented
-    return aten._log_softmax(x, dim, True)
+    return fused(x, dim, True) if x.dtype == torch.float16 and dtype == torch.float32 else NotImplemented
 
 
 KERNELS = (
     Kernel(
         operator="rms_norm",
-        key="AutogradCPU",
         compute=_rms_norm,
         keeps="input, weight and one 32-bit number per row, from torch 2.9 on; before, the upcast input too",
         source="aten/src/ATen/native/layer_norm.cpp, rms_norm_symint; pytorch/pytorch pull request 153666",
     ),
     Kernel(
         operator="layer_norm",
-        key="AutogradCPU",
         compute=_layer_norm,
         keeps="input, weight and two 32-bit numbers per row, also of 16-bit inputs",
         source="aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda (acc_type)",
     ),
     Kernel(
         operator="dropout",
-        key="AutogradCPU",
         compute=_dropout,
         keeps="a mask of one byte per element",
         source="aten/src/ATen/native/Dropout.cpp, dropout; derivatives.yaml, native_dropout",
     ),
     Kernel(
         operator="softmax.int",
-        key="AutogradCPU",
-        compute=_softmax,
+        compute=partial(_softmax, aten._softmax),
         keeps="the result; no upcast copy of a 16-bit float input",
         source="aten/src/ATen/native/SoftMax.cpp, softmax",
     ),
     Kernel(
         operator="log_softmax.int",
-        key="AutogradCPU",
-        compute=_log_softmax,
+        compute=partial(_softmax, aten._log_softmax),
         keeps="the result; no upcast copy of a 16-bit float input",
         source="aten/src/ATen/native/SoftMax.cpp, log_softmax",
     ),

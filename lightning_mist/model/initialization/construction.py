@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -68,8 +69,7 @@ class _Operation:
     is_random: bool
 
     def function(self) -> Any:
-        namespace, name, overload = self.name
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        return reduce(getattr, self.name, torch.ops)
 
 
 class Recording:
@@ -301,7 +301,10 @@ def _leave(recording: Recording, mode: FakeTensorMode, plain: frozenset[str]) ->
     others = [fake for fake in fakes if not isinstance(fake, nn.Parameter)]
     for parameter in fakes:
         if isinstance(parameter, nn.Parameter):
-            _turn(parameter, _on_meta(parameter, Recorded(recording, recording.place(parameter))), plain)
+            data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+            empty = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            setattr(empty, RECIPE, Recorded(recording, recording.place(parameter)))
+            _turn(parameter, empty, plain)
     by_storage: dict[int, list[Tensor]] = {}
     for item in others:
         if recording.knows(item):
@@ -310,13 +313,6 @@ def _leave(recording: Recording, mode: FakeTensorMode, plain: frozenset[str]) ->
         values = recording.values([recording.place(fake) for fake in group], torch.initial_seed())
         for fake, value in zip(group, values, strict=True):
             _turn(fake, value.requires_grad_(fake.requires_grad), plain)
-
-
-def _on_meta(fake: Tensor, recipe: Recorded) -> nn.Parameter:
-    data = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-    parameter = nn.Parameter(data, requires_grad=fake.requires_grad)
-    setattr(parameter, RECIPE, recipe)
-    return parameter
 
 
 def _turn(fake: Tensor, into: Tensor, plain: frozenset[str]) -> None:

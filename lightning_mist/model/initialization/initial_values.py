@@ -254,29 +254,19 @@ class InitialValues:
         """
         for name, source in self._sources.items():
             parameter = self._parameters[name]
-            if isinstance(source, OnRankZero) and not alone:
-                value = self._from_rank_zero(source, parameter)
-            elif name in names:
-                value = self._own(source.value(self._seed), parameter)
-            else:
+            is_shared = isinstance(source, OnRankZero) and not alone
+            if not is_shared and name not in names:
                 continue
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+            if self._is_first or not is_shared:
+                value.copy_(source.value(self._seed))
+            if is_shared:
+                assert self._share is not None
+                self._share(value)
             if name in names:
                 parameter.data = value
                 if then is not None:
                     then(name)
-
-    def _own(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        own = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
-        return own.copy_(value)
-
-    def _from_rank_zero(self, source: OnRankZero, parameter: nn.Parameter) -> Tensor:
-        assert self._share is not None
-        if self._is_first:
-            value = self._own(source.value(self._seed), parameter)
-        else:
-            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
-        self._share(value)
-        return value
 
     def free(self, names: Collection[str]) -> None:
         """Make parameters hollow again."""

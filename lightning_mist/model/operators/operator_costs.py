@@ -3,7 +3,7 @@
 Works on real and on fake tensors alike, since only shapes are looked at.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,17 +22,18 @@ def _attention_backward_flops(query: torch.Tensor, key: torch.Tensor, value: tor
     return 2 * batch * heads * length * int(key.shape[2]) * (3 * width + 2 * int(value.shape[3]))
 
 
-# torch's registry has the CUDA kernels of fused attention but not the CPU's; the counts are those of
-# torch.utils.flop_counter.sdpa_flop_count and sdpa_backward_flop_count.
-_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+# torch's registry has the CUDA kernels of fused attention but not the CPU's, and its own formulas refuse, in older
+# releases, queries that share keys and values; the counts are those of torch.utils.flop_counter.sdpa_flop_count and
+# sdpa_backward_flop_count.
+_ATTENTION = frozenset(
+    (
+        "fused_attention", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    )
+)  # fmt: skip
 
 # Operators that only make room, such as the buffers of a fused kernel.
 _ROOM = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-
-# torch's own formulas refuse, in older releases, queries that share keys and values; the counts are the same otherwise.
-_CUDA_ATTENTION = frozenset(
-    ("fused_attention", *(f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")))
-)
 
 # Operators that read only the rows they are asked for, so that the size of the table does not count.
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index"})
@@ -52,35 +53,25 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def shares_storage(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> bool:
-    """Whether every output lies in a storage of an input."""
-    keys = {storage_key(tensor) for tensor in inputs}
-    return all(storage_key(tensor) in keys for tensor in outputs)
-
-
 def computes(operator: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
     """Whether an operator reads or writes elements, rather than only making another view of them."""
     if operator.is_view:
         return False
-    return bool(operator._schema.is_mutable) or not outputs or not inputs or not shares_storage(outputs, inputs)
+    if operator._schema.is_mutable or not outputs or not inputs:
+        return True
+    keys = {storage_key(tensor) for tensor in inputs}
+    return any(storage_key(tensor) not in keys for tensor in outputs)
 
 
 def flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> int:
     """Floating-point operations by torch's own formulas; a multiply-add is two, element-wise operators are none."""
     packet = operator._overloadpacket
-    if packet.__name__ in _CUDA_ATTENTION:
+    if packet.__name__ in _ATTENTION:
         return _attention_flops(args[0], args[1], args[2])
-    if packet.__name__.removesuffix("_backward") in _CUDA_ATTENTION:
+    if packet.__name__.removesuffix("_backward") in _ATTENTION:
         return _attention_backward_flops(args[1], args[2], args[3])
     formula: Callable[..., Any] | None = flop_registry.get(packet)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=result))
-    name = packet.__name__
-    if name == _CPU_ATTENTION:
-        return _attention_flops(args[0], args[1], args[2])
-    if name == _CPU_ATTENTION + "_backward":
-        return _attention_backward_flops(args[1], args[2], args[3])
-    return 0
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -108,12 +99,10 @@ def moved_bytes(
     """
     if operator._overloadpacket.__name__ in _ROOM:
         return 0
-    reads = {id(tensor): tensor for tensor in inputs}
+    reads, lookup = {id(tensor): tensor for tensor in inputs}, 0
     if operator._overloadpacket.__name__ in _LOOKUPS:
         reads.pop(id(args[0]), None)
         lookup = sum(map(_size, outputs))
-    else:
-        lookup = 0
     writes = {id(tensor): tensor for tensor in outputs}
     if operator._schema.is_mutable:
         writes.update((id(tensor), tensor) for tensor in written(operator, args, kwargs))

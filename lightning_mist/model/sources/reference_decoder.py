@@ -53,7 +53,7 @@ class _Block(nn.Module):
         self.attention_norm = _norm(shape)
         self.attention = _Attention(shape)
         self.feed_forward_norm = None if shape.parallel else _norm(shape)
-        self.feed_forward: nn.Module = _SwiGLU(shape) if shape.feed_forward == "swiglu" else _GELU(shape)
+        self.feed_forward = _FeedForward(shape)
 
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.attention_norm(hidden)
@@ -104,26 +104,18 @@ class _Attention(nn.Module):
         return first * cosine - second * sine, second * cosine + first * sine, rest
 
 
-class _GELU(nn.Module):
+class _FeedForward(nn.Module):
     def __init__(self, shape: LanguageModelShape) -> None:
         super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False) if shape.feed_forward == "swiglu" else None
         self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.down(functional.gelu(self.up(hidden), approximate="tanh"))
-        return result
-
-
-class _SwiGLU(nn.Module):
-    def __init__(self, shape: LanguageModelShape) -> None:
-        super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
+        if self.gate is None:
+            result: Tensor = self.down(functional.gelu(self.up(hidden), approximate="tanh"))
+        else:
+            result = self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
         return result
 
 

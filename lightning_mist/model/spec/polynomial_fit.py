@@ -62,9 +62,6 @@ class Basis:
     def _denominator(self) -> int:
         return int(sympy.ilcm(1, *(x.q for x in self._rational_inverse)))
 
-    def _interpolate(self, counts: Sequence[int]) -> Coefficients:
-        return tuple(sum(map(mul, row, counts)) for row in self._inverse)
-
     def _value(self, coefficients: Coefficients, point: Point) -> Fraction:
         b, s = point
         total = sum(c * b**i * s**j for c, (i, j) in zip(coefficients, self.powers, strict=True))
@@ -76,7 +73,7 @@ class Basis:
         Raises:
             MisfitError: If the count at the check is not what the polynomial says.
         """
-        coefficients = self._interpolate(counts[: len(self.points)])
+        coefficients = tuple(sum(map(mul, row, counts[: len(self.points)])) for row in self._inverse)
         if self.check is not None and (found := self._value(coefficients, self.check)) != counts[-1]:
             raise MisfitError(
                 f"{name} is {counts[-1]} at {_text(self.check)}, the polynomial through "
