@@ -26,9 +26,6 @@ def find_blocks(module: nn.Module, override: str | None = None) -> tuple[str, ..
     Args:
         override: Names the blocks instead: a container (its children with parameters), a pattern of qualified names
             such as ``"model.layers.*"``, or a class name. Alternatives are separated by commas.
-
-    Raises:
-        TraceError: If ``override`` names nothing, or blocks inside blocks.
     """
     if override is not None:
         return _named_blocks(module, override)

@@ -22,17 +22,13 @@ _PIPELINE: tuple[Feature, ...] = ("pipeline",)
 _SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
 """What lets several ranks run one rank's batch: each would do again, or on its own, what must happen once."""
 
-_SEEN: tuple[Feature, ...] = (*_SHARED, "shards")
-"""What needs to know where every parameter is used."""
+_SEEN: tuple[Feature, ...] = (*_SHARED, "shards")  # what needs to know where every parameter is used
 
 _ALL: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor")
 
 
 def structure_problems(records: tuple[Record, ...], candidates: tuple[str, ...]) -> tuple[str, ...]:
-    """Why the candidates do not run one after the other, each exactly once; empty if they do.
-
-    A container none of whose blocks ran is no problem: its blocks are not counted as blocks.
-    """
+    """Why the candidates of live containers do not run one after the other, each exactly once; empty if they do."""
     problems = []
     for record in records:
         for name, line in record.repeated.items():
@@ -170,10 +166,7 @@ def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
         for name, line in record.written_parameters.items():
             yield f"the step writes into parameter {name} (at {line})", (*_ALL, "shards")
         for name, line in record.stray_parameters.items():
-            yield (
-                f"the step uses parameter {name} through a reference outside its module (at {line})",
-                _SEEN,
-            )
+            yield (f"the step uses parameter {name} through a reference outside its module (at {line})", _SEEN)
         for problem in record.problems:
             yield problem, _SHARED
         for name, line in list(record.closures.items())[:1]:

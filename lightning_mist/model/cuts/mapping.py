@@ -130,7 +130,6 @@ def _name_of(dtype: Any) -> str:
 
 
 def _cuts(runs: Runs) -> tuple[tuple[tuple[LiveTensor, ...], ...], tuple[str, ...]]:
-    """The tensors alive at each cut, and what cannot be said of them."""
     first, second = runs.records
     cuts, unclear = [], []
     for position in range(1, len(first.order)):

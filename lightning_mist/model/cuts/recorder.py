@@ -60,10 +60,7 @@ class Refused(BaseException):
 
 @dataclass(slots=True)
 class Value:
-    """A tensor that a run made: the tensor itself, the regions of its definition and of its last use.
-
-    Whether it requires a gradient, and its storage, are known at the end of the run only.
-    """
+    """A tensor that a run made, and its regions of definition and last use; the rest is known at the end of the run."""
 
     tensor: Tensor
     defined: int
@@ -174,9 +171,6 @@ class Recorder(TorchFunctionMode):
         """Whether a stage that lacks some parameters or random numbers does not have this value."""
         return isinstance(tensor, FakeTensor) or id(tensor) in self._random
 
-    def _is_known_mask(self, item: Any) -> bool:
-        return isinstance(item, Tensor) and item.dtype == torch.bool and not isinstance(item, FakeTensor)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", type(func).__name__)
@@ -280,7 +274,7 @@ class Recorder(TorchFunctionMode):
     def _index(self, name: str, func: Any, args: Any) -> tuple[Any, Any]:
         """An indexing with its masks as positions: those of a known mask, or all of them where it is not known."""
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
-        masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
+        masks = [item for item in items if _is_mask(item)]
         for mask in masks:
             self._use(mask)
         if not masks or (name == "__setitem__" and any(self._is_unknown(mask) for mask in masks)):
@@ -289,12 +283,11 @@ class Recorder(TorchFunctionMode):
             self._note_read("indexing by a mask", "parameters", None)
         else:
             self.record.indexes_by_mask = True
-        known = tuple(torch.ones(i.shape, dtype=torch.bool) if self._is_mask_to_guess(i) else i for i in items)
+        known = tuple(
+            torch.ones(i.shape, dtype=torch.bool) if _is_mask(i) and self._is_unknown(i) else i for i in items
+        )
         args = (args[0], known if isinstance(args[1], tuple) else known[0], *args[2:])
-        return select(name, func, args, self._is_known_mask)
-
-    def _is_mask_to_guess(self, item: Any) -> bool:
-        return isinstance(item, Tensor) and item.dtype == torch.bool and self._is_unknown(item)
+        return select(name, func, args, lambda item: _is_mask(item) and not isinstance(item, FakeTensor))
 
     def _note_read(self, name: str, source: str, value: Any) -> None:
         shown = name if " " in name else f"{name}()" if name.startswith("__") else f".{name}()"
@@ -378,6 +371,10 @@ class Recorder(TorchFunctionMode):
             if isinstance(leaf, Tensor) and id(leaf) not in passed and self._is_unknown(leaf):
                 self._define(leaf, block_value(position, index))
         return output
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype == torch.bool
 
 
 def _describe(leaf: Any, inputs: list[Any]) -> tuple[Any, ...]:
