@@ -132,7 +132,6 @@ def _left_to_torch(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rule(name: str) -> tuple[Callable[..., Any], str] | None:
-    """How CUDA's autocast treats an operator that it knows."""
     if name in APPENDED:
         return partial(_appended, overload_of(APPENDED[name])), "32 bits"
     for names, rule, what in (

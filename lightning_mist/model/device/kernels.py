@@ -30,11 +30,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """How an operator is computed.
-
-    Attributes:
-        compute: Called with the target and the operator's arguments; returns ``NotImplemented`` to leave them to torch.
-    """
+    """How an operator is computed."""
 
     operator: str  # its name in ``aten``, with the overload if that is not the default one
     key: Key = "AutogradCPU"
