@@ -45,7 +45,6 @@ class StepPeaks:
 
     Args:
         forward, backward: By part, the half-open range of its readings.
-        peak: The most of some sizes, as an expression.
 
     Attributes:
         saved: By part, what its forward made and the step's forward left.

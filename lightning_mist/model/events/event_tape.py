@@ -15,8 +15,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 
-_NONE = -1
-"""No stage, no microbatch."""
+_NONE = -1  # no stage, no microbatch
 
 
 class Label(NamedTuple):

@@ -143,8 +143,7 @@ def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
     return _Laid(found, found.parts, {False: (begin, len(found.born))}, frozenset()).inputs()
 
 
-_Entries = dict[int, tuple[list[int], list[int]]]
-"""By position: the slots that die there, and those that are born."""
+_Entries = dict[int, tuple[list[int], list[int]]]  # by position: the slots that die there, and those that are born
 
 
 class _Laid:
