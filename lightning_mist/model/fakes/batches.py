@@ -28,7 +28,6 @@ def sequence_length(batch: Any) -> int | None:
 
 
 def _taken(leaf: Any, dim: int, positions: Tensor) -> Any:
-    """Some positions along one dimension of a tensor or an array."""
     if isinstance(leaf, Tensor):
         return leaf.index_select(dim, positions.to(leaf.device))
     return leaf.take(positions.numpy(), axis=dim)

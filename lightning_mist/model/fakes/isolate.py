@@ -85,10 +85,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode, home: torch.device) -
 
 
 def substitute_parameters(
-    module: nn.Module,
-    mode: FakeTensorMode | None,
-    owners: Mapping[tuple[str, str], object],
-    home: torch.device = _HOST,
+    module: nn.Module, mode: FakeTensorMode | None, owners: Mapping[tuple[str, str], object], home: torch.device = _HOST
 ) -> tuple[nn.Parameter, ...]:
     """Put substitutes into every parameter slot, inside :func:`isolated` only.
 

@@ -47,11 +47,8 @@ def guess_read(name: str, args: tuple[Any, ...], tensor: Tensor, *, truth: bool,
     return answer
 
 
-_MOST_READS = 100_000
-"""Reads at one line after which it is taken for a loop: ``tolist`` of a batch stays below."""
-
-_MOST_ROUNDS = 2_000
-"""Reads at one line, with operators between each and the next, after which it is taken for a loop."""
+_MOST_READS = 100_000  # reads at one line after which it is taken for a loop: ``tolist`` of a batch stays below
+_MOST_ROUNDS = 2_000  # reads at one line, with operators between each and the next, after which it is taken for a loop
 
 
 class Guesses:
@@ -67,11 +64,7 @@ class Guesses:
         return tuple((line, reads) for line, (reads, _, _) in self._counts.items())
 
     def note(self, operators: int) -> str:
-        """Count a read by the line of the user's code that is running.
-
-        Returns:
-            Why the line can only be a loop that waits for another value, if so; nothing otherwise.
-        """
+        """Count a read by the user's line that is running; why the line can only be a loop, if so, else nothing."""
         line = user_line()
         reads, rounds, before = self._counts.get(line, (0, 0, -1))
         reads, rounds = reads + 1, rounds + (before != operators)

@@ -149,7 +149,6 @@ def _operator_in(frames: list[FrameType]) -> str:
 
 
 def _module_in(frames: list[FrameType], module: nn.Module) -> str:
-    """The innermost of a module's parts that was at work."""
     names = {id(item): name for name, item in module.named_modules()}
     own = (names.get(id(frame.f_locals.get("self"))) for frame in reversed(frames))
     return next((name for name in own if name), "")
