@@ -118,7 +118,6 @@ def find_sources(module: nn.Module) -> dict[str, Source]:
 
 
 def _owners(module: nn.Module) -> dict[int, tuple[str, nn.Module, str]]:
-    """The first slot of every parameter: name of the module, the module, name in it."""
     found: dict[int, tuple[str, nn.Module, str]] = {}
     for name, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
