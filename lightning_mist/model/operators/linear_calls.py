@@ -42,10 +42,7 @@ class LinearCall:
 
 
 def read_linear(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    parameters: Mapping[int, Tensor],
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Mapping[int, Tensor]
 ) -> LinearCall | None:
     """A call of a torch function as a linear layer on one of the parameters by ``id``, None if it is none."""
     if func is functional.linear:

@@ -60,7 +60,6 @@ def _family(operator: Any) -> OperatorKind:
 
 @cache
 def _causal_position(operator: Any) -> int | None:
-    """Where an operator takes whether it is causal."""
     names = [argument.name for argument in operator._schema.arguments]
     return names.index("is_causal") if "is_causal" in names else None
 

@@ -31,8 +31,7 @@ class MemoryRule:
     workspace: Workspace | None
 
 
-_RULES: dict[str, list[MemoryRule]] = {}
-"""The rules of each operator; the last one holds."""
+_RULES: dict[str, list[MemoryRule]] = {}  # the rules of each operator; the last one holds
 
 
 class RegisteredRule:
