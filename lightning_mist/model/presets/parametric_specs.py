@@ -53,7 +53,7 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = {
         "16-true": "bf16-true",
         "bf16-mixed": "bf16-mixed",
         "16-mixed": "bf16-mixed",
-    },
+    }
 }
 """By class of device, precisions, and under which name their files lie: from compute capability 8.0 on both types of 16
 bits run the same operators."""

@@ -25,7 +25,7 @@ KNOWN_OPTIMIZERS = {
         step_peak_bytes_per_parameter_byte=1.0,
         step_peak_bytes_per_largest=0.0,
         step_moved_bytes_per_parameter_byte=20.0,
-    ),
+    )
 }
 """What :func:`~lightning_mist.model.trace.optimizer.describe_optimizer` measures of optimizers with default options on
 CUDA devices, where torch steps all parameters together."""
@@ -47,9 +47,7 @@ def preset_spec(
 
     Args:
         precision: Lightning's name of the precision.
-        rows: Rows of each rank's batch.
         length: Tokens per row.
-        device_kind: ``"cpu"`` or ``"cuda"``.
         capability: CUDA's compute capability; an A100's where it is not known.
 
     Returns:
@@ -89,8 +87,7 @@ def preset_spec(
     )
 
 
-_FLASH_WIDTH = 192
-"""Heads up to this width run the attention that was traced on every device (torch's sdp_utils.cpp)."""
+_FLASH_WIDTH = 192  # heads up to this width run the attention that was traced on every device (torch's sdp_utils.cpp)
 
 
 def _parameters(shape: LanguageModelShape, length: int, itemsize: int) -> tuple[ParameterSpec, ...]:
@@ -220,8 +217,7 @@ def parameters(shape: LanguageModelShape, length: int) -> Iterator[tuple[str, tu
     yield "head.weight", table, last
 
 
-_BY_COLUMNS = ("output", "down")
-"""Matrices whose inputs are shared out; of the others it is the outputs."""
+_BY_COLUMNS = ("output", "down")  # matrices whose inputs are shared out; of the others it is the outputs
 
 
 def split_of(shape: LanguageModelShape, length: int, degree: int) -> TensorSplit:
