@@ -68,11 +68,7 @@ class Basis:
         return Fraction(total, self._denominator)
 
     def interpolate(self, counts: Sequence[int], name: str) -> Coefficients:
-        """Coefficients of the exact polynomial of counts at :attr:`sizes`.
-
-        Raises:
-            MisfitError: If the count at the check is not what the polynomial says.
-        """
+        """Coefficients of the exact polynomial of counts at :attr:`sizes`; a :class:`MisfitError` if there is none."""
         coefficients = tuple(sum(map(mul, row, counts[: len(self.points)])) for row in self._inverse)
         if self.check is not None and (found := self._value(coefficients, self.check)) != counts[-1]:
             raise MisfitError(
