@@ -27,19 +27,14 @@ from lightning_mist.model.trace import Answer, Kinds, group, imitate, module_key
 from lightning_mist.plan.calls import call_signature, without_caches
 from lightning_mist.tensors import batch_rows, is_hollow
 
-_ROWS = 2
-"""Rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast."""
+_ROWS = 2  # rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast
 
 Call = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCall:
-    """One call of a block.
-
-    Attributes:
-        hidden: Index among the leaves of the tensor that the block transforms: of the shape of its first result.
-    """
+    """One call of a block; ``hidden`` is the index of the leaf that it transforms, of the shape of its first result."""
 
     block: nn.Module
     args: tuple[Any, ...]
@@ -80,13 +75,9 @@ def small_batches(batch: Any, length: int) -> Iterator[Any]:
 
 
 def call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ...], length: int = 8) -> BlockCalls:
-    """Run the user's step until all blocks were called, the first block of every kind with its own computation.
+    """Run the step on a small batch of that length until all blocks were called, one of each kind by itself.
 
-    Args:
-        length: Length of the sequences of the small batch, if the batch has sequences longer than that.
-
-    Raises:
-        TraceError: If the step fails on every batch.
+    Raises a :class:`TraceError` if the step fails on every batch.
     """
     failure: Exception | None = None
     for small in small_batches(batch, length):

@@ -21,11 +21,8 @@ EXACT_ENTRIES = 2**24
 """Parts of a module with more parameters are checked in 32-bit numbers: 64-bit ones of a block of GPT-3 22B would take
 14 GiB together with their gradients and parts."""
 
-_COPIES = 4
-"""A check holds the whole parameters and their gradients, and the parts and theirs."""
-
-_SMALL = 2**20
-"""Parameters with more entries are not copied for probing, which needs the values of norms only."""
+_COPIES = 4  # a check holds the whole parameters and their gradients, and the parts and theirs
+_SMALL = 2**20  # parameters with more entries are not copied for probing, which needs the values of norms only
 
 Splits = tuple[ParameterSplit, ...]
 
@@ -34,11 +31,7 @@ NOTHING = "no two linear layers with only elementwise work or attention heads be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """How one kind of block is shared out over one number of ranks.
-
-    Attributes:
-        entry: How it is entered in parts along the sequence, if that can be; for the position of the kind's example.
-    """
+    """How a kind of block is shared out over so many ranks; ``entry`` is for the position of the kind's example."""
 
     splits: Splits = ()  # its parameters that are shared out, by names inside the block
     entry: SequenceSplit | None = None
@@ -51,9 +44,6 @@ class Checks:
     """Checks of one part of a module; what is large is checked over the most ranks only, for which it takes minutes.
 
     A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
-
-    Args:
-        is_large: Whether a check is not repeated for fewer ranks.
     """
 
     def __init__(self, run: Callable[[Splits, int, Any], Outcome], entered: tuple[Any, Any], *, is_large: bool) -> None:
@@ -73,8 +63,6 @@ class Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """One kind of block, ready for any degree."""
-
     label: str
     probe: Probe
     check: Checks
@@ -117,7 +105,6 @@ def too_large(entries: int, dtype: torch.dtype) -> str | None:
 
 
 def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | str:
-    """Probe a kind and run it whole; or why that cannot be."""
     call = calls.examples[kind]
     entries = sum(parameter.numel() for parameter in call.block.parameters())
     first = check_type(entries)

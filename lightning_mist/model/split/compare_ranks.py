@@ -12,15 +12,13 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Largest difference relative to a tensor's largest entry, by the least exact type that took part. Shared-out sums are
 summed in another order: a few hundred roundings of 1e-16 or 6e-8."""
 
-_COARSE_TOLERANCE = 5e-2
-"""Largest relative difference of 16-bit numbers: 2^-8 per rounding, some ten of them."""
+_COARSE_TOLERANCE = 5e-2  # largest relative difference of 16-bit numbers: 2^-8 per rounding, some ten of them
 
 _FLOOR = 1e-3
 """Tensors whose entries are all below this part of the largest of any are compared as if they were that large: some
 gradients are zero but for rounding (of the keys' biases under softmax, for example)."""
 
-_PIECE = 2**20
-"""Numbers that are compared at once."""
+_PIECE = 2**20  # numbers that are compared at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,6 @@ def part_of(tensor: Tensor, split: ParameterSplit, rank: int, degree: int) -> Te
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest absolute entry; not a number if any is none."""
     if not tensor.numel():
         return 0.0
     low, high = torch.aminmax(tensor)

@@ -19,17 +19,10 @@ from torch.optim import Optimizer
 _SIZES = (8, 6, 4, 2, 2)
 """Dimensions of the toy parameters, slowest first: different, and even, so that each can be halved."""
 
-_FIRST_STEPS = 2
-"""Steps of each toy: the first makes the state, the second uses it."""
-
-_LATER_STEPS = 14
-"""Further steps of a class that is not torch's: what looks at more than one entry may begin late."""
-
-_LATE = 100_000
-"""How many steps a toy of such a class is taken to have made before its last ones."""
-
-_SCALES = (1.0, 1e3, 1e-3, 30.0)
-"""Of gradients, by step: what clips does nothing to small ones."""
+_FIRST_STEPS = 2  # steps of each toy: the first makes the state, the second uses it
+_LATER_STEPS = 14  # further steps of a class that is not torch's: what looks at more than one entry may begin late
+_LATE = 100_000  # how many steps a toy of such a class is taken to have made before its last ones
+_SCALES = (1.0, 1e3, 1e-3, 30.0)  # of gradients, by step: what clips does nothing to small ones
 
 _ENTRYWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop"}
@@ -171,7 +164,6 @@ def _hooks(optimizer: Optimizer) -> bool:
 
 
 def _looks_around(optimizer: Optimizer) -> str | None:
-    """Why an optimizer could look at other parameters than those of the group it updates."""
     name = type(optimizer).__name__
     if _hooks(optimizer):
         return f"hooks run around the steps of {name}, which may look at all parameters at once"
@@ -232,10 +224,7 @@ def _make(cls: Any, options: dict[str, Any], extra: dict[str, Any], parameters: 
 
 
 def _kind(options: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Options that choose the same rule are equal: of numbers it only counts whether they are zero.
-
-    Groups often differ in their learning rates alone, one for every layer.
-    """
+    """Options that choose the same rule are equal: of numbers (learning rates, say) it counts whether they are zero."""
     return [(key, value != 0 if isinstance(value, float) else value) for key, value in sorted(options.items())]
 
 

@@ -21,11 +21,8 @@ _OUTER = (1, 2, 3, 4, 5, 6, 8)
 """Into how many equal parts a layer's inputs may fall, each of which is shared out: one, unless a layer reads several
 results side by side (fused attention and feed-forward, for example)."""
 
-_PRIMES = (2, 3, 5, 7)
-"""Factors of numbers of heads; the next, 11, is larger than any degree that is tried."""
-
-_MOST_GROUPS = 128
-"""The most independent groups that are told apart for messages; attention has rarely more heads."""
+_PRIMES = (2, 3, 5, 7)  # factors of numbers of heads; the next, 11, is larger than any degree that is tried
+_MOST_GROUPS = 128  # the most independent groups that are told apart for messages; attention has rarely more heads
 
 _LEAST_SHARE = 0.02
 """The least part of a block's weights for which sharing out is worth a collective of its own: a choice, far below the

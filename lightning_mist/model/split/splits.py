@@ -86,10 +86,7 @@ def _length(degrees: Sequence[int]) -> int:
 
 
 def _every_degree(
-    module_map: ModuleMap,
-    calls: BlockCalls,
-    kinds: Sequence[dict[int, Found]],
-    around: _Around,
+    module_map: ModuleMap, calls: BlockCalls, kinds: Sequence[dict[int, Found]], around: _Around
 ) -> ModuleMap:
     splits: list[TensorSplit] = []
     unsplit: dict[int, str] = {}
@@ -183,7 +180,6 @@ def _look_around(
 
 
 def _split_tables(around: _Around, degree: int) -> tuple[tuple[ParameterSplit, ...], tuple[str, ...]]:
-    """The tables of tokens that are shared out, and why others are not."""
     if around.check is None:
         return (), (f"head and tail stay whole: {around.trouble}",)
     notes = [

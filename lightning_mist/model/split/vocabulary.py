@@ -39,12 +39,7 @@ from lightning_mist.model.split.split_check import (
 from lightning_mist.model.trace import echo, loss_of
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
-from lightning_mist.tensor_parallel import (
-    SplitContext,
-    TensorGroup,
-    enter_sequence,
-    whole,
-)
+from lightning_mist.tensor_parallel import SplitContext, TensorGroup, enter_sequence, whole
 
 _LOSSES = (functional.cross_entropy, functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
 """What compares the entries of a row of logits with each other; has a rule for logits in parts."""
@@ -121,13 +116,7 @@ def find_tables(
 
 
 def prepare_glue(
-    module: nn.Module,
-    call: Call,
-    calls: BlockCalls,
-    names: tuple[str, ...],
-    dtype: torch.dtype,
-    *,
-    answer: bool,
+    module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], dtype: torch.dtype, *, answer: bool
 ) -> Trial:
     """Give head and tail numbers, and blocks unless answered for, and run them whole; raises the step's errors."""
     blocks = tuple(module.get_submodule(name) for name in names)
@@ -188,7 +177,6 @@ def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer
 
 
 def _run(call: Call, batch: Any, tensors: Mapping[str, Tensor]) -> tuple[Result, torch.dtype]:
-    """Forward and backward, and the coarsest type that was computed in."""
     torch.manual_seed(0)
     with torch.enable_grad():
         with WithoutDropout() as mode:
