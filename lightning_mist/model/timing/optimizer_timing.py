@@ -24,8 +24,7 @@ than any cache, and what a byte of them takes no longer changes."""
 COPIES = 8
 """Times the bytes of its parameters that a step takes at most: values, gradients, two or three states, temporaries."""
 
-WARM_UP, STEPS = 2, 5
-"""Steps that make the state and find it warm, and steps that are timed."""
+WARM_UP, STEPS = 2, 5  # steps that make the state and find it warm, and steps that are timed
 
 
 def time_update(optimizer: Optimizer, *, device: torch.device, room: float = math.inf) -> float:
