@@ -11,11 +11,7 @@ from lightning_mist.plan import ModuleMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A part of the step that stands for its kind.
-
-    Attributes:
-        part: Its index: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail.
-    """
+    """A part of the step, by its index from head to tail, that stands for its kind."""
 
     part: int
     follower: int | None  # index of the part after it if that is of the same kind, else ``None``

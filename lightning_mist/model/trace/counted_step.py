@@ -68,8 +68,6 @@ class StepCount:
         saved: Bytes that each part's forward made and that were alive when the step's forward had ended.
         shared: Those of the head that the batch alone determines.
         made: Bytes of parameter gradients that each part's backward made and left.
-        guesses: Lines that read values into Python that only real numbers have, and how many each.
-        describable: Whether each block's output can be imitated.
     """
 
     forward: tuple[PhaseCount, ...]
@@ -108,14 +106,9 @@ def count_step(
     gradients_exist: bool,
     attribute: bool = False,
 ) -> StepCount:
-    """Run a step once and count.
+    """Run a step once and count; a :class:`TraceError` if it returns no loss or leaves out a block.
 
-    Args:
-        twins: For every block ``None`` to run it or the position of an earlier block that runs and is imitated.
-        gradients_exist: Whether parameters have gradients already, so that backward adds to them.
-
-    Raises:
-        TraceError: If the step returns no loss or leaves out a block.
+    ``twins`` are, for every block, the earlier one that it imitates, if any; ``gradients_exist`` adds to gradients.
     """
     _set_gradients(subject, exist=gradients_exist)
     names = _parameter_names(subject.module) if attribute else {}
@@ -186,7 +179,6 @@ def _uncollected() -> Iterator[None]:
 
 
 def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) -> WeightOperands:
-    """What notes of which tensors gradients of weights are made."""
     trained = {id(part_of(parameter)) for parameter in subject.parameters if parameter.requires_grad}
     modules = _module_names(subject.module)
     own = {key: name for key, name in names.items() if key in trained}

@@ -19,8 +19,7 @@ from lightning_mist.model.trace.counted_step import StepCount
 from lightning_mist.model.trace.ledger import Storage
 from lightning_mist.model.trace.modes import Way, Ways
 
-_Place = tuple[int, Direction, int]
-"""Part, direction and position of a moment."""
+_Place = tuple[int, Direction, int]  # part, direction and position of a moment
 
 
 def layer_events(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerEvents, ...]:

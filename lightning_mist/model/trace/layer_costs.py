@@ -98,8 +98,7 @@ def _collectives(basis: Basis, phases: Sequence[PhaseCount], kind: str) -> tuple
 _BY_SIZE: frozenset[OperatorKind] = frozenset({"matmul", "convolution"})
 """Kinds whose speed depends on the size of each call."""
 
-_Column = tuple[tuple[int, int], ...]
-"""FLOPs and bytes at every size."""
+_Column = tuple[tuple[int, int], ...]  # FLOPs and bytes at every size
 
 
 def fit_work(
@@ -110,9 +109,6 @@ def fit_work(
     Args:
         later: The same at some sizes, the first one first, in a step that finds gradients and adds to them: what it
             moves beyond the others depends on the parameters alone. The result is about it, if it is given.
-
-    Raises:
-        MisfitError: If the number of operators depends on the size, or what they do is no polynomial of it.
     """
     calls = _calls(phases, what)
     after = _calls(later, what) if later else calls
@@ -198,11 +194,7 @@ def _guess(tensor: LiveTensor, rows: int, length: int | None, basis: Basis) -> t
 def boundary_specs(
     module_map: ModuleMap, basis: Basis, entering: Sequence[Sequence[Shapes]], length: int | None
 ) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Specifications of every cut's live tensors.
-
-    Args:
-        entering: For every size, for every block, the shapes of the tensors that enter it.
-    """
+    """Specifications of every cut's live tensors, of the shapes that enter each block at every size."""
     traced_at = {MICROBATCH: module_map.batch_rows, SEQUENCE: length or 1}
     cuts = []
     for index, cut in enumerate(module_map.cuts):

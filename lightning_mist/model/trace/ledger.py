@@ -40,7 +40,6 @@ class PhaseCount:
     """What happened in one direction of one part of a step.
 
     Attributes:
-        collectives: Calls and bytes of whole tensors by collective operation.
         timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
     """
 

@@ -21,12 +21,7 @@ Sized = Callable[[Point], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to run a step.
-
-    Attributes:
-        runs: What was counted, at every size or at the first and the last only; the first one knows where allocations
-            come from.
-    """
+    """One way to run a step, at every size or the first and last; the first run knows where allocations come from."""
 
     runs: tuple[StepCount, ...]
     sizes: tuple[Coefficients, ...]  # size of every allocation of a run, in their order
@@ -51,14 +46,7 @@ class Ways:
 
 
 def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int | None], *, recomputes: bool) -> Ways:
-    """Run a step in all ways.
-
-    Args:
-        recomputes: Whether blocks can be recomputed; if not, the ways to recompute are those without.
-
-    Raises:
-        MisfitError: If an allocation is no polynomial of the sizes.
-    """
+    """Run a step in all ways, those to recompute as those without where blocks cannot be recomputed."""
     batches = {point: sized(point) for point in basis.sizes}
     ends = tuple(dict.fromkeys((basis.sizes[0], basis.sizes[-1])))
 
@@ -173,10 +161,7 @@ def _phases(run: StepCount) -> tuple[PhaseCount, ...]:
 
 
 def _differ_alike(first: PhaseCount, other: PhaseCount, first_last: PhaseCount, other_last: PhaseCount) -> bool:
-    """Whether another way has as many operators at the last size as at the first, and what it adds moves as much.
-
-    A way that repeats a forward moves more by what depends on the size; it is nowhere said how much.
-    """
+    """Whether another way has equally many operators at the last size, and adds as much unless it repeats a forward."""
     if other.operators != other_last.operators:
         return False
     added, added_last = other.moved_bytes - first.moved_bytes, other_last.moved_bytes - first_last.moved_bytes

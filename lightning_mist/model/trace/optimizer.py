@@ -16,8 +16,7 @@ from lightning_mist.model.operators import storage_key, tensors_in
 from lightning_mist.model.spec import OptimizerSpec
 from lightning_mist.model.trace.ledger import Ledger
 
-_SIDE = 64
-"""Parameters of 64 x 64: small, and a matrix, so that optimizers which treat matrices differently do so."""
+_SIDE = 64  # parameters of 64 x 64: small, and a matrix, so that optimizers which treat matrices differently do so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +40,7 @@ def _options(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> 
 
 
 def _as_on(device_kind: str, cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the choice that torch makes where nobody chose: on CUDA it steps all parameters together.
-
-    Source: ``_default_to_fused_or_foreach`` in torch/optim/optimizer.py.
-    """
+    """Options with torch's choice where nobody chose (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py)."""
     chosen = options.get("foreach") is not None or options.get("fused") or options.get("differentiable")
     if device_kind != "cuda" or chosen or "foreach" not in inspect.signature(cls.__init__).parameters:
         return options

@@ -31,7 +31,6 @@ class Walk:
     Args:
         twins: For every block ``None`` to run it, or the position of an earlier block to imitate.
         enter: Told ``(part, backward)`` when a part begins; the first forward part is not announced.
-        mode: Makes the outputs of imitations; ``None`` to hand on the values of the twin.
         given: Told ``(tensor, part, is gradient, index)`` of every tensor that enters a part, forward and backward.
         repeating: Makes the context in which the forward of a block is repeated.
     """
@@ -145,11 +144,7 @@ def _signature(leaf: Any) -> object:
 
 
 def loss_of(value: Any) -> torch.Tensor:
-    """The loss in what a training step returned: the tensor itself or the entry ``"loss"``.
-
-    Raises:
-        TraceError: If there is none or no gradient flows from it.
-    """
+    """The loss that a step returned, itself or as ``"loss"``; a :class:`TraceError` if no gradient flows from one."""
     loss = value.get("loss") if isinstance(value, Mapping) else value
     if not isinstance(loss, torch.Tensor):
         raise TraceError(

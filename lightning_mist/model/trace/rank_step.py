@@ -28,11 +28,7 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """How one rank sees the step.
-
-    Attributes:
-        sequence: For blocks that hidden states enter shared out along the sequence, how; by position.
-    """
+    """How one rank sees the step; ``sequence`` says by position how hidden states enter in parts along the sequence."""
 
     group: CountingGroup
     context: SplitContext

@@ -84,10 +84,7 @@ _SCORES = 1 << 20
 
 
 def _base_rows(batch: Any, rows: int, length: int) -> int:
-    """The whole batch if that is cheap, so that every run sees all of its rows; two otherwise.
-
-    One row is not taken: operators may treat a dimension of size one as a special case.
-    """
+    """The whole batch if that is cheap; else two, as operators may treat a dimension of size one as a special case."""
     size = sum(t.numel() * t.element_size() for t in batch_tensors(batch))
     return rows if rows > 1 and size <= _BATCH_BYTES and rows * length * length <= _SCORES else 2
 
@@ -110,10 +107,8 @@ def bases(batch: Any, *, real: bool) -> Iterator[Basis]:
 
 
 def divisible(basis: Basis, degree: int) -> Basis:
-    """A set of sizes like another one whose lengths are multiples of a sequence-parallel degree.
-
-    Every rank has at least two positions: operators treat dimensions of size one as a special case.
-    """
+    """Sizes like others whose lengths a sequence-parallel degree divides, at least two positions for every rank."""
+    # Operators treat dimensions of size one as a special case, hence two positions.
     longest = max(length for _, length in basis.sizes)
     if basis.powers != BILINEAR or longest < 6 * degree:
         raise MisfitError(f"lengths up to {longest} tell too little of costs that depend on multiples of {degree}")

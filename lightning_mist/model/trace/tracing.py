@@ -55,8 +55,6 @@ _UNSTACKABLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced(Counted):
-    """Everything that depends on sizes, as expressions."""
-
     parts: tuple[LayerSpec, ...]  # head, the kinds of layers, tail
     batch_bytes: sympy.Expr
     shared: sympy.Expr
@@ -250,13 +248,7 @@ def trace_model(
     module_map = module_map or _mapped(module, batch, run, resize)
     operators = _operators(module, batch, device_kind)
     step = Step(
-        module=module,
-        batch=batch,
-        module_map=module_map,
-        call=run,
-        context=context,
-        resize=resize,
-        operators=operators,
+        module=module, batch=batch, module_map=module_map, call=run, context=context, resize=resize, operators=operators
     )
     traced, failures = _traced(step)
     optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)

@@ -101,11 +101,7 @@ def _make(leaf: _Made, mode: FakeTensorMode | None) -> torch.Tensor:
 def imitate(
     answer: Answer, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
 ) -> Any:
-    """Answer for a block as its twin answered.
-
-    Args:
-        block: The block that is not run; one of its parameters stands for its own share in the outputs' gradient.
-    """
+    """Answer for a block as its twin did; a parameter of the block stands for its share in the outputs' gradient."""
     flat = tree_flatten((args, kwargs))[0]
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     flowing = [leaf for leaf in answer.leaves if isinstance(leaf, _Made) and leaf.requires_grad]
