@@ -36,11 +36,7 @@ SIMPLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Replayed:
-    """An iterator whose items can be had again, until it is released.
-
-    Attributes:
-        given: How many of its items have been given, while they are kept.
-    """
+    """An iterator whose items can be had again, until it is released."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self._items, self._keeps = inner, collections.deque[Any](), True
@@ -55,7 +51,6 @@ class Replayed:
         return self
 
     def __next__(self) -> Any:
-        """The next item: one that was had before, or a new one."""
         if not self._keeps:
             return self._items.popleft() if self._items else next(self.inner)
         if self.given == len(self._items):
@@ -77,11 +72,7 @@ class Replayed:
 
 
 class Contents:
-    """Values at one time.
-
-    Args:
-        largest: Bytes of the largest tensor that is copied; all of them if None.
-    """
+    """Values at one time; tensors of up to ``largest`` bytes are copied, all if None."""
 
     def __init__(self, *, with_tensors: bool, largest: int | None = None) -> None:
         self._with_tensors, self._largest = with_tensors, largest

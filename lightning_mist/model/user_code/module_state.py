@@ -103,7 +103,6 @@ class Generators:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        """All states as something that can be compared."""
         states = [self._torch, *(state for _, state in self._devices)]
         numpy = None if self._numpy is None else _comparable(self._numpy)
         return (*(bytes(state.numpy()) for state in states), self._python, numpy)

@@ -142,7 +142,6 @@ class Reach:
                 return
 
     def _visit_member(self, value: Any) -> None:
-        """What a class may hold: functions, in various covers."""
         if isinstance(value, property):
             for function in (value.fget, value.fset):
                 self._visit(function)
@@ -199,7 +198,6 @@ class Reach:
 
 
 def _defaults(function: FunctionType) -> dict[str, Any]:
-    """Default values of arguments that calls could change."""
     code, given = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[: code.co_argcount][code.co_argcount - len(given) :]
     every = {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}

@@ -11,8 +11,7 @@ from torch import nn
 from lightning_mist.model.user_code.contents import MOST_BYTES, Contents, Replayed, held_iterators
 from lightning_mist.model.user_code.reach import Reach, Space
 
-_Place = tuple[int, str]
-"""Number of a space and a name in it."""
+_Place = tuple[int, str]  # number of a space and a name in it
 
 
 class Snapshot:
