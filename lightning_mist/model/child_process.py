@@ -224,7 +224,6 @@ def _read(pipe: Connection) -> tuple[str, Any]:
 
 
 def _end_of(process: Any, last_words: Path) -> TraceError:
-    """The error for a child that ended without an answer, and where it was then."""
     process.join()
     text = last_words.read_text() if last_words.exists() else ""
     frames = [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(text)]
@@ -251,8 +250,7 @@ def _how_it_ended(name: str, status: int, place: str) -> str:
     return f"{name} was ended{place} by {what}{meaning}: {_WAYS_OUT}"
 
 
-_FIRST_OTHER = 3
-"""Descriptors below are standard input, output and error."""
+_FIRST_OTHER = 3  # descriptors below are standard input, output and error
 
 
 def mute(keep: Collection[int]) -> None:
@@ -285,7 +283,6 @@ def _is_written(descriptor: int) -> bool:
 
 
 def _redirect_opening() -> None:
-    """Let ``open`` with a mode that writes open the null device."""
     original = builtins.open
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
