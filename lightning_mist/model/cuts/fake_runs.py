@@ -118,7 +118,6 @@ def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidat
 
 
 def _failure(record: Record, error: BaseException, module: nn.Module) -> str:
-    """Why a run ended, with what the step read before, since a guess may have led there."""
     obstacle = None if isinstance(error, Refused) else find_obstacle(error, module)
     if obstacle is not None:
         return f"{obstacle}; {obstacle.ways_out}"

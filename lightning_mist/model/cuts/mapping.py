@@ -37,7 +37,6 @@ def map_module(
     Args:
         module: The user's module. Parameters may be without storage of their own (expanded from one element).
         call: Runs the step on a batch, for example ``lambda batch: module.training_step(batch, 0)``.
-        batch: A real batch; the step gets copies of it.
         second_batch: Another batch with fewer rows, to tell batch dimensions. Without it none is known.
         blocks: Names the repeated blocks instead of finding them; see :func:`find_blocks`.
 

@@ -60,7 +60,8 @@ def _flash_runs(
         return False
     # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: too little shared memory for backward
     is_small = (8, 6) <= target.capability <= (8, 9) or target.capability[0] == 12
-    if is_small and _needs_gradient(query, key, value) and width > 192 and (dropout > 0 or width <= 224):
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if is_small and needs_gradient and width > 192 and (dropout > 0 or width <= 224):
         return False
     return not is_causal or query.shape[2] == key.shape[2]
 
@@ -76,10 +77,6 @@ def _efficient_runs(target: Target, query: Tensor, key: Tensor, value: Tensor) -
         alignment = max(alignment, 8 if is_half else 4)
     same_width = query.shape[-1] == key.shape[-1]
     return bool(same_width and query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0)
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _attention(

@@ -100,8 +100,7 @@ def _lower(operator: Any, args: Any, kwargs: Any) -> Any:
     return _outside_autocast(operator, args, kwargs, torch.get_autocast_dtype("cpu"))
 
 
-def _fp32(operator: Any, args: Any, kwargs: Any) -> Any:
-    return _outside_autocast(operator, args, kwargs, torch.float32)
+_fp32 = partial(_outside_autocast, dtype=torch.float32)
 
 
 def _promote(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -162,7 +161,6 @@ def kernels() -> tuple[Kernel, ...]:
 
 
 def _kernel(name: str, rule: Callable[..., Any], what: str, elsewhere: Callable[..., Any] = _left_to_torch) -> Kernel:
-    """A kernel that follows a rule where a step is traced, and another for all other threads."""
     operator = overload_of(name)
 
     def compute(target: Target | None, *args: Any, **kwargs: Any) -> Any:

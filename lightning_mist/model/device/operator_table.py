@@ -15,7 +15,7 @@ Equal on both devices, so not in the table: linear layers, embeddings, GELU, SiL
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -55,9 +55,7 @@ class DeviceOperators:
         if not self.kernels:
             yield
             return
-        with ExitStack() as stack:
-            stack.enter_context(_cuda().in_force(replace(self.target, rounds=rounds)))
-            stack.enter_context(device_autocast.named(self.name))
+        with _cuda().in_force(replace(self.target, rounds=rounds)), device_autocast.named(self.name):
             yield
 
 
@@ -80,9 +78,8 @@ def device_operators(
     version = (torch_version or torch.__version__).partition("+")[0]
     major, minor = (int(part) for part in version.split(".")[:2])
     target = Target(torch_version=(major, minor), capability=capability or _UNKNOWN_CAPABILITY)
-    return DeviceOperators(
-        name=kind, version=TABLE_VERSION, target=target, kernels=_kernels() if kind == "cuda" else ()
-    )
+    kernels = _kernels() if kind == "cuda" else ()
+    return DeviceOperators(name=kind, version=TABLE_VERSION, target=target, kernels=kernels)
 
 
 @cache

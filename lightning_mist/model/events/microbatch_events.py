@@ -147,8 +147,6 @@ _Entries = dict[int, tuple[list[int], list[int]]]  # by position: the slots that
 
 
 class _Laid:
-    """Lays the allocations of a stage out in time."""
-
     def __init__(
         self, found: Stack, forwards: Sequence[int], marks: Mapping[bool, tuple[int, int]], tied: frozenset[str]
     ) -> None:

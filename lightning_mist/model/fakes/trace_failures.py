@@ -104,7 +104,6 @@ def _place_of(error: BaseException, module: nn.Module) -> str:
 
 
 def _frames_of(error: BaseException) -> tuple[list[FrameType], str]:
-    """The frames that an error came through, and the innermost line of the user's; empty if there is none."""
     walked = list(traceback.walk_tb(error.__traceback__))
     lines = [
         f"{frame.f_code.co_filename}:{line}"

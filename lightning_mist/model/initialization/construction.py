@@ -60,8 +60,6 @@ class _Constant:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One noted operator: its name, its arguments with places for tensors, the storages it reads and those it makes."""
-
     name: tuple[str, str, str]
     call: Any
     reads: frozenset[int]

@@ -58,7 +58,8 @@ def preset_spec(
         return None
     dtype = "float32" if precision == "32-true" or precision.endswith("-mixed") else forms.half
     itemsize = 4 if dtype == "float32" else 2
-    known = _parameters(shape, length, itemsize)
+    numels = {name: int(sympy.prod(sizes)) for name, sizes, _ in parameters(shape, length)}
+    known = [ParameterSpec(name=name, numel=n, bytes=n * itemsize, trainable=True) for name, n in numels.items()]
     whole = forms.parts(shape, length)
     return ModelSpec(
         name=name,
@@ -68,7 +69,7 @@ def preset_spec(
         kinds=(0,) * shape.layers,
         tail=whole.tail,
         boundaries=_boundaries(shape, dtype, itemsize, 1),
-        parameters=known,
+        parameters=tuple(known),
         buffer_bytes=0,
         # Ids of tokens and of those that follow, 8 bytes each.
         batch_bytes=16 * MICROBATCH * SEQUENCE,
@@ -88,13 +89,6 @@ def preset_spec(
 
 
 _FLASH_WIDTH = 192  # heads up to this width run the attention that was traced on every device (torch's sdp_utils.cpp)
-
-
-def _parameters(shape: LanguageModelShape, length: int, itemsize: int) -> tuple[ParameterSpec, ...]:
-    numels = {name: int(sympy.prod(sizes)) for name, sizes, _ in parameters(shape, length)}
-    return tuple(
-        ParameterSpec(name=name, numel=numel, bytes=numel * itemsize, trainable=True) for name, numel in numels.items()
-    )
 
 
 def _split(

@@ -35,7 +35,6 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
         text: The name of a preset, such as ``"gpt3-22b"``; the path of a Hugging Face ``config.json``; or
             ``"package.module:function"``, whose function returns a module with a ``training_step`` and a batch.
         sequence_length: Tokens of each row; presets and configurations need it, functions make their own batch.
-        precision: Lightning's name of the precision.
 
     Raises:
         ValueError: If the text names nothing, or something needed is missing.

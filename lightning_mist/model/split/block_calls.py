@@ -102,7 +102,7 @@ def _call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ..
         if known is not None and known.answer is not None:
             output = imitate(known.answer, blocks[position], args, kwargs, None)
         else:
-            kept = _detached(leaves)
+            kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             output = forward(*args, **kwargs)
             examples.setdefault(key, _example(blocks[position], (args, kwargs), kept, leaves, output))
         if len(keys) == len(blocks):
@@ -118,10 +118,6 @@ def _call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ..
         raise TraceError(f"the step called {len(keys)} of {len(blocks)} blocks")
     kinds = group([type(block).__name__ for block in blocks], [keys[i] for i in range(len(blocks))])
     return BlockCalls(kinds=kinds, examples=tuple(examples[keys[i]] for i in kinds.examples), batch=batch)
-
-
-def _detached(leaves: list[Any]) -> list[Any]:
-    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _example(block: nn.Module, given: Any, kept: list[Any], leaves: list[Any], output: Any) -> BlockCall:

@@ -134,7 +134,6 @@ def _trials(optimizer: Optimizer, *, parameters: int) -> Iterator[tuple[_Toy, li
 def _stepped(
     toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]], at_once: int
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Values of parameters after steps on so many of them at once, and the group's options."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     optimizer = toy.make(parameters)
     (group,) = optimizer.param_groups
@@ -266,7 +265,6 @@ def _step(toy: _Toy, values: Sequence[Tensor], gradients: Sequence[Sequence[Tens
 
 
 def _one_step(optimizer: Optimizer, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-    """A step as Lightning makes it: gradients come with the closure."""
     calls = 0
 
     def closure() -> float:
@@ -295,7 +293,6 @@ def _counted(optimizer: Optimizer) -> dict[tuple[int, Any], tuple[Any, float]]:
 
 
 def _make_late(optimizer: Optimizer, first: dict[tuple[int, Any], Any], second: dict[tuple[int, Any], Any]) -> None:
-    """Let whatever counts steps have counted many."""
     for key, (space, _) in _counted(optimizer).items():
         if key in first and second.get(key) == first[key] + 1:
             space[key[1]] = space[key[1]] + _LATE

@@ -33,8 +33,6 @@ _UNSEEN = -1
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """One call of a linear layer, whose output was replaced by ``leaf``."""
-
     call: LinearCall
     leaf: Tensor
 
@@ -86,11 +84,13 @@ class Probe:
             if feeds is None:
                 continue
             outer, factors = feeds
-            splits = {name: self._along_outputs(name, each) for name, each in factors.items()}
+            dims = {name: self.sites[name][0].call.output_dim for name in factors}
+            splits = {name: ParameterSplit(name=name, dim=dims[name], factors=each) for name, each in factors.items()}
             if any(chosen.get(name, split) != split for name, split in splits.items()):
                 continue
             chosen |= splits
-            chosen[inner] = self._along_inputs(inner, outer)
+            call = self.sites[inner][0].call
+            chosen[inner] = ParameterSplit(name=inner, dim=call.input_dim, factors=_product(outer, call.width))
             touching = [item for item in sets if item[1] & splits.keys()]
             sets = [item for item in sets if item not in touching]
             inners = {inner}.union(*(item[0] for item in touching))
@@ -197,13 +197,6 @@ class Probe:
                 return None
         return tuple(gradients)
 
-    def _along_outputs(self, name: str, factors: Factors) -> ParameterSplit:
-        return ParameterSplit(name=name, dim=self.sites[name][0].call.output_dim, factors=factors)
-
-    def _along_inputs(self, name: str, outer: int) -> ParameterSplit:
-        call = self.sites[name][0].call
-        return ParameterSplit(name=name, dim=call.input_dim, factors=_product(outer, call.width))
-
     def _with_bias(self, split: ParameterSplit, inner: set[str]) -> tuple[ParameterSplit, ...]:
         """A layer's split, and that of its bias, which only follows outputs."""
         biases = {id(b): b for b in (_root(site.call.bias) for site in self.sites[split.name]) if b is not None}
@@ -239,7 +232,6 @@ def _root(tensor: Tensor | None) -> Tensor | None:
 
 
 def _product(outer: int, size: int) -> Factors:
-    """One dimension of ``outer`` equal parts, each shared out."""
     return ((size, True),) if outer == 1 else ((outer, False), (size // outer, True))
 
 

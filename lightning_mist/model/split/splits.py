@@ -206,7 +206,6 @@ def _sequence(
     entries: tuple[SequenceSplit, ...],
     degree: int,
 ) -> tuple[tuple[SequenceSplit, ...], str | None]:
-    """How each block is entered in parts along the sequence, or why that cannot be."""
     for kind, each in enumerate(found):
         if each.entry is None:
             return (), f"{type(calls.examples[kind].block).__name__}: {each.whole_sequence}"

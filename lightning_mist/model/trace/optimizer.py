@@ -177,7 +177,7 @@ def optimizer_to_describe(
     found = list(_optimizers_in(made))
     if not found:
         return None, (*notes, f"configure_optimizers returned {type(made).__name__} without an optimizer")
-    largest = max(found, key=_elements)
+    largest = max(found, key=lambda item: sum(p.numel() for group in item.param_groups for p in group["params"]))
     if len(found) > 1:
         several = ", ".join(type(optimizer).__name__ for optimizer in found)
         notes += (
@@ -196,7 +196,3 @@ def _optimizers_in(made: Any) -> Iterator[torch.optim.Optimizer]:
     elif isinstance(made, (list, tuple)):
         for item in made:
             yield from _optimizers_in(item)
-
-
-def _elements(optimizer: torch.optim.Optimizer) -> int:
-    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])

@@ -235,7 +235,6 @@ def trace_model(
         call: Runs the step on a batch; ``module.training_step(batch, 0)`` by default.
         module_map: Blocks and cuts, if they are known already.
         optimizer: What will train the module: an instance, or a class for its defaults.
-        precision: Lightning's name of the precision, kept in the result.
         context: Makes the context of the step's forward, for example autocast.
         resize: Makes batches of other sizes, where repeating rows and cutting sequences is not right.
         device_kind: Kind of the device that the module will train on, ``"cpu"`` or ``"cuda"``, or a table of its

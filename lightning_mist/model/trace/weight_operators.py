@@ -45,7 +45,6 @@ class LinearCounter(TorchFunctionMode):
         self._ledger.note_linear(flops=2 * prod(sizes) * vectors, kept_bytes=kept)
 
     def _is_new(self, value: torch.Tensor) -> bool:
-        """Whether no linear operation of this part had this input before."""
         storage = value.untyped_storage()
         key = (self._ledger.part, storage._cdata)
         if key in self._kept:

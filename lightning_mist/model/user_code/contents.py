@@ -114,7 +114,6 @@ class Contents:
         return ("object", id(value)) if state is None else state
 
     def _inside(self, value: Any, depth: int) -> Any:
-        """What a container or an object of the user's holds; ``None`` for anything else."""
         if isinstance(value, _CONTAINERS):
             return self._container(value, depth)
         if isinstance(value, tuple):
@@ -122,7 +121,6 @@ class Contents:
         return ("object", id(value), self.freeze(vars(value), depth - 1)) if is_users_object(value) else None
 
     def _drawn(self, value: Any) -> Any:
-        """The state of what is drawn from; ``None`` for anything else."""
         numpy = sys.modules.get("numpy")
         state: Any = None
         if isinstance(value, Replayed):

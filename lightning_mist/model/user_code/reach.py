@@ -170,7 +170,6 @@ class Reach:
             self._add_class(type(value))
 
     def _read(self, function: FunctionType) -> None:
-        """Take in the names of a function's code, and what they lead to."""
         self._found += 1
         names = set(_names_of(function.__code__))
         self.names |= names

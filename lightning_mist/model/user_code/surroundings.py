@@ -49,7 +49,6 @@ class Snapshot:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a value is a part of the program and no state of it."""
     return isinstance(value, (type, nn.Module, property, staticmethod, classmethod)) or callable(
         getattr(value, "__get__", None)
     )
