@@ -97,12 +97,7 @@ class EstimateRequest:
 
 
 def estimate(*, request: EstimateRequest, degrees: Degrees) -> None:
-    """Say what a plan needs of every device's memory, and what would make it fit.
-
-    Args:
-        request: What to estimate on what.
-        degrees: A plan by degrees.
-    """
+    """Say what a plan needs of every device's memory, and what would make it fit."""
     from lightning_mist.estimate import combinations, limit_of, parse_sweep
     from lightning_mist.estimate.allocator import parse_allocator_settings
     from lightning_mist.hardware import single

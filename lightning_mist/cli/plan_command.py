@@ -140,12 +140,7 @@ class PlanRequest:
 
 
 def plan(*, request: PlanRequest, options: SearchOptions) -> None:
-    """Find the fastest plan that fits, by the cost model.
-
-    Args:
-        request: What to plan for what.
-        options: Which plans are looked at.
-    """
+    """Find the fastest plan that fits, by the cost model."""
     if request.html is not None:
         check_html(request.html)
     if request.out is not None:

@@ -101,7 +101,6 @@ class Baseline:
     """The best plan that a person or a tool would choose.
 
     Attributes:
-        name: What it is.
         plan: The plan with its prediction; None if there is none that fits.
         reason: Why there is none; empty if there is one.
         note: What to know of the search for it.
@@ -126,8 +125,6 @@ def baselines(
     """The best plan of every baseline; see the module.
 
     Args:
-        spec: The network.
-        cluster: The devices.
         profile: How fast they are; by default from the catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes that a plan may use of each device; the same default as for a search.
@@ -159,7 +156,6 @@ def baselines_with(
     """As :func:`baselines`, with a planner that exists already.
 
     Args:
-        planner: The planner.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes that a plan may use of each device.
         host_memory_limit: Bytes of host memory of each node that offloading may take.

@@ -16,7 +16,6 @@ class RankGroup:
     """Ranks that communicate with each other.
 
     Attributes:
-        ranks: Global ranks, ascending.
         handle: The group's ``torch.distributed`` handle; on ranks outside the group, whatever ``new_group`` returned.
     """
 

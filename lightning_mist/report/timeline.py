@@ -186,11 +186,7 @@ WHOLE = 0.7
 
 
 def windows_of(timeline: Timeline, points: Iterable[float] = ()) -> tuple[Window, ...]:
-    """What to show of a step: all of it, or of many microbatches the first, the last, and those around some points.
-
-    Args:
-        points: Seconds that must be shown.
-    """
+    """What to show of a step: all of it, or of many microbatches the first, the last, and those around some points."""
     groups, step = len(timeline.lanes), timeline.step_seconds
     width = (groups + AROUND) * timeline.microbatch_seconds
     epilogue = step - max(bar.end for lane in timeline.lanes for bar in lane.work if bar.microbatch is not None)

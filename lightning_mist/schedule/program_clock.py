@@ -53,7 +53,6 @@ class Times:
         starts: For each group the starts of its computations.
         ends: For each group the end of the last, with what is sent behind it.
         departures: For each link the starts of its transfers.
-        arrivals: For each link their ends.
     """
 
     starts: tuple[list[float], ...]

@@ -84,7 +84,6 @@ def simulate(
         gradient_seconds: The same for gradients on their way back.
         sent_activation_seconds: For each boundary, how long its sender takes where transfers move within computation;
             empty for as long as its receiver, ``activation_seconds``.
-        sent_gradient_seconds: The same for gradients.
         rules: How transfers move, and whom the optimizer's step waits for; by default transfers move beside
             computation, and each group steps by itself.
 

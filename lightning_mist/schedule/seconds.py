@@ -83,7 +83,6 @@ class PlanSeconds:
         gradients: The same for gradients on their way back.
         sent_activations: For each boundary what sending the activations takes of the sender's computation, where
             transfers move within it.
-        sent_gradients: The same for gradients.
     """
 
     stages: tuple[StageSeconds, ...]

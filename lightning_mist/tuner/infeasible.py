@@ -38,21 +38,13 @@ class UndecidedError(InfeasibleError):
 
 
 def kept_bytes(model: CostModel) -> float:
-    """Bytes of all parameters and of the optimizer state of those that are trained.
-
-    Args:
-        model: The cost model of the network.
-    """
+    """Bytes of all parameters and of the optimizer state of those that are trained."""
     table, spec = model.whole.holdings.table, model.spec
     return float(table.bytes_P.sum() + spec.optimizer.state_bytes_per_parameter_byte * table.trainable_P.sum())
 
 
 def held_bytes(stages: Stages) -> float:
-    """Bytes that all devices may use together with their hosts; infinite where a host has no limit.
-
-    Args:
-        stages: What stages may be, and what they may use.
-    """
+    """Bytes that all devices may use together with their hosts; infinite where a host has no limit."""
     parts = (
         zip(stages.parts, stages.sizes, strict=True)
         if isinstance(stages, MixedStages)

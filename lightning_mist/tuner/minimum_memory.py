@@ -72,10 +72,6 @@ class LeastMemory:
     def choices(self, intra: IntraStage, slot: StageSlot) -> SlotChoices:
         """For every range of layers of a slot what needs least, these bytes as its peak.
 
-        Args:
-            intra: Makes candidates.
-            slot: The slot.
-
         Raises:
             LateError: If time is up.
         """

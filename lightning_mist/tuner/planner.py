@@ -42,8 +42,6 @@ class Planner:
     """Finds plans for one network on one machine; every question is searched anew, with the cost model made once.
 
     Args:
-        spec: The network.
-        cluster: The devices.
         profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the
             catalog.
     """
@@ -93,7 +91,6 @@ class Planner:
         """What stages may be and cost; the same for a search and for what it is compared with.
 
         Args:
-            space: The search space.
             memory_limit: Bytes of each device that may be used in all.
             host_memory_limit: Bytes of host memory of each node that offloading may take.
             more: Bytes that tensors may take on each device beyond that.
@@ -166,8 +163,6 @@ def tune(
     """The fastest plan that fits.
 
     Args:
-        spec: The network.
-        cluster: The devices.
         profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the
             catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.

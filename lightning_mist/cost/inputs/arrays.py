@@ -25,9 +25,6 @@ class ArrayRecord:
 
     Of ``parts_FK`` the axis ``K`` is the last. Records among the fields have as many entries and go along; a field that
     may be ``None`` is an array or a record. What is named otherwise belongs to all entries alike.
-
-    Attributes:
-        AXIS: The letter of the axis.
     """
 
     __slots__ = ()

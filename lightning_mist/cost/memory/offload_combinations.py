@@ -64,14 +64,9 @@ class OffloadParts:
             included.
         beside_BG: What of it is there in the optimizer's step.
         parameters_BH: Parameters that stay, and buffers of others.
-        optimizer_BZ: The same of optimizer state.
         step_BZ: The optimizer's temporaries where neither parameters nor gradients are offloaded.
         unit_BZ: The same where some are: of one unit.
         third_BH: Offloaded parameters of a third unit, which are there in the step.
-        host_parameters_BH: Parameters in host memory.
-        host_gradients_BG: Gradients there.
-        host_optimizer_BZ: Optimizer state there.
-        host_activations_K: Activations of one microbatch there.
     """
 
     resident: PeakParts

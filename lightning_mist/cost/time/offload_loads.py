@@ -64,7 +64,6 @@ class CopyStages(ArrayRecord):
     """Stages at one place or at several, with those of their seconds that copies depend on.
 
     Attributes:
-        update_K: The optimizer's arithmetic.
         reduce_K: Averaging all gradients after the last microbatch, hidden or not.
         gather_K: Giving out all updated parameters, hidden or not.
     """

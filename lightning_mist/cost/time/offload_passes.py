@@ -74,10 +74,8 @@ class _Asked:
     Attributes:
         place_I: Where they are: question times width plus unit.
         next_I: Whether the unit has one behind it that comes next in a forward, which was before in a backward.
-        second_I: Whether it has two.
         below_I: Whether it has one in front of it.
         below_recomputed_I: Whether the unit in front is recomputed.
-        recomputed_I: Whether it is recomputed itself.
     """
 
     place_I: IntArray

@@ -258,7 +258,6 @@ class ModelSpec:
     Attributes:
         module_map: Blocks, cuts, parameter uses and exclusions.
         head: What runs before the first block (and the whole step if there are no blocks).
-        layers: The distinct kinds of blocks.
         kinds: For every layer position, the index of its kind in :attr:`layers`.
         tail: What runs after the last block.
         boundaries: For each layer position ``k`` in ``1 .. L-1`` at index ``k - 1``, the tensors crossing the cut.

@@ -64,7 +64,6 @@ class Variant:
     """A batch to follow, and how it is cut.
 
     Attributes:
-        rows: Rows of its parts.
         labels: Changes the labels of losses; None to leave them.
     """
 

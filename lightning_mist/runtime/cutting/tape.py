@@ -85,7 +85,6 @@ class Entry:
 
     Attributes:
         args: Its positional arguments, with :class:`Ref`, :class:`Fixed` and :class:`Number` in them.
-        depends: What its result depends on.
         key: What tells it from other calls in every run.
         autocast: Whether, and to what, operations were cast automatically.
         block: Position of the block that it is, if it is one.

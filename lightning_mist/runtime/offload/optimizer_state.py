@@ -40,7 +40,6 @@ class OffloadedState:
 
     Args:
         units: What it updates of each unit.
-        offloaded: The parameters whose state is in host memory.
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 

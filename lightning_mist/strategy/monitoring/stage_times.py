@@ -100,7 +100,6 @@ def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = Fal
 
     Args:
         recorded: What was recorded in the step: it and its closure, and the actions or the forward inside.
-        first: The first stage of the rank.
         overlaps: Whether gradients are reduced beside the last backward.
     """
     sums: dict[tuple[int, str], float] = {}

@@ -83,9 +83,6 @@ class PipelineBounds:
     """Lower bounds of pipelines under one memory limit; keeps what it has found.
 
     Attributes:
-        model: The cost model.
-        space: The search space.
-        slot_of: Makes slots.
         memory_limit: Bytes that a device may use.
         kinds: Kinds of state that may be offloaded.
     """
@@ -103,8 +100,6 @@ class PipelineBounds:
         """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
 
         Args:
-            counts: Numbers of stages.
-            num_microbatches: Number of microbatches.
             below: Seconds from which on it does not matter; finite.
             deadline: Value of ``perf_counter()`` at which to stop with what has been found.
         """
@@ -122,7 +117,6 @@ class PipelineBounds:
         """What stages can have of pipelines that take fewer seconds than ``below``.
 
         Args:
-            counts: Numbers of stages.
             num_microbatches: Number of microbatches.
             below: Seconds; finite.
         """
@@ -177,7 +171,6 @@ def open_stages(family: Family, below: float) -> OpenStages:
 
     Args:
         family: The pipelines, on devices that are all alike.
-        below: Seconds.
     """
     shape = family.num_devices[0] + 1, family.num_layers + 1
     nothing = OpenStages(

@@ -45,12 +45,9 @@ class RangeBounds(ArrayRecord):
     """Lower bounds of ranges at every position in a pipeline, in seconds and bytes, by devices and layers.
 
     Attributes:
-        forward_XR: Computing a forward.
         backward_XR: Computing a backward, with what it recomputes.
         forward_network_R: Exchanging among ranks with the same parameters beside a forward.
-        backward_network_R: The same beside a backward.
         outer_R: The part of both that the outermost units may not take.
-        transfer_XR: Receiving from the neighbours.
         activations_R: What a microbatch keeps until its backward.
         kept_R: The same when its output has gone.
         top_R: The part of it that the last layer keeps.
@@ -86,8 +83,6 @@ def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot]
     """Lower bounds of all ranges that compute for no longer than a bottleneck time.
 
     Args:
-        model: The cost model.
-        space: The search space.
         slots: A slot of every arrangement of devices.
         bottleneck: Seconds per microbatch.
     """
@@ -107,11 +102,7 @@ def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot]
 
 
 def least_sums(values_L: FloatArray) -> FloatArray:
-    """The least sum over any layers that follow each other, by their number from none to all.
-
-    Args:
-        values_L: What each layer has.
-    """
+    """The least sum over any layers that follow each other, by their number from none to all."""
     if not len(values_L) or not np.ptp(values_L):
         multiples: FloatArray = np.arange(len(values_L) + 1) * np.float64(values_L[0] if len(values_L) else 0.0)
         return multiples
@@ -125,7 +116,6 @@ def slots_of(
     """A slot of a pipeline for every arrangement of devices that leaves some to other stages.
 
     Args:
-        space: The search space.
         slot_of: A slot, by stage, number of stages and of microbatches, and arrangement.
         num_microbatches: Number of microbatches.
     """

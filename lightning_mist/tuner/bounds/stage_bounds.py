@@ -107,11 +107,9 @@ class PositionBounds:
 
     Attributes:
         begins_V: The first range of each pair of layers and devices.
-        pair_R: That pair.
         steady_R: Seconds of a microbatch, with its transfers, with nothing offloaded.
         needed_R: Bytes around a backward without gradients of which nobody but the own microbatch is in flight, and
             without what offloading optimizer state frees.
-        gradients_R: Bytes of gradients.
         kept_R: Bytes that every other microbatch in flight adds.
         loads_WR: Weighted seconds of what is not copied.
         offload: What may be offloaded, if anything but optimizer state may.
@@ -151,7 +149,6 @@ def in_flight(schedule: ScheduleName, behind: int, num_microbatches: int) -> int
     """Other microbatches in flight around the backward that finds most, at least.
 
     Args:
-        schedule: 1F1B or GPipe.
         behind: Stages behind.
         num_microbatches: Microbatches per batch.
     """
@@ -190,8 +187,6 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
     """Prepare the lower bounds of stages at a position, whatever memory they have.
 
     Args:
-        ranges: The ranges.
-        position: The position.
         setting: What may be offloaded, and how fast.
         bottleneck: The most steady seconds of a stage.
     """

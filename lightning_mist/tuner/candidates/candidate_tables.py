@@ -45,12 +45,8 @@ class Table:
 
     Attributes:
         pace: Bottleneck time up to which no candidate is missing, in seconds per microbatch.
-        windows: The layer ranges.
         slots: A slot for every arrangement of devices.
         window_K: Which layer range each candidate has.
-        shape_K: Which arrangement.
-        checkpointed_K: Recomputed layers.
-        zero_stage_K: 0 to 3.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         floor_K: Steady seconds with what of the boundary seconds neither averages gradients nor gives out parameters.
@@ -101,7 +97,6 @@ class Table:
         """Some candidates as choices, each at every place where its run of layers occurs.
 
         Args:
-            index_J: Which.
             peak_J: Their peak bytes.
             seconds: Their steady and boundary seconds, if they are not those of the table.
             offload_JO: What they keep in host memory; by default nothing.
@@ -141,9 +136,6 @@ class _Lines:
     """Every layer range that a stage may have, with every number of layers that it may recompute.
 
     Attributes:
-        window_E: Which layer range.
-        low_E: First region.
-        high_E: One past the last region.
         zeros: ZeRO stages that each of them may have on several devices.
     """
 
@@ -199,7 +191,6 @@ class _Figures(ArrayRecord):
 
     Attributes:
         alone_C: Steady seconds without exchange with other stages, and without unsharding.
-        shards: What unsharding adds.
         own_C: Boundary seconds without those for tied parameters.
         rest_C: What of these neither averages gradients nor gives out parameters.
         parts: What their peaks are made of, without the batch.
@@ -250,8 +241,6 @@ def make_tables(
     """Evaluate everything that can be part of a pipeline with a bottleneck time, of several roles.
 
     Args:
-        model: The cost model.
-        space: The search space.
         requests: The tables; all slots have the same number of microbatches.
         pace: Bottleneck time in seconds per microbatch, possibly infinite.
         alone: Whether all devices of the pipeline are of the search space.
@@ -369,8 +358,6 @@ def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: 
     """Which choices leave every other stage a layer and a device.
 
     Args:
-        choices: Of a role.
-        stage_index: Which stage they are for.
         num_stages: Of how many.
         num_layers: Layers of the network.
         most_devices: Devices of the largest stage that leaves the others one each.

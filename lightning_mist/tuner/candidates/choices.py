@@ -23,15 +23,10 @@ class SlotChoices(ArrayRecord):
 
     Attributes:
         start_K: First layer, or :data:`~lightning_mist.tuner.space.layer_ranges.ANYWHERE`.
-        layers_K: Number of layers.
-        devices_K: Number of devices.
         part_K: Part of the cluster that they lie in, 0 if it has one, or :data:`EVERY_PART`.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         peak_K: Peak bytes.
-        checkpointed_K: Recomputed layers.
-        zero_stage_K: 0 to 3.
-        tensor_K: Tensor-parallel degree.
         sequence_K: 1 if tensor-parallel devices are sequence-parallel too, else 0.
         offload_KO: What part of parameters, gradients, optimizer state and activations is in host memory.
     """

@@ -63,8 +63,6 @@ class IntraStage:
     """Makes frontiers; keeps those that several pipelines share.
 
     Args:
-        model: The cost model.
-        space: The search space.
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use for what it offloads.
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
@@ -133,7 +131,6 @@ class IntraStage:
         """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated.
 
         Args:
-            stage_index: Index of the stage.
             num_stages: Number of stages.
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
@@ -147,7 +144,6 @@ class IntraStage:
         """The same of several slots at once, which is faster than one after another.
 
         Args:
-            asked: The slots.
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
         """
@@ -169,7 +165,6 @@ class IntraStage:
         """Work out what frontiers of several slots need at once.
 
         Args:
-            asked: The slots.
             num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
         """

@@ -76,8 +76,6 @@ def feasible(
     """What some candidates of the stages of a table may offload, block by block.
 
     Args:
-        points: The candidates of the stages.
-        point_B: Those that are tried.
         limits: Bytes that a device may use, and of host memory.
     """
     table, shape_B = points.table, points.table.shape_K[points.index_P[point_B]]

@@ -54,7 +54,6 @@ class RatioGrid:
         """Of the combinations that fit, those that offload something and no more than they have to.
 
         Args:
-            fits_BC: Which combinations fit.
             ordered: Kinds of state of which a larger ratio is never faster.
         """
         defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0

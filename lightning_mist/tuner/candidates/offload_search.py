@@ -163,7 +163,6 @@ class ResidentPoints:
     """What the stages that share a table may be without offload.
 
     Attributes:
-        points: All that they may be.
         peak_P: Peak bytes.
         point_I: Those that fit and are not dominated, stage after stage.
     """

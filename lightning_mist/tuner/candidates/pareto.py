@@ -32,8 +32,6 @@ def non_dominated(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatAr
 
     Args:
         group_K: Group of each point, an integer; groups are independent of each other.
-        first_K: First value, smaller is better.
-        second_K: Second value, smaller is better.
     """
     group = np.asarray(group_K, dtype=np.int64)
     order_K = np.lexsort((second_K, first_K, group))
@@ -48,14 +46,7 @@ def non_dominated(group_K: npt.ArrayLike, first_K: FloatArray, second_K: FloatAr
 def not_beaten(
     group_K: IntArray, first_K: FloatArray, second_K: FloatArray, by: tuple[IntArray, FloatArray, FloatArray]
 ) -> BoolArray:
-    """Which points no other of some points, of the same group, equals or beats in both values.
-
-    Args:
-        group_K: Group of each point.
-        first_K: First value, smaller is better.
-        second_K: Second value, smaller is better.
-        by: Groups and values of the others.
-    """
+    """Which points no other of some points, of the same group, equals or beats in both values."""
     count = len(by[0])
     group, first, second = (np.concatenate(pair) for pair in zip(by, (group_K, first_K, second_K), strict=True))
     is_other = np.arange(len(group)) < count

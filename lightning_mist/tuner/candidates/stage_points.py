@@ -28,7 +28,6 @@ class Stage:
     """One of the stages that share a table.
 
     Attributes:
-        phases: Its situations.
         behind: Stages behind it, as far as microbatches are in flight between.
         among_NL: Of which numbers of devices and layers it may be; of all if ``None``.
     """
@@ -43,15 +42,12 @@ class StagePoints:
     """The candidates that stages which share a table may be.
 
     Attributes:
-        table: The table.
-        stages: The stages.
         stage_P: Which stage each is of, ascending.
         index_P: Which candidate each is, ascending within a stage.
         group_P: A number for the stage, the run of layers and the devices of each, ascending with the stage.
         steady_P: Steady seconds, with what the stages behind cost.
         whole_P: Steady and boundary seconds.
         floor_P: What of these neither averages gradients nor gives out parameters.
-        later_P: What the stages behind add.
     """
 
     table: Table
@@ -73,8 +69,6 @@ class StagePoints:
         """Those that are fast enough.
 
         Args:
-            table: The table.
-            stages: The stages.
             slowest: The most steady seconds, without what the stages behind cost.
         """
         count = int(np.searchsorted(table.steady_K, slowest, side="right"))
@@ -137,6 +131,5 @@ def covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:
 
     Args:
         known_NL: Of which something is known; ``None`` if of all.
-        asked_NL: About which is asked.
     """
     return known_NL is None or (asked_NL is not None and not (asked_NL & ~known_NL).any())

@@ -34,7 +34,6 @@ class Arcs:
     """Choices at states.
 
     Attributes:
-        stage_A: Stage.
         from_A: Node that the arc leaves; 0 is that of the first stage.
         to_A: Node that it enters; -1 behind the last stage.
         choice_A: Index of the choice in its slot.
@@ -151,7 +150,6 @@ def matching(
     """All choices at states that an answer of at most ``known`` seconds can have, from first stages to last ones.
 
     Args:
-        suffixes: The stages.
         walk: A pass at the most steady seconds of a stage.
         num_microbatches: Microbatches per batch.
         least_pace: Steady seconds that the slowest stage of any answer takes at least.

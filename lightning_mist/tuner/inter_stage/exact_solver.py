@@ -65,7 +65,6 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
     """The best answer, if one takes fewer seconds than ``below``.
 
     Args:
-        problem: The problem.
         below: Answers that do not take fewer seconds are of no interest.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
 
@@ -93,7 +92,6 @@ def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.
     """The best answer of a family of pipelines, of any number of stages, if it takes fewer seconds than ``below``.
 
     Args:
-        family: The pipelines.
         below: Answers that do not take fewer seconds are of no interest.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
     """
@@ -106,7 +104,6 @@ def solve_each(
     """About the best answer of every number of stages of a family, where it takes fewer seconds than something.
 
     Args:
-        family: The pipelines.
         below: By number of stages the seconds from which on answers are of no interest; others are not looked at.
         precision: Share by which there may be a better one.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
@@ -281,7 +278,6 @@ class _Search:
         """What steady times up to a bottleneck time can give.
 
         Args:
-            index: The bottleneck time.
             begin: The least bottleneck time that is still of interest.
 
         Returns:

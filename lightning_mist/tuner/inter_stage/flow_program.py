@@ -56,7 +56,6 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
     """The best answer according to HiGHS, with the bound that it has proven.
 
     Args:
-        problem: The problem.
         time_limit: Seconds after which the best answer so far is taken.
         incumbent: An answer to begin with. What cannot belong to one as good is left out.
 

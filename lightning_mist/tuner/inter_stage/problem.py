@@ -172,8 +172,6 @@ class Family:
             num_layers: Layers to deal out.
             num_devices: Devices to deal out, of every part of the cluster.
             num_microbatches: Microbatches per batch.
-            counts: Numbers of stages.
-            choices_of: The choices by stage and number of stages.
         """
         tails: list[SlotChoices] = []
         for place in places_behind(counts):

@@ -26,9 +26,6 @@ class SlotOptions(ArrayRecord):
     """Choices by what they use up; infinite where an option has none.
 
     Attributes:
-        part_C: Part of the cluster.
-        devices_C: Devices.
-        layers_C: Layers.
         rank_C: How many options use up the same and are faster everywhere.
         steady_CR: Steady seconds.
         reach_CR: Steady and boundary seconds together.
@@ -53,9 +50,6 @@ class EndOptions(ArrayRecord):
     """Choices whose place is known: of a first or last stage.
 
     Attributes:
-        part_K: Part of the cluster.
-        devices_K: Devices.
-        layers_K: Layers.
         steady_K: Steady seconds.
         reach_K: Steady and boundary seconds together.
         index_K: Index of the choice in its slot.
@@ -73,9 +67,7 @@ def end_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]
     """The choices of the first or the last stage that count.
 
     Args:
-        slot: The choices.
         num_layers: Layers of the network.
-        num_devices: Devices of every part.
         is_first: Whether it is the first stage, which starts with the network, or the last, which ends with it.
     """
     start_K = 0 if is_first else num_layers - slot.layers_K
@@ -96,9 +88,7 @@ def slot_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...
     """The choices of a stage between others that count.
 
     Args:
-        slot: The choices.
         num_layers: Layers of the network.
-        num_devices: Devices of every part.
     """
     index_K = _that_count(slot, num_layers, num_devices, np.ones(len(slot), dtype=bool), slot.start_K)
     row_K = np.where(slot.start_K[index_K] == ANYWHERE, 0, num_layers - slot.start_K[index_K])

@@ -44,7 +44,6 @@ class _States:
     """The states that can be part of an answer at a bottleneck time.
 
     Attributes:
-        row_J: Layers.
         flat_J: Number of the state among all, also those that cannot.
         number: The place in J of every state; the number of states where there is none.
         slack: Layers by which all devices together can be idle.
@@ -77,11 +76,7 @@ class Walk:
 
 
 class Suffixes:
-    """The stages of a family of pipelines, prepared for passes.
-
-    Args:
-        family: The pipelines.
-    """
+    """The stages of a family of pipelines, prepared for passes."""
 
     def __init__(self, family: Family) -> None:
         layers, devices = family.num_layers, family.num_devices

@@ -36,8 +36,6 @@ class MixedStages:
     """What the stages of plans on unlike devices may be; keeps what several pipelines share.
 
     Args:
-        model: The cost model.
-        space: The search space of all devices.
         spaces: That of every part, whose stages have devices of it only.
         limits: Bytes that a device of every part may use.
         host_limits: Bytes of host memory that it may use for what it offloads.
@@ -129,7 +127,6 @@ class MixedStages:
         """The choices of all stages, without those that only plans of at least ``below`` seconds can have.
 
         Args:
-            group: The pipelines.
             counts: Their numbers of stages, of the group's.
             below: Seconds; a pipeline takes at least ``G`` times the steady time of any of its stages.
         """
@@ -230,8 +227,6 @@ def mixed_stages(
     """What the stages of plans on unlike devices may be.
 
     Args:
-        model: The cost model.
-        space: The search space of all devices.
         memory_limit: Bytes of each device that may be used in all, at most its memory.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
         more: Bytes that tensors may take on each device beyond its limit.
@@ -247,13 +242,7 @@ def mixed_stages(
 
 
 def space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
-    """The search space of a part: its stages have some of its devices, of which those of a node may share layers.
-
-    Args:
-        part: The part.
-        space: The search space of all devices.
-        spec: The network.
-    """
+    """The search space of a part: its stages have some of its devices, of which those of a node may share layers."""
     asked = space.search.devices_per_stage
     counts = divisors(part.world_size) if asked is None else tuple(n for n in asked if n <= part.world_size)
     # A number that no stage of the part can have leaves it without any.
@@ -268,7 +257,6 @@ def mixed_layout(
     """Global ranks of every stage; see :func:`~lightning_mist.plan.rank_order.rank_layout`, by part.
 
     Args:
-        cluster: The parts.
         degrees: Data- and tensor-parallel degree of every stage.
         parts: The part in which each of them lies, or that the only one lies in all.
     """

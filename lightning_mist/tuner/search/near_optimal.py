@@ -20,7 +20,6 @@ def compared(space: Space, winner: int) -> tuple[int, ...]:
     """Numbers of stages to compare the winner with: one, half, one less, one more, twice as many.
 
     Args:
-        space: The search space.
         winner: The best number of stages.
     """
     wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}

@@ -42,11 +42,7 @@ class Pipelines(Protocol):
 
 
 class AlikePipelines:
-    """The pipelines of a search space on devices that are all alike.
-
-    Args:
-        intra: What their stages may be.
-    """
+    """The pipelines of a search space on devices that are all alike."""
 
     def __init__(self, intra: IntraStage) -> None:
         assert isinstance(intra.model, StageCostModel)

@@ -33,8 +33,6 @@ def search_copies(
 
     Args:
         look: Searches a space with so many more bytes on each device.
-        spec: The network.
-        space: The search space.
     """
     stages, outcome = look(space, 0.0)
     copies, saved = degrees_of_copies(space), most_saved(spec, space)
@@ -56,9 +54,6 @@ def search_copies(
 
 def degrees_of_copies(space: Space) -> tuple[tuple[int, ...], ...]:
     """Data-parallel degrees that pipelines in several copies may have: those that are multiples of 2, of 3, ..
-
-    Args:
-        space: The search space of all pipelines.
 
     Returns:
         Sets of degrees, each other than that of all; none where stages are priced with their own batches anyway.

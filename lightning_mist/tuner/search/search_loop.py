@@ -72,7 +72,6 @@ def search_pipelines(pipelines: Pipelines, deadline: float) -> Outcome:
     """The best pipeline, proven, those near it, and good ones with other numbers of stages.
 
     Args:
-        pipelines: What is searched.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
     """
     state = SearchState.of(pipelines, deadline)

@@ -26,13 +26,11 @@ class SearchState:
     """What a search has found and proven so far.
 
     Attributes:
-        pipelines: What is searched.
         bounds: Step seconds that no plan of each pipeline goes below.
         deadline: Value of ``perf_counter()`` at which to stop.
         patience: The same as long as there is no plan.
         found: The best answers of pipelines, proven of the whole space.
         met: Answers of pipelines that need not be the best.
-        solved: Pipelines that were solved.
         is_stopped: Whether some were not because time was up.
     """
 

@@ -35,7 +35,6 @@ class Layouts:
         """The plan in the fastest of its layouts, the first of those that take as long, and its seconds on the clock.
 
         Args:
-            model: The cost model.
             best: Step seconds of another plan. If this one is slower by more than a layout can gain it stays as it is.
         """
         plan, *others = self.plans

@@ -35,7 +35,6 @@ class Alternative:
 
     Attributes:
         name: What distinguishes it, for example ``"2 stages"``.
-        plan: The plan, with its prediction.
     """
 
     name: str
@@ -70,7 +69,6 @@ class TuneResult:
     """The best plan and why.
 
     Attributes:
-        plan: The plan, with its prediction.
         status: ``"optimal"`` if no plan of the search space under the schedule of the exact search (1F1B or GPipe) is
             faster by the closed form of the cost model than the best that was found, of the plans that were run on the
             clock (all near the best by the closed form, :mod:`lightning_mist.tuner.search.near_optimal`) none is faster
@@ -90,7 +88,6 @@ class TuneResult:
             stage, half as many, one less, one more and twice as many, where they take at most a quarter longer (with
             offload, of these only all or nothing of each kind of state is looked at). The fastest half dozen are kept,
             and the best of a single stage.
-        stats: How the search went.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:
             that none with these is faster by more than a billionth. Its program leaves out stages that by the least

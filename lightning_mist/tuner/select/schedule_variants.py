@@ -41,7 +41,6 @@ def best_variant(
     """The fastest plan that fits under a schedule other than that of the search, with its prediction.
 
     Args:
-        model: The cost model.
         space: The search space, whose schedules count.
         limits: Bytes that the devices of every stage of a plan may use.
         host_limits: Bytes of host memory that each of them may use.
@@ -145,11 +144,8 @@ def fitted(
     """Each plan with as few more recomputed layers on every group of devices as make it fit; nothing if none do.
 
     Args:
-        model: The cost model.
-        space: The search space.
         limits: Bytes that the devices of every stage of a plan may use.
         host_limits: Bytes of host memory that each of them may use.
-        plans: The plans.
     """
     asked = []
     for plan in plans:

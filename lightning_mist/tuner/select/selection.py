@@ -49,12 +49,9 @@ class Choice:
     """The plan of a search, and what it was chosen from.
 
     Attributes:
-        plan: The plan with its prediction.
         is_explored: Whether another schedule than that of the exact search was chosen.
         closed_form_seconds: The plan's seconds by the closed form; under another schedule those of the plan that it
             competed with.
-        alternatives: Others, fastest first.
-        notes: Why this one, for people.
     """
 
     plan: Plan
@@ -146,8 +143,6 @@ def _clock_notes(first: _Clocked, fastest: _Clocked, chosen: _Clocked) -> tuple[
     """What to say of a plan that is not the best by the closed form, or not the fastest on the clock.
 
     Args:
-        first: The best by the closed form.
-        fastest: The fastest on the clock.
         chosen: The simplest of those that cannot be told apart from it.
     """
     notes = []
@@ -178,7 +173,6 @@ def _under_other_schedule(
     Args:
         stages: What stages may be and cost.
         base: The fastest plan of the exact search.
-        others: Others of it.
     """
     space = stages.space
     tried = tuple(name for name in space.search.schedules if name not in ("1f1b", "gpipe"))
@@ -208,8 +202,6 @@ def make_plan(
     """The plan that one choice per stage describes.
 
     Args:
-        space: The search space.
-        problem: The choices of every stage.
         chosen: The index of each stage's choice.
         cluster: The devices; by default equal ones, on nodes as the search space says.
     """

@@ -119,9 +119,7 @@ def drop_savings(model: CostModel, plan: Plan, fits: Fits, zero_stages: Sequence
     """The plan with as few kinds of state offloaded or shared out as fit and take as long on the clock.
 
     Args:
-        model: The cost model.
         plan: The plan, with its prediction, as the result has its own.
-        fits: Whether a plan fits.
         zero_stages: ZeRO stages that plans may use.
     """
     assert plan.predicted is not None
@@ -141,7 +139,6 @@ def fits_within(
     """Says of plans whether they fit.
 
     Args:
-        model: The cost model.
         limits: Bytes that the devices of every stage of a plan may use.
         host_limits: Bytes of host memory that each of them may use.
     """

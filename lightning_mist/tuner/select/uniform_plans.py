@@ -66,12 +66,10 @@ class _Priced:
     """Plans that differ in what their stages save only.
 
     Attributes:
-        slots: The stages.
         candidates: One of them with every setting.
         seconds_K: Step seconds in closed form.
         peak_SK: Peak bytes of every stage's most loaded device.
         host_SK: Bytes that it has in host memory.
-        limit_S: Bytes that it may use.
         host_limit_S: Bytes of host memory that it may use.
     """
 
@@ -89,7 +87,6 @@ def fastest_uniform(stages: Stages, family: UniformPlans) -> tuple[Plan | None, 
 
     Args:
         stages: What stages of the family's space may be.
-        family: The plans.
 
     Returns:
         The plan, if one fits, and the least shortage of those in one piece, which is ``None`` where nothing divides the

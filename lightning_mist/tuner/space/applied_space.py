@@ -71,9 +71,6 @@ class Space:
     """A search space applied to one network, batch and number of devices.
 
     Attributes:
-        search: The limits asked for.
-        num_layers: Layers of the network.
-        world_size: Devices.
         batch_rows: Rows of the batch that each device loads.
         max_stages: The most stages.
         cuts_batches: Whether a batch may be cut.
@@ -187,11 +184,7 @@ class Space:
         return None if cuts is None else (cuts[stage_index], cuts[stage_index + 1])
 
     def recomputed(self, layers_W: IntArray) -> tuple[IntArray, IntArray]:
-        """Every number of layers that stages may recompute: of which stage, and how many.
-
-        Args:
-            layers_W: Layers of each stage.
-        """
+        """Every number of layers that stages may recompute: of which stage, and how many."""
         shares = self.search.checkpointed_shares
         if not self.checkpointing:
             return np.arange(len(layers_W)), np.zeros(len(layers_W), dtype=np.int64)
@@ -227,9 +220,7 @@ def apply(
     """The search space of one network on a number of devices.
 
     Args:
-        search: The limits asked for.
         spec: The network, whose exclusions are honoured.
-        world_size: Devices.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         devices_per_node: Devices of each node; by default all are in one.
 
@@ -301,8 +292,6 @@ def with_offload(
     rates of copies between such devices and their hosts are not known, nor what the module has to have on its device.
 
     Args:
-        space: The search space.
-        cluster: The devices.
         profiles: How fast those of each part are.
         module_map: The module, whose exclusions are honoured.
     """
@@ -335,7 +324,6 @@ def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...
     """The tensor-parallel degrees above 1 for which it is worth finding out how a module can be split.
 
     Args:
-        search: What may be searched.
         devices_per_node: Devices that are near enough to share layers.
     """
     asked = search.tensor_parallel_degrees

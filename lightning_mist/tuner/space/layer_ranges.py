@@ -60,7 +60,6 @@ class LayerRanges:
 
     Attributes:
         start_W: First layer of one of those that cost the same.
-        layers_W: Number of layers.
         starts: First layers of all of them, or :data:`ANYWHERE` alone.
     """
 
@@ -93,7 +92,6 @@ def layer_ranges_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> La
     """Every range of layers that a stage may have.
 
     Args:
-        role: Where it is.
         num_layers: Layers of the network.
         classes: As :func:`layer_classes` gives them.
     """
@@ -128,11 +126,7 @@ def _middle(num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
 
 
 def places_behind(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Stage and number of stages of all that may lie behind the first ones of pipelines, the last stage first.
-
-    Args:
-        counts: Numbers of stages.
-    """
+    """Stage and number of stages of all that may lie behind the first ones of pipelines, the last stage first."""
     found = []
     for behind in range(max(counts, default=1) - 1):
         num_stages = max(behind + 2, min(counts))

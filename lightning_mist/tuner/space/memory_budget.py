@@ -31,7 +31,6 @@ def check_memory_limit(cluster: AnyCluster, memory_limit: int | None) -> None:
     """Refuse a limit of more memory than any device has.
 
     Args:
-        cluster: The devices.
         memory_limit: Bytes of each device that may be used in all; None for all that it has.
 
     Raises:
@@ -95,7 +94,6 @@ def host_notes(cluster: AnyCluster, host_memory_limit: int | None) -> Iterator[s
     """What offloading may take of each node's memory, for people, where nobody has said it.
 
     Args:
-        cluster: The devices.
         host_memory_limit: Bytes of each node that offloading may take, if they were given.
     """
     parts = cluster.parts if host_memory_limit is None else ()
