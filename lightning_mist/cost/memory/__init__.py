@@ -20,35 +20,3 @@ from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
 from lightning_mist.cost.memory.offload_shares import OffloadedBytes
 from lightning_mist.cost.memory.phases import Phase, phases_in_order, stage_phases
 from lightning_mist.cost.memory.stage_bytes import Bytes, NeedTerms, PeakParts, StageNeeds, need_terms, needs_of
-
-__all__ = [
-    "BUCKET_BYTES",
-    "BUFFERS",
-    "COUNTED",
-    "TERMS",
-    "Bytes",
-    "HeldBytes",
-    "Holdings",
-    "MemoryModel",
-    "NeedTerms",
-    "OffloadParts",
-    "OffloadedBytes",
-    "PeakParts",
-    "Phase",
-    "Ratios",
-    "SharedOut",
-    "Situation",
-    "StageMemory",
-    "StageNeeds",
-    "counts_of_groups",
-    "host_bytes",
-    "host_microbatch_bytes",
-    "host_state_bytes",
-    "in_flight",
-    "need_terms",
-    "needs_of",
-    "phases_in_order",
-    "situations_in_order",
-    "situations_of_groups",
-    "stage_phases",
-]

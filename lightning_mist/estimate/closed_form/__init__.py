@@ -7,5 +7,3 @@ from lightning_mist.estimate.closed_form.transformer_estimate import (
     shape_dims,
     with_second_opinion,
 )
-
-__all__ = ["TransformerDims", "closed_spec", "dims_of", "module_dims", "shape_dims", "with_second_opinion"]

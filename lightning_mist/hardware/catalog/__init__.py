@@ -16,20 +16,3 @@ from lightning_mist.hardware.catalog.memory_overheads import (
     context_overhead,
     workspace_bytes,
 )
-
-__all__ = [
-    "NOTHING",
-    "CatalogDevice",
-    "Overhead",
-    "canonical_name",
-    "capability_of",
-    "catalog_profile",
-    "communicator_overhead",
-    "context_overhead",
-    "copies_are_staged",
-    "find_device",
-    "host_memory",
-    "interference_of_kind",
-    "lanes_are_shared",
-    "workspace_bytes",
-]

@@ -1,5 +1,3 @@
 """Measuring the machine at hand."""
 
 from lightning_mist.hardware.measure.machine_bench import measure_profile
-
-__all__ = ["measure_profile"]

@@ -3,5 +3,3 @@
 from lightning_mist.model.cuts.blocks import find_blocks
 from lightning_mist.model.cuts.compiled_parts import compiled_exclusions
 from lightning_mist.model.cuts.mapping import map_module
-
-__all__ = ["compiled_exclusions", "find_blocks", "map_module"]

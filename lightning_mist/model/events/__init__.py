@@ -12,22 +12,3 @@ from lightning_mist.model.events.microbatch_events import (
     stack_inputs,
 )
 from lightning_mist.model.events.part_stack import StageShape
-
-__all__ = [
-    "Block",
-    "InputsTemplate",
-    "Label",
-    "Lifetime",
-    "Mark",
-    "PartRun",
-    "StageShape",
-    "StageTemplate",
-    "StepPeaks",
-    "Tape",
-    "WeightGradient",
-    "part_peaks",
-    "peaks_of",
-    "stack",
-    "stack_inputs",
-    "timeline_of",
-]

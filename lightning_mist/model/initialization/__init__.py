@@ -9,13 +9,3 @@ from lightning_mist.model.initialization.initial_values import (
     find_sources,
     load_hollow,
 )
-
-__all__ = [
-    "InitialValues",
-    "OnRankZero",
-    "blocks_alike",
-    "deferred_construction",
-    "empty_out",
-    "find_sources",
-    "load_hollow",
-]

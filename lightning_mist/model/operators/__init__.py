@@ -4,18 +4,3 @@ from lightning_mist.model.operators.linear_calls import LinearCall, LinearMode
 from lightning_mist.model.operators.operator_costs import computes, flops, moved_bytes, storage_key, tensors_in, written
 from lightning_mist.model.operators.operator_kinds import kind_of
 from lightning_mist.model.operators.workspace_rules import memory_rules, register_memory_rule, workspace_bytes
-
-__all__ = [
-    "LinearCall",
-    "LinearMode",
-    "computes",
-    "flops",
-    "kind_of",
-    "memory_rules",
-    "moved_bytes",
-    "register_memory_rule",
-    "storage_key",
-    "tensors_in",
-    "workspace_bytes",
-    "written",
-]

@@ -3,13 +3,3 @@
 from lightning_mist.model.presets.named_models import PRESETS, check_length, check_name, check_precision
 from lightning_mist.model.presets.shapes import LanguageModelShape
 from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_spec
-
-__all__ = [
-    "KNOWN_OPTIMIZERS",
-    "PRESETS",
-    "LanguageModelShape",
-    "check_length",
-    "check_name",
-    "check_precision",
-    "preset_spec",
-]

@@ -2,5 +2,3 @@
 
 from lightning_mist.model.sources.reference_decoder import LanguageModel
 from lightning_mist.model.sources.text_sources import open_model, parameter_dtype, precision_context
-
-__all__ = ["LanguageModel", "open_model", "parameter_dtype", "precision_context"]

@@ -2,5 +2,3 @@
 
 from lightning_mist.model.split.optimizer_coupling import counting_reason, coupling_reason, whole_tensor_reason
 from lightning_mist.model.split.splits import derive_splits
-
-__all__ = ["counting_reason", "coupling_reason", "derive_splits", "whole_tensor_reason"]

@@ -2,5 +2,3 @@
 
 from lightning_mist.model.timing.layer_timing import attach_seconds, measured_sizes, time_layers
 from lightning_mist.model.timing.optimizer_timing import time_update
-
-__all__ = ["attach_seconds", "measured_sizes", "time_layers", "time_update"]

@@ -6,23 +6,3 @@ from lightning_mist.model.trace.optimizer import describe_optimizer, optimizer_c
 from lightning_mist.model.trace.part_hooks import Walk, loss_of
 from lightning_mist.model.trace.tracing import trace_model
 from lightning_mist.model.trace.twins import Answer, echo, imitate, record_answer
-
-__all__ = [
-    "Answer",
-    "Kinds",
-    "Walk",
-    "cost_keys",
-    "count_step",
-    "describe_optimizer",
-    "echo",
-    "group",
-    "imitate",
-    "isolated_subject",
-    "loss_of",
-    "module_key",
-    "optimizer_class",
-    "optimizer_to_describe",
-    "record_answer",
-    "step_bytes",
-    "trace_model",
-]

@@ -4,17 +4,3 @@ from lightning_mist.model.user_code.contents import SIMPLE, Replayed, is_iterato
 from lightning_mist.model.user_code.module_state import Generators, ModuleState
 from lightning_mist.model.user_code.reach import Reach, Space, is_users
 from lightning_mist.model.user_code.surroundings import Snapshot, Surroundings
-
-__all__ = [
-    "SIMPLE",
-    "Generators",
-    "ModuleState",
-    "Reach",
-    "Replayed",
-    "Snapshot",
-    "Space",
-    "Surroundings",
-    "is_iterator",
-    "is_users",
-    "is_users_object",
-]

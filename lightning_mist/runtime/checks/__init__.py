@@ -2,5 +2,3 @@
 
 from lightning_mist.runtime.checks.gradient_differences import GradientDifferences
 from lightning_mist.runtime.checks.selfcheck import Steady, check_stages, loss_of, refuse_unchecked
-
-__all__ = ["GradientDifferences", "Steady", "check_stages", "loss_of", "refuse_unchecked"]

@@ -3,18 +3,3 @@
 from lightning_mist.runtime.communication.boundary import Crossing, GraphEnd, Microbatch, Neighbours, Portion
 from lightning_mist.runtime.communication.failure import FailureWatcher, start_watcher
 from lightning_mist.runtime.communication.transport import DistributedTransport, TensorWork, Transport, Work, complete
-
-__all__ = [
-    "Crossing",
-    "DistributedTransport",
-    "FailureWatcher",
-    "GraphEnd",
-    "Microbatch",
-    "Neighbours",
-    "Portion",
-    "TensorWork",
-    "Transport",
-    "Work",
-    "complete",
-    "start_watcher",
-]

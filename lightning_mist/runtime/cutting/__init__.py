@@ -6,21 +6,3 @@ from lightning_mist.runtime.cutting.proof import prove
 from lightning_mist.runtime.cutting.rules import CutRules, ResultKey
 from lightning_mist.runtime.cutting.step_results import Result, alike, best_way, leaves_of_result, together
 from lightning_mist.runtime.cutting.tape_replay import Values
-
-__all__ = [
-    "WAY_OUT",
-    "CutMode",
-    "CutRules",
-    "Result",
-    "ResultKey",
-    "Values",
-    "Way",
-    "alike",
-    "best_way",
-    "check_counts",
-    "cutting",
-    "is_close",
-    "leaves_of_result",
-    "prove",
-    "together",
-]

@@ -3,5 +3,3 @@
 from lightning_mist.runtime.gradients.reducer import GradientReducer
 from lightning_mist.runtime.gradients.unit_gradients import UnitGradients
 from lightning_mist.runtime.gradients.weight_gradients import WeightGradients
-
-__all__ = ["GradientReducer", "UnitGradients", "WeightGradients"]

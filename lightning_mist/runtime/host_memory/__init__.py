@@ -2,5 +2,3 @@
 
 from lightning_mist.runtime.host_memory.copy_streams import CopyStreams, DeviceBuffers
 from lightning_mist.runtime.host_memory.host_pool import HostPlace, HostPool, is_host, let_go, padded_bytes, views_into
-
-__all__ = ["CopyStreams", "DeviceBuffers", "HostPlace", "HostPool", "is_host", "let_go", "padded_bytes", "views_into"]

@@ -3,5 +3,3 @@
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState, offload_optimizer_state
-
-__all__ = ["OffloadedActivations", "OffloadedGradients", "OffloadedState", "offload_optimizer_state"]

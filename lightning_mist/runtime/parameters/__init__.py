@@ -23,34 +23,3 @@ from lightning_mist.runtime.parameters.optimizer_cut import (
 )
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
 from lightning_mist.runtime.parameters.unit_shards import UnitGather, UnitKey, UnitShards
-
-__all__ = [
-    "AbsentGradient",
-    "Bucket",
-    "BufferSync",
-    "CastKeeper",
-    "ParameterGatherer",
-    "Part",
-    "UnitGather",
-    "UnitKey",
-    "UnitShards",
-    "at_work",
-    "check_dense",
-    "clip_by_norm",
-    "clip_by_value",
-    "detached",
-    "gather_optimizer_state",
-    "global_grad_norm",
-    "held_at",
-    "load_full_optimizer_state",
-    "local_optimizer_state",
-    "make_absent",
-    "make_buckets",
-    "make_present",
-    "memory_of",
-    "no_kept_casts",
-    "owned_buckets",
-    "parts_of",
-    "restrict_optimizer",
-    "works",
-]

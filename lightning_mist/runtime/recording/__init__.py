@@ -2,5 +2,3 @@
 
 from lightning_mist.runtime.recording.action_recorder import Recorded, Recorder
 from lightning_mist.runtime.recording.meter import meter_memory, state_tensors
-
-__all__ = ["Recorded", "Recorder", "meter_memory", "state_tensors"]

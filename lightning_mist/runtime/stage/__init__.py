@@ -5,16 +5,3 @@ from lightning_mist.runtime.stage.processes import Talk, watched_processes
 from lightning_mist.runtime.stage.stages import RankStages, make_stages, no_caches
 from lightning_mist.runtime.stage.step_run import InputSpec, StageOutput
 from lightning_mist.runtime.stage.unit_runner import UnitRunner, make_unit_runner
-
-__all__ = [
-    "InputSpec",
-    "PipelineStage",
-    "RankStages",
-    "StageOutput",
-    "Talk",
-    "UnitRunner",
-    "make_stages",
-    "make_unit_runner",
-    "no_caches",
-    "watched_processes",
-]

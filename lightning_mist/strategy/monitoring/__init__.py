@@ -13,20 +13,3 @@ from lightning_mist.strategy.monitoring.stage_times import (
     predicted_times,
     step_times,
 )
-
-__all__ = [
-    "CLOSURE",
-    "FORWARD",
-    "STEP",
-    "Basis",
-    "Learner",
-    "Measured",
-    "RunReport",
-    "StageReport",
-    "StageTimes",
-    "over_stages",
-    "over_steps",
-    "predicted_times",
-    "step_times",
-    "with_corrections",
-]

@@ -6,15 +6,3 @@ from lightning_mist.strategy.planning.memory_budget import is_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import whole_module_reason
 from lightning_mist.strategy.planning.plan_cache import remember_limit, write_plan
 from lightning_mist.strategy.planning.workflow import decide
-
-__all__ = [
-    "Decision",
-    "PlanRequest",
-    "decide",
-    "default_directory",
-    "is_out_of_memory",
-    "machine_profile",
-    "remember_limit",
-    "whole_module_reason",
-    "write_plan",
-]

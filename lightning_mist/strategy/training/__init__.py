@@ -6,18 +6,3 @@ from lightning_mist.strategy.training.log_records import LogRecord, LogRecorder,
 from lightning_mist.strategy.training.microbatch_step import results_of
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.strategy.training.whole_model import attach_engine, gradients_are_about_to_go
-
-__all__ = [
-    "EndsTogether",
-    "Engine",
-    "LogRecord",
-    "LogRecorder",
-    "StepGuard",
-    "attach_engine",
-    "gradients_are_about_to_go",
-    "module_state",
-    "recorded_logs",
-    "replay",
-    "results_of",
-    "start_engine",
-]

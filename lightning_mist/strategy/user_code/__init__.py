@@ -3,5 +3,3 @@
 from lightning_mist.strategy.user_code.function_code import is_lightnings
 from lightning_mist.strategy.user_code.hook_restrictions import exclusions_of, user_exclusions
 from lightning_mist.strategy.user_code.reachable_state import Survey, changed
-
-__all__ = ["Survey", "changed", "exclusions_of", "is_lightnings", "user_exclusions"]

@@ -2,5 +2,3 @@
 
 from lightning_mist.tuner.bounds.pipeline_bounds import PipelineBounds
 from lightning_mist.tuner.bounds.region_bounds import quick_bounds
-
-__all__ = ["PipelineBounds", "quick_bounds"]

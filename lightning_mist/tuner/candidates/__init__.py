@@ -5,14 +5,3 @@ from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, wit
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
 from lightning_mist.tuner.candidates.pareto import non_dominated
-
-__all__ = [
-    "EVERY_PART",
-    "ROOM",
-    "IntraStage",
-    "SlotChoices",
-    "Table",
-    "TimeIsUpError",
-    "non_dominated",
-    "with_peaks_as_seconds",
-]

@@ -13,21 +13,3 @@ from lightning_mist.tuner.inter_stage.problem import (
     PipelineGroup,
 )
 from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
-
-__all__ = [
-    "PRECISION",
-    "Answer",
-    "Family",
-    "Incumbent",
-    "InterStageProblem",
-    "Pipeline",
-    "PipelineGroup",
-    "Suffixes",
-    "Walk",
-    "check",
-    "least_peak",
-    "matching",
-    "solve",
-    "solve_each",
-    "solve_family",
-]

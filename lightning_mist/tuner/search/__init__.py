@@ -5,17 +5,3 @@ from lightning_mist.tuner.search.near_optimal import COMPARED
 from lightning_mist.tuner.search.pipelines import AlikePipelines, Pipelines
 from lightning_mist.tuner.search.replicas import search_copies
 from lightning_mist.tuner.search.search_loop import Outcome, search_pipelines
-
-__all__ = [
-    "COMPARED",
-    "AlikePipelines",
-    "MixedStages",
-    "Outcome",
-    "Pipelines",
-    "Stages",
-    "mixed_layout",
-    "mixed_stages",
-    "search_copies",
-    "search_pipelines",
-    "space_of",
-]

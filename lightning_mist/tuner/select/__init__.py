@@ -11,22 +11,3 @@ from lightning_mist.tuner.select.result import (
 from lightning_mist.tuner.select.selection import CLOCKED, LEAST_GAIN, choose, clocked, make_plan, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import ALIKE
 from lightning_mist.tuner.select.uniform_plans import Shortage, UniformPlans, fastest_uniform
-
-__all__ = [
-    "ALIKE",
-    "CLOCKED",
-    "CLOSED_FORM_AND_CLOCK",
-    "LEAST_GAIN",
-    "LEAST_SHARE",
-    "Alternative",
-    "Shortage",
-    "Status",
-    "TuneResult",
-    "TuneStats",
-    "UniformPlans",
-    "choose",
-    "clocked",
-    "fastest_uniform",
-    "make_plan",
-    "step_seconds_of_plan",
-]

@@ -23,31 +23,3 @@ from lightning_mist.tuner.space.memory_budget import (
     usable_host_bytes,
 )
 from lightning_mist.tuner.space.search_space import COUNTS, OFFLOADED, SearchSpace
-
-__all__ = [
-    "ANYWHERE",
-    "COUNTS",
-    "OFFLOADED",
-    "USABLE_HOST_MEMORY",
-    "USABLE_MEMORY",
-    "LayerRanges",
-    "Role",
-    "SearchSpace",
-    "Shape",
-    "Space",
-    "at_most",
-    "check_memory_limit",
-    "common_unit",
-    "degrees_to_try",
-    "divisors",
-    "fixed_range",
-    "host_bytes_of_each",
-    "host_notes",
-    "layer_classes",
-    "layer_ranges_of",
-    "places_behind",
-    "role_of",
-    "tensor_share",
-    "usable_bytes",
-    "usable_host_bytes",
-]
