@@ -28,7 +28,6 @@ class Degrees:
         sequence_parallel: Whether tensor-parallel devices share activations along the sequence too.
         pipeline_stages: Groups of devices that layers are dealt to.
         chunks: Stages of each group, under interleaved-1f1b.
-        num_microbatches: Parts of a batch.
         microbatch_size: Rows of each part on one data-parallel device.
         zero_stage: What data-parallel devices share out, 0 to 3.
         checkpointed_layers: How many of every stage's first layers are recomputed in backward, or all.

@@ -42,7 +42,6 @@ class SearchOptions:
     """Which plans are looked at. Several values are separated by commas.
 
     Attributes:
-        max_stages: The most pipeline stages.
         num_stages: The numbers of pipeline stages, such as 2,4; null for all up to max_stages.
         num_microbatches: The numbers of microbatches, such as 64; null for all that the batch allows.
         microbatch_sizes: The numbers of rows of a microbatch on one device, such as 1,2; null for all.

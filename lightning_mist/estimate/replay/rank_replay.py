@@ -43,7 +43,6 @@ class Replay:
     """What one rank allocates and frees.
 
     Attributes:
-        rank: The global rank.
         begin: Index of the first event of the last step.
         events_E: Events: ``+(i + 1)`` allocates ``i``, ``-(i + 1)`` frees it.
     """

@@ -77,7 +77,6 @@ class RankView:
 
     Attributes:
         spec: The network, or the rank's part of it.
-        rank: The global rank.
         held: The parameters that it computes with, in the module's order.
     """
 

@@ -211,7 +211,6 @@ class LayerSeconds:
     """Measured seconds of one kind of layer at a number of microbatch sizes, for interpolation between them.
 
     Attributes:
-        kind: The :attr:`LayerSpec.kind`.
         rows: Microbatch rows, ascending.
         forward: Median seconds of one forward at each size.
         backward: Median seconds of one backward at each size, without recomputation.

@@ -37,7 +37,6 @@ class _Kept:
 
     Attributes:
         whole: All its bytes, while they are on the device.
-        rest: What stays there meanwhile.
         home: The others in host memory.
         left: The end of their copy.
         key: The last unit that saved of it, for whose backward it must be there.

@@ -26,8 +26,6 @@ class StageTimes:
     """Seconds of one step of a stage. Where chunks share devices, all but the first two are with the first of them.
 
     Attributes:
-        forward_seconds: Forwards of all microbatches.
-        backward_seconds: Their backwards, recomputation included.
         waiting_seconds: Waiting for other stages, and for tensors on their way from and to them.
         reduction_seconds: Reducing gradients where nothing hides it: also by how much longer the last backward takes
             than the others.

@@ -117,7 +117,6 @@ class PipelineBounds:
         """What stages can have of pipelines that take fewer seconds than ``below``.
 
         Args:
-            num_microbatches: Number of microbatches.
             below: Seconds; finite.
         """
         return open_stages(self._family(counts, num_microbatches, below), below)

@@ -84,7 +84,6 @@ def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot]
 
     Args:
         slots: A slot of every arrangement of devices.
-        bottleneck: Seconds per microbatch.
     """
     rows: list[dict[str, Any]] = []
     for slot in slots:
@@ -117,7 +116,6 @@ def slots_of(
 
     Args:
         slot_of: A slot, by stage, number of stages and of microbatches, and arrangement.
-        num_microbatches: Number of microbatches.
     """
     shapes = (shape for shape in space.shapes(num_microbatches) if shape.devices < space.world_size)
     return tuple(slot_of(1, 2, num_microbatches, shape) for shape in shapes)

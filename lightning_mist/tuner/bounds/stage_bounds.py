@@ -146,12 +146,7 @@ class Setting:
 
 
 def in_flight(schedule: ScheduleName, behind: int, num_microbatches: int) -> int:
-    """Other microbatches in flight around the backward that finds most, at least.
-
-    Args:
-        behind: Stages behind.
-        num_microbatches: Microbatches per batch.
-    """
+    """Other microbatches in flight around the backward that finds most, at least."""
     # The first backward finds no gradients; what it let go of, another forward takes the place of, if there is one.
     most = max(0, num_microbatches - 2)
     others = most if schedule == "gpipe" else min(behind, most)
@@ -284,7 +279,6 @@ def stage_bounds(
 
     Args:
         found: What has been prepared for the position.
-        memory_limit: Bytes of a device.
         others: Other microbatches in flight around a backward.
         has_gradients: Whether there are gradients already.
         bottleneck: The most steady seconds of a stage that are of interest.

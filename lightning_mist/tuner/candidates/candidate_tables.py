@@ -358,8 +358,6 @@ def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: 
     """Which choices leave every other stage a layer and a device.
 
     Args:
-        num_stages: Of how many.
-        num_layers: Layers of the network.
         most_devices: Devices of the largest stage that leaves the others one each.
     """
     behind = num_stages - stage_index - 1

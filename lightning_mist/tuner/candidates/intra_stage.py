@@ -131,8 +131,6 @@ class IntraStage:
         """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated.
 
         Args:
-            num_stages: Number of stages.
-            num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
             pipeline: The part of the cluster in which every stage lies, if it has unlike ones.
             among_NL: Of which numbers of devices and layers choices are of interest; by default of all.
@@ -144,7 +142,6 @@ class IntraStage:
         """The same of several slots at once, which is faster than one after another.
 
         Args:
-            num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
         """
         self.prepare(asked, num_microbatches, slowest)
@@ -165,7 +162,6 @@ class IntraStage:
         """Work out what frontiers of several slots need at once.
 
         Args:
-            num_microbatches: Number of microbatches.
             slowest: The most steady seconds.
         """
         every: dict[FrontierKey, tuple[Place, Stage]] = {}

@@ -128,7 +128,6 @@ class Matching:
     """Choices of a stage at states that can matter.
 
     Attributes:
-        behind: Stages behind.
         is_head: Whether it is a first stage.
         from_A: The state that holds it and what is behind it; 0 of first stages.
         to_A: The state behind it; -1 if there is none.
@@ -151,7 +150,6 @@ def matching(
 
     Args:
         walk: A pass at the most steady seconds of a stage.
-        num_microbatches: Microbatches per batch.
         least_pace: Steady seconds that the slowest stage of any answer takes at least.
         known: Step seconds.
     """

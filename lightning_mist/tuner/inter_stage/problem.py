@@ -27,7 +27,6 @@ class PipelineGroup(NamedTuple):
     """Pipelines whose stages cost the same, but for how many stages of the part in front are in front of them.
 
     Attributes:
-        num_microbatches: Number of microbatches.
         first: The part in which their first stages lie, or :data:`~lightning_mist.tuner.candidates.choices.EVERY_PART`.
         rest: The part of every stage behind these.
         counts: Their numbers of stages, ascending.
@@ -54,7 +53,6 @@ class InterStageProblem:
     Attributes:
         num_layers: Layers to deal out, in order.
         num_devices: Devices to deal out, of every part of the cluster.
-        num_microbatches: Microbatches per batch.
         slots: The choices of every stage. A stage takes devices of one part; a choice of
             :data:`~lightning_mist.tuner.candidates.intra_stage.EVERY_PART` takes all devices there are, so that it can
             only be the only stage.
@@ -143,7 +141,6 @@ class Family:
     Attributes:
         num_layers: Layers to deal out, in order.
         num_devices: Devices to deal out, of every part of the cluster.
-        num_microbatches: Microbatches per batch.
         tails: The choices of a stage by the number of stages behind it, for all stages but first ones.
         heads: The choices of the first stage by the number of stages, which is at least 2.
     """
@@ -169,9 +166,7 @@ class Family:
         layers and devices; longer ones rule out by themselves what leaves too few.
 
         Args:
-            num_layers: Layers to deal out.
             num_devices: Devices to deal out, of every part of the cluster.
-            num_microbatches: Microbatches per batch.
         """
         tails: list[SlotChoices] = []
         for place in places_behind(counts):

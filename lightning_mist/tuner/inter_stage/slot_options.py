@@ -67,7 +67,6 @@ def end_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]
     """The choices of the first or the last stage that count.
 
     Args:
-        num_layers: Layers of the network.
         is_first: Whether it is the first stage, which starts with the network, or the last, which ends with it.
     """
     start_K = 0 if is_first else num_layers - slot.layers_K
@@ -85,11 +84,7 @@ def end_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]
 
 
 def slot_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...]) -> SlotOptions:
-    """The choices of a stage between others that count.
-
-    Args:
-        num_layers: Layers of the network.
-    """
+    """The choices of a stage between others that count."""
     index_K = _that_count(slot, num_layers, num_devices, np.ones(len(slot), dtype=bool), slot.start_K)
     row_K = np.where(slot.start_K[index_K] == ANYWHERE, 0, num_layers - slot.start_K[index_K])
     num_rows = 1

@@ -42,7 +42,6 @@ class Outcome:
             (:mod:`lightning_mist.tuner.search.near_optimal`).
         bound: No plan takes fewer seconds.
         certified: Whether HiGHS has proven of the winner's pipeline what the dynamic program has of all.
-        pipelines: How many there are.
         solved: How many of them were solved.
         notes: What went otherwise than it should, for people.
         is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.

@@ -42,8 +42,6 @@ class Shape:
     """How the devices of a stage are arranged.
 
     Attributes:
-        data: Data-parallel degree.
-        tensor: Tensor-parallel degree.
         sequence: Whether tensor-parallel devices are sequence-parallel too.
     """
 
@@ -72,7 +70,6 @@ class Space:
 
     Attributes:
         batch_rows: Rows of the batch that each device loads.
-        max_stages: The most stages.
         cuts_batches: Whether a batch may be cut.
         checkpointing: Whether layers may be recomputed.
         tensor: Tensor-parallel degrees, each with and without sequence parallelism as far as possible.

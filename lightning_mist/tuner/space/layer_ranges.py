@@ -92,7 +92,6 @@ def layer_ranges_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> La
     """Every range of layers that a stage may have.
 
     Args:
-        num_layers: Layers of the network.
         classes: As :func:`layer_classes` gives them.
     """
     lengths = np.arange(1, num_layers)  # Every other stage needs a layer.
