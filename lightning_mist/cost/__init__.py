@@ -15,29 +15,3 @@ from lightning_mist.cost.prediction import (
 from lightning_mist.cost.stage_model import StageCostModel
 from lightning_mist.cost.step_time import step_seconds, step_seconds_of
 from lightning_mist.cost.time import StageCosts, StageSeconds
-
-__all__ = [
-    "CostModel",
-    "MemoryModel",
-    "MixedCostModel",
-    "Profiles",
-    "StageCandidates",
-    "StageCostModel",
-    "StageCosts",
-    "StageMemory",
-    "StageSeconds",
-    "StageSlot",
-    "StageSpent",
-    "compile_expressions",
-    "cost_model",
-    "least_seconds",
-    "models_of",
-    "predict",
-    "predict_with",
-    "predictions",
-    "profiles_of",
-    "seconds_with",
-    "stage_memory",
-    "step_seconds",
-    "step_seconds_of",
-]

@@ -4,17 +4,3 @@ from lightning_mist.devices.host import HostOps
 from lightning_mist.devices.lookup import ops_of, used_generators
 from lightning_mist.devices.ops import DeviceOps, MemoryUse, Observer
 from lightning_mist.devices.transfer import Homeward, packed, read, to_device, unpacked
-
-__all__ = [
-    "DeviceOps",
-    "Homeward",
-    "HostOps",
-    "MemoryUse",
-    "Observer",
-    "ops_of",
-    "packed",
-    "read",
-    "to_device",
-    "unpacked",
-    "used_generators",
-]

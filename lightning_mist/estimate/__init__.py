@@ -18,34 +18,6 @@ from lightning_mist.estimate.uncertainty import Interval
 if TYPE_CHECKING:
     from lightning_mist.estimate.module_estimate import estimate_memory
 
-__all__ = [
-    "FORMATS",
-    "WORDS",
-    "Estimator",
-    "Interval",
-    "MemoryCurve",
-    "MemoryEstimate",
-    "StageEstimate",
-    "SweepPoint",
-    "as_data",
-    "check_matplotlib",
-    "check_picture",
-    "combinations",
-    "draw_memory",
-    "estimate_from_json",
-    "estimate_memory",
-    "estimate_plan",
-    "estimate_prediction",
-    "estimate_to_json",
-    "limit_of",
-    "memory_curves",
-    "parse_sweep",
-    "render_estimate",
-    "render_sweep",
-    "stage_device",
-    "sweep_to_json",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name == "estimate_memory":

@@ -7,22 +7,3 @@ from lightning_mist.explain.explain_text import Section, explanation_data, expla
 from lightning_mist.explain.explanation import Explanation
 from lightning_mist.explain.membership import outside
 from lightning_mist.explain.plan_explanation import explain_plan
-
-__all__ = [
-    "ComparedPlan",
-    "Explanation",
-    "Section",
-    "baseline_notes",
-    "baselines",
-    "baselines_with",
-    "compare_plans",
-    "explain_plan",
-    "explanation_data",
-    "explanation_sections",
-    "faster_notes",
-    "faster_plan",
-    "outside",
-    "render_explanation",
-    "render_sections",
-    "with_faster",
-]

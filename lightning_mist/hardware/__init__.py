@@ -47,45 +47,6 @@ from lightning_mist.hardware.profile import (
 if TYPE_CHECKING:
     from lightning_mist.hardware.measure import measure_profile
 
-__all__ = [
-    "AnyCluster",
-    "Cluster",
-    "CollectiveCost",
-    "ComputeRate",
-    "Correction",
-    "CorrectionStore",
-    "Device",
-    "HardwareProfile",
-    "HostLink",
-    "Interference",
-    "KernelRate",
-    "Link",
-    "MemoryRate",
-    "MixedCluster",
-    "Observation",
-    "StepOverheads",
-    "Term",
-    "catalog_profile",
-    "cluster_of",
-    "corrected",
-    "correction_store",
-    "detect",
-    "factor_of",
-    "host_memory",
-    "learn",
-    "load_corrections",
-    "load_profile",
-    "measure_profile",
-    "measuring_groups",
-    "parse_cluster",
-    "read_machine",
-    "read_profile",
-    "save_corrections",
-    "save_profile",
-    "single",
-    "write_profile",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name == "measure_profile":

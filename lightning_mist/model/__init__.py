@@ -34,42 +34,6 @@ if TYPE_CHECKING:
     from lightning_mist.model.timing import attach_seconds, measured_sizes, time_layers, time_update
     from lightning_mist.model.trace import describe_optimizer, optimizer_class, optimizer_to_describe, trace_model
 
-__all__ = [
-    "MICROBATCH",
-    "SEQUENCE",
-    "Allocation",
-    "DeviceOperators",
-    "LayerEvents",
-    "LayerSeconds",
-    "LayerSpec",
-    "ModelSpec",
-    "Moment",
-    "OperatorCost",
-    "OperatorKind",
-    "OptimizerSpec",
-    "ParameterSpec",
-    "PartEvents",
-    "Polynomial",
-    "Release",
-    "TensorSpec",
-    "attach_seconds",
-    "counting_reason",
-    "coupling_reason",
-    "derive_splits",
-    "describe_optimizer",
-    "device_operators",
-    "find_blocks",
-    "map_module",
-    "measured_sizes",
-    "optimizer_class",
-    "optimizer_to_describe",
-    "register_memory_rule",
-    "run_apart",
-    "time_layers",
-    "time_update",
-    "trace_model",
-    "whole_tensor_reason",
-]
 
 _HOMES = {
     "cuts": ("find_blocks", "map_module"),

@@ -8,21 +8,3 @@ from lightning_mist.schedule.program_clock import StepRules
 from lightning_mist.schedule.schedule_simulation import Simulation, simulate, simulate_plan
 from lightning_mist.schedule.seconds import StageSeconds
 from lightning_mist.schedule.validation import check
-
-__all__ = [
-    "Action",
-    "ActionKind",
-    "Level",
-    "Schedule",
-    "Simulation",
-    "Span",
-    "StageSeconds",
-    "StepRules",
-    "arrived_sends",
-    "check",
-    "generate",
-    "lower",
-    "simulate",
-    "simulate_plan",
-    "to_chrome_trace",
-]

@@ -1,6 +1,6 @@
 """Tensors whose parts lie on several ranks and that show their whole shape."""
 
-from lightning_mist.tensor_parallel import (  # noqa: F401 (these make their rules known when they are imported)
+from lightning_mist.tensor_parallel import (
     rules_attention,
     rules_elementwise,
     rules_linear,
@@ -21,25 +21,3 @@ from lightning_mist.tensor_parallel.parts import (
 from lightning_mist.tensor_parallel.shard_layout import Layout
 from lightning_mist.tensor_parallel.tensor import SplitTensor, functions_of_wholes, gathered, layout_of, local_of, whole
 from lightning_mist.tensor_parallel.threads import ThreadGroup, run_ranks
-
-__all__ = [
-    "CountingGroup",
-    "Layout",
-    "Reduction",
-    "SplitContext",
-    "SplitTensor",
-    "TensorGroup",
-    "ThreadGroup",
-    "enter_sequence",
-    "from_local_sequence",
-    "functions_of_wholes",
-    "gathered",
-    "layout_of",
-    "local_of",
-    "present",
-    "run_ranks",
-    "shard",
-    "split_sequence",
-    "unshard",
-    "whole",
-]  # fmt: skip

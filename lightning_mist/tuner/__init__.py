@@ -11,15 +11,6 @@ if TYPE_CHECKING:
     from lightning_mist.tuner.select import Alternative, TuneResult, TuneStats
     from lightning_mist.tuner.space import SearchSpace, degrees_to_try
 
-__all__ = [
-    "Alternative",
-    "Planner",
-    "SearchSpace",
-    "TuneResult",
-    "TuneStats",
-    "degrees_to_try",
-    "tune",
-]
 
 _HOMES = {
     "planner": ("Planner", "tune"),
