@@ -15,7 +15,7 @@ MODULES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.p
 
 MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 400, 60, 12, 70_000
 PAGE_LINES = 120
-"""A module with one importer, in its folder, and fewer lines is a page of it, if both together are no more than a module."""
+"""A module with fewer lines and one importer, in its folder, is a page of it where both are no more than a module."""
 
 PAGES_WITH_A_REASON = {
     "lightning_mist.cli.profile_command": "every command has a module",

@@ -18,8 +18,8 @@ from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.space.memory_budget import USABLE_MEMORY
 from lightning_mist.tuner.space.search_space import OFFLOADED
+from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 
 THEME = "planner-search"
 REPLAN_LIMIT_SECONDS = 1.0

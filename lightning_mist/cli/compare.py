@@ -71,8 +71,7 @@ def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None
 
 def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tuple[str, ...]:
     """What to know of a comparison."""
-    from lightning_mist.explain.baseline_plans import baseline_notes
-    from lightning_mist.explain.comparison import faster_notes
+    from lightning_mist.explain import baseline_notes, faster_notes
 
     ours = items[0].plan
     return (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))

@@ -30,7 +30,7 @@ def show_plan(found: Plan, devices: Sequence[str] = ()) -> None:
 
 def show_sections(sections: "Sequence[Section]") -> None:
     """Print titles with sentences, those without any left out."""
-    from lightning_mist.explain.explain_table import render_sections
+    from lightning_mist.explain import render_sections
 
     print(render_sections(sections, width=terminal_width(), color=sys.stdout.isatty()))
 

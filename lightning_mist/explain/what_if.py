@@ -22,7 +22,7 @@ class Machine:
 
     Attributes:
         host_memory_limit: What a node may use of its host's memory; ``None`` for the share that
-            plans use of what it has, see :func:`~lightning_mist.tuner.space.memory_budget.usable_host_bytes`.
+            plans use of what it has, see :func:`~lightning_mist.tuner.space.usable_memory.usable_host_bytes`.
         is_other: Whether more differs than limits, so that another planner has to be asked.
     """
 

@@ -127,7 +127,7 @@ class Planner:
             memory_limit: Bytes of each device that may be used in all; see :func:`usable_bytes`.
             host_memory_limit: Bytes of host memory of each node that offloading may take, its devices equal parts; by
                 default a share of what the hosts have, see
-                :func:`~lightning_mist.tuner.space.memory_budget.usable_host_bytes`.
+                :func:`~lightning_mist.tuner.space.usable_memory.usable_host_bytes`.
             search: Limits of the search; by default none.
 
         Raises:
@@ -167,10 +167,10 @@ def tune(
             catalog.
         global_batch_size: Rows that one Lightning batch brings over all devices.
         memory_limit: Bytes of each device that may be used in all; see
-            :func:`~lightning_mist.tuner.space.memory_budget.usable_bytes`.
+            :func:`~lightning_mist.tuner.space.usable_memory.usable_bytes`.
         host_memory_limit: Bytes of host memory of each node that offloading may take, of which every device may take
             an equal part; by default a share of what the hosts have, see
-            :func:`~lightning_mist.tuner.space.memory_budget.usable_host_bytes`.
+            :func:`~lightning_mist.tuner.space.usable_memory.usable_host_bytes`.
         search: Limits of the search; by default none.
 
     Raises:

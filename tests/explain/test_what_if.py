@@ -6,8 +6,8 @@ from lightning_mist.explain.what_if import MORE_BYTES, Machine, better_machines
 from lightning_mist.hardware import Device, Link, MixedCluster, catalog_profile, cluster_of, parse_cluster
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.space.memory_budget import usable_bytes
 from lightning_mist.tuner.space.search_space import OFFLOADED
+from lightning_mist.tuner.space.usable_memory import usable_bytes
 from tests.specs import cluster, profile
 
 SPACE = SearchSpace(offload=OFFLOADED)

@@ -7,7 +7,7 @@ import numpy as np
 from lightning_mist.hardware import Link, MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.space.applied_space import OFFLOADED
-from lightning_mist.tuner.space.memory_budget import USABLE_MEMORY
+from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_of, priced
 

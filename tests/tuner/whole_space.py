@@ -25,7 +25,7 @@ from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.space.applied_space import OFFLOADED
-from lightning_mist.tuner.space.memory_budget import USABLE_HOST_MEMORY, USABLE_MEMORY
+from lightning_mist.tuner.space.usable_memory import USABLE_HOST_MEMORY, USABLE_MEMORY
 
 ALL = -1
 """Where the only stage of a plan on unlike devices lies."""

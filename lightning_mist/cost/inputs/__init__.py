@@ -11,7 +11,7 @@ from lightning_mist.cost.inputs.candidates import (
     slots_of,
 )
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
-from lightning_mist.cost.inputs.placement import Crossing, Placement, placements_of
+from lightning_mist.cost.inputs.placement import Crossing
 from lightning_mist.cost.inputs.regions import (
     Collectives,
     ParameterTable,

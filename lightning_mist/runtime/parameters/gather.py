@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
+from lightning_mist.plan.sharding import BUCKET_BYTES
 from lightning_mist.runtime.communication import Transport, Work
-from lightning_mist.runtime.parameters.buckets import BUCKET_BYTES
 from lightning_mist.runtime.parameters.tensor_parts import Speakers, speakers_of
 
 _GATHER_TAG = 1 << 21

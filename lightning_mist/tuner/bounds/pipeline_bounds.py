@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_mist.cost import StageCostModel, StageSlot
-from lightning_mist.cost.inputs.expressions import BoolArray
-from lightning_mist.cost.time.overlap import copy_rates, interference_of
+from lightning_mist.cost.inputs import BoolArray
+from lightning_mist.cost.time import copy_rates, interference_of
 from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, is_alike, range_bounds, slots_of
 from lightning_mist.tuner.bounds.stage_bounds import (
     PositionBounds,

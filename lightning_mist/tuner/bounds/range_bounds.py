@@ -19,10 +19,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.inputs.arrays import ArrayRecord
-from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
-from lightning_mist.cost.time.communication import shard_nodes, transfers
-from lightning_mist.cost.time.zero_seconds import unit_seconds
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
+from lightning_mist.cost.time import shard_nodes, transfers, unit_seconds
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.candidates import ROOM

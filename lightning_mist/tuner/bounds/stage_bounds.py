@@ -37,10 +37,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs.arrays import ArrayRecord
-from lightning_mist.cost.inputs.expressions import FloatArray, IntArray
-from lightning_mist.cost.memory.offload_bytes import BUFFERS
-from lightning_mist.cost.time.overlap import CopyRates
+from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
+from lightning_mist.cost.memory import BUFFERS
+from lightning_mist.cost.time import CopyRates
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import CHANNELS, speed_table
 from lightning_mist.plan import ScheduleName

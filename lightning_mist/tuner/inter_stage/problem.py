@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.cost.inputs.expressions import FloatArray
+from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.candidates import EVERY_PART, SlotChoices
 from lightning_mist.tuner.space import ANYWHERE, places_behind
 

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs.arrays import ArrayRecord
-from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.candidates import EVERY_PART, SlotChoices, non_dominated
 from lightning_mist.tuner.space import ANYWHERE
 

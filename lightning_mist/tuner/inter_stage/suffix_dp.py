@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.inter_stage.problem import Family
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions, SlotOptions, end_options, slot_options
 from lightning_mist.tuner.space import common_unit

@@ -11,7 +11,8 @@ from lightning_mist.tuner.space.layer_ranges import (
     places_behind,
     role_of,
 )
-from lightning_mist.tuner.space.memory_budget import (
+from lightning_mist.tuner.space.search_space import COUNTS, OFFLOADED, SearchSpace
+from lightning_mist.tuner.space.usable_memory import (
     USABLE_HOST_MEMORY,
     USABLE_MEMORY,
     at_most,
@@ -22,4 +23,3 @@ from lightning_mist.tuner.space.memory_budget import (
     usable_bytes,
     usable_host_bytes,
 )
-from lightning_mist.tuner.space.search_space import COUNTS, OFFLOADED, SearchSpace

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import StageCostModel, seconds_with
-from lightning_mist.tuner.select.layouts import in_every_layout
+from lightning_mist.tuner.select.selection import in_every_layout
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 

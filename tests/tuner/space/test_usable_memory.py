@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.hardware import MixedCluster, parse_cluster
-from lightning_mist.tuner.space.memory_budget import (
+from lightning_mist.tuner.space.usable_memory import (
     USABLE_HOST_MEMORY,
     USABLE_MEMORY,
     check_memory_limit,
