@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.inputs.regions import ParameterTable
+from lightning_mist.cost.inputs.parameter_table import ParameterTable
 from lightning_mist.cost.memory.ownership import Owners, owners_of
 from lightning_mist.plan.sharding import assign_owners
 from tests.specs import spec
