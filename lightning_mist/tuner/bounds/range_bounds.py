@@ -90,12 +90,20 @@ def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot]
             zeros = sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0]
             common = arranged.of_any_zero()
             rows += [{**common, **arranged.of_zero(zero_stage)} for zero_stage in zeros]
+    if not rows:
+        return _no_ranges()
     arrays: dict[str, Any] = {
-        item.name: np.concatenate([row[item.name] for row in rows], axis=-1) if rows else np.empty((len(POSITIONS), 0))
-        for item in fields(RangeBounds)
+        item.name: np.concatenate([row[item.name] for row in rows], axis=-1) for item in fields(RangeBounds)
     }
     found = RangeBounds(**arrays)
-    return found.take(np.lexsort((found.layers_R, found.devices_R))) if rows else found
+    return found.take(np.lexsort((found.layers_R, found.devices_R)))
+
+
+def _no_ranges() -> RangeBounds:
+    numbers: dict[str, Any] = {"layers_R": np.empty(0, dtype=np.int64), "devices_R": np.empty(0, dtype=np.int64)}
+    names = [item.name for item in fields(RangeBounds)]
+    empty = {name: np.empty((len(POSITIONS), 0) if name.endswith("_XR") else 0) for name in names}
+    return RangeBounds(**(empty | numbers))
 
 
 def least_sums(values_L: FloatArray) -> FloatArray:

@@ -45,6 +45,14 @@ def test_bounds_are_the_same_in_whatever_order_they_are_asked_for():
     assert compared > 5
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_where_nothing_is_fast_enough_the_bound_is_what_was_asked_for(seed):
+    maker = prepared(seed)
+    for stages, microbatches in maker.space.pipelines():
+        if stages > 1:
+            assert AlikePipelines(maker).bounds.bound((stages,), microbatches, 1e-12) == 1e-12
+
+
 def answers_of(problem):
     """Every feasible answer with its step seconds."""
     for chosen in itertools.product(*(range(len(item)) for item in problem.slots)):
