@@ -33,8 +33,16 @@ from lightning_mist.tuner.search import (
     search_pipelines,
 )
 from lightning_mist.tuner.select import Status, TuneResult, TuneStats, choose, make_plan
-from lightning_mist.tuner.space import USABLE_MEMORY, SearchSpace, Space, host_bytes_of_each, host_notes, usable_bytes
-from lightning_mist.tuner.space import applied_space as search_space
+from lightning_mist.tuner.space import (
+    USABLE_MEMORY,
+    SearchSpace,
+    Space,
+    apply,
+    host_bytes_of_each,
+    host_notes,
+    usable_bytes,
+    with_offload,
+)
 from lightning_mist.units import format_bytes
 
 
@@ -76,10 +84,10 @@ class Planner:
             PlanError: If the batch does not come in equal parts from the devices.
         """
         near = self.cluster.devices_per_node
-        found = search_space.apply(
+        found = apply(
             search or SearchSpace(), self.spec, self.cluster.world_size, global_batch_size, devices_per_node=near
         )
-        return search_space.with_offload(found, self.cluster, profiles_of(self.model), self.spec.module_map)
+        return with_offload(found, self.cluster, profiles_of(self.model), self.spec.module_map)
 
     def stages(
         self,

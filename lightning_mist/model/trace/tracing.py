@@ -285,9 +285,7 @@ def trace_model(
     resize: Resize | None = None,
     device_kind: str | DeviceOperators | None = None,
 ) -> ModelSpec:
-    """Find out what a module's training step costs, as expressions in microbatch rows and sequence length.
-
-    The module, its gradients, buffers and random state are afterwards as before.
+    """What a training step costs, as expressions in microbatch rows and sequence length; leaves the module as it was.
 
     Args:
         module: Any module with a training step, for example a ``LightningModule``.
@@ -311,20 +309,16 @@ def trace_model(
     )
     traced, failures = _traced(step)
     optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)
-    guesses = (describe_guesses(traced.guesses),) if traced.guesses else ()
     rows, parameters = batch_rows(batch), _parameters(module)
-    if traced.is_fake:
-        splits, unknown = trace_splits(step, traced, parameters)
-    else:
-        splits, unknown = (), (_REAL,) if module_map.splits else ()
-    head, *layers, tail = traced.parts
+    unsplit = (), (_REAL,) if module_map.splits else ()
+    splits, unknown = trace_splits(step, traced, parameters) if traced.is_fake else unsplit
     return ModelSpec(
         name=type(module).__name__,
         module_map=_exclusions(replace(module_map, exclusions=(*module_map.exclusions, *unknown)), traced, failures),
-        head=head,
-        layers=tuple(layers),
+        head=traced.parts[0],
+        layers=tuple(traced.parts[1:-1]),
         kinds=traced.blocks.kinds.of,
-        tail=tail,
+        tail=traced.parts[-1],
         boundaries=traced.boundaries,
         parameters=parameters,
         buffer_bytes=traced.blocks.kept_bytes + sum(b.numel() * b.element_size() for b in module.buffers()),
@@ -336,7 +330,7 @@ def trace_model(
         device_kind=operators.name,
         shared_saved_bytes=traced.shared,
         splits=splits,
-        notes=(*failures, *traced.notes, *notes, *guesses),
+        notes=(*failures, *traced.notes, *notes, *((describe_guesses(traced.guesses),) if traced.guesses else ())),
     )
 
 

@@ -28,8 +28,7 @@ from lightning_mist.plan import Plan
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates import EVERY_PART, IntraStage, SlotChoices
 from lightning_mist.tuner.inter_stage import Family, InterStageProblem, Pipeline, PipelineGroup
-from lightning_mist.tuner.space import Space, at_most, divisors, host_bytes_of_each, usable_bytes
-from lightning_mist.tuner.space import applied_space as search_space
+from lightning_mist.tuner.space import Space, apply, at_most, divisors, host_bytes_of_each, usable_bytes
 
 
 class MixedStages:
@@ -248,7 +247,7 @@ def space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
     # A number that no stage of the part can have leaves it without any.
     search = replace(space.search, devices_per_stage=counts or (space.world_size,))
     rows = space.batch_rows * space.world_size
-    return search_space.apply(search, spec, space.world_size, rows, devices_per_node=part.devices_per_node)
+    return apply(search, spec, space.world_size, rows, devices_per_node=part.devices_per_node)
 
 
 def mixed_layout(

@@ -1,6 +1,14 @@
 """What is searched: what a user leaves open, applied to a network, a batch and a machine."""
 
-from lightning_mist.tuner.space.applied_space import Shape, Space, common_unit, degrees_to_try, divisors
+from lightning_mist.tuner.space.applied_space import (
+    Shape,
+    Space,
+    apply,
+    common_unit,
+    degrees_to_try,
+    divisors,
+    with_offload,
+)
 from lightning_mist.tuner.space.layer_ranges import (
     ANYWHERE,
     LayerRanges,
