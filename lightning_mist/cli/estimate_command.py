@@ -28,6 +28,7 @@ class Degrees:
         sequence_parallel: Whether tensor-parallel devices share activations along the sequence too.
         pipeline_stages: Groups of devices that layers are dealt to.
         chunks: Stages of each group, under interleaved-1f1b.
+        num_microbatches: Parts of a batch.
         microbatch_size: Rows of each part on one data-parallel device.
         zero_stage: What data-parallel devices share out, 0 to 3.
         checkpointed_layers: How many of every stage's first layers are recomputed in backward, or all.
@@ -96,7 +97,12 @@ class EstimateRequest:
 
 
 def estimate(*, request: EstimateRequest, degrees: Degrees) -> None:
-    """Say what a plan needs of every device's memory, and what would make it fit."""
+    """Say what a plan needs of every device's memory, and what would make it fit.
+
+    Args:
+        request: What to estimate on what.
+        degrees: A plan by degrees.
+    """
     from lightning_mist.estimate import combinations, limit_of, parse_sweep
     from lightning_mist.estimate.allocator import parse_allocator_settings
     from lightning_mist.hardware import single

@@ -42,6 +42,7 @@ class SearchOptions:
     """Which plans are looked at. Several values are separated by commas.
 
     Attributes:
+        max_stages: The most pipeline stages.
         num_stages: The numbers of pipeline stages, such as 2,4; null for all up to max_stages.
         num_microbatches: The numbers of microbatches, such as 64; null for all that the batch allows.
         microbatch_sizes: The numbers of rows of a microbatch on one device, such as 1,2; null for all.
@@ -139,7 +140,12 @@ class PlanRequest:
 
 
 def plan(*, request: PlanRequest, options: SearchOptions) -> None:
-    """Find the fastest plan that fits, by the cost model."""
+    """Find the fastest plan that fits, by the cost model.
+
+    Args:
+        request: What to plan for what.
+        options: Which plans are looked at.
+    """
     if request.html is not None:
         check_html(request.html)
     if request.out is not None:

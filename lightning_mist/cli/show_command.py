@@ -27,6 +27,7 @@ def show(
     """Show a plan file as a table, and as pictures.
 
     Args:
+        plan: The plan file.
         against: Another plan file, to show what changes from the first to it.
         timeline: Where to draw what every stage does when, by the plan's prediction, as .png, .pdf or .svg; or, as
             .json, to write it as a trace for https://ui.perfetto.dev.

@@ -12,6 +12,7 @@ def simulate(plan: str, /, json: bool = False) -> None:
     """Run a plan's schedule on a clock, by its predicted seconds: who works when, who waits, what the step hangs on.
 
     Args:
+        plan: The plan file.
         json: Print JSON on stdout and nothing else there.
     """
     from lightning_mist.report.clock_text import clock, render_clock
