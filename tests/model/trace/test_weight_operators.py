@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_mist.model.trace.counted_step import LinearCounter, WeightOperands
 from lightning_mist.model.trace.ledger import Ledger
+from lightning_mist.model.trace.weight_operators import LinearCounter, WeightOperands
 
 ROWS, INSIDE, OUTSIDE = 6, 5, 3
 
