@@ -1,6 +1,7 @@
 """The documents agree with the package: example plans are valid, links lead somewhere, options exist."""
 
 import re
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from lightning_mist.cli import main
 from lightning_mist.plan import from_json, row_slice
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def _name(path: Path) -> str:
@@ -23,6 +24,19 @@ def test_links_lead_to_files(path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_imports_that_documents_show_work(path: Path) -> None:
+    for module, names in re.findall(r"^from (lightning_mist[\w.]*) import ([\w, ]+)$", path.read_text(), re.M):
+        assert [name for name in names.split(", ") if not hasattr(import_module(module), name)] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_modules_that_documents_name_exist(path: Path) -> None:
+    rooms = "|".join(sorted(folder.name for folder in (ROOT / "lightning_mist").iterdir() if folder.is_dir()))
+    named = re.findall(rf"`((?:{rooms})/[\w/]*(?:\.py)?)`", path.read_text())
+    assert [name for name in named if not (ROOT / "lightning_mist" / name).exists()] == []
 
 
 def test_plan_files_are_valid() -> None:
