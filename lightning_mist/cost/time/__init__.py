@@ -14,7 +14,16 @@ from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
 from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
 from lightning_mist.cost.time.operator_seconds import compute_dtype
 from lightning_mist.cost.time.optimizer_step import update_seconds
-from lightning_mist.cost.time.overlap import CopyRates, copy_rates, interference_of
+from lightning_mist.cost.time.overlap import (
+    COMPUTE,
+    NETWORK,
+    TO_DEVICE,
+    TO_HOST,
+    CopyRates,
+    copy_rates,
+    interference_of,
+    weights_of_passes,
+)
 from lightning_mist.cost.time.region_times import (
     RegionSeconds,
     RegionSums,

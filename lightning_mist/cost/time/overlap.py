@@ -4,19 +4,40 @@ The model, a fluid whose speeds depend on which channels are active, is that of
 :mod:`lightning_mist.hardware.profile.interference_model`. Its result is never below the largest load and never above
 their sum.
 
+While the channels ``S`` of a device are active, channel ``i`` advances at ``v_i(S)`` of what it does alone. Dual
+weights (Lagrangian multipliers of the channels) with
+
+    sum_{i in S} w_i v_i(S) <= 1    for every S
+
+grow by at most 1 in any second, counted over what has been done. So loads ``x_i`` take at least ``sum_i w_i x_i``.
+
 Array axes
     H  channels, in the order of ``CHANNELS``
     K  candidates
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import Cluster, HardwareProfile
-from lightning_mist.hardware.profile import COEFFICIENTS, Interference, seconds_together, speed_table
+from lightning_mist.hardware.profile import CHANNELS, COEFFICIENTS, Interference, seconds_together, speed_table
+
+COMPUTE, NETWORK, TO_DEVICE, TO_HOST = range(len(CHANNELS))
+
+_FAVOURED = (
+    (TO_HOST, TO_DEVICE),
+    (COMPUTE, COMPUTE),
+    (TO_HOST, COMPUTE),
+    (COMPUTE, TO_DEVICE),
+    (TO_DEVICE, TO_DEVICE),
+    (NETWORK, NETWORK),
+    (TO_HOST, NETWORK),
+)
+"""What the weights of a forward and of a backward favour, in the pairs that are looked at."""
 
 
 def concurrent_seconds(
@@ -101,3 +122,36 @@ def copy_rates(profile: HardwareProfile, cluster: Cluster) -> CopyRates:
         )
     share = profile.host_bytes_per_second_per_node / cluster.devices_per_node or float("inf")
     return CopyRates(to_device=min(rates[0], share), to_host=min(rates[1], share))
+
+
+@lru_cache(maxsize=256)
+def dual_weights(interference: Interference | None, across_nodes: bool) -> FloatArray:
+    """Weights of the channels, a row for each channel, which has the most that it can have, then the others in turn.
+
+    Args:
+        interference: How channels slow each other down; ``None`` where they take turns, so that all loads add up.
+        across_nodes: Whether the network's group spans several nodes.
+    """
+    if interference is None:
+        return np.ones((len(CHANNELS), len(CHANNELS)))
+    table = speed_table(interference, across_nodes)
+    weights_CC = np.zeros((len(CHANNELS), len(CHANNELS)))
+    for favoured, weights_C in enumerate(weights_CC):
+        for channel in dict.fromkeys((favoured, COMPUTE, TO_DEVICE, TO_HOST, NETWORK)):
+            # What the channels so far leave to this one in the set where that is least.
+            masks = np.flatnonzero(np.arange(len(table)) >> channel & 1)
+            active = (masks[:, None] >> np.arange(len(CHANNELS))) & 1
+            left = 1 - (active * table[masks] * weights_C).sum(axis=1)
+            weights_C[channel] = max(0.0, float((left / table[masks, channel]).min()))
+    weights_CC.setflags(write=False)
+    return weights_CC
+
+
+def weights_of_passes(interference: Interference | None, across_nodes: bool) -> tuple[FloatArray, FloatArray]:
+    """Weights of a forward and of a backward that bound both together: some pairs, each a row of either.
+
+    Arguments as for :func:`dual_weights`.
+    """
+    weights_CC = dual_weights(interference, across_nodes)
+    first, then = (list(favoured) for favoured in zip(*_FAVOURED, strict=True))
+    return weights_CC[first], weights_CC[then]

@@ -13,13 +13,8 @@ a byte
 Of each of the latter two, and of optimizer state, two buffers stay on the device, each as large as the largest part of
 any unit: of what ``n`` units offload, ``2 / n`` at least. Copies of optimizer state count for nothing.
 
-While the channels ``S`` of a device are active, channel ``i`` advances at ``v_i(S)`` of what it does alone
-(:mod:`lightning_mist.hardware.profile.interference_model`). Dual weights (Lagrangian multipliers of the channels) with
-
-    sum_{i in S} w_i v_i(S) <= 1    for every S
-
-grow by at most 1 in any second, counted over what has been done. So loads ``x_i`` take at least ``sum_i w_i x_i``;
-those of a forward and those of a backward, each by weights of its own.
+Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
+and those of a backward each by weights of its own.
 
 Array axes
     R  ranges; see :mod:`lightning_mist.tuner.bounds.range_bounds`
@@ -32,31 +27,16 @@ Array axes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
 from lightning_mist.cost.memory import BUFFERS
-from lightning_mist.cost.time import CopyRates
+from lightning_mist.cost.time import COMPUTE, NETWORK, TO_DEVICE, TO_HOST, CopyRates, weights_of_passes
 from lightning_mist.hardware import Interference
-from lightning_mist.hardware.profile import CHANNELS, speed_table
 from lightning_mist.plan import ScheduleName
 from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds
-
-COMPUTE, NETWORK, TO_DEVICE, TO_HOST = range(len(CHANNELS))
-
-_FAVOURED = (
-    (TO_HOST, TO_DEVICE),
-    (COMPUTE, COMPUTE),
-    (TO_HOST, COMPUTE),
-    (COMPUTE, TO_DEVICE),
-    (TO_DEVICE, TO_DEVICE),
-    (NETWORK, NETWORK),
-    (TO_HOST, NETWORK),
-)
-"""What the weights of a forward and of a backward favour, in the pairs that are looked at."""
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
@@ -154,29 +134,6 @@ def in_flight(schedule: ScheduleName, behind: int, num_microbatches: int) -> int
     return others // step * step
 
 
-@lru_cache(maxsize=256)
-def dual_weights(interference: Interference | None, across_nodes: bool) -> FloatArray:
-    """Weights of the channels, a row for each channel, which has the most that it can have, then the others in turn.
-
-    Args:
-        interference: How channels slow each other down; ``None`` where they take turns, so that all loads add up.
-        across_nodes: Whether the network's group spans several nodes.
-    """
-    if interference is None:
-        return np.ones((len(CHANNELS), len(CHANNELS)))
-    table = speed_table(interference, across_nodes)
-    weights_CC = np.zeros((len(CHANNELS), len(CHANNELS)))
-    for favoured, weights_C in enumerate(weights_CC):
-        for channel in dict.fromkeys((favoured, COMPUTE, TO_DEVICE, TO_HOST, NETWORK)):
-            # What the channels so far leave to this one in the set where that is least.
-            masks = np.flatnonzero(np.arange(len(table)) >> channel & 1)
-            active = (masks[:, None] >> np.arange(len(CHANNELS))) & 1
-            left = 1 - (active * table[masks] * weights_C).sum(axis=1)
-            weights_C[channel] = max(0.0, float((left / table[masks, channel]).min()))
-    weights_CC.setflags(write=False)
-    return weights_CC
-
-
 def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, bottleneck: float) -> PositionBounds:
     """Prepare the lower bounds of stages at a position, whatever memory they have.
 
@@ -258,9 +215,8 @@ class _Weights:
     """Dual weights for ranges, with axes ``NWC``, and weighted sums over ranges by where their ranks are."""
 
     def __init__(self, interference: Interference | None, ranges: RangeBounds) -> None:
-        of_channels = np.stack([dual_weights(interference, across_nodes) for across_nodes in (False, True)])
-        first, then = (list(favoured) for favoured in zip(*_FAVOURED, strict=True))
-        self.forward, self.backward = of_channels[:, first], of_channels[:, then]
+        passes = zip(*(weights_of_passes(interference, across_nodes) for across_nodes in (False, True)), strict=True)
+        self.forward, self.backward = (np.stack(of_nodes) for of_nodes in passes)
         self.is_across_R = ranges.is_across_R.astype(bool)
 
     def sum(self, terms: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:

@@ -2,11 +2,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.time.overlap import beyond_computing, concurrent_seconds
+from lightning_mist.cost.time.overlap import COMPUTE, TO_HOST, beyond_computing, concurrent_seconds, dual_weights
+from lightning_mist.hardware.profile import seconds_together, speed_table
 from lightning_mist.hardware.profile.interference_model import CHANNELS, COEFFICIENTS, Channel, Interference
+from tests.tiers import examples
 
 FREE = Interference(**dict.fromkeys(COEFFICIENTS, 0.0), source="test")
 TURNS = dataclasses.replace(FREE, **dict.fromkeys(COEFFICIENTS, 1.0))
@@ -111,3 +113,20 @@ def test_two_channels_take_what_the_larger_load_does_and_the_smaller_one_s_turns
         both_K = concurrent_seconds(*loads_CK, none_K, none_K, one_kind, across)
         beyond_K = beyond_computing(*loads_CK, one_kind, across)
         np.testing.assert_allclose(beyond_K, both_K - loads_CK[0], atol=1e-14)
+
+
+@settings(max_examples=examples(60))
+@given(MACHINES, st.booleans(), st.lists(st.floats(0, 10, allow_subnormal=False), min_size=8, max_size=8))
+def test_loads_take_at_least_what_their_weights_say_together_or_one_after_the_other(machine, across, numbers):
+    first, then = np.array(numbers).reshape(2, len(CHANNELS), 1)
+    table, weights_CC = speed_table(machine, across), dual_weights(machine, across)
+    whole = seconds_together(first + then, table)
+    parts = seconds_together(first, table) + seconds_together(then, table)
+    assert (weights_CC @ (first + then) <= np.minimum(whole, parts) * (1 + 1e-9) + 1e-12).all()
+    np.testing.assert_allclose(np.diag(weights_CC), 1.0)
+
+
+@pytest.mark.parametrize("machine", [None, TURNS])
+def test_what_takes_turns_adds_up(machine):
+    weights_CC = dual_weights(machine, False)
+    np.testing.assert_allclose(weights_CC[[COMPUTE, TO_HOST]], 1.0)

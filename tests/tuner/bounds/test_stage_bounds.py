@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.cost.time.overlap import copy_rates
 from lightning_mist.hardware import Interference
-from lightning_mist.hardware.profile import CHANNELS, COEFFICIENTS, seconds_together, speed_table
+from lightning_mist.hardware.profile import COEFFICIENTS
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.bounds.range_bounds import POSITIONS, is_alike, range_bounds, slots_of
 from lightning_mist.tuner.bounds.stage_bounds import (
-    COMPUTE,
-    TO_HOST,
     Setting,
-    dual_weights,
     in_flight,
     knapsack,
     position_bounds,
@@ -150,25 +147,3 @@ def test_the_knapsack_takes_the_cheapest_bytes_first(kinds, share):
         seconds, left = seconds + price * min(free, left), left - min(free, left)
     arrays = [(np.array([[price]]), np.array([free])) for price, free in kinds]
     np.testing.assert_allclose(knapsack(arrays, np.array([wanted])), [[seconds]], rtol=1e-9, atol=1e-9)
-
-
-@st.composite
-def machines(draw):
-    return Interference(**{name: draw(SHARE) for name in COEFFICIENTS}, source="drawn")
-
-
-@settings(max_examples=examples(60))
-@given(machines(), st.booleans(), st.lists(st.floats(0, 10, allow_subnormal=False), min_size=8, max_size=8))
-def test_loads_take_at_least_what_their_weights_say_together_or_one_after_the_other(machine, across, numbers):
-    first, then = np.array(numbers).reshape(2, len(CHANNELS), 1)
-    table, weights_CC = speed_table(machine, across), dual_weights(machine, across)
-    whole = seconds_together(first + then, table)
-    parts = seconds_together(first, table) + seconds_together(then, table)
-    assert (weights_CC @ (first + then) <= np.minimum(whole, parts) * (1 + 1e-9) + 1e-12).all()
-    np.testing.assert_allclose(np.diag(weights_CC), 1.0)
-
-
-@pytest.mark.parametrize("machine", [None, Interference(**dict.fromkeys(COEFFICIENTS, 1.0), source="in turns")])
-def test_what_takes_turns_adds_up(machine):
-    weights_CC = dual_weights(machine, False)
-    np.testing.assert_allclose(weights_CC[[COMPUTE, TO_HOST]], 1.0)
