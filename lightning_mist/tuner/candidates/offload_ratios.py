@@ -8,12 +8,16 @@ Array axes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray
 from lightning_mist.cost.memory import Ratios
 from lightning_mist.tuner.space import OFFLOADED, SearchSpace
+
+_Place: TypeAlias = tuple[slice | int, ...]
+"""Combinations with one ratio of one kind of state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +70,19 @@ class RatioGrid:
         return np.ascontiguousarray(found_CB.T)
 
     def _minimal(self, fits_CB: BoolArray, ordered: Sequence[str]) -> BoolArray:
-        sizes = self.each.shape
-        above, kept = (fits_CB.reshape(*sizes, -1).copy() for _ in range(2))
-        fronts = [(slice(None),) * OFFLOADED.index(name) for name in ordered]
-        for front in fronts:
-            at = [(*front, ratio) for ratio in range(sizes[len(front)])]
-            for before, behind in pairwise(at):
-                above[behind] |= above[before]
-        for front in fronts:
+        above, kept = (fits_CB.reshape(*self.each.shape, -1).copy() for _ in range(2))
+        steps = [self._steps(name, name in ordered) for name in OFFLOADED]
+        for before, behind in (step for some in steps for step in some):
+            above[behind] |= above[before]
+        for before, behind in (step for some in steps for step in some):
             # One that is dominated along an axis has something that fits at or below its neighbour there.
-            behind, before = (*front, slice(1, None)), (*front, slice(None, -1))
             kept[behind] &= ~above[before]
         found_CB: BoolArray = kept.reshape(fits_CB.shape)
         return found_CB
+
+    def _steps(self, kind: str, is_ordered: bool) -> list[tuple[_Place, _Place]]:
+        """Pairs of places along the ratios of a kind of state, of which the second takes at least as long."""
+        front: _Place = (slice(None),) * OFFLOADED.index(kind)
+        at: list[_Place] = [(*front, ratio) for ratio in range(len(getattr(self.each, kind)))]
+        # Nothing takes less than offloading nothing.
+        return list(pairwise(at)) if is_ordered else [(at[0], behind) for behind in at[1:]]
