@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageCandidates, StageSlot
+from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
 from lightning_mist.cost.memory import PeakParts
 from lightning_mist.cost.time import Unsharding
@@ -49,7 +49,7 @@ class Table:
         window_K: Which layer range each candidate has.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
-        floor_K: Steady seconds with what of the boundary seconds neither averages gradients nor gives out parameters.
+        floor_K: Steady seconds with what of the boundary seconds copies cannot hide.
         again_K: What every stage behind adds to the steady seconds.
         parts: What their peaks are made of.
     """
@@ -192,7 +192,7 @@ class _Figures(ArrayRecord):
     Attributes:
         alone_C: Steady seconds without exchange with other stages, and without unsharding.
         own_C: Boundary seconds without those for tied parameters.
-        rest_C: What of these neither averages gradients nor gives out parameters.
+        rest_C: What of these copies cannot hide.
         parts: What their peaks are made of, without the batch.
     """
 
@@ -209,13 +209,16 @@ class _Figures(ArrayRecord):
     def of(cls, model: CostModel, slot: StageSlot, candidates: StageCandidates) -> "_Figures":
         seconds, shards = model.parted_seconds(slot, candidates)
         memory, rest_C = model.memory(slot), seconds.update_K + seconds.once_K
+        hidden_C = np.minimum(seconds.gather_K, seconds.forward_K + seconds.update_K)
+        if any(profile.corrections for profile in profiles_of(model)):
+            hidden_C = seconds.gather_K + seconds.reduce_K
         parts = PeakParts.of(memory.needs(slot, candidates))
         return cls(
             candidates=candidates,
             alone_C=seconds.alone_K,
             shards=shards,
             own_C=seconds.reduce_K + seconds.update_copies_K + seconds.gather_K + rest_C,
-            rest_C=rest_C,
+            rest_C=seconds.reduce_K + seconds.gather_K - hidden_C + rest_C,
             parts=parts.beside(-memory.batch_bytes(slot)),
         )
 

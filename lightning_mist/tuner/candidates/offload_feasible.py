@@ -2,7 +2,7 @@
 
 If a ratio rises, no unit copies less: so neither ``t`` nor ``t + d`` fall, as these are sums of larger ones of what
 units take with and without copies. So of the combinations that fit one is needed only if none with smaller ratios
-fits. Three things are not compared so:
+fits, and none of any but that offloads nothing of a kind. Three things are not compared so:
 
 * Candidates whose update waits for the next forward, which those are that offload parameters, gradients or optimizer
   state, with those whose update does not.
@@ -12,25 +12,40 @@ fits. Three things are not compared so:
   that several units fetch. Of all others a larger ratio offloads as many bytes of every unit or more: the largest that
   fits comes first, so that what a smaller ratio offloads instead of it is less.
 
-Where a machine's corrections multiply some terms and not others nothing is left out.
+Where a machine's corrections multiply some terms and not others nothing is left out. Elsewhere what copies for too long
+is, before its seconds are worked out.
 
 Array axes
     P  candidates of a table as stages may have them
     B  those that are tried with offload
     C  combinations of ratios, nothing offloaded first
     J  candidates with ratios
+    W  pairs of weights of channels, of a forward and of a backward
+    H  ratios of parameters
+    G  ratios of gradients
+    A  ratios of activations
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageSlot, profiles_of
-from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.cost.memory import OffloadParts
+from lightning_mist.cost import CostModel, StageCandidates, StageCostModel, StageSlot, profiles_of
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
+from lightning_mist.cost.memory import BUFFERS, OffloadParts
+from lightning_mist.cost.time import (
+    COMPUTE,
+    TO_DEVICE,
+    TO_HOST,
+    copy_rates,
+    interference_of,
+    shard_nodes,
+    weights_of_passes,
+)
 from lightning_mist.plan import ZeroStage
+from lightning_mist.tuner.candidates.candidate_tables import ROOM
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.stage_points import StagePoints
 from lightning_mist.tuner.space import OFFLOADED
@@ -70,13 +85,73 @@ def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid)
     return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Floors:
+    """Steady seconds that candidates take at least: what they compute, and what their ratios copy.
+
+    A forward of a unit moves activations away and fetches parameters; a backward fetches activations, parameters and
+    gradients. The two outermost units' parameters, which are there, are at most as much as the buffers hold.
+
+    Attributes:
+        compute_WB: Weighted seconds of computing, and so on of what ratios copy.
+    """
+
+    compute_WB: FloatArray
+    parameters_WBH: FloatArray
+    gradients_WBG: FloatArray
+    activations_WBA: FloatArray
+
+    @classmethod
+    def of(
+        cls, model: CostModel, slot: StageSlot, candidates: StageCandidates, parts: OffloadParts
+    ) -> "_Floors | None":
+        """Those of the candidates of one slot; none of unlike devices, or if corrections multiply some terms only."""
+        if not isinstance(model, StageCostModel) or model.profile.corrections:
+            return None
+        machine = model.profile, model.cluster
+        rates, across = copy_rates(*machine), shard_nodes(model.cluster, slot) > 1
+        forward_WC, backward_WC = weights_of_passes(interference_of(*machine), across)
+        compute = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        forward, backward = prefix_sums(compute.forward_R), prefix_sums(compute.backward_R)
+        low_B, high_B = covered(model.spec, candidates.start_K, candidates.end_K)
+        recomputed_B = forward[1 + candidates.start_K + candidates.checkpointed_K] - forward[1 + candidates.start_K]
+        backward_B = backward[high_B] - backward[low_B] + recomputed_B
+        in_WC, out_WC = backward_WC / rates.to_device, forward_WC / rates.to_host
+        parameters_BH = np.maximum(parts.host_parameters_BH - BUFFERS * parts.third_BH, 0.0)
+        gradients_BG = parts.host_gradients_BG * (slot.num_microbatches > 1)
+        activations_BGA = parts.host_activations_K.reshape(*gradients_BG.shape, -1)
+        return cls(
+            compute_WB=np.outer(forward_WC[:, COMPUTE], forward[high_B] - forward[low_B])
+            + np.outer(backward_WC[:, COMPUTE], backward_B),
+            parameters_WBH=np.multiply.outer(
+                in_WC[:, TO_DEVICE] + forward_WC[:, TO_DEVICE] / rates.to_device, parameters_BH
+            ),
+            gradients_WBG=np.multiply.outer(in_WC[:, TO_DEVICE], gradients_BG),
+            activations_WBA=np.multiply.outer(in_WC[:, TO_DEVICE] + out_WC[:, TO_HOST], activations_BGA[:, 0]),
+        )
+
+    def seconds(self, row_J: IntArray, ratio_OJ: Sequence[IntArray]) -> FloatArray:
+        """Those of some candidates with some of the ratios of each kind of state."""
+        parameters_J, gradients_J, _, activations_J = ratio_OJ
+        found_WJ = self.compute_WB[:, row_J] + self.parameters_WBH[:, row_J, parameters_J]
+        found_WJ += self.gradients_WBG[:, row_J, gradients_J] + self.activations_WBA[:, row_J, activations_J]
+        least_J: FloatArray = found_WJ.max(axis=0)
+        return least_J
+
+
 def feasible(
-    model: CostModel, grid: RatioGrid, points: StagePoints, point_B: IntArray, limits: tuple[float, float]
+    model: CostModel,
+    grid: RatioGrid,
+    points: StagePoints,
+    point_B: IntArray,
+    limits: tuple[float, float],
+    slowest: float = np.inf,
 ) -> Iterator[Feasible]:
     """What some candidates of the stages of a table may offload, block by block.
 
     Args:
         limits: Bytes that a device may use, and of host memory.
+        slowest: The most steady seconds, without what the stages behind cost: what takes longer may be left out.
     """
     table, shape_B = points.table, points.table.shape_K[points.index_P[point_B]]
     at_once = max(1, PAIRS_AT_ONCE // (len(grid.each.activations) * len(grid.each.gradients)))
@@ -88,12 +163,17 @@ def feasible(
         for begin in range(0, len(index_U), at_once):
             candidates = table.candidates(index_U[begin : begin + at_once])
             parts = OffloadParts.of(model.memory(slot), slot, candidates, grid.each)
+            floors = _Floors.of(model, slot, candidates, parts)
             inside_B = np.flatnonzero((row_B >= begin) & (row_B < begin + at_once))
             for first in range(0, len(inside_B), most):
                 at_B = inside_B[first : first + most]
                 peak_BC, fits_BC = _fitting(points, some_B[at_B], parts, row_B[at_B] - begin, limits)
                 fits_BC = _minimal(model, grid, slot, fits_BC, table.zero_stage_K[index_U[row_B[at_B]]])
                 of_J, combination_J = np.nonzero(fits_BC)
+                if floors is not None:
+                    ratio_OJ = np.unravel_index(combination_J, grid.each.shape)
+                    fast_J = floors.seconds(row_B[at_B[of_J]] - begin, ratio_OJ) <= slowest * ROOM
+                    of_J, combination_J = of_J[fast_J], combination_J[fast_J]
                 yield Feasible(
                     point_J=some_B[at_B[of_J]], combination_J=combination_J, peak_J=peak_BC[of_J, combination_J]
                 )

@@ -1,8 +1,10 @@
 """The choices of stages, with and without part of their state in host memory.
 
-Copies add to the steady time and never take from it, and of the boundary time they can hide no more than averaging
-gradients and giving out parameters. So whatever a candidate offloads, it takes at least its own ``t`` resident, and its
-``t + d`` is at least ``t`` with what of ``d`` is neither of these two (:attr:`Table.floor_K`). Where a choice that fits
+Copies add to the steady time and never take from it. Of the boundary time they can hide giving out parameters, which
+is then beside a forward and its updates; averaging gradients takes no less beside a backward that takes longer, both
+together, but where a machine's corrections multiply one of them. So whatever a candidate offloads, it takes at least
+its own ``t`` resident, and its ``t + d`` is at least ``t`` with the rest of ``d`` (:attr:`Table.floor_K`). Where a
+choice that fits
 resident dominates both, no ratio is tried. Of all others every combination of ratios is looked at, its bytes first
 (:mod:`lightning_mist.tuner.candidates.offload_feasible`); the seconds of those that fit and offload no more than they
 have to are worked out, and what is not dominated is a choice.
@@ -81,7 +83,7 @@ class OffloadSearch:
             if len(self.grid) > 1:
                 point_B = item.worth_offloading()
                 tried += len(np.unique(item.points.index_P[point_B])) * (len(self.grid) - 1)
-                for block in feasible(self.model, self.grid, item.points, point_B, self._limits):
+                for block in feasible(self.model, self.grid, item.points, point_B, self._limits, slowest):
                     self._check_time()
                     blocks.append(block)
             some = Feasible.joined(blocks)

@@ -47,7 +47,7 @@ class StagePoints:
         group_P: A number for the stage, the run of layers and the devices of each, ascending with the stage.
         steady_P: Steady seconds, with what the stages behind cost.
         whole_P: Steady and boundary seconds.
-        floor_P: What of these neither averages gradients nor gives out parameters.
+        floor_P: What of these copies cannot hide.
     """
 
     table: Table

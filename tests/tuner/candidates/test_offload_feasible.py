@@ -11,7 +11,9 @@ from lightning_mist.tuner.candidates import offload_feasible
 from lightning_mist.tuner.candidates.offload_feasible import Feasible, feasible
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints
+from lightning_mist.tuner.space import Shape
 from lightning_mist.tuner.space.search_space import OFFLOADED
+from tests.tuner.bounds.test_stage_bounds import question, stages_of
 from tests.tuner.candidates.test_offload_search import RATIOS, make, table_of
 
 GRID = RatioGrid.of(SearchSpace(offload=OFFLOADED), RATIOS)
@@ -37,7 +39,7 @@ def test_stages_that_share_a_table_may_offload_what_each_may_alone(blocks, monke
     model, table = middle()
     situations = [stage_phases(1, count, 8) for count in (3, 5, 7)]
     some, sizes = np.arange(0, len(table), 7), []
-    for limits in ((LIMIT, np.inf), (LIMIT, 100_000.0), (LIMIT, 1e12)):
+    for limits in ((LIMIT, np.inf), (LIMIT, 60_000.0), (LIMIT, 1e12)):
         every = [found_of(model, table, [phases], limits, some) for phases in situations]
         with monkeypatch.context() as patch:
             for name, value in zip(("PAIRS_AT_ONCE", "PEAKS_AT_ONCE"), blocks or (), strict=False):
@@ -75,3 +77,44 @@ def test_nothing_is_feasible_of_no_candidates():
     model, table = middle()
     _, found = found_of(model, table, [stage_phases(1, 3, 8)], (1e12, np.inf), np.empty(0, dtype=np.int64))
     assert len(found.point_J) == len(found.combination_J) == len(found.peak_J) == 0
+
+
+def seconds_of(model, table, index_J, offload_JO):
+    """Steady seconds of candidates of a table that offload something."""
+    seconds_J = np.empty(len(index_J))
+    for shape in np.unique(table.shape_K[index_J]).tolist():
+        at_J = table.shape_K[index_J] == shape
+        ratios = OffloadCandidates(**{f"{name}_K": offload_JO[at_J, at] for at, name in enumerate(OFFLOADED)})
+        stages = dataclasses.replace(table.candidates(index_J[at_J]), offload=ratios)
+        seconds_J[at_J] = model.seconds(table.slots[shape], stages).steady_K
+    return seconds_J
+
+
+def left_out(seed):
+    """How many candidates with ratios are left out for being slower than half of them; none may be faster."""
+    found, rng = question(seed)
+    maker, count = stages_of(found), 0
+    grid = RatioGrid.of(maker.space.search, maker.space.offload_ratios)
+    pipelines = [pipeline for pipeline in maker.space.pipelines() if pipeline[0] > 1]
+    for place in rng.permutation(len(pipelines))[:4] if len(grid) > 1 else ():
+        stages, microbatches = pipelines[place]
+        index = int(rng.integers(stages))
+        table = maker.everything(maker.slot(index, stages, microbatches, Shape(1)))
+        points = StagePoints.of(table, [Stage(phases=stage_phases(index, stages, microbatches))], np.inf)
+        asked = maker.model, grid, points, np.arange(len(points)), (maker.memory_limit, np.inf)
+        every = Feasible.joined([Feasible.none(), *feasible(*asked)])
+        index_J = points.index_P[every.point_J]
+        seconds_J = seconds_of(maker.model, table, index_J, grid.offload_CO[every.combination_J])
+        slowest = float(np.median(seconds_J)) if len(seconds_J) else 0.0
+        some = Feasible.joined([Feasible.none(), *feasible(*asked, slowest)])
+        kept = set(zip(some.point_J.tolist(), some.combination_J.tolist(), strict=True))
+        codes = zip(every.point_J.tolist(), every.combination_J.tolist(), strict=True)
+        is_kept_J = np.array([code in kept for code in codes], dtype=bool)
+        assert is_kept_J[seconds_J <= slowest].all()
+        count += int((~is_kept_J).sum())
+    return count
+
+
+@pytest.mark.parametrize("first_seed", range(0, 90, 30))
+def test_nothing_is_left_out_for_being_too_slow_that_is_not(first_seed):
+    assert sum(left_out(seed) for seed in range(first_seed, first_seed + 30)) > 30
