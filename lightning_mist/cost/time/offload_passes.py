@@ -8,6 +8,10 @@ Array axes
     R  units, padded
     U  distinct neighbourhoods of units
     I  units that are asked about together
+    S  units of candidates, set after set
+    J  distinct ones among them
+    F  whether something is the case of a unit
+    M  neighbourhoods of questions that occur
 """
 
 from collections.abc import Callable, Sequence
@@ -68,16 +72,18 @@ class Neighbourhoods:
 class _Asked:
     """Units that are asked about together; 1 where something is the case, else 0.
 
-    First come those of each neighbourhood for every question, twice: as if the activations beside them were of a layer
-    that is not recomputed, and of one that is. Then some of every candidate, set after set.
+    First come the neighbourhoods that every question has, twice: as if the activations beside them were of a layer that
+    is not recomputed, and of one that is. Then the distinct ones of some of every candidate, which many share.
 
     Attributes:
+        of_S: Which of the latter each unit of every candidate is, set after set.
         place_I: Where they are: question times width plus unit.
         next_I: Whether the unit has one behind it that comes next in a forward, which was before in a backward.
         below_I: Whether it has one in front of it.
         below_recomputed_I: Whether the unit in front is recomputed.
     """
 
+    of_S: IntArray
     place_I: IntArray
     next_I: FloatArray
     second_I: FloatArray
@@ -111,7 +117,7 @@ class Passes:
 
     def forward(self, *, copies: bool, edge: bool = False) -> FloatArray:
         """Seconds of one forward: with copies or as if there were none, the first of a batch or another."""
-        found, (low_KS, before_K, last_K) = self._seconds(self._forward(copies, edge), 3)
+        found, (low_KS, before_K, last_K) = self._seconds(self._forward(copies, edge), self.forwards.of_S)
         # What goes away beside a unit is what the unit below it keeps.
         begin_K = self.low_K + 1
         end_K = np.maximum(self.high_K - 2, begin_K)
@@ -176,6 +182,15 @@ class Passes:
         return self.concurrent(compute, network, (to_device, to_host)) + waited
 
     @cached_property
+    def occurs_QU(self) -> BoolArray:
+        """Which neighbourhoods units between the first and the last of a question's candidates have."""
+        found_QU = np.zeros((len(self.loads), len(self.kinds.places_U)), dtype=bool)
+        for kind in range(found_QU.shape[1]):
+            before = prefix_sums(self.kinds.place_R == kind)
+            found_QU[self.question_K[before[self.last_K] > before[self.low_K + 1]], kind] = True
+        return found_QU
+
+    @cached_property
     def forwards(self) -> _Asked:
         """What forwards ask about."""
         low_K, high_K = self.low_K, self.high_K
@@ -190,7 +205,7 @@ class Passes:
 
     def backward(self, *, copies: bool, edge: bool = False) -> FloatArray:
         """Seconds of one backward: with copies or as if there were none, the last of a batch or another."""
-        found, (middle_K, without_K, low_K, last_K) = self._seconds(self._backward(copies, edge), 4)
+        found, (middle_K, without_K, low_K, last_K) = self._seconds(self._backward(copies, edge), self.backwards.of_S)
         begin_K = self.low_K + 1
         total_K = self._between(found[0], begin_K, self.last_K)
         total_K += self._exchanged(found, np.maximum(self.first_K, begin_K), self.middle_K, self.last_K)
@@ -257,32 +272,40 @@ class Passes:
         recomputed: Sequence[Flag] | None = None,
     ) -> _Asked:
         """Every neighbourhood of every question, and some units of each candidate."""
-        count, many = len(self.low_K), len(self.loads) * len(self.kinds.places_U)
-        rows = (np.arange(len(self.loads)) * self.width)[:, None]
-        every = (rows + self.kinds.places_U).reshape(-1)
+        question_M, kind_M = np.nonzero(self.occurs_QU)
+        inside_M = question_M * self.width + self.kinds.places_U[kind_M]
+        count, many = len(self.low_K), len(inside_M)
         start_K = self.question_K * self.width
-
-        def flags(first: Flag, then: Flag, values: Sequence[Flag]) -> FloatArray:
-            found = np.empty(2 * many + count * len(units))
-            found[:many], found[many : 2 * many] = first, then
+        is_recomputed = below_recomputed if recomputed is None else recomputed
+        given = (next_, second, below, below_recomputed, is_recomputed)
+        flag_FS = np.empty((len(given), count * len(units)), dtype=np.int64)
+        for place, values in enumerate(given):
             for index, value in enumerate(values):
-                found[2 * many + index * count : 2 * many + (index + 1) * count] = value
-            return found
-
+                flag_FS[place, index * count : (index + 1) * count] = value
+        bits_F = 1 << np.arange(len(given))
+        place_S = np.concatenate([start_K + unit_K for unit_K in units])
+        code_J, of_S = np.unique((place_S << len(given)) + bits_F @ flag_FS, return_inverse=True)
+        flag_FJ = ((code_J & bits_F[:, None]) > 0).astype(np.float64)
+        next_I, second_I, below_I, below_recomputed_I, recomputed_I = (
+            np.concatenate([np.full(many, first), np.ones(many), flag_J])
+            for first, flag_J in zip((1.0, 1.0, 1.0, 0.0, 0.0), flag_FJ, strict=True)
+        )
         return _Asked(
-            place_I=np.concatenate([every, every, *(start_K + unit_K for unit_K in units)]),
-            next_I=flags(1, 1, next_),
-            second_I=flags(1, 1, second),
-            below_I=flags(1, 1, below),
-            below_recomputed_I=flags(0, 1, below_recomputed),
-            recomputed_I=flags(0, 1, below_recomputed if recomputed is None else recomputed),
+            of_S=of_S,
+            place_I=np.concatenate([inside_M, inside_M, code_J >> len(given)]),
+            next_I=next_I,
+            second_I=second_I,
+            below_I=below_I,
+            below_recomputed_I=below_recomputed_I,
+            recomputed_I=recomputed_I,
         )
 
-    def _seconds(self, found_I: FloatArray, sets: int) -> tuple[FloatArray, FloatArray]:
+    def _seconds(self, found_I: FloatArray, of_S: IntArray) -> tuple[FloatArray, FloatArray]:
         """Sums over the units in front of each, axes recomputed or not, ``Q`` and ``R`` and one more; and the rest."""
-        rest_I = found_I[len(found_I) - sets * len(self.low_K) :]
-        found_XQU = found_I[: len(found_I) - len(rest_I)].reshape(2, len(self.loads), -1)
-        return prefix_sums(found_XQU[:, :, self.kinds.place_R]), rest_I.reshape(sets, -1)
+        found_XM, rest_J = np.split(found_I, [2 * int(self.occurs_QU.sum())])
+        found_XQU, rest_S = np.zeros((2, *self.occurs_QU.shape)), rest_J[of_S]
+        found_XQU[:, self.occurs_QU] = found_XM.reshape(2, -1)
+        return prefix_sums(found_XQU[:, :, self.kinds.place_R]), rest_S.reshape(-1, len(self.low_K))
 
     def _is_recomputed(self, unit_K: IntArray) -> BoolArray:
         return (unit_K >= self.first_K) & (unit_K < self.middle_K)
