@@ -12,8 +12,9 @@ from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, Pip
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 from lightning_mist.tuner.space import Space
 
-COMPARED = 1.25
-"""Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
+COMPARED, COMPARED_OFFLOADED = 1.25, 1.1
+"""Multiples of the best plan's seconds below which other numbers of stages are searched for theirs, if all state stays
+on the device, and if it may be offloaded, which takes several times as long to look at."""
 
 
 def compared(space: Space, winner: int) -> tuple[int, ...]:
@@ -54,12 +55,14 @@ def to_compare_with(
         TimeIsUpError: If there is no time left to evaluate their stages.
     """
     # They are there to compare with, so all or nothing of each kind of state will do.
-    state.pipelines.try_ratios(state.pipelines.space.offload_ratios[-1:], state.deadline)
+    ratios = state.pipelines.space.offload_ratios[-1:]
+    state.pipelines.try_ratios(ratios, state.deadline)
+    below = winner.answer.objective * (COMPARED_OFFLOADED if ratios else COMPARED)
     found: dict[Pipeline, Incumbent] = {}
     known = {key.num_stages for key in near}
     for num_stages in compared(state.pipelines.space, len(winner.answer.chosen)):
         if num_stages not in known:
-            found |= _best_of(state, num_stages, winner.answer.objective * COMPARED)
+            found |= _best_of(state, num_stages, below)
     return found
 
 

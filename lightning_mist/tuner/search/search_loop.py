@@ -24,7 +24,7 @@ from lightning_mist.tuner.candidates import TimeIsUpError
 from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
 from lightning_mist.tuner.search.near_optimal import near_resident, to_compare_with
 from lightning_mist.tuner.search.pipelines import Pipelines
-from lightning_mist.tuner.search.search_state import SearchState
+from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
@@ -123,8 +123,10 @@ def _outcome(
 
 def _solve_several(state: SearchState, groups: Groups) -> None:
     """Solve pipelines of several stages, with a cutoff assumed as long as there is no incumbent, or only a slow one."""
+    # What is as near as this is looked at with all state resident in the end, so that its bound is asked for at once.
+    bounds = {group: state.raise_bound(group, state.least * NEAR_RESIDENT) for group in groups}
     cutoff = state.least * state.near
-    groups = [group for group in groups if state.raise_bound(group, cutoff) < cutoff * (1 - PRECISION)]
+    groups = [group for group in groups if bounds[group] < cutoff * (1 - PRECISION)]
     if not groups:
         return
     lowest = min(map(state.bound_of, groups))
