@@ -128,6 +128,8 @@ class PipelineBounds:
         if known is None or known.bottleneck < bottleneck:
             known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
 
+        made: dict[tuple[Position, int], SlotChoices] = {}
+
         def choices(stage_index: int, num_stages: int) -> SlotChoices:
             position: Position = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             others = in_flight(self.space.schedule, num_stages - 1 - stage_index, num_microbatches)
@@ -139,7 +141,9 @@ class PipelineBounds:
                     has_gradients=num_microbatches > 1,
                     bottleneck=known.bottleneck,
                 )
-            return _as_choices(known.stages[position, others].within(bottleneck))
+            if (position, others) not in made:
+                made[position, others] = _as_choices(known.stages[position, others].within(bottleneck))
+            return made[position, others]
 
         sizes = self.space.num_layers, (self.space.world_size,)
         return Family.of(*sizes, num_microbatches, counts, choices)

@@ -83,10 +83,13 @@ class Suffixes:
         self.family = family
         self.heads = {count: end_options(slot, layers, devices, is_first=True) for count, slot in family.heads.items()}
         self.last = end_options(family.tails[0], layers, devices, is_first=False)
-        self.middle = [slot_options(slot, layers, devices) for slot in family.tails[1:]]
+        # Bounds of many stages are the same choices.
+        alike = {id(slot): slot for slot in family.tails[1:]}
+        options = {key: slot_options(slot, layers, devices) for key, slot in alike.items()}
+        self.middle = [options[id(slot)] for slot in family.tails[1:]]
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
-        pairs += [(options.part_C, options.devices_C) for options in self.middle]
+        pairs += [(options.part_C, options.devices_C) for options in options.values()]
         units = []
         for part, count in enumerate(devices):
             taken = np.unique(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs]))
@@ -315,7 +318,7 @@ class Suffixes:
                     source_J = states.number[np.where(fits_J, states.flat_J - offset, 0)]
                     maps[int(offset)] = np.where(fits_J, source_J, len(states.row_J))
                 found.append(maps[int(offset)])
-            yield options.take(some), np.stack(found)
+            yield options if len(found) == len(options) else options.take(some), np.stack(found)
 
 
 def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:

@@ -14,11 +14,13 @@ until it does. What comes out is never slower than what went in, and nothing is 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NoReturn, TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, least_seconds, predict_with, seconds_with
+from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.interleaved_memory import last_stage_peaks, plans_peaks
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
@@ -147,36 +149,40 @@ def fitted(
         limits: Bytes that the devices of every stage of a plan may use.
         host_limits: Bytes of host memory that each of them may use.
     """
-    asked = []
-    for plan in plans:
-        counts_MS = [_recomputed(plan, more) for more in range(_most_more(space, plan) + 1)]
-        asked.append((plan, np.array(counts_MS).T))
+    asked = [(plan, _recomputed(_groups(plan), _most_more(space, plan))) for plan in plans]
     for plan, found in zip(plans, plans_peaks(model.memory, asked), strict=True):
         fits_M = np.all(found.device_SW <= np.array(limits(plan))[:, None], axis=0)
         fits_M &= np.all(found.host_SW <= np.array(host_limits(plan))[:, None], axis=0)
         yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
 
 
-def _groups(plan: Plan) -> Iterator[tuple[list[int], list[int]]]:
-    """Layers of the chunks of every group of devices, and how many of each are recomputed."""
-    for group in range(plan.num_groups):
-        stages = [plan.stages[index] for index in plan.chunks(group)]
-        yield [stage.num_layers for stage in stages], [stage.checkpointing.layers for stage in stages]
+_Groups: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Layers of the chunks of every group of devices, and how many of each are recomputed."""
 
 
-def _recomputed(plan: Plan, more: int) -> list[int]:
-    """Recomputed layers of every stage, with so many more of each group of devices."""
-    found = [0] * plan.num_stages
-    for group, (layers, recomputed) in enumerate(_groups(plan)):
-        parts = _parts(min(sum(layers), sum(recomputed) + more), len(layers))
-        for index, most, part in zip(plan.chunks(group), layers, parts, strict=True):
-            found[index] = min(most, part)
-    return found
+def _groups(plan: Plan) -> _Groups:
+    chunks = [[plan.stages[index] for index in plan.chunks(group)] for group in range(plan.num_groups)]
+    return tuple(
+        (tuple(stage.num_layers for stage in stages), tuple(stage.checkpointing.layers for stage in stages))
+        for stages in chunks
+    )
+
+
+@lru_cache(maxsize=64)
+def _recomputed(groups: _Groups, most: int) -> IntArray:
+    """Recomputed layers of every stage, with so many more of each group of devices; axes stage, and how many more."""
+    found_SM = np.zeros((sum(len(layers) for layers, _ in groups), most + 1), dtype=np.int64)
+    for group, (layers, recomputed) in enumerate(groups):
+        for more in range(most + 1):
+            parts = _parts(min(sum(layers), sum(recomputed) + more), len(layers))
+            found_SM[group :: len(groups), more] = np.minimum(layers, parts)
+    found_SM.setflags(write=False)
+    return found_SM
 
 
 def _recomputing(plan: Plan, more: int) -> Plan:
     if not more:
         return plan
-    counts = zip(plan.stages, _recomputed(plan, more), strict=True)
+    counts = zip(plan.stages, _recomputed(_groups(plan), more)[:, more].tolist(), strict=True)
     stages = tuple(replace(stage, checkpointing=Checkpointing(layers=count)) for stage, count in counts)
     return replace(plan, stages=stages)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import gcd
+from operator import or_
 
 import numpy as np
 
@@ -134,10 +135,11 @@ class Space:
         stages, result = self.stage_counts, []
         for num_microbatches in self.microbatch_counts():
             counts = sorted({shape.devices for shape in self.shapes(num_microbatches)})
-            sums = {0}
+            # Bit ``n`` says whether the stages so far can have ``n`` devices together.
+            sums, every = 1, (2 << self.world_size) - 1
             for num_stages in range(1, self.max_stages + 1):
-                sums = {total + count for total in sums for count in counts if total + count <= self.world_size}
-                is_dealt = self.world_size in sums and bool(self.shapes_of(num_stages, num_microbatches))
+                sums = reduce(or_, (sums << count for count in counts), 0) & every
+                is_dealt = sums >> self.world_size and bool(self.shapes_of(num_stages, num_microbatches))
                 if num_stages in stages and is_dealt:
                     result.append((num_stages, num_microbatches))
         return tuple(sorted(result))
