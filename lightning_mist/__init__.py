@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate, estimate_memory
     from lightning_mist.hardware import Cluster, HardwareProfile
     from lightning_mist.model import register_memory_rule, trace_model
-    from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage, plan_of
+    from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, SearchSpace, StagePlan, ZeroStage, plan_of
     from lightning_mist.strategy.lightning import MistStrategy
-    from lightning_mist.tuner import SearchSpace, tune
+    from lightning_mist.tuner import tune
 
 __version__ = "0.1.0"
 
@@ -48,8 +48,8 @@ _HOMES = {
     "errors": ("InfeasibleError", "MistError", "PlanError", "ProfileError", "ScheduleError", "TraceError"),
     "hardware": ("Cluster", "HardwareProfile"),
     "model": ("register_memory_rule", "trace_model"),
-    "plan": ("Checkpointing", "OffloadRatios", "Plan", "StagePlan", "ZeroStage", "plan_of"),
-    "tuner": ("SearchSpace", "tune"),
+    "plan": ("Checkpointing", "OffloadRatios", "Plan", "SearchSpace", "StagePlan", "ZeroStage", "plan_of"),
+    "tuner": ("tune",),
 }
 
 _autoload.autoload()

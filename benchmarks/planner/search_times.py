@@ -17,8 +17,8 @@ from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 
 THEME = "planner-search"

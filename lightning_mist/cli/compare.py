@@ -18,7 +18,8 @@ from lightning_mist.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lightning_mist.explain import ComparedPlan
     from lightning_mist.model import ModelSpec
-    from lightning_mist.tuner import Planner, SearchSpace, TuneResult
+    from lightning_mist.plan import SearchSpace
+    from lightning_mist.tuner import Planner, TuneResult
 
 TITLE = "what people would have chosen, each at its best by the same cost model"
 """What the table says it is."""

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from lightning_mist.explain import Explanation
     from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
-    from lightning_mist.plan import Plan
-    from lightning_mist.tuner import SearchSpace, TuneResult
+    from lightning_mist.plan import Plan, SearchSpace
+    from lightning_mist.tuner import TuneResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class SearchOptions:
 
     def space(self) -> "SearchSpace":
         """The search space with these limits."""
-        from lightning_mist.tuner import SearchSpace
+        from lightning_mist.plan import SearchSpace
 
         values: dict[str, Any] = {}
         for field in fields(self):

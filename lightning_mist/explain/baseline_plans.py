@@ -37,12 +37,11 @@ from lightning_mist.explain.published_space import ZERO_STAGES, Asked, has_publi
 from lightning_mist.explain.techniques import DEFERRED_UPDATE
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model.spec import LayerSpec, ModelSpec
-from lightning_mist.plan import OffloadRatios, Plan
+from lightning_mist.plan import OFFLOADED, OffloadRatios, Plan, SearchSpace
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import mixed_stages
 from lightning_mist.tuner.select import Shortage, UniformPlans, fastest_uniform
-from lightning_mist.tuner.space import OFFLOADED, SearchSpace
 from lightning_mist.units import format_bytes
 
 _GRID = SearchSpace(equal_stages=True, zero_stages=(0, 1), offload=(), schedules=("1f1b", "interleaved-1f1b"))

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.tuner.space import OFFLOADED, SearchSpace, divisors
+from lightning_mist.plan import OFFLOADED, Checkpointing, Plan, SearchSpace, StageMesh, StagePlan, ZeroStage
+from lightning_mist.tuner.space import divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mist.plan import Plan
-from lightning_mist.tuner.space import OFFLOADED
+from lightning_mist.plan import OFFLOADED, Plan
 from lightning_mist.units import format_bytes
 
 Limit = Literal["memory", "pace", "boundary", "host memory", "host link", "batch"]

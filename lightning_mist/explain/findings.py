@@ -16,10 +16,9 @@ from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
 from lightning_mist.explain.explanation import Finding, Version, in_words, state_in_words
-from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import OFFLOADED, Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.tuner.select import LEAST_SHARE
-from lightning_mist.tuner.space import OFFLOADED
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
 BY_CLOSED_FORM = ("1f1b", "gpipe")

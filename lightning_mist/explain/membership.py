@@ -6,10 +6,10 @@ import numpy as np
 
 from lightning_mist.cost import MixedCostModel
 from lightning_mist.explain.explanation import state_in_words
-from lightning_mist.plan import Plan, StagePlan
+from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import space_of
-from lightning_mist.tuner.space import OFFLOADED, SearchSpace, Shape, Space
+from lightning_mist.tuner.space import Shape, Space
 
 
 def outside(planner: Planner, plan: Plan, search: SearchSpace | None = None) -> tuple[str, ...]:

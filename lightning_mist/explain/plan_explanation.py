@@ -27,11 +27,10 @@ from lightning_mist.explain.findings import batch_finding, findings_of
 from lightning_mist.explain.queries import Asker
 from lightning_mist.explain.techniques import TECHNIQUES, Technique
 from lightning_mist.explain.what_if import Machine, better_machines
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import COMPARED
 from lightning_mist.tuner.select import TuneResult
-from lightning_mist.tuner.space import SearchSpace
 
 OTHERS = 3
 """Plans of other kinds that are kept."""

@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.tuner.candidates import IntraStage, SlotChoices
 from lightning_mist.tuner.inter_stage import Answer, InterStageProblem, solve
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.select import CLOCKED, clocked, make_plan, step_seconds_of_plan
-from lightning_mist.tuner.space import SearchSpace, Space, divisors
+from lightning_mist.tuner.space import Space, divisors
 
 MOST_SECONDS = 4.0
 """The most seconds that the search takes, after which its best plan is only the best that was found."""

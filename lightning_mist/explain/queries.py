@@ -10,10 +10,9 @@ from lightning_mist.errors import InfeasibleError, MistError
 from lightning_mist.explain.changed_plan import Ground
 from lightning_mist.explain.explanation import Version
 from lightning_mist.explain.what_if import Machine
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.space import SearchSpace
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from lightning_mist.explain.changed_plan import (
     without_chunks,
 )
 from lightning_mist.explain.explanation import ranges_of, state_in_words
-from lightning_mist.plan import Checkpointing, Plan, ScheduleName, StagePlan, ZeroStage
-from lightning_mist.tuner.space import OFFLOADED, SearchSpace
+from lightning_mist.plan import OFFLOADED, Checkpointing, Plan, ScheduleName, SearchSpace, StagePlan, ZeroStage
 
 DEFERRED_UPDATE = "the update then runs layer by layer in the next forward, which hides giving out parameters"
 """What moving any parameters, gradients or optimizer state also does (:mod:`lightning_mist.cost.time.offload_seconds`).

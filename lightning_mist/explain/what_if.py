@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile, MixedCluster, catalog_profile, host_memory
-from lightning_mist.plan import Plan
-from lightning_mist.tuner.space import SearchSpace, host_bytes_of_each, tensor_share, usable_bytes, usable_host_bytes
+from lightning_mist.plan import Plan, SearchSpace
+from lightning_mist.tuner.space import host_bytes_of_each, tensor_share, usable_bytes, usable_host_bytes
 from lightning_mist.units import format_bytes
 
 MORE_BYTES = 2**30

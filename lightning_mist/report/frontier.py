@@ -6,10 +6,10 @@ from time import perf_counter
 from typing import Any
 
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.plan.plan_tables import counted
 from lightning_mist.report.figures import INK, PAPER, SHADE, time_unit
-from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.tuner import Planner
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.tuner.space import tensor_share

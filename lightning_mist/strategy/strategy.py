@@ -10,7 +10,7 @@ import torch
 
 from lightning_mist.hardware import Cluster
 from lightning_mist.model.initialization import load_hollow
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
 from lightning_mist.strategy.memory_retry import FirstSteps
@@ -19,7 +19,6 @@ from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.planning import PlanRequest, decide, whole_module_reason, write_plan
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
-from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import parse_bytes
 
 

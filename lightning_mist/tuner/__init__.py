@@ -6,16 +6,18 @@ What a program that only names a strategy has no use for is imported when it is 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.plan import SearchSpace as SearchSpace
+
 if TYPE_CHECKING:
     from lightning_mist.tuner.planner import Planner, tune
     from lightning_mist.tuner.select import Alternative, TuneResult, TuneStats
-    from lightning_mist.tuner.space import SearchSpace, degrees_to_try
+    from lightning_mist.tuner.space import degrees_to_try
 
 
 _HOMES = {
     "planner": ("Planner", "tune"),
     "select": ("Alternative", "TuneResult", "TuneStats"),
-    "space": ("SearchSpace", "degrees_to_try"),
+    "space": ("degrees_to_try",),
 }
 
 

@@ -12,12 +12,12 @@ from lightning_mist.cost import CostModel, stage_memory
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import Plan, StagePlan
+from lightning_mist.plan import COUNTS, OFFLOADED, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.candidates import EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.inter_stage import InterStageProblem, Pipeline, least_peak
 from lightning_mist.tuner.minimum_memory import LateError, LeastMemory
 from lightning_mist.tuner.search import MixedStages, Stages
-from lightning_mist.tuner.space import COUNTS, OFFLOADED, SearchSpace, tensor_share
+from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
 
 MakePlan: TypeAlias = Callable[[InterStageProblem, tuple[int, ...]], Plan]

@@ -22,8 +22,9 @@ import numpy as np
 from lightning_mist.cost import StageSlot
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.memory import PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, stage_phases
+from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.candidates import IntraStage, SlotChoices, Table, non_dominated
-from lightning_mist.tuner.space import OFFLOADED, Role, role_of
+from lightning_mist.tuner.space import Role, role_of
 
 MOST = 1 << 15
 """Candidates of a slot that are evaluated with offload; with more of them fewer shares are looked at."""

@@ -18,7 +18,7 @@ from lightning_mist.cost import (
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
 from lightning_mist.tuner.inter_stage import PRECISION
@@ -35,7 +35,6 @@ from lightning_mist.tuner.search import (
 from lightning_mist.tuner.select import Status, TuneResult, TuneStats, choose, make_plan
 from lightning_mist.tuner.space import (
     USABLE_MEMORY,
-    SearchSpace,
     Space,
     apply,
     host_bytes_of_each,

@@ -8,9 +8,9 @@ from lightning_mist.explain import baselines
 from lightning_mist.explain.baseline_plans import baseline_notes, baselines_with
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan import row_slice
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 
 NAMES = [

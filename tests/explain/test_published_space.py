@@ -7,9 +7,9 @@ from lightning_mist.cost import predict_with, step_seconds
 from lightning_mist.explain.published_space import MICROBATCH_ROWS, Asked, published_plan
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.space.applied_space import Shape
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 
 DEVICES, ROWS, LAYERS = 2, 8, 4

@@ -5,8 +5,8 @@ import pytest
 from lightning_mist.errors import PlanError
 from lightning_mist.explain.changed_plan import Ground
 from lightning_mist.explain.techniques import TECHNIQUES, places
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.tuner.plans import pipeline
 
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}

@@ -5,8 +5,8 @@ import pytest
 from lightning_mist.explain.what_if import MORE_BYTES, Machine, better_machines
 from lightning_mist.hardware import Device, Link, MixedCluster, catalog_profile, cluster_of, parse_cluster
 from lightning_mist.plan import Plan, StageMesh, StagePlan
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from lightning_mist.tuner.space.usable_memory import usable_bytes
 from tests.specs import cluster, profile
 

@@ -7,8 +7,8 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict_with, stage_memory
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace, tune
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance

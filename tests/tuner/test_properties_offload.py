@@ -15,8 +15,8 @@ from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan.codec import from_json, to_json
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 from lightning_mist.units import format_bytes, parse_bytes
 from tests.specs import cluster, profile, spec, with_splits

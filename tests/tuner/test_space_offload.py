@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.hardware import MixedCluster
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.space.applied_space import apply, with_offload
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec
 
 COPYING = replace(profile(), host_to_device_bytes_per_second=1e9, device_to_host_bytes_per_second=1e9)

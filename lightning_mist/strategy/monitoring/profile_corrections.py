@@ -21,13 +21,13 @@ from lightning_mist.hardware import (
     save_corrections,
 )
 from lightning_mist.model import ModelSpec
-from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, save
+from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, SearchSpace, save
 from lightning_mist.plan.plan_text import short_name
 from lightning_mist.runtime.support import executed_offload
 from lightning_mist.strategy.monitoring.observed_terms import observe
 from lightning_mist.strategy.monitoring.run_report import Better
 from lightning_mist.strategy.monitoring.stage_times import Measured
-from lightning_mist.tuner import SearchSpace, TuneResult, tune
+from lightning_mist.tuner import TuneResult, tune
 
 LEAST_GAIN = 0.05
 """Share of the step that another plan must save by the corrected model to be spoken of."""

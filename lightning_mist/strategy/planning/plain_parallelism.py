@@ -16,10 +16,9 @@ from lightning_mist.cost.time import collective_seconds
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, load_profile
 from lightning_mist.model import LayerSeconds, counting_reason, coupling_reason, whole_tensor_reason
-from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, StageMesh, StagePlan
+from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.strategy.planning.trial_step import tried
-from lightning_mist.tuner import SearchSpace
 from lightning_mist.units import format_seconds
 
 LEAST_GAIN = 0.05

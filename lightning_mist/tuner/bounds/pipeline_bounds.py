@@ -24,6 +24,7 @@ import numpy as np
 from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.time import copy_rates, interference_of
+from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, is_alike, range_bounds, slots_of
 from lightning_mist.tuner.bounds.stage_bounds import (
     PositionBounds,
@@ -35,7 +36,7 @@ from lightning_mist.tuner.bounds.stage_bounds import (
 )
 from lightning_mist.tuner.candidates import ROOM, SlotChoices
 from lightning_mist.tuner.inter_stage import Family, Suffixes, Walk, matching, solve_family
-from lightning_mist.tuner.space import ANYWHERE, OFFLOADED, Shape, Space
+from lightning_mist.tuner.space import ANYWHERE, Shape, Space
 
 ROUNDS = 3
 """How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""

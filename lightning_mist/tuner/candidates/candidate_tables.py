@@ -32,8 +32,9 @@ from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntAr
 from lightning_mist.cost.memory import PeakParts
 from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.candidates.choices import SlotChoices
-from lightning_mist.tuner.space import ANYWHERE, OFFLOADED, LayerRanges, Space
+from lightning_mist.tuner.space import ANYWHERE, LayerRanges, Space
 
 ROOM = 1 + 1e-9
 """What is left out for being too slow is so by more than rounding."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
-from lightning_mist.plan import OffloadRatios
-from lightning_mist.tuner.space import OFFLOADED, Shape
+from lightning_mist.plan import OFFLOADED, OffloadRatios
+from lightning_mist.tuner.space import Shape
 
 EVERY_PART = -1
 """Part of a choice that takes all devices of all parts of a cluster, as the only stage of a plan may."""

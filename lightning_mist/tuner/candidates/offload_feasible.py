@@ -44,11 +44,10 @@ from lightning_mist.cost.time import (
     shard_nodes,
     weights_of_passes,
 )
-from lightning_mist.plan import ZeroStage
+from lightning_mist.plan import OFFLOADED, ZeroStage
 from lightning_mist.tuner.candidates.candidate_tables import ROOM
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.stage_points import StagePoints
-from lightning_mist.tuner.space import OFFLOADED
 
 PAIRS_AT_ONCE = 1 << 14
 """Candidates with pairs of ratios whose bytes are worked out together: fast, and some megabytes."""

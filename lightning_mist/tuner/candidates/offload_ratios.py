@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray
 from lightning_mist.cost.memory import Ratios
-from lightning_mist.tuner.space import OFFLOADED, SearchSpace
+from lightning_mist.plan import OFFLOADED, SearchSpace
 
 _Place: TypeAlias = tuple[slice | int, ...]
 """Combinations with one ratio of one kind of state."""

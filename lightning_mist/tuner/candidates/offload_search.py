@@ -29,13 +29,13 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageCandidates
 from lightning_mist.cost.batched_stages import seconds_of_stages
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates, Placed
+from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.candidates.candidate_tables import ROOM, Table
 from lightning_mist.tuner.candidates.choices import SlotChoices
 from lightning_mist.tuner.candidates.offload_feasible import Feasible, feasible
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.pareto import non_dominated, not_beaten
 from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints
-from lightning_mist.tuner.space import OFFLOADED
 
 TIE = 1 + 1e-13
 """Offloaded candidates count as slower by this, which no tolerance sees: of equally fast ones the resident one wins."""

@@ -17,14 +17,14 @@ import numpy as np
 from lightning_mist.cost import StageCandidates, StageSlot, seconds_with, step_seconds_of
 from lightning_mist.cost.inputs import FloatArray, OffloadCandidates
 from lightning_mist.cost.memory import host_bytes, stage_phases
-from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import OFFLOADED, Checkpointing, OffloadRatios, Plan, SearchSpace, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.inter_stage import Pipeline
 from lightning_mist.tuner.search import MixedStages, Stages, mixed_layout
 from lightning_mist.tuner.select.equal_stages import even_chunks
 from lightning_mist.tuner.select.selection import CLOCKED, clocked
-from lightning_mist.tuner.space import OFFLOADED, SearchSpace, Shape, layer_classes
+from lightning_mist.tuner.space import Shape, layer_classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

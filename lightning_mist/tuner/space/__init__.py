@@ -19,7 +19,6 @@ from lightning_mist.tuner.space.layer_ranges import (
     places_behind,
     role_of,
 )
-from lightning_mist.tuner.space.search_space import COUNTS, OFFLOADED, SearchSpace
 from lightning_mist.tuner.space.usable_memory import (
     USABLE_HOST_MEMORY,
     USABLE_MEMORY,

@@ -21,7 +21,7 @@ from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
 from lightning_mist.plan.rank_order import longest_chain
-from lightning_mist.tuner.space.search_space import OFFLOADED, SearchSpace
+from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
 
 __all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]
 

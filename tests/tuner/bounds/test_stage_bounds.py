@@ -13,6 +13,7 @@ from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.cost.time.overlap import copy_rates
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import COEFFICIENTS
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.bounds.range_bounds import POSITIONS, is_alike, range_bounds, slots_of
 from lightning_mist.tuner.bounds.stage_bounds import (
@@ -22,7 +23,6 @@ from lightning_mist.tuner.bounds.stage_bounds import (
     position_bounds,
     stage_bounds,
 )
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.tiers import examples
 from tests.tuner.instances import random_instance
 from tests.tuner.whole_space import candidates_of, pipelines, places_of, priced

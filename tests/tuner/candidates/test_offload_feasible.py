@@ -6,13 +6,13 @@ import pytest
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.cost.memory.phases import stage_phases
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates import offload_feasible
 from lightning_mist.tuner.candidates.offload_feasible import Feasible, feasible
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints
 from lightning_mist.tuner.space import Shape
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.tuner.bounds.test_stage_bounds import question, stages_of
 from tests.tuner.candidates.test_offload_search import RATIOS, make, table_of
 

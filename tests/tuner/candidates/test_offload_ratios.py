@@ -2,9 +2,9 @@ import itertools
 
 import numpy as np
 
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
-from lightning_mist.tuner.space.search_space import OFFLOADED
 
 RATIOS = RatioGrid.of(SearchSpace(offload=("parameters", "optimizer", "activations")), (0.5, 1.0))
 

@@ -11,12 +11,12 @@ from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.model_spec import ParameterSpec
 from lightning_mist.plan import ParameterUse
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.candidates.offload_feasible import ordered
 from lightning_mist.tuner.space.applied_space import apply
 from lightning_mist.tuner.space.layer_ranges import ANYWHERE
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 
 MACHINES = {

@@ -9,12 +9,12 @@ from benchmarks.planner.apart import spec_of
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets import PRESETS
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.bounds.pipeline_bounds import OpenStages, PipelineBounds
 from lightning_mist.tuner.inter_stage.problem import PRECISION
 from lightning_mist.tuner.search import near_optimal
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT
-from lightning_mist.tuner.space.search_space import OFFLOADED
 from tests.tuner.instances import random_instance
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
