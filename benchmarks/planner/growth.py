@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from benchmarks.planner.apart import PRECISION, Question, ask_apart, spec_of
 from benchmarks.record import RECORDS, ROOT, Record, Sample, make_record, read_record, write_record
-from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.plan import SearchSpace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def searched(layers: int, devices: int, grows: str) -> Sample:
     world = parse_cluster(name).world_size
     shape = replace(PRESETS["gpt3-7b"], layers=layers)
     spec = spec_of(shape, f"{layers} layers", name, rows=BATCH // world, sequence_length=LENGTH)
-    session = ask_apart(spec, name, (Question(global_batch_size=BATCH),), SearchOptions().space())
+    session = ask_apart(spec, name, (Question(global_batch_size=BATCH),), SearchSpace())
     reply = session.replies[0]
     return {
         "grows": grows,

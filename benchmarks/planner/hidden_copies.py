@@ -12,14 +12,13 @@ from dataclasses import replace
 from benchmarks.planner.apart import PRECISION, spec_of
 from benchmarks.planner.copies_clock import CopyTimes, batch_lines, run_copies
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.inputs.candidates import OffloadCandidates, slots_of
 from lightning_mist.cost.time.offload_loads import BEFORE, Loads, loads_of
 from lightning_mist.cost.time.overlap import copy_rates, interference_of
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
-from lightning_mist.plan import OffloadRatios, Plan
+from lightning_mist.plan import OffloadRatios, Plan, SearchSpace
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.lowering import lower
@@ -130,7 +129,7 @@ def recommended(name: str, device: str, rows: int) -> tuple[StageCostModel, Plan
     """The plan that is recommended for one device, and what it was chosen with."""
     cluster = parse_cluster(f"1x1x{device}")
     spec = spec_of(PRESETS[name], name, f"1x1x{device}", rows=rows, sequence_length=LENGTH)
-    found = tune(spec, cluster, global_batch_size=rows, search=SearchOptions().space(), host_memory_limit=HOST_BYTES)
+    found = tune(spec, cluster, global_batch_size=rows, search=SearchSpace(), host_memory_limit=HOST_BYTES)
     return StageCostModel(spec, catalog_profile(cluster), cluster), found.plan
 
 

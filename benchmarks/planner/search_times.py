@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planner.apart import PRECISION, Question, Session, ask_apart, spec_of
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.plan.search_space import OFFLOADED
@@ -59,7 +58,7 @@ CASES = (
 
 def spaces() -> dict[str, SearchSpace]:
     """What is searched, by what may be offloaded; spaces that are the same once, by their first name."""
-    default, found = SearchOptions().space(), dict[str, SearchSpace]()
+    default, found = SearchSpace(), dict[str, SearchSpace]()
     if default.offload is None:  # All that devices have hosts for, as those of the catalog do.
         default = replace(default, offload=OFFLOADED)
     for name, space in (

@@ -12,11 +12,11 @@ from time import perf_counter
 import torch
 
 from benchmarks.record import Sample, make_record, write_record
-from lightning_mist.cli.plan_command import SearchOptions
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.hardware.catalog.devices import capability_of
 from lightning_mist.model import derive_splits, device_operators, map_module, trace_model
 from lightning_mist.model.sources.text_sources import open_model
+from lightning_mist.plan import SearchSpace
 from lightning_mist.tensors import slice_rows
 from lightning_mist.tuner import degrees_to_try, tune
 
@@ -34,7 +34,7 @@ PRECISION, SEQUENCE_LENGTH = "bf16-true", 2048
 def measure(name: str, cluster_text: str, global_batch_size: int) -> Sample:
     """Plan once."""
     cluster = parse_cluster(cluster_text)
-    rows, search = max(2, global_batch_size // cluster.world_size), SearchOptions().space()
+    rows, search = max(2, global_batch_size // cluster.world_size), SearchSpace()
     started = perf_counter()
     source = open_model(name, batch_rows=rows, sequence_length=SEQUENCE_LENGTH, precision=PRECISION)
     found = map_module(source.module, source.call, source.batch, second_batch=slice_rows(source.batch, 0, rows - 1))

@@ -29,43 +29,43 @@ _OTHERS = ("layer_cuts", "zero_stages", "checkpointed_shares", "offload", "offlo
 class SearchSpace:
     """Limits of the search for a plan. The defaults look at everything that can be priced.
 
+    Several values are separated by commas on the command line.
+
     Attributes:
-        max_stages: The most pipeline stages; ``None`` for as many as there are devices or layers. Under
-            ``"interleaved-1f1b"`` all chunks of a group of devices count as one stage.
-        num_stages: The numbers of stages to look at, counted as for ``max_stages``; ``None`` for all up to it.
-        num_microbatches: The numbers of microbatches per batch to look at; ``None`` for all that the batch allows.
-        microbatch_sizes: The numbers of rows that a device may compute on per microbatch; ``None`` for all that the
-            batch allows. Stages of one plan may differ.
-        layer_cuts: The first layers of all stages but the first, if they are settled; with them the number of stages
-            is too, and stages are not dealt out in chunks.
-        equal_stages: Whether all stages have equally many layers and equally many devices, as people divide networks by
-            hand.
-        devices_per_stage: The numbers of devices that a stage may have; ``None`` for every divisor of the number of
+        max_stages: The most pipeline stages; by default as many as there are devices or layers. Under interleaved-1f1b
+            all chunks of a group of devices count as one stage.
+        num_stages: The numbers of stages to look at, such as 2,4; by default all up to max_stages.
+        num_microbatches: The numbers of microbatches per batch, such as 64; by default all that the batch allows.
+        microbatch_sizes: The numbers of rows that a device may compute on per microbatch, such as 1,2; by default all
+            that the batch allows. Stages of one plan may differ.
+        layer_cuts: The first layers of all stages but the first, such as 12,24, if they are settled; with them the
+            number of stages is too, and stages are not dealt out in chunks.
+        equal_stages: Whether all stages have equally many layers and devices, as people divide networks by hand.
+        devices_per_stage: The numbers of devices that a stage may have, such as 8; by default every divisor of all
             devices. Stages of one plan may differ.
         zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
             gradients), 3 (also parameters).
-        data_parallel_degrees: How many ranks of a stage may compute on different rows; ``None`` for all that its
-            devices and the batch allow. Stages of one plan may differ.
-        tensor_parallel_degrees: How many devices may share every layer of a stage; ``None`` for every number that the
-            module and the nodes allow. Stages of one plan may differ.
+        data_parallel_degrees: How many devices of a stage may compute on different rows, such as 4; by default all that
+            its devices and the batch allow. Stages of one plan may differ.
+        tensor_parallel_degrees: How many devices of a node may share every layer of a stage, 1 among them; by default
+            every number that the module and the nodes allow. Stages of one plan may differ.
         sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
-            always, never, or ``None`` for what is faster.
+            always, never, or by default what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
         checkpointed_shares: Which parts of each stage's layers may be recomputed, fractions in [0, 1], to the nearest
-            layer: ``(0, 1)`` for none or all. ``None`` for any number of layers. With shares other than ``(1,)``
-            stages are not dealt out in chunks.
-        offload: Which kinds of state may be in host memory: of ``"parameters"``, ``"gradients"``, ``"optimizer"`` and
-            ``"activations"``; ``None`` for all of them on devices with memory of their own whose copies from and to the
-            host have known rates, and for none on others. In training on CPUs, whose memory is the host's, parameters
-            and optimizer state may be in files where the strategy has an ``offload_directory``, and nothing elsewhere.
+            layer: 0,1 for none or all; by default any number of layers. With shares other than 1 alone stages are not
+            dealt out in chunks.
+        offload: Which kinds of state may be in host memory, of parameters, gradients, optimizer and activations; [] for
+            none. By default all of them on devices with memory of their own whose copies from and to the host have
+            known rates, and none on others. In training on CPUs, whose memory is the host's, parameters and optimizer
+            state may be in files where the strategy has an offload_directory, and nothing elsewhere.
         offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
-        schedules: Pipeline schedules to choose from. The search is exact for ``"1f1b"`` and ``"gpipe"`` (which is never
-            faster and keeps more); ``"interleaved-1f1b"`` and ``"zb-h1"`` are tried on the pipelines that it finds.
-        chunks: The numbers of stages on one group of devices that are tried under ``"interleaved-1f1b"``: 4 leave a
-            quarter of 1F1B's bubble (Narayanan et al., 2021, section 2.2.2), and every further one adds as many
-            transfers for less.
-        solver_seconds: The most seconds that the search may spend on solving. When they are over the best plan found
-            so far is used, and the result says how far from the best possible it may be.
+        schedules: Pipeline schedules to choose from. The search is exact for 1f1b and gpipe (which is never faster and
+            keeps more); interleaved-1f1b and zb-h1 are tried on the pipelines that it finds.
+        chunks: The numbers of stages on one group of devices that are tried under interleaved-1f1b: 4 leave a quarter
+            of 1F1B's bubble (Narayanan et al., 2021, section 2.2.2), and every further one adds as many transfers for
+            less.
+        solver_seconds: The most seconds that the search may take; the plan then says how far from the best it may be.
     """
 
     max_stages: int | None = None

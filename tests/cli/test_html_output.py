@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.cli.html_output import check_target, command_of, inputs_of
-from lightning_mist.cli.plan_command import SearchOptions
+from lightning_mist.plan import SearchSpace
 from tests.cli.networks import refused, run
 from tests.cli.test_plan_command import plan_arguments
 from tests.report.networks import predicted
@@ -15,7 +15,7 @@ GIVEN = {
     "json": False,
     "compare": True,
     "html": "a b.html",
-    "options": SearchOptions(max_stages=2, zero_stages=(0, 1), checkpointing=False),
+    "options": SearchSpace(max_stages=2, zero_stages=(0, 1), checkpointing=False),
 }
 
 
@@ -27,7 +27,7 @@ def test_the_command_can_be_given_again():
 
 
 def test_what_is_said_as_by_default_is_left_out():
-    options = SearchOptions(zero_stages=[0, 1, 2, 3], schedules=["1f1b"])
+    options = SearchSpace(zero_stages=[0, 1, 2, 3], schedules=["1f1b"])
     assert command_of({**GIVEN, "compare": False, "html": None, "options": options}) == (
         "lightning-mist plan --model gpt3-1.3b --cluster 1x2xL4 --global-batch-size 16 --schedules '[1f1b]'"
     )

@@ -2,6 +2,8 @@
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.tuner.candidates import EVERY_PART
+from lightning_mist.tuner.space import ANYWHERE
 
 
 def pipeline(*stages, microbatches=4, rows=4, per_node=None, **changes):
@@ -34,3 +36,20 @@ def pipeline(*stages, microbatches=4, rows=4, per_node=None, **changes):
         )
         first = end
     return Plan(global_batch_size=batch, num_microbatches=microbatches, stages=tuple(made), **changes)
+
+
+def is_feasible(problem, chosen):
+    """Whether the choices cover every layer once, in order, and use every device of every part."""
+    position, left = 0, list(problem.num_devices)
+    for slot, index in zip(problem.slots, chosen, strict=True):
+        if slot.start_K[index] not in (ANYWHERE, position):
+            return False
+        position += int(slot.layers_K[index])
+        part, devices = int(slot.part_K[index]), int(slot.devices_K[index])
+        if part != EVERY_PART:
+            left[part] -= devices
+        elif devices == sum(problem.num_devices) and left == list(problem.num_devices):
+            left = [0] * len(left)
+        else:
+            return False
+    return position == problem.num_layers and not any(left)

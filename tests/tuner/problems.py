@@ -7,6 +7,7 @@ import numpy as np
 from lightning_mist.tuner.candidates.intra_stage import EVERY_PART, SlotChoices
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
 from lightning_mist.tuner.space.layer_ranges import ANYWHERE
+from tests.tuner.plans import is_feasible
 
 
 def slot(start, layers, devices, steady, boundary, part=None):
@@ -86,7 +87,7 @@ def brute_force(problem, value=None):
     value = InterStageProblem.objective if value is None else value
     best = np.inf
     for chosen in itertools.product(*(range(len(item)) for item in problem.slots)):
-        if problem.is_feasible(chosen):
+        if is_feasible(problem, chosen):
             best = min(best, value(problem, chosen))
     return best
 

@@ -11,6 +11,7 @@ from lightning_mist.tuner.search.mixed_slots import mixed_stages
 from lightning_mist.tuner.search.near_optimal import COMPARED
 from lightning_mist.tuner.search.search_loop import search_pipelines
 from tests.specs import cluster, profile, spec
+from tests.tuner.plans import is_feasible
 from tests.tuner.whole_space import Instance, by_trying_everything
 
 
@@ -58,7 +59,7 @@ def test_answers_are_pipelines_that_have_what_they_are_said_to_take():
     for (count, microbatches, parts), item in searched(question()).found.items():
         problem = item.problem
         assert (len(problem.slots), problem.num_microbatches) == (count, microbatches)
-        assert problem.is_feasible(item.answer.chosen)
+        assert is_feasible(problem, item.answer.chosen)
         if count > 1:
             picked = zip(problem.slots, item.answer.chosen, strict=True)
             assert tuple(slot.part_K[index] for slot, index in picked) == parts

@@ -18,7 +18,7 @@ normed inputs of attention and feed-forward part are gathered, and either kept s
 again in backward (Megatron-LM, which is what the paper assumes).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import sympy
@@ -58,9 +58,6 @@ CUDA = OperatorSet(name="CUDA")
 
 CPU = OperatorSet(name="CPU", rms_norm="decomposed", statistics="input", device="cpu", dropout_mask="input")
 """What torch runs on CPUs."""
-
-MEGATRON = replace(CUDA, name="Megatron-LM", gathers="repeated")
-"""What the paper assumes: CUDA's operators, and inputs that are gathered again in backward."""
 
 _SEEDS = {"flash": 24, "efficient": 16}
 """What CUDA's fused attentions keep of their dropout, asked for or not: state and an empty place, seed and offset

@@ -67,9 +67,6 @@ LOWER = frozenset(
 )  # fmt: skip
 """Computed in the lower precision: ``AT_FORALL_LOWER_PRECISION_FP``."""
 
-REFUSED = frozenset(("binary_cross_entropy",))
-"""CUDA's autocast raises for it; the CPU's casts it. Left to the CPU's."""
-
 _SAME_RESULT = frozenset(
     (
         "conv1d.padding", "conv2d.padding", "conv3d.padding", "_addmm_activation", "_native_multi_head_attention",

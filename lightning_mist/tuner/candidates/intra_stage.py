@@ -139,11 +139,7 @@ class IntraStage:
         return self.frontiers([wish], num_microbatches, slowest)[0]
 
     def frontiers(self, asked: Sequence[Wish], num_microbatches: int, slowest: float = np.inf) -> list[SlotChoices]:
-        """The same of several slots at once, which is faster than one after another.
-
-        Args:
-            slowest: The most steady seconds.
-        """
+        """The choices of several slots at once, which is faster than one after another; see :meth:`frontier`."""
         self.prepare(asked, num_microbatches, slowest)
         found = (self._frontiers[self._frontier_key(item[:3], num_microbatches)[0]][2] for item in asked)
         return [self._inside(item[:3], choices, slowest, item[3]) for item, choices in zip(asked, found, strict=True)]
@@ -159,11 +155,7 @@ class IntraStage:
         return found if kept_K.all() else found.take(kept_K)
 
     def prepare(self, asked: Iterable[Wish], num_microbatches: int, slowest: float = np.inf) -> None:
-        """Work out what frontiers of several slots need at once.
-
-        Args:
-            slowest: The most steady seconds.
-        """
+        """Work out what frontiers of several slots need at once, up to ``slowest`` steady seconds."""
         every: dict[FrontierKey, tuple[Place, Stage]] = {}
         for item in asked:
             key, phases = self._frontier_key(item[:3], num_microbatches)

@@ -213,14 +213,10 @@ class _Search:
 
     def _explore(self, first: int, last: int) -> float:
         """Look at all bottleneck times between two; returns a bound on the objective there."""
-        walk, bound = self._walk(float(self.bottlenecks_K[last])), np.inf
-        if walk.values and self.repeats and (worth := self._last(min(walk.values.values()))) < last:
-            # The less the slowest stage may take, the more all take together, and so the less the slowest may take.
-            last, bound = max(first, worth), self.objective
-            walk = self._walk(float(self.bottlenecks_K[last]))
+        walk = self._walk(float(self.bottlenecks_K[last]))
         if not walk.values:
-            return bound
-        low = min(walk.values.values())
+            return np.inf
+        bound, low = np.inf, min(walk.values.values())
         self._note(walk)
         self._push(self._fastest(first, last, low), last, low)
         while self.intervals:
@@ -265,17 +261,14 @@ class _Search:
         """A bottleneck time to look at, and the last one of an interval that can still lead to a better answer."""
         if not self.repeats:
             return end, end
-        end = max(begin, min(end, self._last(low)))
+        worth = int(np.searchsorted(self.bottlenecks_K, (self.objective - low) / self.repeats, "right")) - 1
+        end = max(begin, min(end, worth))
         # Between the bottleneck times, not between their numbers: what lies far from the least one soon drops out.
         middle = (
             int(np.searchsorted(self.bottlenecks_K, (self.bottlenecks_K[begin] + self.bottlenecks_K[end]) / 2, "right"))
             - 1
         )
         return min(max(middle, begin), end), end
-
-    def _last(self, low: float) -> int:
-        """The last bottleneck time that can lead to a better answer, if all stages together take at least ``low``."""
-        return int(np.searchsorted(self.bottlenecks_K, (self.objective - low) / self.repeats, "right")) - 1
 
     def _push(self, begin: int, end: int, low: float) -> None:
         if begin <= end:

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_mist.cost import step_seconds
 from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.candidates import EVERY_PART, SlotChoices
-from lightning_mist.tuner.space import ANYWHERE, places_behind
+from lightning_mist.tuner.space import places_behind
 
 PRECISION = 1e-9
 """Relative difference of objectives below which two answers count as equal, far below what costs are known to."""
@@ -103,22 +103,6 @@ class InterStageProblem:
             return float(np.inf)
         slowest = self.least_pace()
         return (self.num_microbatches - 1) * slowest + max(self.least_seconds(), slowest)
-
-    def is_feasible(self, chosen: tuple[int, ...]) -> bool:
-        """Whether the choices cover every layer once, in order, and use every device of every part."""
-        position, left = 0, list(self.num_devices)
-        for slot, index in zip(self.slots, chosen, strict=True):
-            if slot.start_K[index] not in (ANYWHERE, position):
-                return False
-            position += int(slot.layers_K[index])
-            part, devices = int(slot.part_K[index]), int(slot.devices_K[index])
-            if part != EVERY_PART:
-                left[part] -= devices
-            elif devices == sum(self.num_devices) and left == list(self.num_devices):
-                left = [0] * len(left)
-            else:
-                return False
-        return position == self.num_layers and not any(left)
 
     def alone(self) -> "Family":
         """This problem, of several stages, as a family of its own."""

@@ -10,7 +10,6 @@ import torch
 from lightning_mist.estimate.closed_form.layer_bytes import (
     CPU,
     CUDA,
-    MEGATRON,
     OperatorSet,
     Split,
     attention_kind,
@@ -21,6 +20,9 @@ from lightning_mist.estimate.closed_form.transformer_estimate import shape_dims
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from tests.cost.transformers import GPT, LENGTH, LLAMA, Transformer, count, mapped
+
+MEGATRON = replace(CUDA, name="Megatron-LM", gathers="repeated")
+"""What the paper assumes: CUDA's operators, and inputs that are gathered again in backward."""
 
 DROPOUT = replace(GPT, dropout=0.1, attention_dropout=0.1)
 DEGREES = (1, 2, 4, 8)

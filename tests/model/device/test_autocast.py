@@ -32,7 +32,9 @@ def test_the_lists_are_those_of_the_installed_torch() -> None:
     assert listed_in_header("AT_FORALL_LOWER_PRECISION_FP") <= device_autocast.LOWER
     there = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     lists = device_autocast
-    known = lists.FP32 | lists.FP32_RESULT | lists.PROMOTE | lists.LOWER | lists.REFUSED | set(lists.APPENDED)
+    known = lists.FP32 | lists.FP32_RESULT | lists.PROMOTE | lists.LOWER | set(lists.APPENDED)
+    # CUDA's autocast raises for this one; the CPU's casts it.
+    known |= {"binary_cross_entropy"}
     assert {name.removeprefix("aten::") for name in there if name.startswith("aten::")} <= known
 
 

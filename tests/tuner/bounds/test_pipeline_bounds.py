@@ -9,6 +9,7 @@ from lightning_mist.tuner import Planner
 from lightning_mist.tuner.bounds.pipeline_bounds import open_stages
 from lightning_mist.tuner.search.pipelines import AlikePipelines
 from tests.tuner.instances import random_instance
+from tests.tuner.plans import is_feasible
 from tests.tuner.problems import random_problem, slot, small_seeds
 from tests.tuner.searches import searched
 
@@ -56,7 +57,7 @@ def test_where_nothing_is_fast_enough_the_bound_is_what_was_asked_for(seed):
 def answers_of(problem):
     """Every feasible answer with its step seconds."""
     for chosen in itertools.product(*(range(len(item)) for item in problem.slots)):
-        if problem.is_feasible(chosen):
+        if is_feasible(problem, chosen):
             yield chosen, problem.objective(chosen)
 
 

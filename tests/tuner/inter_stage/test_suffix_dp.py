@@ -5,6 +5,7 @@ import pytest
 
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
 from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes
+from tests.tuner.plans import is_feasible
 from tests.tuner.problems import brute_force, random_family, slot
 
 SEEDS = range(40)
@@ -48,7 +49,7 @@ def test_choices_reach_what_a_pass_found(seed):
     walk = suffixes.walk(float(suffixes.bottlenecks()[-1]))
     for count, value in walk.values.items():
         problem, chosen = family.problem(count), suffixes.chosen(walk, count)
-        assert problem.is_feasible(chosen)
+        assert is_feasible(problem, chosen)
         total = problem.steady(chosen).sum() + max(0.0, float(problem.boundary(chosen)[0]))
         assert total == pytest.approx(value)
 

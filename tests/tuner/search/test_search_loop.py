@@ -9,6 +9,7 @@ from lightning_mist.tuner.inter_stage import flow_program as inter_stage
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 from lightning_mist.tuner.search import search_state
 from lightning_mist.tuner.search.search_state import SearchState
+from tests.tuner.plans import is_feasible
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
 
@@ -27,7 +28,7 @@ def test_families_find_what_each_pipeline_has_by_itself(nodes, memory):
     best = {}
     for key, found in outcome.found.items():
         assert key == (len(found.answer.chosen), found.problem.num_microbatches, ())
-        assert found.problem.is_feasible(found.answer.chosen)
+        assert is_feasible(found.problem, found.answer.chosen)
         assert found.answer.objective >= wanted[key[:2]] * (1 - PRECISION)
         best[key.num_stages] = min(best.get(key.num_stages, np.inf), found.answer.objective)
     for count, seconds in best.items():
