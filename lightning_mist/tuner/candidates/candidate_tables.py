@@ -45,9 +45,9 @@ class Table:
     """Candidates by rising steady time.
 
     Attributes:
-        pace: Bottleneck time up to which no candidate is missing, in seconds per microbatch.
+        bottleneck: Bottleneck time up to which no candidate is missing, in seconds per microbatch.
         slots: A slot for every arrangement of devices.
-        window_K: Which layer range each candidate has.
+        range_K: Which layer range each candidate has.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         floor_K: Steady seconds with what of the boundary seconds copies cannot hide.
@@ -55,10 +55,10 @@ class Table:
         parts: What their peaks are made of.
     """
 
-    pace: float
-    windows: LayerRanges
+    bottleneck: float
+    ranges: LayerRanges
     slots: tuple[StageSlot, ...]
-    window_K: IntArray
+    range_K: IntArray
     shape_K: IntArray
     checkpointed_K: IntArray
     zero_stage_K: IntArray
@@ -79,11 +79,11 @@ class Table:
 
     def candidates(self, index_J: IntArray) -> StageCandidates:
         """Some candidates as the cost model knows them."""
-        window_J = self.window_K[index_J]
-        start_J = self.windows.start_W[window_J]
+        range_J = self.range_K[index_J]
+        start_J = self.ranges.start_W[range_J]
         return StageCandidates(
             start_K=start_J,
-            end_K=start_J + self.windows.layers_W[window_J],
+            end_K=start_J + self.ranges.layers_W[range_J],
             checkpointed_K=self.checkpointed_K[index_J],
             zero_stage_K=self.zero_stage_K[index_J],
         )
@@ -104,21 +104,21 @@ class Table:
         """
         steady_J, boundary_J = (self.steady_K[index_J], self.boundary_K[index_J]) if seconds is None else seconds
         ratios_JO = np.zeros((len(index_J), len(OFFLOADED))) if offload_JO is None else offload_JO
-        lengths = self.windows.count_W
-        flat = np.concatenate([*self.windows.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
+        lengths = self.ranges.count_W
+        flat = np.concatenate([*self.ranges.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
         first_W = np.cumsum(lengths) - lengths
-        count_J = lengths[self.window_K[index_J]]
+        count_J = lengths[self.range_K[index_J]]
         of_K = np.repeat(np.arange(len(index_J)), count_J)
         index_K = index_J[of_K]
         place_K = np.arange(len(index_K)) - np.repeat(np.cumsum(count_J) - count_J, count_J)
-        window_K, shape_K = self.window_K[index_K], self.shape_K[index_K]
+        range_K, shape_K = self.range_K[index_K], self.shape_K[index_K]
         tensor_S, sequence_S = (
             np.array([getattr(slot, name) for slot in self.slots], dtype=np.int64)
             for name in ("tensor_parallel_degree", "sequence_parallel")
         )
         return SlotChoices(
-            start_K=flat[first_W[window_K] + place_K],
-            layers_K=self.windows.layers_W[window_K],
+            start_K=flat[first_W[range_K] + place_K],
+            layers_K=self.ranges.layers_W[range_K],
             devices_K=self.devices_K[index_K],
             part_K=np.zeros(len(index_K), dtype=np.int64),
             steady_K=steady_J[of_K],
@@ -140,7 +140,7 @@ class _Lines:
         zeros: ZeRO stages that each of them may have on several devices.
     """
 
-    window_E: IntArray
+    range_E: IntArray
     start_E: IntArray
     layers_E: IntArray
     checkpointed_E: IntArray
@@ -149,12 +149,12 @@ class _Lines:
     zeros: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, space: Space, windows: LayerRanges) -> "_Lines":
-        window_E, checkpointed_E = space.recomputed(windows.layers_W)
-        start_E, layers_E = windows.start_W[window_E], windows.layers_W[window_E]
+    def of(cls, spec: ModelSpec, space: Space, ranges: LayerRanges) -> "_Lines":
+        range_E, checkpointed_E = space.recomputed(ranges.layers_W)
+        start_E, layers_E = ranges.start_W[range_E], ranges.layers_W[range_E]
         low_E, high_E = covered(spec, start_E, start_E + layers_E)
         return cls(
-            window_E=window_E,
+            range_E=range_E,
             start_E=start_E,
             layers_E=layers_E,
             checkpointed_E=checkpointed_E,
@@ -183,7 +183,7 @@ class _Lines:
             checkpointed_K=self.checkpointed_E[line_C],
             zero_stage_K=np.repeat(np.array(zeros), len(at_J)),
         )
-        return candidates, self.window_E[line_C]
+        return candidates, self.range_E[line_C]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ class _Arrangement:
     shape: int
     slot: StageSlot
     candidates: StageCandidates
-    window_C: IntArray
+    range_C: IntArray
 
 
 Request = tuple[Sequence[StageSlot], LayerRanges]
@@ -240,34 +240,34 @@ Request = tuple[Sequence[StageSlot], LayerRanges]
 
 
 def make_tables(
-    model: CostModel, space: Space, requests: Sequence[Request], pace: float, *, alone: bool = True
+    model: CostModel, space: Space, requests: Sequence[Request], bottleneck: float, *, alone: bool = True
 ) -> tuple[list[Table], int]:
     """Evaluate everything that can be part of a pipeline with a bottleneck time, of several roles.
 
     Args:
         requests: The tables; all slots have the same number of microbatches.
-        pace: Bottleneck time in seconds per microbatch, possibly infinite.
+        bottleneck: Bottleneck time in seconds per microbatch, possibly infinite.
         alone: Whether all devices of the pipeline are of the search space.
 
     Returns:
         The tables, and how many candidates were evaluated for them.
     """
     asked: list[_Arrangement] = []
-    for number, (slots, windows) in enumerate(requests):
-        shape = len(windows), len(slots)
-        fast_WS = (_outside(model, space, slots, windows) if alone else np.zeros(shape)) <= pace * ROOM
-        lines = _Lines.of(model.spec, space, windows)
+    for number, (slots, ranges) in enumerate(requests):
+        shape = len(ranges), len(slots)
+        fast_WS = (_outside(model, space, slots, ranges) if alone else np.zeros(shape)) <= bottleneck * ROOM
+        lines = _Lines.of(model.spec, space, ranges)
         for index in np.flatnonzero(fast_WS.any(axis=0)).tolist():
             slot = slots[index]
-            at_J = np.flatnonzero(fast_WS[lines.window_E, index] & (lines.least(model, slot) <= pace * ROOM))
+            at_J = np.flatnonzero(fast_WS[lines.range_E, index] & (lines.least(model, slot) <= bottleneck * ROOM))
             if len(at_J):
-                found, window_C = lines.candidates(slot, at_J)
-                asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, window_C=window_C))
+                found, range_C = lines.candidates(slot, at_J)
+                asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, range_C=range_C))
     figures = _evaluate(model, asked)
     tables = []
     for number, request in enumerate(requests):
         places = [place for place, item in enumerate(asked) if item.table == number]
-        tables.append(_table(model, request, [(asked[place], figures[place]) for place in places], pace))
+        tables.append(_table(model, request, [(asked[place], figures[place]) for place in places], bottleneck))
     return tables, sum(len(item.candidates) for item in asked)
 
 
@@ -289,11 +289,13 @@ def _evaluate(model: CostModel, asked: Sequence[_Arrangement]) -> list[_Figures]
     return [found[place] for place in range(len(asked))]
 
 
-def _table(model: CostModel, request: Request, items: Sequence[tuple[_Arrangement, _Figures]], pace: float) -> Table:
+def _table(
+    model: CostModel, request: Request, items: Sequence[tuple[_Arrangement, _Figures]], bottleneck: float
+) -> Table:
     """The candidates of all arrangements that are fast enough, by rising steady time."""
-    slots, windows = request
+    slots, ranges = request
     if not items:
-        return _empty(request, pace)
+        return _empty(request, bottleneck)
     figures = _Figures.joined([found for _, found in items])
     transfer_C, tied_C = np.concatenate(
         [np.stack(model.shared_seconds(item.slot, item.candidates)) for item, _ in items], axis=1
@@ -302,15 +304,15 @@ def _table(model: CostModel, request: Request, items: Sequence[tuple[_Arrangemen
     again_C = figures.shards.again(slots[0])
     steady_C = figures.alone_C + transfer_C + figures.shards.seconds(slots[0])
     boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
-    fast_K = np.flatnonzero(steady_C <= pace * ROOM)
+    fast_K = np.flatnonzero(steady_C <= bottleneck * ROOM)
     fast_K = fast_K[np.argsort(steady_C[fast_K], kind="stable")]
     shape_K = np.repeat([item.shape for item, _ in items], [len(item.candidates) for item, _ in items])[fast_K]
     batch_S = np.array([model.memory(slot).batch_bytes(slot) for slot in slots], dtype=np.float64)
     return Table(
-        pace=pace,
-        windows=windows,
+        bottleneck=bottleneck,
+        ranges=ranges,
         slots=tuple(slots),
-        window_K=np.concatenate([item.window_C for item, _ in items])[fast_K],
+        range_K=np.concatenate([item.range_C for item, _ in items])[fast_K],
         shape_K=shape_K,
         checkpointed_K=figures.candidates.checkpointed_K[fast_K],
         zero_stage_K=figures.candidates.zero_stage_K[fast_K],
@@ -322,13 +324,13 @@ def _table(model: CostModel, request: Request, items: Sequence[tuple[_Arrangemen
     )
 
 
-def _empty(request: Request, pace: float) -> Table:
-    numbers = ("window_K", "shape_K", "checkpointed_K", "zero_stage_K")
+def _empty(request: Request, bottleneck: float) -> Table:
+    numbers = ("range_K", "shape_K", "checkpointed_K", "zero_stage_K")
     seconds = ("steady_K", "boundary_K", "floor_K", "again_K")
     columns: dict[str, Any] = {name: np.empty(0, dtype=np.int64) for name in numbers} | {
         name: np.empty(0) for name in seconds
     }
-    return Table(pace=pace, windows=request[1], slots=tuple(request[0]), parts=PeakParts.none(), **columns)
+    return Table(bottleneck=bottleneck, ranges=request[1], slots=tuple(request[0]), parts=PeakParts.none(), **columns)
 
 
 def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
@@ -338,10 +340,10 @@ def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:
     return found_K
 
 
-def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows: LayerRanges) -> FloatArray:
+def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges: LayerRanges) -> FloatArray:
     """Seconds that the other devices take at least for all other regions; axes ``W`` and slot."""
     if not slots:
-        return np.zeros((len(windows), 0))
+        return np.zeros((len(ranges), 0))
     num_microbatches = slots[0].num_microbatches
     least_R: FloatArray | float = np.inf
     for shape in space.shapes(num_microbatches):
@@ -349,7 +351,7 @@ def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], windows
         seconds = model.region_seconds(rows, shape.tensor, shape.sequence)
         least_R = np.minimum(least_R, (seconds.forward_R + seconds.backward_R) * shape.devices)
     prefix = np.concatenate([[0.0], np.cumsum(least_R)])
-    low_W, high_W = covered(model.spec, windows.start_W, windows.start_W + windows.layers_W)
+    low_W, high_W = covered(model.spec, ranges.start_W, ranges.start_W + ranges.layers_W)
     rest_W1 = (prefix[-1] - (prefix[high_W] - prefix[low_W]))[:, None]
     devices_S = np.array([slot.data_parallel_degree * slot.tensor_parallel_degree for slot in slots])
     others_S = space.world_size - devices_S

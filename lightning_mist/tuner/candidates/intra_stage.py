@@ -85,8 +85,8 @@ class IntraStage:
         self.evaluated = 0
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {}
-        self._windows: dict[Role, LayerRanges] = {}
-        # Frontiers and the pace up to which they hold, by how many stages and which situations they are for.
+        self._ranges: dict[Role, LayerRanges] = {}
+        # Frontiers and the bottleneck up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
         # What tells the frontiers of a place from others, with its situations; numbers of these.
         self._keys: dict[tuple[Place, int], tuple[FrontierKey, Situations]] = {}
@@ -164,8 +164,8 @@ class IntraStage:
             every[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
         wanted: dict[TableKey, dict[FrontierKey, tuple[Place, Stage]]] = {}
         for key, found in every.items():
-            pace, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
-            if pace * ROOM < slowest or not covers(known_NL, found[1].among_NL):
+            bottleneck, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
+            if bottleneck * ROOM < slowest or not covers(known_NL, found[1].among_NL):
                 wanted.setdefault(key[0], {})[key] = found
         places = {key: next(place for place, _ in some.values()) for key, some in wanted.items()}
         self._make_tables(places, num_microbatches, slowest)
@@ -197,7 +197,7 @@ class IntraStage:
 
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""
-        request = [slot], self._windows_of(slot.stage_index, slot.num_stages)
+        request = [slot], self._ranges_of(slot.stage_index, slot.num_stages)
         (table,), evaluated = make_tables(self.model, self.space, [request], np.inf)
         self.evaluated += evaluated
         return table
@@ -236,11 +236,11 @@ class IntraStage:
         settled = self.space.layer_range(stage_index, num_stages)
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
-    def _make_tables(self, asked: Mapping[TableKey, Place], num_microbatches: int, pace: float) -> None:
+    def _make_tables(self, asked: Mapping[TableKey, Place], num_microbatches: int, bottleneck: float) -> None:
         """The tables of some stages up to a bottleneck time, as far as they do not exist."""
         missing: dict[TableKey, Request] = {}
         for key, (stage_index, num_stages, pipeline) in asked.items():
-            if key in self._tables and self._tables[key].pace * ROOM >= pace:
+            if key in self._tables and self._tables[key].bottleneck * ROOM >= bottleneck:
                 continue
             # What depends on the stages behind is counted when they are known.
             slots = [
@@ -248,18 +248,18 @@ class IntraStage:
                 for shape in self.space.shapes_of(num_stages, num_microbatches)
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
             ]
-            missing[key] = slots, self._windows_of(stage_index, num_stages)
+            missing[key] = slots, self._ranges_of(stage_index, num_stages)
         # Of the devices of other parts nothing is known here.
         alone = not self._elsewhere
-        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], pace * AHEAD, alone=alone)
+        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], bottleneck * AHEAD, alone=alone)
         self.evaluated += evaluated
         self._tables |= dict(zip(missing, tables, strict=True))
 
-    def _windows_of(self, stage_index: int, num_stages: int) -> LayerRanges:
+    def _ranges_of(self, stage_index: int, num_stages: int) -> LayerRanges:
         settled = self.space.layer_range(stage_index, num_stages)
         if settled is not None:
             return fixed_range(*settled)
         role = role_of(stage_index, num_stages)
-        if role not in self._windows:
-            self._windows[role] = layer_ranges_of(role, self.space.num_layers, self._classes)
-        return self._windows[role]
+        if role not in self._ranges:
+            self._ranges[role] = layer_ranges_of(role, self.space.num_layers, self._classes)
+        return self._ranges[role]

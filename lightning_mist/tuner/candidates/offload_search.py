@@ -202,7 +202,7 @@ def _by_stage(
     index_J = points.index_P[point_J]
     choices = table.choices(index_J, peak_J, seconds, offload_JO)
     # A candidate is as many choices as there are places where its layer range occurs.
-    ends_J = np.cumsum(np.concatenate([[0], table.windows.count_W[table.window_K[index_J]]]))
+    ends_J = np.cumsum(np.concatenate([[0], table.ranges.count_W[table.range_K[index_J]]]))
     bounds = ends_J[[0, *points.ends(point_J)]].tolist()
     return [choices.take(slice(begin, end)) for begin, end in pairwise(bounds)]
 

@@ -72,8 +72,8 @@ class StagePoints:
             slowest: The most steady seconds, without what the stages behind cost.
         """
         count = int(np.searchsorted(table.steady_K, slowest, side="right"))
-        devices_K, window_K = table.devices_K[:count], table.window_K[:count]
-        layers_K = table.windows.layers_W[window_K]
+        devices_K, range_K = table.devices_K[:count], table.range_K[:count]
+        layers_K = table.ranges.layers_W[range_K]
         inside = np.ones((len(stages), count), dtype=bool)
         for row, stage in enumerate(stages):
             if stage.among_NL is not None:
@@ -81,8 +81,8 @@ class StagePoints:
         stage_P, index_P = np.nonzero(inside)
         # By how much groups differ from one run of layers to the next, and from one stage to the next.
         size = int(table.devices_K.max(initial=0)) + 1
-        places = len(table.windows) * size
-        place_K = window_K * size + devices_K
+        places = len(table.ranges) * size
+        place_K = range_K * size + devices_K
         later_P = np.array([stage.behind for stage in stages])[stage_P] * table.again_K[index_P]
         steady_P = table.steady_K[index_P] + later_P
         return cls(

@@ -150,7 +150,7 @@ def matching(
 
     Args:
         walk: A pass at the most steady seconds of a stage.
-        least_pace: Steady seconds that the slowest stage of any answer takes at least.
+        least_bottleneck: Steady seconds that the slowest stage of any answer takes at least.
         known: Step seconds.
     """
 

@@ -89,12 +89,7 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
 
 
 def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.inf) -> FamilyAnswer:
-    """The best answer of a family of pipelines, of any number of stages, if it takes fewer seconds than ``below``.
-
-    Args:
-        below: Answers that do not take fewer seconds are of no interest.
-        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
-    """
+    """The best answer of pipelines of any number of stages, if below ``below`` seconds; arguments as of :func:`solve`."""
     return _Search(family, _Walks(family), below, deadline).run()
 
 

@@ -5,7 +5,7 @@ Sets
     v             nodes: a stage with what it and those behind it hold, layers and devices of every part
     a             arcs: a choice of stage i(a) at a node, with steady time t[a] and boundary time d[a]; each leads to
                   what the stages behind hold, from the whole network and all devices to nothing
-    k = 1 .. K    some of the steady times that arcs have, p[1] < .. < p[K], above the least pace p[0] of any answer
+    k = 1 .. K    some of the steady times that arcs have, p[1] < .. < p[K], above the least bottleneck time p[0]
 
 Variables
     x[a] in {0, 1}        the pipeline has arc a
@@ -18,13 +18,13 @@ Minimise  (G - 1) T + sum_a t[a] x[a] + D
 subject to
     one flow           sum_{a from v} x[a] - sum_{a to v} x[a] = 1 at the first node, 0 elsewhere      for every v
     slowest            T >= sum_{a: i(a) = i} t[a] x[a]                                               for every i
-    paces              W[k] >= sum_{a: i(a) = i, t[a] >= p[k]} x[a]                                   for every i and k
+    bottlenecks        W[k] >= sum_{a: i(a) = i, t[a] >= p[k]} x[a]                                   for every i and k
                        T >= p[0] + sum_k (p[k] - p[k-1]) W[k]
     exposed            D >= sum_{a: i(a) = i} d[a] x[a] - sum_{a: i(a) < i} t[a] x[a]                 for every i
 
 Layers, devices and places need no constraints: they are what nodes are. Without T and D the flow has whole solutions
-by itself. "Paces" follows from the rest for whole x; it keeps solutions in parts from mixing slow stages with fast
-ones, so that the relaxation is tight. Memory does not appear: what does not fit is not a choice. Arcs that no answer as
+by itself. "Bottlenecks" follows from the rest for whole x; it keeps solutions in parts from mixing slow stages with
+fast ones, so that the relaxation is tight. Memory does not appear: what does not fit is not a choice. Arcs that no answer as
 good as a known one can have are left out (:mod:`lightning_mist.tuner.inter_stage.arcs`).
 """
 
@@ -39,7 +39,7 @@ from lightning_mist.tuner.inter_stage.highs import Program, SolverError
 from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, Incumbent, InterStageProblem
 
 PACES = 64
-"""The most steady times for which there are constraints of the family "paces"."""
+"""The most steady times for which there are constraints of the family "bottlenecks"."""
 
 
 MOST_ARCS = 60_000
@@ -82,8 +82,8 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
     slowest, exposed = (int(index) for index in program.add_seconds([problem.num_microbatches - 1.0, 1.0]))
     add_one_flow(program, arcs, x)
     add_slowest(program, arcs, x, slowest)
-    paces = _paces(arcs)
-    shares = add_paces(program, arcs, x, slowest, paces)
+    bottlenecks = _bottlenecks(arcs)
+    shares = add_bottlenecks(program, arcs, x, slowest, bottlenecks)
     add_exposed(program, arcs, x, exposed)
     start = None
     path = _path(arcs, incumbent.chosen) if incumbent is not None else ()
@@ -92,7 +92,7 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
         start[x[list(path)]] = 1.0
         start[slowest] = arcs.steady_A[list(path)].max()
         start[exposed] = _exposed(arcs.steady_A[list(path)], arcs.boundary_A[list(path)])
-        start[shares] = paces[1:] <= start[slowest]
+        start[shares] = bottlenecks[1:] <= start[slowest]
     solution = program.solve(time_limit=time_limit, start=start)
     if not len(solution.values):
         if incumbent is None or np.isinf(known):
@@ -115,8 +115,8 @@ def _unproven(problem: InterStageProblem, incumbent: Answer, bound: float = -np.
     return replace(incumbent, bound=min(max(bound, problem.lower_bound()), incumbent.objective))
 
 
-def _paces(arcs: Arcs) -> FloatArray:
-    """The least pace and some of the steady times above it."""
+def _bottlenecks(arcs: Arcs) -> FloatArray:
+    """The least bottleneck time and some of the steady times above it."""
     # Some stage takes at least the largest of the stages' least times.
     least = max(float(arcs.steady_A[arcs.stage_A == stage].min()) for stage in range(int(arcs.stage_A.max()) + 1))
     above = np.unique(arcs.steady_A[arcs.steady_A > least])
@@ -161,19 +161,19 @@ def add_slowest(program: Program, arcs: Arcs, x: IntArray, slowest: int) -> None
         program.add_row(x[at], -arcs.steady_A[at], lower=0.0, seconds=[(slowest, 1.0)])
 
 
-def add_paces(program: Program, arcs: Arcs, x: IntArray, slowest: int, paces: FloatArray) -> IntArray:
+def add_bottlenecks(program: Program, arcs: Arcs, x: IntArray, slowest: int, bottlenecks: FloatArray) -> IntArray:
     """T is at least every steady time that some stage reaches; returns the variables W."""
-    shares = program.add_shares(len(paces) - 1)
+    shares = program.add_shares(len(bottlenecks) - 1)
     for stage in range(int(arcs.stage_A.max()) + 1):
         at = arcs.stage_A == stage
         variables, steady = x[at], arcs.steady_A[at]
-        for share, pace in zip(shares, paces[1:], strict=True):
-            slow = variables[steady >= pace]
+        for share, bottleneck in zip(shares, bottlenecks[1:], strict=True):
+            slow = variables[steady >= bottleneck]
             if len(slow):
                 program.add_row(np.append(slow, share), np.append(-np.ones(len(slow)), 1.0), lower=0.0)
     # A variable without cost that is always 1 would do for p[0]; the flow out of the first node is.
     first = x[arcs.from_A == 0]
-    steps = np.concatenate([np.full(len(first), -paces[0]), -np.diff(paces)])
+    steps = np.concatenate([np.full(len(first), -bottlenecks[0]), -np.diff(bottlenecks)])
     program.add_row(np.concatenate([first, shares]), steps, lower=0.0, seconds=[(slowest, 1.0)])
     return shares
 

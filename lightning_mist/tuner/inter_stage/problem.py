@@ -75,7 +75,7 @@ class InterStageProblem:
         """Step seconds of one choice per slot."""
         return step_seconds(self.steady(chosen), self.boundary(chosen), self.num_microbatches)
 
-    def least_pace(self) -> float:
+    def least_bottleneck(self) -> float:
         """Seconds that the slowest stage takes at least per microbatch.
 
         With ``r_p`` the least seconds times devices per layer of any choice in part ``p``, a stage of ``n`` of its
@@ -101,7 +101,7 @@ class InterStageProblem:
         """Step seconds that no answer goes below; infinite if a stage has no choice."""
         if any(not len(slot) for slot in self.slots):
             return float(np.inf)
-        slowest = self.least_pace()
+        slowest = self.least_bottleneck()
         return (self.num_microbatches - 1) * slowest + max(self.least_seconds(), slowest)
 
     def alone(self) -> "Family":

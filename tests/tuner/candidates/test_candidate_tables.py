@@ -15,32 +15,32 @@ NETWORK = spec(5, kinds=(0, 1, 0, 0, 1), widths=(1000, 2500), measured=True)
 STAGES, MICROBATCHES = 3, 4
 
 
-def table(role="middle", pace=np.inf, *, alone=True):
+def table(role="middle", bottleneck=np.inf, *, alone=True):
     """Candidates of a role on up to four devices."""
     model = StageCostModel(NETWORK, profile(), cluster(4))
     space = apply(SearchSpace(schedules=("1f1b",), offload=()), NETWORK, 4, 16)
     maker = IntraStage(model, space, 1e12)
     index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
     slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
-    windows = layer_ranges_of(role, NETWORK.num_layers, layer_classes(NETWORK))
-    (found,), evaluated = make_tables(model, space, [(slots, windows)], pace, alone=alone)
+    ranges = layer_ranges_of(role, NETWORK.num_layers, layer_classes(NETWORK))
+    (found,), evaluated = make_tables(model, space, [(slots, ranges)], bottleneck, alone=alone)
     assert evaluated >= len(found)
     return model, found
 
 
 def described(found):
     """What each candidate is."""
-    columns = (found.window_K, found.devices_K, found.checkpointed_K, found.zero_stage_K)
+    columns = (found.range_K, found.devices_K, found.checkpointed_K, found.zero_stage_K)
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
 @pytest.mark.parametrize("role", ["first", "middle", "last"])
 def test_every_candidate_is_there_once_with_what_it_costs(role):
     model, found = table(role)
-    windows = found.windows
+    ranges = found.ranges
     wanted = {
-        (window, slot.data_parallel_degree, kept, zero)
-        for window, layers in enumerate(windows.layers_W.tolist())
+        (range_, slot.data_parallel_degree, kept, zero)
+        for range_, layers in enumerate(ranges.layers_W.tolist())
         for slot in found.slots
         for kept in range(layers + 1)
         for zero in ((0, 1, 2, 3) if slot.data_parallel_degree > 1 else (0,))
@@ -58,18 +58,20 @@ def test_every_candidate_is_there_once_with_what_it_costs(role):
 
 def test_what_is_slower_than_the_pace_is_left_out_and_nothing_else():
     _, every = table()
-    pace = float(np.median(every.steady_K))
-    _, fast = table(pace=pace, alone=False)
-    assert fast.pace == pace
-    wanted = [item for item, seconds in zip(described(every), every.steady_K.tolist(), strict=True) if seconds <= pace]
+    bottleneck = float(np.median(every.steady_K))
+    _, fast = table(bottleneck=bottleneck, alone=False)
+    assert fast.bottleneck == bottleneck
+    wanted = [
+        item for item, seconds in zip(described(every), every.steady_K.tolist(), strict=True) if seconds <= bottleneck
+    ]
     assert 0 < len(wanted) < len(every)
     assert sorted(described(fast)) == sorted(wanted)
 
 
 def test_of_a_whole_pipeline_what_leaves_others_too_much_is_left_out_too():
     _, every = table()
-    pace = float(np.quantile(every.steady_K, 0.25))
-    (_, alone), (_, among) = table(pace=pace), table(pace=pace, alone=False)
+    bottleneck = float(np.quantile(every.steady_K, 0.25))
+    (_, alone), (_, among) = table(bottleneck=bottleneck), table(bottleneck=bottleneck, alone=False)
     left = {*described(among)} - {*described(alone)}
     assert {*described(alone)} < {*described(among)}
     # What is left out has the fewest layers on the most devices.
@@ -81,12 +83,12 @@ def test_choices_are_at_every_place_where_their_layers_occur():
     _, found = table()
     index_J = np.arange(0, len(found), 5)
     choices = found.choices(index_J, np.arange(len(index_J), dtype=float))
-    starts = [found.windows.starts[window].tolist() for window in found.window_K[index_J].tolist()]
+    starts = [found.ranges.starts[range_].tolist() for range_ in found.range_K[index_J].tolist()]
     assert choices.start_K.tolist() == [start for each in starts for start in each]
     assert choices.peak_K.tolist() == [float(index) for index, each in enumerate(starts) for _ in each]
     of_K = np.repeat(index_J, [len(each) for each in starts])
     assert (choices.steady_K == found.steady_K[of_K]).all()
-    assert (choices.layers_K == found.windows.layers_W[found.window_K[of_K]]).all()
+    assert (choices.layers_K == found.ranges.layers_W[found.range_K[of_K]]).all()
     assert (choices.zero_stage_K == found.zero_stage_K[of_K]).all()
 
 
@@ -118,12 +120,12 @@ def test_tables_of_several_roles_are_those_of_each_alone():
         ([maker.slot(index, STAGES, MICROBATCHES, shape) for shape in shapes], layer_ranges_of(role, 5, classes))
         for index, role in enumerate(("first", "middle", "last"))
     ]
-    for pace in (np.inf, 0.0):
-        together, evaluated = make_tables(model, maker.space, requests, pace)
+    for bottleneck in (np.inf, 0.0):
+        together, evaluated = make_tables(model, maker.space, requests, bottleneck)
         assert evaluated == sum(map(len, together))
         for found, request in zip(together, requests, strict=True):
-            (other,), _ = make_tables(model, maker.space, [request], pace)
-            for name in ("window_K", "shape_K", "zero_stage_K", "steady_K", "boundary_K", "floor_K", "again_K"):
+            (other,), _ = make_tables(model, maker.space, [request], bottleneck)
+            for name in ("range_K", "shape_K", "zero_stage_K", "steady_K", "boundary_K", "floor_K", "again_K"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(other, name))
             phases = stage_phases(1, STAGES, MICROBATCHES)
             np.testing.assert_array_equal(found.parts.peaks(phases), other.parts.peaks(phases))

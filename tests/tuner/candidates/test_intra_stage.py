@@ -87,7 +87,7 @@ def test_layers_that_cost_the_same_have_one_class():
     assert len({first, second, third}) >= 2
 
 
-def test_equal_windows_are_evaluated_once():
+def test_equal_layer_ranges_are_evaluated_once():
     repeated = spec(12, kinds=(0, 1) * 6, widths=(1000, 2500))
     unique = spec(12, kinds=tuple(range(12)), widths=(1000,) * 12)
     counts = []

@@ -38,11 +38,11 @@ def make(network, machine, *, limit, host=np.inf, batch=16, **search):
     return IntraStage(model, space, limit, host_limit=host)
 
 
-def table_of(maker, index, stages, microbatches, pace):
-    """The table that a stage shares with others, up to a pace."""
+def table_of(maker, index, stages, microbatches, bottleneck):
+    """The table that a stage shares with others, up to a bottleneck."""
     place = index, stages, ()
     (key, _, _), _ = maker._frontier_key(place, microbatches)
-    maker._make_tables({key: place}, microbatches, pace)
+    maker._make_tables({key: place}, microbatches, bottleneck)
     return maker._tables[key]
 
 

@@ -20,14 +20,14 @@ def test_stages_have_the_candidates_that_they_may_be():
     count = int((found.steady_K <= slowest).sum())
     first, second = (points.index_P[points.stage_P == stage] for stage in (0, 1))
     assert first.tolist() == list(range(count))
-    layers_K = found.windows.layers_W[found.window_K]
+    layers_K = found.ranges.layers_W[found.range_K]
     wanted = [index for index in range(count) if found.devices_K[index] == 2 and layers_K[index] in (1, 2)]
     assert second.tolist() == wanted
     assert wanted
     assert (np.diff(points.stage_P) >= 0).all()
     # Numbers of groups tell stages, runs of layers and devices apart.
     keys = [
-        (stage, int(found.window_K[index]), int(found.devices_K[index]))
+        (stage, int(found.range_K[index]), int(found.devices_K[index]))
         for stage, index in zip(points.stage_P.tolist(), points.index_P.tolist(), strict=True)
     ]
     assert (

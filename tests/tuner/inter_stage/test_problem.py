@@ -48,7 +48,7 @@ def test_layers_and_devices_are_used_up_in_order(chosen, fits):
 def test_the_least_that_anything_takes():
     made = problem()
     assert made.least_seconds() == 4 * 1.0  # 2 seconds for 2 layers, or 1 for 1
-    assert made.least_pace() == 4 * 2.0 / 3  # 4 seconds on one device for 2 layers, as 2 on two, 1 on two for 1
+    assert made.least_bottleneck() == 4 * 2.0 / 3  # 4 seconds on one device for 2 layers, as 2 on two, 1 on two for 1
     assert made.lower_bound() == 4 * 8.0 / 3 + 4.0
 
 

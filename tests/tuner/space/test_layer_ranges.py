@@ -10,9 +10,9 @@ from tests.specs import spec
 ALIKE, UNLIKE = (0,) * 6, (0, 0, 1, 0, 1, 0)
 
 
-def places(windows):
+def places(ranges):
     """Every run of layers, by first layer and number."""
-    pairs = zip(windows.starts, windows.layers_W.tolist(), strict=True)
+    pairs = zip(ranges.starts, ranges.layers_W.tolist(), strict=True)
     return [(start, layers) for starts, layers in pairs for start in starts.tolist()]
 
 
@@ -47,7 +47,7 @@ def test_middles_of_unlike_layers_are_all_there_and_those_that_are_alike_togethe
     assert len(found) < len(wanted)
 
 
-def test_some_windows_are_taken_with_their_places():
+def test_some_layer_ranges_are_taken_with_their_places():
     found = layer_ranges_of("middle", 6, UNLIKE)
     index = np.array([len(found) - 1, 0])
     assert places(found.take(index)) == [
