@@ -89,7 +89,7 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
 
 
 def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.inf) -> FamilyAnswer:
-    """The best answer of pipelines of any number of stages, if below ``below`` seconds; arguments as of :func:`solve`."""
+    """The best answer of any number of stages that takes less than ``below`` seconds; arguments as of :func:`solve`."""
     return _Search(family, _Walks(family), below, deadline).run()
 
 

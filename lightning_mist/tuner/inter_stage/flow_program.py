@@ -22,9 +22,9 @@ subject to
                        T >= p[0] + sum_k (p[k] - p[k-1]) W[k]
     exposed            D >= sum_{a: i(a) = i} d[a] x[a] - sum_{a: i(a) < i} t[a] x[a]                 for every i
 
-Layers, devices and places need no constraints: they are what nodes are. Without T and D the flow has whole solutions
-by itself. "Bottlenecks" follows from the rest for whole x; it keeps solutions in parts from mixing slow stages with
-fast ones, so that the relaxation is tight. Memory does not appear: what does not fit is not a choice. Arcs that no answer as
+Layers, devices and places need no constraints: they are what nodes are. Without T and D the flow has whole solutions by
+itself. "Bottlenecks" follows from the rest for whole x; it keeps solutions in parts from mixing slow stages with fast
+ones, so that the relaxation is tight. Memory does not appear: what does not fit is not a choice. Arcs that no answer as
 good as a known one can have are left out (:mod:`lightning_mist.tuner.inter_stage.arcs`).
 """
 
