@@ -58,11 +58,7 @@ def _of_host(part: IntraStage) -> float:
 
 
 def too_large(stages: Stages) -> str | None:
-    """Why a network is too large for all devices and hosts together, for people; nothing if it need not be.
-
-    Args:
-        stages: What stages may be, and what they may use.
-    """
+    """Why a network is too large for all devices and hosts together, for people; nothing if it need not be."""
     kept, held = kept_bytes(stages.model), held_bytes(stages)
     if kept <= held or not np.isfinite(held):
         return None

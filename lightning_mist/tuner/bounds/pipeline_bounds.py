@@ -115,11 +115,7 @@ class PipelineBounds:
         return min(bound, below)
 
     def open_stages(self, counts: Sequence[int], num_microbatches: int, below: float) -> OpenStages:
-        """What stages can have of pipelines that take fewer seconds than ``below``.
-
-        Args:
-            below: Seconds; finite.
-        """
+        """What stages can have of pipelines that take fewer seconds than ``below``."""
         return open_stages(self._family(counts, num_microbatches, below), below)
 
     def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> Family:

@@ -78,11 +78,7 @@ class RangeBounds(ArrayRecord):
 
 
 def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot], bottleneck: float) -> RangeBounds:
-    """Lower bounds of all ranges that compute for no longer than a bottleneck time.
-
-    Args:
-        slots: A slot of every arrangement of devices.
-    """
+    """Lower bounds of all ranges that compute for no longer than a bottleneck time."""
     rows: list[dict[str, Any]] = []
     for slot in slots:
         arranged = _Arranged(model, space, slot, bottleneck)

@@ -114,11 +114,7 @@ class StagePoints:
 
 
 def either(*every_NL: BoolArray | None) -> BoolArray | None:
-    """Numbers of devices and layers of which one or another is of interest.
-
-    Args:
-        every_NL: Those of each; ``None`` if all are.
-    """
+    """Numbers of devices and layers of which one or another is of interest; ``None`` stands for all."""
     some = [among_NL for among_NL in every_NL if among_NL is not None]
     if len(some) < len(every_NL):
         return None
@@ -127,9 +123,5 @@ def either(*every_NL: BoolArray | None) -> BoolArray | None:
 
 
 def covers(known_NL: BoolArray | None, asked_NL: BoolArray | None) -> bool:
-    """Whether what is known of some numbers of devices and layers is enough for what is asked.
-
-    Args:
-        known_NL: Of which something is known; ``None`` if of all.
-    """
+    """Whether what is known of some numbers of devices and layers is enough for what is asked; ``None`` for all."""
     return known_NL is None or (asked_NL is not None and not (asked_NL & ~known_NL).any())

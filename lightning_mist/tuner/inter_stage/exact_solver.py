@@ -93,14 +93,14 @@ def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.
     return _Search(family, _Walks(family), below, deadline).run()
 
 
-def solve_each(
-    family: Family, below: Mapping[int, float], *, precision: float = PRECISION, deadline: float = np.inf
-) -> dict[int, Answer]:
+def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = np.inf) -> dict[int, Answer]:
     """About the best answer of every number of stages of a family, where it takes fewer seconds than something.
+
+    With each comes the best of those whose slowest stage takes less: the next on the frontier of the time of the
+    slowest stage and that of all, which the clock may find to be faster.
 
     Args:
         below: By number of stages the seconds from which on answers are of no interest; others are not looked at.
-        precision: Share by which there may be a better one.
         deadline: Value of ``perf_counter()`` at which to stop with what has been found.
     """
     found: dict[int, Answer] = {}
@@ -109,9 +109,13 @@ def solve_each(
         return found
     walks = _Walks(family)
     for count in asked:
-        result = _Search(family, walks, below[count], deadline, only=count, precision=precision).run()
+        result = _Search(family, walks, below[count], deadline, only=count).run()
         if result.num_stages:
-            found[count] = result.answers[count]
+            best, slots = result.answers[count], family.problem(count).slots
+            slowest = max(float(slot.steady_K[index]) for slot, index in zip(slots, best.chosen, strict=True))
+            search = _Search(family, walks, below[count], deadline, only=count, slowest=slowest)
+            other = search.run().answers.get(count, _NONE)
+            found[count] = replace(best, lower_bottleneck=other.chosen)
     return found
 
 
@@ -177,16 +181,16 @@ class _Search:
         deadline: float,
         *,
         only: int | None = None,
-        precision: float = PRECISION,
+        slowest: float = np.inf,
     ) -> None:
         self.family, self.below, self.deadline = family, below, deadline
-        self.walks, self.suffixes, self.only, self.precision = walks, walks.suffixes, only, precision
+        self.walks, self.suffixes, self.only = walks, walks.suffixes, only
         self.repeats = family.num_microbatches - 1
         self.objective = below
         self.num_stages = 0
         self.found: dict[int, tuple[float, tuple[int, ...]]] = {}
         # A pipeline takes at least G times the steady time of any of its stages.
-        self.bottlenecks_K = walks.bottlenecks_K
+        self.bottlenecks_K = walks.bottlenecks_K[walks.bottlenecks_K < slowest * (1 - PRECISION)]
         self.is_cut = bool(self.bottlenecks_K.size and self.bottlenecks_K[-1] * family.num_microbatches >= below)
         self.bottlenecks_K = self.bottlenecks_K[self.bottlenecks_K * family.num_microbatches < below]
         # Bound on the objective, first and last bottleneck time, and bound on v at these bottleneck times.
@@ -194,7 +198,7 @@ class _Search:
 
     def run(self) -> FamilyAnswer:
         """The best answer below the given objective."""
-        first = int(np.searchsorted(self.bottlenecks_K, self.suffixes.least_bottleneck() * (1 - self.precision)))
+        first = int(np.searchsorted(self.bottlenecks_K, self.suffixes.least_bottleneck() * (1 - PRECISION)))
         bound = self.below if self.is_cut else np.inf
         if first < len(self.bottlenecks_K):
             bound = min(bound, self._explore(first, len(self.bottlenecks_K) - 1))
@@ -216,7 +220,7 @@ class _Search:
         self._push(self._fastest(first, last, low), last, low)
         while self.intervals:
             bound_here, begin, end, low = heapq.heappop(self.intervals)
-            if bound_here >= self.objective * (1 - self.precision) or perf_counter() > self.deadline:
+            if bound_here >= self.objective * (1 - PRECISION) or perf_counter() > self.deadline:
                 return min(bound, bound_here)
             middle, end = self._middle(begin, end, low)
             value, reached, proven = self._value(middle, begin)
@@ -230,10 +234,10 @@ class _Search:
         if not self.num_stages:
             return
         steady, objective = self._costs(self.num_stages, self.found[self.num_stages][1])
-        walk = self._walk(steady, (objective - self.repeats * steady) * (1 + self.precision))
+        walk = self._walk(steady, (objective - self.repeats * steady) * (1 + PRECISION))
         if self.num_stages in walk.values:
             chosen = self.suffixes.chosen(walk, self.num_stages)
-            if (objective := self._costs(self.num_stages, chosen)[1]) <= self.objective * (1 + self.precision):
+            if (objective := self._costs(self.num_stages, chosen)[1]) <= self.objective * (1 + PRECISION):
                 self.objective = objective
                 self.found[self.num_stages] = objective, chosen
 
@@ -288,9 +292,9 @@ class _Search:
         high, reached = self._note(walk)
         reached = max(begin, reached)
         is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
-        while high - low > self.precision * high and self.repeats * floor + low < self.objective * (1 - self.precision):
+        while high - low > PRECISION * high and self.repeats * floor + low < self.objective * (1 - PRECISION):
             worth = self.objective - self.repeats * floor
-            cap = min(high, worth) * (1 - self.precision) if is_best else (low + min(high, worth)) / 2
+            cap = min(high, worth) * (1 - PRECISION) if is_best else (low + min(high, worth)) / 2
             is_best = not is_best
             walk = self._walk(bottleneck, cap)
             if not walk.values:

@@ -185,11 +185,13 @@ class Answer:
         chosen: Index of the choice of every slot; empty if no answer was found.
         objective: Its step seconds, infinite if there is none.
         bound: No answer takes fewer seconds; infinite if there cannot be one.
+        lower_bottleneck: Choices of the best answer of those whose slowest stage takes less; empty if not asked for.
     """
 
     chosen: tuple[int, ...]
     objective: float
     bound: float
+    lower_bottleneck: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:

@@ -18,11 +18,7 @@ on the device, and if it may be offloaded, which takes several times as long to 
 
 
 def compared(space: Space, winner: int) -> tuple[int, ...]:
-    """Numbers of stages to compare the winner with: one, half, one less, one more, twice as many.
-
-    Args:
-        winner: The best number of stages.
-    """
+    """Numbers of stages to compare the winner with: one, half, one less, one more, twice as many."""
     wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
     return tuple(sorted(count for count in wanted if 1 <= count <= space.max_stages))
 

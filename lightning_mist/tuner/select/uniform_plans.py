@@ -85,9 +85,6 @@ class _Priced:
 def fastest_uniform(stages: Stages, family: UniformPlans) -> tuple[Plan | None, Shortage | None]:
     """The fastest plan that fits, with its prediction; and what is missing, if none does.
 
-    Args:
-        stages: What stages of the family's space may be.
-
     Returns:
         The plan, if one fits, and the least shortage of those in one piece, which is ``None`` where nothing divides the
         batch.

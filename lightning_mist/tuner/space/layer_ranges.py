@@ -89,11 +89,7 @@ def fixed_range(first: int, end: int) -> LayerRanges:
 
 
 def layer_ranges_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
-    """Every range of layers that a stage may have.
-
-    Args:
-        classes: As :func:`layer_classes` gives them.
-    """
+    """Every range of layers that a stage may have."""
     lengths = np.arange(1, num_layers)  # Every other stage needs a layer.
     if role == "middle":
         return _middle(num_layers, classes)

@@ -122,24 +122,41 @@ def test_a_family_is_as_good_as_the_best_of_its_problems(seed):
     assert none.bound >= least * 0.99 * (1 - PRECISION)
 
 
-@pytest.mark.parametrize("precision", [PRECISION, 1e-2])
 @pytest.mark.parametrize("seed", range(60))
-def test_each_number_of_stages_of_a_family_as_if_it_were_alone(seed, precision):
+def test_each_number_of_stages_of_a_family_as_if_it_were_alone(seed):
     family = random_family(seed)
     alone = {count: solve(family.problem(count)) for count in family.heads}
     wanted = {count: answer.objective for count, answer in alone.items() if answer.chosen}
     below = dict.fromkeys(family.heads, np.inf)
-    found = solve_each(family, below, precision=precision)
+    found = solve_each(family, below)
     assert found.keys() == wanted.keys()
     for count, answer in found.items():
         problem = family.problem(count)
         assert is_feasible(problem, answer.chosen)
         assert answer.objective == problem.objective(answer.chosen)
-        assert wanted[count] * (1 - 2 * PRECISION) <= answer.objective <= wanted[count] * (1 + 2 * precision)
+        assert wanted[count] * (1 - 2 * PRECISION) <= answer.objective <= wanted[count] * (1 + 2 * PRECISION)
         assert answer.bound <= wanted[count] * (1 + 2 * PRECISION)
     # Only those that are asked for, and only if they are better.
     some = {count: value * (0.99 if count % 2 else 1.5) for count, value in wanted.items()}
     assert solve_each(family, some).keys() == {count for count in wanted if not count % 2 and wanted[count] > 0}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_with_each_comes_the_best_whose_slowest_stage_takes_less(seed):
+    family = random_family(seed)
+    for count, answer in solve_each(family, dict.fromkeys(family.heads, np.inf)).items():
+        problem = family.problem(count)
+        slowest = problem.steady(answer.chosen).max()
+
+        def if_less(problem, chosen, slowest=slowest):
+            return problem.objective(chosen) if problem.steady(chosen).max() < slowest * (1 - PRECISION) else np.inf
+
+        wanted = brute_force(problem, if_less)
+        if np.isinf(wanted):
+            assert answer.lower_bottleneck == ()
+            continue
+        assert is_feasible(problem, answer.lower_bottleneck)
+        assert if_less(problem, answer.lower_bottleneck) == pytest.approx(wanted, rel=2 * PRECISION)
 
 
 def test_a_family_without_stages_has_no_answers():

@@ -7,11 +7,13 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict
 from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.tuner.inter_stage import InterStageProblem
 from lightning_mist.tuner.select import simplest_plan as simplest
-from lightning_mist.tuner.select.selection import clocked, step_seconds_of_plan
+from lightning_mist.tuner.select.selection import clocked, ending_sooner, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import simplicity, techniques
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
+from tests.tuner.problems import slot
 
 NETWORK = spec(6, tied=True, measured=True, widths=(3000,))
 SPACE = SearchSpace(schedules=("1f1b",))
@@ -83,3 +85,12 @@ def test_a_plan_on_the_clock_has_its_prediction():
 def test_without_a_prediction_there_are_no_seconds():
     with pytest.raises(AssertionError):
         step_seconds_of_plan(pipeline({"layers": 4}))
+
+
+def test_of_choices_that_take_as_long_per_microbatch_the_one_that_ends_sooner_is_tried_too():
+    # Two layers on one device: as long and sooner, as long and later, longer and soonest; and others elsewhere.
+    first = slot([0, 0, 0, 0], [2, 2, 2, 1], [1, 1, 1, 1], [4.0, 4.0, 4.1, 1.0], [2.0, 3.0, 1.0, 0.0])
+    second = slot([2, 2, 2], [2, 2, 2], [1, 1, 2], [5.0, 5.0, 5.0], [2.0, 1.0, 0.0])
+    problem = InterStageProblem(num_layers=4, num_devices=(2,), num_microbatches=4, slots=(first, second))
+    assert ending_sooner(problem, (1, 0)) == (0, 1)
+    assert ending_sooner(problem, (0, 1)) == (0, 1)
