@@ -19,7 +19,8 @@ Array axes
     U  combinations of devices of every part
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +88,7 @@ class Suffixes:
         alike = {id(slot): slot for slot in family.tails[1:]}
         options = {key: slot_options(slot, layers, devices) for key, slot in alike.items()}
         self.middle = [options[id(slot)] for slot in family.tails[1:]]
+        self._repeats = Counter(map(id, self.middle))
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(options.part_C, options.devices_C) for options in options.values()]
@@ -146,6 +148,7 @@ class Suffixes:
             return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=())
         sums.append(self._last_sums(states, bottleneck, cap))
         maps: dict[int, IntArray] = {}
+        made: dict[int, list[tuple[SlotOptions, IntArray]]] = {}
         for count in range(2, max(self.heads) + 1):
             if count in self.heads:
                 total_K = self._totals(self.heads[count], states, sums[-1], bottleneck, cap)
@@ -154,10 +157,15 @@ class Suffixes:
                     values[count] = best
             if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
                 break
-            options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
-            if cap is not None:
-                options = _needed(options, sums[-1], cap)
-            sums.append(self._extended(options, states, sums[-1], maps, cap, bottleneck))
+            key = id(self.middle[count - 2])
+            if key not in made:
+                options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
+                if cap is not None:
+                    options = _needed(options, sums[-1], cap)
+                sources: Iterable[tuple[SlotOptions, IntArray]] = self.sources(options, states, maps)
+                if cap is None and self._repeats[key] > 1:
+                    made[key] = list(sources)
+            sums.append(self._extended(made.get(key, sources), states, sums[-1], cap, bottleneck))
         return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=tuple(sums))
 
     def chosen(self, walk: Walk, num_stages: int) -> tuple[int, ...]:
@@ -273,16 +281,15 @@ class Suffixes:
 
     def _extended(
         self,
-        options: SlotOptions,
+        sources: Iterable[tuple[SlotOptions, IntArray]],
         states: _States,
         behind_J: FloatArray,
-        maps: dict[int, IntArray],
         cap: float | None,
         bottleneck: float,
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
-        for some, source_C in self.sources(options, states, maps):
+        for some, source_C in sources:
             behind_CJ = behind_J[source_C]
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
