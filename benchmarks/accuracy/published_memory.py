@@ -15,6 +15,7 @@ from benchmarks.accuracy.published_device import OutOfDeviceMemoryError, Simulat
 from benchmarks.accuracy.published_megatron import STEPS, MegatronRank, MegatronRun
 from benchmarks.accuracy.published_mist import ITERATIONS, MistRank, MistStage
 from benchmarks.accuracy.published_mist_model import MistDims
+from benchmarks.accuracy.published_programs import predict_run
 from benchmarks.accuracy.published_rows import (
     DATA,
     Prediction,
@@ -27,7 +28,6 @@ from benchmarks.accuracy.published_rows import (
     read_plans,
     read_points,
 )
-from benchmarks.accuracy.published_runs import predict_run
 from benchmarks.record import RECORDS, Sample, make_record, write_record
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 from lightning_mist.hardware.catalog.memory_overheads import communicator_overhead, context_overhead, workspace_bytes
