@@ -52,6 +52,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.hardware.profile
 	$(BIN)/python -m benchmarks.accuracy.step_times
 	$(BIN)/python -m benchmarks.accuracy.published_time
+	$(BIN)/python -m benchmarks.accuracy.published_runs
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
 	$(BIN)/python -m benchmarks.accuracy.larger_than_memory
 	$(BIN)/python -m benchmarks.accuracy.state_on_disk

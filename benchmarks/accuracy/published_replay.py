@@ -1,0 +1,285 @@
+"""From a published training run to the plan, network and machine that the project prices.
+
+What a run did that cannot be said, or whose price is not known, is in :data:`MISSING`; what is priced as something near
+it is in :data:`STAND_INS`, and a prediction says which of these it used. When the project learns one of them, its line
+goes from here and its meaning into :func:`plan_of`, :func:`spec_of` or :func:`machine_of`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.accuracy.published_decoder import Decoder, DecoderSizes
+from benchmarks.accuracy.published_rows import UnpredictableError
+from benchmarks.accuracy.published_run_rows import PublishedRun
+from benchmarks.accuracy.published_sharing import evenly_shared, in_collectives
+from lightning_mist.cost import StageCostModel, seconds_with
+from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan
+from lightning_mist.hardware import Cluster, HardwareProfile, Link, parse_cluster, single
+from lightning_mist.hardware.catalog import capability_of, catalog_profile
+from lightning_mist.hardware.catalog.devices import INTER_NODE_LATENCY
+from lightning_mist.model import DeviceOperators, device_operators, trace_model
+from lightning_mist.model.presets import KNOWN_OPTIMIZERS, LanguageModelShape, preset_spec
+from lightning_mist.model.sources import parameter_dtype, precision_context
+from lightning_mist.model.sources.reference_decoder import hollow
+from lightning_mist.model.spec import ModelSpec, OptimizerSpec
+from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.units import parse_rate
+
+MASTERS, WIDE = "float32 masters", "reductions in float32"
+
+PRECISIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "bf16": ("bf16-true", ()),
+    "bf16 autocast": ("bf16-mixed", ()),
+    "bf16, float32 masters": ("bf16-true", (MASTERS,)),
+    "bf16, float32 masters, reductions in float32": ("bf16-true", (MASTERS, WIDE)),
+    "bf16, float32 masters, accumulation in float32": ("bf16-true", (MASTERS, "accumulation in float32")),
+}
+"""Lightning's name of a run's precision, and what there is besides."""
+
+STAND_INS: Mapping[str, str] = {
+    MASTERS: "an optimizer that keeps float32 copies of what it updates",
+    WIDE: "reductions at half of their rate",
+    "accumulation in float32": "accumulation in the weights' type",
+    "compiled": "eager kernels",
+    "fused": "eager kernels",
+    "fused norms, rotation and loss": "eager kernels",
+    "fused loss": "torch's, which keeps more",
+    "C++ engine": "eager kernels",
+    "unfused attention": "fused attention",
+    "deterministic kernels": "others",
+    "tables tied over stages": "a head of its own",
+    "last product and loss in one kernel": "two",
+    "cache kept while training": "none kept",
+    "H100 with HBM2e, 96 GB and 500 W": "an H100 with HBM3, 96 GB and 700 W",
+    "B200 with its power limited": "one without",
+    "A800: NVLink of 400 GB/s": "an A100's",
+    "H800: NVLink of 400 GB/s": "an H100's",
+    "attention": "attention kept rather than recomputed",
+    "sizes of a preset": "a network without biases whose head is not its table, heads rotated where gates are",
+}
+"""What is priced as something near it."""
+
+MISSING: Mapping[str, str] = {
+    "float8": "products in float8 have no price",
+    "hybrid sharding": "no plan shards within nodes and replicates between them",
+    "asynchronous tensor parallelism": "no collective of tensor parallelism overlaps a product",
+    "selective op": "no plan recomputes some operators of a layer",
+    "selective layer": "a plan recomputes the first layers of a stage, not every second one",
+    "sharding over these devices is not known": "what its devices share out is not known",
+}
+"""What cannot be said, and why."""
+
+_SIZES = ("numel", "bytes")
+
+MOST_REPLAYED = 64
+"""Devices up to which allocations are replayed one by one; beyond, their peaks are added up."""
+
+TRACED_LENGTH = 2048
+"""Tokens of the rows that networks are traced with."""
+
+_HALF, _SINGLE = 2, 4
+
+MASTER_OPTIMIZER = OptimizerSpec(
+    name="AdamW on float32 copies",
+    state_bytes_per_parameter_byte=3 * _SINGLE / _HALF,
+    step_peak_bytes_per_parameter_byte=_SINGLE / _HALF,
+    step_peak_bytes_per_largest=0.0,
+    # As AdamW's in float32 (the known optimizer's bytes), a gradient cast up, and a value cast down.
+    step_moved_bytes_per_parameter_byte=(
+        KNOWN_OPTIMIZERS["AdamW"].step_moved_bytes_per_parameter_byte * _SINGLE + 2 * (_SINGLE + _HALF)
+    )
+    / _HALF,
+)
+"""AdamW whose copies of the parameters and both moments are float32, per byte of 16-bit parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What the project says of a published run.
+
+    Attributes:
+        seconds: Of a step, parameters shared out as the run's program does.
+        own_seconds: The same, shared out as the project's runtime does.
+        estimate: What the devices need.
+        stand_ins: What was priced as something else.
+    """
+
+    seconds: float
+    own_seconds: float
+    estimate: MemoryEstimate
+    stand_ins: tuple[str, ...]
+
+
+def needs_of(run: PublishedRun) -> tuple[str, ...]:
+    """What a run needs beyond plain 16-bit eager training in whole layers, in words."""
+    if run.precision not in PRECISIONS:
+        raise UnpredictableError(f"precision = {run.precision!r}; understood are {', '.join(PRECISIONS)}")
+    found = [*PRECISIONS[run.precision][1], *run.beside]
+    found += [word for word in (run.stack, run.recompute) if word not in ("eager", "none", "full")]
+    if run.tensor > 1:
+        found.append("sizes of a preset")
+    if run.context > 1:
+        found.append("context parallelism")
+    return tuple(found)
+
+
+def missing_of(run: PublishedRun) -> tuple[str, ...]:
+    """Why a run cannot be said; nothing if it can."""
+    return tuple(f"{need}: {MISSING.get(need, 'not understood')}" for need in needs_of(run) if need not in STAND_INS)
+
+
+def replay(run: PublishedRun, sizes: Mapping[str, Any]) -> Replay:
+    """Seconds of a step and bytes of the devices of a run.
+
+    Raises:
+        UnpredictableError: If it cannot be said.
+        MistError: If the project refuses the plan, the network or the machine.
+    """
+    missing = missing_of(run)
+    if missing:
+        raise UnpredictableError("; ".join(missing))
+    cluster, plan = machine_of(run), plan_of(run, int(sizes["layers"]))
+    spec = spec_of(run, tuple(sorted(sizes.items())))
+    profile = profile_of(run, cluster)
+    seconds = own = seconds_with(StageCostModel(spec, profile, cluster), plan)
+    degree = plan.stages[0].data_parallel_degree
+    if degree > 1 and run.zero:
+        shared = StageCostModel(evenly_shared(spec, degree), in_collectives(profile), cluster)
+        seconds = seconds_with(shared, plan)
+    kind = Estimator(spec, cluster, cluster.device.memory_bytes)
+    return Replay(
+        seconds=seconds,
+        own_seconds=own,
+        estimate=estimate_plan(kind, plan, advise=False, replay="worst" if run.world <= MOST_REPLAYED else "none"),
+        stand_ins=needs_of(run),
+    )
+
+
+def machine_of(run: PublishedRun) -> Cluster:
+    """The machine: the catalog's, with the network that the source states."""
+    memory = ":94GiB" if any("96 GB" in word for word in run.beside) else ""
+    cluster = single(parse_cluster(f"{run.nodes}x{run.devices}x{run.gpu}{memory}"), "a published run")
+    if not run.network or run.nodes == 1:
+        return cluster
+    rate = run.network.removesuffix(" a device")
+    per_node = run.devices if rate != run.network else 1
+    link = Link(bytes_per_second=per_node * parse_rate(rate), latency_seconds=INTER_NODE_LATENCY)
+    return replace(cluster, inter_node=link)
+
+
+def profile_of(run: PublishedRun, cluster: Cluster) -> HardwareProfile:
+    """The catalog's profile; reductions of 16-bit gradients in float32 move twice the bytes."""
+    profile = catalog_profile(cluster)
+    if WIDE not in needs_of(run):
+        return profile
+    slowed = (
+        replace(cost, bytes_per_second=cost.bytes_per_second / 2)
+        if cost.operation in ("reduce_scatter", "reduce")
+        else cost
+        for cost in profile.collectives
+    )
+    return replace(profile, collectives=tuple(slowed))
+
+
+def plan_of(run: PublishedRun, layers: int) -> Plan:
+    """The plan that the run followed: equal stages, tensor-parallel ranks neighbours, then data-parallel ones."""
+    groups, parts = run.pipeline, run.pipeline * run.chunks
+    size, per_stage = divmod(layers, parts)
+    ranks, rest = divmod(run.world, groups * run.tensor * run.context)
+    if per_stage or rest:
+        raise UnpredictableError(f"{layers} layers in {parts} parts on {run.world} devices: not in equal stages")
+    stages = []
+    for index in range(parts):
+        first = index % groups * (run.world // groups)
+        mesh = StageMesh(
+            devices=tuple(range(first, first + run.world // groups)),
+            data_parallel_degree=ranks,
+            tensor_parallel_degree=run.tensor,
+            context_parallel_degree=run.context,
+            sequence_parallel=run.tensor > 1,
+        )
+        stages.append(
+            StagePlan(
+                layers=(index * size, (index + 1) * size),
+                mesh=mesh,
+                microbatch_size=run.micro,
+                zero_stage=ZeroStage(run.zero) if ranks > 1 else ZeroStage.NONE,
+                checkpointing=Checkpointing(layers=size if run.recompute == "full" else 0),
+            )
+        )
+    return Plan(
+        global_batch_size=run.batch,
+        num_microbatches=max(1, run.batch // (run.micro * ranks)),
+        stages=tuple(stages),
+        schedule="interleaved-1f1b" if run.chunks > 1 else "1f1b",
+    )
+
+
+def spec_of(run: PublishedRun, sizes: tuple[tuple[str, Any], ...]) -> ModelSpec:
+    """What the network costs in the run's precision: traced, or a preset of its sizes where layers are split."""
+    precision, extra = PRECISIONS[run.precision]
+    optimizer = MASTER_OPTIMIZER if MASTERS in extra else None
+    if run.tensor > 1:
+        return _preset(run, sizes, precision, optimizer or KNOWN_OPTIMIZERS["AdamW"])
+    operators = device_operators("cuda", capability=capability_of(run.gpu))
+    spec = at_length(_traced(sizes, precision, operators), run.length)
+    return spec if optimizer is None else replace(spec, optimizer=optimizer)
+
+
+def at_length(spec: ModelSpec, length: int) -> ModelSpec:
+    """A traced network for rows of another length: expressions are in it, and learned positions are as many."""
+    assert spec.sequence_length is not None
+    grown = {
+        item.name: replace(item, **{name: getattr(item, name) * length // spec.sequence_length for name in _SIZES})
+        for item in spec.parameters
+        if item.name == "positions.weight"
+    }
+    parameters = tuple(grown.get(item.name, item) for item in spec.parameters)
+    return replace(spec, parameters=parameters, sequence_length=length)
+
+
+@cache
+def _traced(sizes: tuple[tuple[str, Any], ...], precision: str, operators: DeviceOperators) -> ModelSpec:
+    found = DecoderSizes(**dict(sizes))
+    module = hollow(lambda: Decoder(found, TRACED_LENGTH), dtype=parameter_dtype(precision))
+    context = precision_context(precision)
+
+    def call(batch: Any) -> Any:
+        with context():
+            return module.training_step(batch, 0)  # type: ignore[operator]
+
+    tokens = torch.zeros(2, TRACED_LENGTH, dtype=torch.long)
+    batch = (tokens, tokens.clone())
+    return trace_model(
+        module, batch, call=call, optimizer=torch.optim.AdamW, precision=precision, device_kind=operators
+    )
+
+
+def _preset(
+    run: PublishedRun, sizes: tuple[tuple[str, Any], ...], precision: str, optimizer: OptimizerSpec
+) -> ModelSpec:
+    given = dict(sizes)
+    names = ("hidden", "ffn", "layers", "heads", "vocabulary", "key_value_heads", "feed_forward", "norm")
+    shape = LanguageModelShape(
+        **{name: given[name] for name in names if name in given},
+        rotary_fraction=1.0 if given.get("feed_forward") == "swiglu" else 0.0,
+    )
+    spec = preset_spec(
+        shape,
+        name=run.model,
+        precision=precision,
+        rows=run.micro,
+        length=run.length,
+        degrees=(run.tensor,),
+        optimizer=optimizer,
+        capability=capability_of(run.gpu),
+    )
+    if spec is None:
+        raise UnpredictableError(
+            f"{run.model}, {run.tensor} ways: no preset has such blocks, or heads of {shape.head_width}"
+        )
+    return spec
