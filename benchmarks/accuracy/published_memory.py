@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy.published_memory [--points points.json] [--plans plans.json ...] [--out DIRECTORY]
 
 Every row of the points file is in the record: with what was predicted and by how much it is off, or with the reason why
-it could not be predicted.
+it could not be predicted; and beside it with what the planner's own estimate of such a plan says, or what is missing.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from benchmarks.accuracy.published_device import OutOfDeviceMemoryError, Simulat
 from benchmarks.accuracy.published_megatron import STEPS, MegatronRank, MegatronRun
 from benchmarks.accuracy.published_mist import ITERATIONS, MistRank, MistStage
 from benchmarks.accuracy.published_mist_model import MistDims
+from benchmarks.accuracy.published_planned_memory import planned_columns
 from benchmarks.accuracy.published_programs import predict_run
 from benchmarks.accuracy.published_rows import (
     DATA,
@@ -159,12 +160,14 @@ def summary(samples: Sequence[Sample]) -> str:
     for group in sorted({str(sample["group"]) for sample in samples}):
         rows = [sample for sample in samples if sample["group"] == group]
         text = f"{group}: {len(rows)} rows, {sum('unpredicted' in row for row in rows)} not predicted"
-        for name in ("allocated", "active", "reserved", "after_step"):
+        for name in ("allocated", "active", "reserved", "after_step", "planned_allocated", "planned_reserved"):
             errors = [abs(float(row[f"{name}_error"] or 0)) for row in rows if f"{name}_error" in row]
             if errors:
                 mean = sum(errors) / len(errors)
                 text += f"; {name}: mean error {mean:.3%}, largest {max(errors):.2%} ({len(errors)} rows)"
-        lines.append(text)
+        missing = sorted({str(row["not_planned"]) for row in rows if "not_planned" in row})
+        count = sum("not_planned" in row for row in rows)
+        lines.append(text + (f"; {count} rows cannot be planned: {'; '.join(missing)}" if missing else ""))
     return "\n".join(lines)
 
 
@@ -186,6 +189,7 @@ def main() -> None:
     samples = []
     for row in read_points(options.points):
         samples.append(sample_of(row, lambda row=row: predict(row, plans)))  # type: ignore[misc]
+        samples[-1] |= planned_columns(row, plans)
         errors = {name: f"{value:+.3%}" for name, value in samples[-1].items() if name.endswith("_error")}
         print(row["id"], samples[-1].get("unpredicted") or errors, flush=True)
     text = summary(samples)
