@@ -17,7 +17,7 @@ from lightning_mist.estimate.uncertainty import SPREADS, Interval, Spread
 from lightning_mist.hardware.catalog import NOTHING, Overhead, communicator_overhead, context_overhead, workspace_bytes
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.plan import ModuleMap, Plan, replica_ranks
-from lightning_mist.plan.mesh import make_mesh, message_pairs, process_groups
+from lightning_mist.plan.mesh import MESSAGE_CHANNELS, make_mesh, message_pairs, process_groups
 
 Purpose = Literal[
     "Lightning",
@@ -118,10 +118,15 @@ def device_overheads(cluster: Cluster, communicators: tuple[Communicator, ...]) 
         return DeviceOverheads(context=NOTHING, communicators=NOTHING, workspace_bytes=0, has_allocator=False)
     return DeviceOverheads(
         context=context_overhead(cluster.device.name),
-        communicators=_sum(tuple(communicator_overhead(cluster, len(each.ranks)) for each in communicators)),
+        communicators=_sum(tuple(_held_by(each, cluster) for each in communicators)),
         workspace_bytes=workspace_bytes(cluster.device.name),
         has_allocator=True,
     )
+
+
+def _held_by(communicator: Communicator, cluster: Cluster) -> Overhead:
+    channels = MESSAGE_CHANNELS if communicator.purpose == "messages" else None
+    return communicator_overhead(cluster, len(communicator.ranks), channels)
 
 
 def allocator_capacity(cluster: Cluster, overheads: DeviceOverheads) -> int:

@@ -352,6 +352,11 @@ def itemsize(dtype: str) -> int:
     return int(bits[0]) // 8
 
 
+MESSAGE_CHANNELS = 4
+"""Most channels of a message's kernel, which spins on one multiprocessor each until the other end is there: a receive
+is posted a computation early. Not measured on a device yet."""
+
+
 def message_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
     """Every pair of ranks of which the first sends to the second; sorted, the same whoever asks.
 

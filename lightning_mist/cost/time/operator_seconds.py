@@ -9,6 +9,7 @@ Array axes
     E  operators of one kind (and size) in one direction of a kind of region
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -39,19 +40,30 @@ def compute_dtype(precision: str) -> str:
 
 
 def work_seconds(
-    profile: HardwareProfile, work: RegionWork, dtype: str, direction: Direction, *, launches_ahead: bool
+    profile: HardwareProfile,
+    work: RegionWork,
+    dtype: str,
+    direction: Direction,
+    *,
+    launches_ahead: bool,
+    head_width: int = 0,
 ) -> FloatArray:
     """Seconds of one direction of every region.
+
+    Args:
+        head_width: Numbers in a head of attention; 0 where it is not known.
 
     Raises:
         ProfileError: If the profile has no rate for the element type.
     """
-    busy_R = work.sums(operator_seconds(profile, work, dtype, direction))
+    busy_R = work.sums(operator_seconds(profile, work, dtype, direction, head_width))
     launches_R = work.sums(work.calls_E) * profile.operator_seconds
     return np.maximum(busy_R, launches_R) if launches_ahead else busy_R + launches_R
 
 
-def operator_seconds(profile: HardwareProfile, work: RegionWork, dtype: str, direction: Direction) -> FloatArray:
+def operator_seconds(
+    profile: HardwareProfile, work: RegionWork, dtype: str, direction: Direction, head_width: int = 0
+) -> FloatArray:
     """Seconds that operators compute or move bytes, without launching them, by entry.
 
     Raises:
@@ -65,7 +77,12 @@ def operator_seconds(profile: HardwareProfile, work: RegionWork, dtype: str, dir
         moved, flops, calls = (array[of_kind_E] for array in (work.moved_E, work.flops_E, calls_E))
         seconds = moved / byte_rate(profile, kind, direction, moved / calls)
         if flops.any():
-            seconds = np.maximum(seconds, flops / _flop_rate(profile, kind, dtype, direction, flops / calls))
+            kernels = [rate for rate in profile.kernels if (rate.kind, rate.dtype) == (kind, dtype)]
+            if kernels:
+                rate_E = _kernel_rate(kernels, direction, head_width, flops / calls, moved / calls)
+            else:
+                rate_E = compute_rate(profile, dtype, flops / calls)
+            seconds = np.maximum(seconds, flops / rate_E)
         seconds_E[of_kind_E] = seconds
     return seconds_E
 
@@ -81,16 +98,30 @@ def byte_rate(profile: HardwareProfile, kind: str, direction: Direction, bytes_E
     return np.interp(np.log(np.maximum(bytes_E, 1.0)), np.log(found.bytes), rates)
 
 
-def _flop_rate(
-    profile: HardwareProfile, kind: str, dtype: str, direction: Direction, flops_E: FloatArray
+ATTENTION_COUNTS: dict[Direction, tuple[float, float]] = {"forward": (4.0, 4.0), "backward": (10.0, 8.0)}
+"""Operations of attention by queries, keys and numbers in a head, and how often it moves tensors of queries."""
+
+
+def _kernel_rate(
+    kernels: Sequence[KernelRate], direction: Direction, width: int, flops_E: FloatArray, moved_E: FloatArray
 ) -> FloatArray:
-    kernel: KernelRate | None = next(
-        (rate for rate in profile.kernels if (rate.kind, rate.dtype) == (kind, dtype)), None
-    )
-    if kernel is None:
-        return compute_rate(profile, dtype, flops_E)
-    rate = kernel.forward_flops_per_second if direction == "forward" else kernel.backward_flops_per_second
-    return np.full(len(flops_E), rate)
+    """FLOP/s of attention or convolutions of so many operations and bytes each.
+
+    Between widths that are known rates are linear in the width, beyond them constant. How long sequences are follows
+    from what operators do for each byte in 16 bits: exactly if every head of queries has keys of its own; up to twice
+    as long where few share many.
+    """
+    known = sorted(kernels, key=lambda rate: rate.width)
+    rates = [getattr(rate, f"{direction}_flops_per_second") for rate in known]
+    large = float(np.interp(width, [rate.width for rate in known], rates)) if width else rates[len(rates) // 2]
+    half, idle = getattr(known[0], f"{direction}_half_length"), known[0].idle_rows
+    if not (half or idle):
+        return np.full(len(flops_E), large)
+    operations, tensors = ATTENTION_COUNTS[direction]
+    length_E = np.maximum(1.0, flops_E / np.maximum(moved_E, 1.0) * 2 * tensors / operations)
+    rows_E = np.maximum(1.0, flops_E / (operations * length_E * (width or 128)))
+    rate_E: FloatArray = large / (1 + half / length_E) / (1 + idle / rows_E)
+    return rate_E
 
 
 def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray) -> FloatArray:

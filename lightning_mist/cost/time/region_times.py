@@ -8,7 +8,7 @@ Array axes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -142,8 +142,9 @@ def region_seconds(
     sources: set[TimeSource] = set()
     if any(region.kind not in measured for region in regions):
         dtype, ahead = compute_dtype(spec.precision), cluster.device.kind == "cuda"
-        forward_R[:] = work_seconds(profile, costs.forward_work, dtype, "forward", launches_ahead=ahead)
-        backward_R[:] = work_seconds(profile, costs.backward_work, dtype, "backward", launches_ahead=ahead)
+        options: dict[str, Any] = {"launches_ahead": ahead, "head_width": spec.head_width}
+        forward_R[:] = work_seconds(profile, costs.forward_work, dtype, "forward", **options)
+        backward_R[:] = work_seconds(profile, costs.backward_work, dtype, "backward", **options)
     for index, region in enumerate(regions):
         if region.kind in measured:
             seconds = measured[region.kind]
@@ -223,6 +224,8 @@ def collective_seconds(
     measured_hops, measured_crossings = ring_steps(operation, cost.group_size)
     steps, share = hops / measured_hops, crossings / measured_crossings
     used = (payload > 0) * (np.asarray(calls_K) * cost.latency_seconds * steps)
+    if cost.fill_seconds:
+        used = used + np.minimum(np.asarray(calls_K) * cost.fill_seconds, payload * cost.fill_seconds / cost.fill_bytes)
     return used + payload * share / cost.bytes_per_second
 
 

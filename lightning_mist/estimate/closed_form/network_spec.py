@@ -78,6 +78,7 @@ def closed_form_spec(form: ClosedForm, degrees: Sequence[int] = (), *, name: str
         sequence_length=form.sequence_length,
         optimizer=form.optimizer,
         precision=form.precision,
+        head_width=dims.query_width // dims.heads,
         shared_saved_bytes=_shared(form),
         splits=tuple(
             _split(form, parameters, Split(degree=degree, sequence_parallel=sequence))

@@ -6,12 +6,34 @@ Every figure has its source beside it or in :data:`SOURCES`.
 
 import difflib
 import re
-from dataclasses import dataclass
 from functools import partial
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.catalog.rates import EFFICIENCIES, RATE_SOURCES, Efficiencies
-from lightning_mist.hardware.cluster import Cluster, Link
+from lightning_mist.hardware.catalog.catalog_device import (
+    AMPERE_FLOOR,
+    DEVICES_PER_HOST,
+    EFA_FLOOR,
+    GB,
+    GIB,
+    GRACE_FLOOR,
+    HOPPER_FLOOR,
+    INFINIBAND_FLOOR,
+    LINK_SOURCES,
+    NETWORK_EFFICIENCY,
+    PCIE3,
+    PCIE4,
+    PCIE5,
+    PCIE5_EFFICIENCY,
+    SWITCHED_PCIE,
+    VOLTA_FLOOR,
+    CatalogDevice,
+    board,
+    inside_link,
+    network_link,
+    peak_flops_of,
+)
+from lightning_mist.hardware.catalog.rates import EFFICIENCIES, RATE_SOURCES
+from lightning_mist.hardware.cluster import Cluster
 
 SOURCES = {
     "datasheet": "NVIDIA data sheets and whitepapers of the device; dense rates, without structured sparsity",
@@ -23,180 +45,83 @@ SOURCES = {
     "calculon": "github.com/calculon-ai/calculon, systems/a100_80g.json: network efficiencies and latencies",
     "measured": "this project, 2 processes on 2 cores of a virtual AMD EPYC: python -m benchmarks.hardware.profile",
     **RATE_SOURCES,
+    **LINK_SOURCES,
 }
 """Where figures come from, by the name used in comments and in a profile's ``source``."""
 
-GB = 1e9
-GIB = 2**30
-GBIT = 1e9 / 8
-
-INTRA_NODE_LATENCY, INTER_NODE_LATENCY = 3e-4, 1.95e-3
-"""Medians of the latencies fitted to measurements of four machines, inside and between nodes (mist)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogDevice:
-    """One kind of device.
-
-    Attributes:
-        capability: CUDA's compute capability, from NVIDIA's table at developer.nvidia.com/cuda-gpus.
-        memory_bytes: Memory that a program sees; None where it depends on the host.
-        peak_flops: Peak FLOP/s by element type; ``float32`` without tensor cores, ``tfloat32`` with them.
-        intra_node: What one device sends inside a node, one direction.
-        inter_node: What one node sends, as rented or built most often.
-        host_bytes_per_second: Line rate to the host, one direction; 0 for the host itself.
-        host_efficiency: Part of it that copies of one device reach while the others do not copy.
-        host_node_efficiency: What all devices of a node together reach, as a multiple of one device's line rate.
-        host_memory_bytes: Memory of the host for each of a node's devices, as rented or built most often: smaller nodes
-            are rented as parts of such hosts. None where the device's memory is the host's.
-    """
-
-    name: str
-    cuda_names: tuple[str, ...]
-    capability: tuple[int, int] | None
-    memory_bytes: int | None
-    peak_flops: tuple[tuple[str, float], ...]
-    memory_bytes_per_second: float
-    efficiencies: Efficiencies
-    intra_node: Link
-    intra_efficiency: float
-    inter_node: Link
-    inter_efficiency: float
-    host_bytes_per_second: float
-    host_efficiency: float
-    host_node_efficiency: float
-    host_memory_bytes: int | None
-    sources: tuple[str, ...]
-
-    @property
-    def kind(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
-        return "cuda" if self.host_bytes_per_second else "cpu"
-
-
-def _flops(
-    float32: float, tfloat32: float | None, float16: float, bfloat16: float | None
-) -> tuple[tuple[str, float], ...]:
-    teras = {"float32": float32, "tfloat32": tfloat32, "float16": float16, "bfloat16": bfloat16}
-    return tuple((name, tera * 1e12) for name, tera in teras.items() if tera is not None)
-
-
-def _intra(gigabytes: float) -> Link:
-    return Link(bytes_per_second=gigabytes * GB, latency_seconds=INTRA_NODE_LATENCY)
-
-
-def _inter(gigabits: float) -> Link:
-    return Link(bytes_per_second=gigabits * GBIT, latency_seconds=INTER_NODE_LATENCY)
-
-
-PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB
-"""Sixteen lanes, one direction: 8, 16, 32 GT/s per lane, 128b/130b coding (PCI-SIG)."""
-
-PCIE_EFFICIENCY = 0.16
-"""All-gather among 8 L4s reaches 4.68 GiB/s of PCIe 4 (mist)."""
-
-NVLINK_EFFICIENCY = 0.80
-"""A100 0.75, V100-16 0.86 of the line rate in all-gathers among 8 (mist); 0.82 on H100 (nccl)."""
-
-NETWORK_EFFICIENCY = 0.9
-"""Calculon's; the V100s of mist reach 0.83 of 100 Gbit/s (32 GB) and all of 25 Gbit/s (16 GB)."""
-
-HOST_EFFICIENCY = 0.80
-"""A100 25.1 GB/s of PCIe 4 (github.com/NVIDIA/nvbandwidth issue 42), RTX 4090 24 to 26 (issue 15), H100 52.8 GB/s of
-PCIe 5 to the host (issue 24)."""
-
-HOST_NODE_EFFICIENCY = 1.52
-"""Eight devices copying at once: L4 5.75, A100 5.36 GiB/s each of PCIe 4; V100 5.75 and 2.87 of PCIe 3 (mist), which is
-0.19 of the line rate of each. Sixteen V100s of a DGX-2 get 3.0 GB/s each, 48 together (Rajbhandari et al.,
-ZeRO-Infinity, 2021, figure 2b)."""
-
-
-DEVICES_PER_HOST = 8
-"""Devices in each of the nodes whose host memory is listed (ec2; AWS Batch user guide, GPU jobs)."""
-
-
-def _device(
-    name: str,
-    cuda_name: str,
-    *,
-    capability: tuple[int, int],
-    memory: float,
-    flops: tuple[tuple[str, float], ...],
-    bandwidth: float,
-    pcie: float,
-    host: float,
-    nvlink: float | None = None,
-    network: float = 100,
-    sources: tuple[str, ...] = ("mist", "ec2"),
-) -> CatalogDevice:
-    """An NVIDIA device with the figures of its class; by default a PCIe board of a data centre.
-
-    Bandwidth and NVLink (in one direction) in GB/s, a node's network in Gbit/s, and its host's memory in GiB.
-    """
-    efficiencies = EFFICIENCIES[name]
-    return CatalogDevice(
-        name=name,
-        cuda_names=(cuda_name,),
-        capability=capability,
-        memory_bytes=int(memory),
-        peak_flops=flops,
-        memory_bytes_per_second=bandwidth * GB,
-        efficiencies=efficiencies,
-        intra_node=_intra(pcie / GB if nvlink is None else nvlink),
-        intra_efficiency=PCIE_EFFICIENCY if nvlink is None else NVLINK_EFFICIENCY,
-        inter_node=_inter(network),
-        inter_efficiency=NETWORK_EFFICIENCY,
-        host_bytes_per_second=pcie,
-        host_efficiency=HOST_EFFICIENCY,
-        host_node_efficiency=HOST_NODE_EFFICIENCY,
-        host_memory_bytes=int(host / DEVICES_PER_HOST * GIB),
-        sources=("datasheet", *dict.fromkeys((*efficiencies.sources, *sources))),
-    )
-
-
-_module = partial(_device, sources=("mist", "nccl", "ec2"))  # an SXM module with NVLink
-_volta = partial(_module, capability=(7, 0), flops=_flops(15.7, None, 125, None), bandwidth=900, pcie=PCIE3, nvlink=150)
+_module = partial(board, sources=("mist", "nccl", "ec2"))  # an SXM module with NVLink
+_volta = partial(
+    _module,
+    capability=(7, 0),
+    flops=peak_flops_of(15.7, None, 125, None),
+    bandwidth=900,
+    pcie=PCIE3,
+    nvlink=150,
+    floor=VOLTA_FLOOR,
+)
 _ampere = partial(
-    _module, capability=(8, 0), flops=_flops(19.5, 156, 312, 312), pcie=PCIE4, nvlink=300, network=400, host=1152
+    _module,
+    capability=(8, 0),
+    flops=peak_flops_of(19.5, 156, 312, 312),
+    pcie=PCIE4,
+    nvlink=300,
+    network=400,
+    floor=AMPERE_FLOOR,
+    network_floor=1.77e-4,  # p4d's EFA, as at EFA_FLOOR
+    host=1152,
 )
 _hopper = partial(
-    _module, capability=(9, 0), flops=_flops(67, 494.5, 989, 989), pcie=PCIE5, nvlink=450, network=3200, host=2048
+    _module,
+    capability=(9, 0),
+    flops=peak_flops_of(67, 494.5, 989, 989),
+    pcie=PCIE5,
+    nvlink=450,
+    network=3200,
+    floor=HOPPER_FLOOR,
+    network_floor=EFA_FLOOR,
+    host=2048,
 )
+# Superchips: the host's memory is behind NVLink-C2C, 450 GB/s in one direction; nodes of four with a network adapter
+# each.
+_superchip = partial(_hopper, link=450, per_host=4, host=4 * 480, floor=GRACE_FLOOR, network_floor=INFINIBAND_FLOOR)
 # A GeForce card in a workstation: no peer-to-peer copies, 10 Gbit/s Ethernet. Memory as torch reports it on an RTX 4090
 # (github.com/Soul-AILab/SoulX-FlashTalk issue 5); 128 GB beside two RTX 3090, about twice theirs (Puget Systems,
 # hardware recommendations for machine learning).
-_geforce = partial(_device, memory=23.52 * GIB, pcie=PCIE4, network=10, host=64 * DEVICES_PER_HOST, sources=("mist",))
+_geforce = partial(board, memory=23.52 * GIB, pcie=PCIE4, network=10, host=64 * DEVICES_PER_HOST, sources=("mist",))
+
+# A professional card in a workstation: 10 Gbit/s Ethernet, memory beside it as beside a GeForce card.
+_workstation = partial(board, network=10, host=64 * DEVICES_PER_HOST, sources=())
 
 DEVICES: tuple[CatalogDevice, ...] = (
     # Memory as the Mist artifact configures it.
-    _device(
+    board(
         "L4",
         "NVIDIA L4",
         capability=(8, 9),
         memory=22.488 * GIB,
-        flops=_flops(30.3, 60, 121, 121),
+        flops=peak_flops_of(30.3, 60, 121, 121),
         bandwidth=300,
         pcie=PCIE4,
         host=768,
     ),
     # Memory as torch reports it on an A10: github.com/zai-org/CogVLM issue 236. Rates: AWS's data sheet of the A10G.
-    _device(
+    board(
         "A10G",
         "NVIDIA A10G",
         capability=(8, 6),
         memory=21.99 * GIB,
-        flops=_flops(35, 35, 70, 70),
+        flops=peak_flops_of(35, 35, 70, 70),
         bandwidth=600,
         pcie=PCIE4,
         host=768,
     ),
     # Memory as torch reports it.
-    _device(
+    board(
         "T4",
         "Tesla T4",
         capability=(7, 5),
         memory=15102 * 2**20,
-        flops=_flops(8.1, None, 65, None),
+        flops=peak_flops_of(8.1, None, 65, None),
         bandwidth=320,
         pcie=PCIE3,
         host=384,
@@ -217,16 +142,103 @@ DEVICES: tuple[CatalogDevice, ...] = (
         "NVIDIA B200",
         capability=(10, 0),
         memory=178.35 * GIB,
-        flops=_flops(80, 1125, 2250, 2250),
+        flops=peak_flops_of(80, 1125, 2250, 2250),
         bandwidth=7672,
         pcie=PCIE5,
         nvlink=900,
         network=3200,
+        floor=HOPPER_FLOOR,
+        network_floor=5.1e-5,  # p6-b200's EFA, as at EFA_FLOOR
         host=2048,
     ),
-    _geforce("RTX3090", "NVIDIA GeForce RTX 3090", capability=(8, 6), flops=_flops(35.6, 35.6, 71, 71), bandwidth=936),
+    # Memory: github.com/Lightning-AI/litgpt issue 1892; NVLink and 200 Gbit/s of Slingshot for each device (alps).
+    _superchip("GH200", "NVIDIA GH200 480GB", memory=94.88 * GIB, bandwidth=4000, network=800),
+    # 186 of 192 GB are used; 372 GB, 16 TB/s, 10 PFLOP/s with sparsity in 16 bits for two (data sheet of the GB200
+    # NVL72). 400 Gbit/s of InfiniBand for each device (coreweave_nccl).
+    _superchip(
+        "GB200",
+        "NVIDIA GB200",
+        capability=(10, 0),
+        memory=186 * GB,
+        flops=peak_flops_of(80, 1250, 2500, 2500),
+        bandwidth=8000,
+        nvlink=900,
+        network=1600,
+        domain=72,
+        host=4 * 240,
+    ),
+    # Memory as torch reports it: github.com/stepfun-ai/Step-Video-T2V issue 8.
+    board(
+        "L40S",
+        "NVIDIA L40S",
+        capability=(8, 9),
+        memory=44.42 * GIB,
+        flops=peak_flops_of(91.6, 183, 362.05, 362.05),
+        bandwidth=864,
+        pcie=PCIE4,
+        shared=SWITCHED_PCIE,
+        host=1536,
+        sources=("ec2",),
+    ),
+    # Half of the tensor cores' 309.7 TFLOP/s, which are with sparsity. Of its 48 GB as much as torch reports of 16 GB
+    # of the same generation, 15.61 GiB (github.com/DengKaiCQ/VGGT-Long issue 6). NVLink bridges are for pairs alone.
+    _workstation(
+        "A6000",
+        "NVIDIA RTX A6000",
+        capability=(8, 6),
+        memory=46.83 * GIB,
+        flops=peak_flops_of(38.7, 77.4, 154.8, 154.8),
+        bandwidth=768,
+        pcie=PCIE4,
+        shared=SWITCHED_PCIE,
+    ),
+    # An eighth of the 4000 TOPS in 4 bits with sparsity. Memory: github.com/antirez/ds4 issue 431.
+    _workstation(
+        "RTXPRO6000",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        host=128 * DEVICES_PER_HOST,
+        capability=(12, 0),
+        memory=94.97 * GIB,
+        flops=peak_flops_of(125, 250, 500, 500),
+        bandwidth=1792,
+        pcie=PCIE5,
+        shared=PCIE5_EFFICIENCY,
+    ),
     _geforce(
-        "RTX4090", "NVIDIA GeForce RTX 4090", capability=(8, 9), flops=_flops(82.6, 82.6, 165.2, 165.2), bandwidth=1008
+        "RTX3090", "NVIDIA GeForce RTX 3090", capability=(8, 6), flops=peak_flops_of(35.6, 35.6, 71, 71), bandwidth=936
+    ),
+    _geforce(
+        "RTX4090",
+        "NVIDIA GeForce RTX 4090",
+        capability=(8, 9),
+        flops=peak_flops_of(82.6, 82.6, 165.2, 165.2),
+        bandwidth=1008,
+    ),
+    # A sixteenth of the 3352 TOPS in 4 bits with sparsity: products in 16 bits that add up in 32 have half of the rate
+    # that those have that add up in 16. Memory: github.com/Wan-Video/Wan2.1 issue 465.
+    _geforce(
+        "RTX5090",
+        "NVIDIA GeForce RTX 5090",
+        capability=(12, 0),
+        memory=31.37 * GIB,
+        flops=peak_flops_of(104.8, 104.8, 209.5, 209.5),
+        bandwidth=1792,
+        pcie=PCIE5,
+        shared=PCIE5_EFFICIENCY,
+        sources=(),
+    ),
+    # The board with 16 GB, memory as at the A6000; 36 multiprocessors at 2572 MHz, eight lanes of PCIe 5 (techpowerup's
+    # review). Its 759 TOPS as above: what the RTX 5060's 614 are for 30 at 2497 MHz.
+    _geforce(
+        "RTX5060Ti",
+        "NVIDIA GeForce RTX 5060 Ti",
+        capability=(12, 0),
+        memory=15.61 * GIB,
+        flops=peak_flops_of(23.7, 23.7, 47.4, 47.4),
+        bandwidth=448,
+        pcie=PCIE5 / 2,
+        shared=PCIE5_EFFICIENCY,
+        sources=(),
     ),
     # One process per core, rates measured and so without efficiencies; the link is the median of the rates that
     # the measured collectives between two processes imply; Ethernet as above.
@@ -238,9 +250,9 @@ DEVICES: tuple[CatalogDevice, ...] = (
         peak_flops=(("float32", 117e9), ("bfloat16", 490e9)),
         memory_bytes_per_second=20 * GB,
         efficiencies=EFFICIENCIES["cpu"],
-        intra_node=Link(bytes_per_second=2.4 * GB, latency_seconds=1.5e-4),
+        intra_node=inside_link(2.4, 1.5e-4),
         intra_efficiency=1.0,
-        inter_node=_inter(10),
+        inter_node=network_link(10, 1.95e-3),  # as TCP between nodes fits large messages (mist)
         inter_efficiency=NETWORK_EFFICIENCY,
         host_bytes_per_second=0.0,
         host_efficiency=0.0,

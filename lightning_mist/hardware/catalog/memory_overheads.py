@@ -78,19 +78,24 @@ ARCHITECTURES = (
     Architecture(name="turing", devices=("T4",), context=None, workspace_bytes=_WORKSPACE),
     Architecture(
         name="ampere",
-        devices=("A10G", "A100-40", "A100-80", "RTX3090"),
+        devices=("A10G", "A100-40", "A100-80", "A6000", "RTX3090"),
         context=_AMPERE,
         workspace_bytes=_WORKSPACE,
     ),
     Architecture(
         name="ada",
-        devices=("L4", "RTX4090"),
+        devices=("L4", "L40S", "RTX4090"),
         # The middle between 794 and 948 MiB less communicators. With all kernels: as many more as on an A100.
         context=Overhead(expected=751 * MIB, high=426 * MIB + _AMPERE.high - _AMPERE.expected, source="l4, ada, a100"),
         workspace_bytes=_WORKSPACE,
     ),
-    Architecture(name="hopper", devices=("H100", "H200"), context=None, workspace_bytes=_HOPPER_WORKSPACE),
-    Architecture(name="blackwell", devices=("B200",), context=None, workspace_bytes=_HOPPER_WORKSPACE),
+    Architecture(name="hopper", devices=("H100", "H200", "GH200"), context=None, workspace_bytes=_HOPPER_WORKSPACE),
+    Architecture(
+        name="blackwell",
+        devices=("B200", "GB200", "RTXPRO6000", "RTX5090", "RTX5060Ti"),
+        context=None,
+        workspace_bytes=_HOPPER_WORKSPACE,
+    ),
 )
 """The known generations."""
 
@@ -140,15 +145,20 @@ def has_nvlink(cluster: Cluster) -> bool:
     return link.bytes_per_second > PCIE5
 
 
-def communicator_overhead(cluster: Cluster, num_ranks: int) -> Overhead:
-    """What one NCCL communicator takes on each of its devices, once it has been used."""
+def communicator_overhead(cluster: Cluster, num_ranks: int, channels: int | None = None) -> Overhead:
+    """What one NCCL communicator takes on each of its devices, once it has been used.
+
+    Args:
+        channels: The most channels that it was made with; as many as links are good for where it was not said.
+    """
     if num_ranks < 2:
         raise ValueError(f"a communicator of {num_ranks} ranks: it connects at least 2")
     if cluster.device.kind != "cuda":
         return NOTHING
     is_pair = num_ranks == 2
-    if has_nvlink(cluster):
+    if has_nvlink(cluster) and channels is None:
         expected = _PAIR if is_pair else _LARGER
         return Overhead(expected=expected, high=expected * _LARGER // _PAIR, source="groups, scale")
-    expected = _CHANNELS * _PER_PEER_AND_CHANNEL * (1 if is_pair else 2)
+    made = _CHANNELS if channels is None or not has_nvlink(cluster) else channels
+    expected = made * _PER_PEER_AND_CHANNEL * (1 if is_pair else 2)
     return Overhead(expected=expected, high=2 * expected, source="buffers, channels, scale")

@@ -8,6 +8,16 @@ of it are doubled.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lightning_mist.hardware.catalog.attention import (
+    ADA,
+    AMPERE,
+    ATTENTION_SOURCES,
+    BLACKWELL,
+    HOPPER,
+    WORKSTATION_BLACKWELL,
+    AttentionKernel,
+    measured_whole,
+)
 from lightning_mist.hardware.profile import KernelRate, MemoryRate
 
 RATE_SOURCES = {
@@ -16,11 +26,15 @@ RATE_SOURCES = {
     "flash2": "T. Dao, FlashAttention-2, arXiv:2307.08691, 3.1.1 and 4.1: A100",
     "a5000": "github.com/gpu-mode/ring-attention issue 10: FlashAttention-2 on an RTX A5000",
     "efficient": "github.com/Dao-AILab/flash-attention issue 416: memory-efficient attention beside FlashAttention-2",
-    "hopper": "github.com/Dao-AILab/flash-attention pull request 1791: FlashAttention-2 on an H100",
-    "b200": "github.com/Dao-AILab/flash-attention issue 1589: FlashAttention-2 on a B200",
+    "fa_5090": "public notes of FlashAttention-2 and cuDNN on an RTX 5090 at 4096 tokens",
+    "norms": "github.com/NVIDIA/cudnn-frontend benchmark/norms/results, February 2026: torch's norms on H200 and GB200",
+    "liger": "github.com/linkedin/Liger-Kernel benchmark/data: torch's norms and losses on A100 and H100",
+    "perf": "github.com/zzc0721/torch-performance-test-data: owners' square products by size, and its database",
+    "quack": "github.com/Dao-AILab/quack benchmarks/sm120_cluster_benchmark.md: reductions on an RTX 5090",
     "predictable": "H. He, thonking.ai: products of random numbers on an A100",
     "h200": "a published study of a hybrid model's kernels in vLLM on an H200 (bench.core.ceilings): products of "
     "16384 x 5120 x 34816 at its 700 W, where its clock is 73 % of the highest, and copies of 4 GiB",
+    **ATTENTION_SOURCES,
 }
 """Where figures come from, by the name used in comments and in a profile's ``source``."""
 
@@ -45,8 +59,8 @@ class Efficiencies:
         matmul: Large matrix products in 16 bits and TF32, of their peaks.
         single: The same in 32 bits without tensor cores.
         memory: Large element-wise operators, of the memory's peak bandwidth.
-        attention: Fused attention in 16 bits without a mask, forward and backward, of the peak in 16 bits.
-        causal: The same with a causal mask, all scores counted.
+        attention: The kernel of fused attention in 16 bits; None where its rates were measured.
+        reduction: Parts of the element-wise rate that norms, softmax and losses reach, forward and backward.
         multiprocessors: How many of them compute at a time (datasheet); 0 where nothing is computed in tiles.
         burst: What large matrix products would reach of their peaks without the limit of power, which ``matmul`` is
             about: smaller products, which leave multiprocessors idle, are held by it less, as these draw no power. The
@@ -56,15 +70,11 @@ class Efficiencies:
     matmul: float
     single: float
     memory: float
-    attention: tuple[float, float]
-    causal: tuple[float, float]
+    attention: AttentionKernel | None
     multiprocessors: int
     sources: tuple[str, ...]
     burst: float = 0.0
-
-
-def _faster(attention: tuple[float, float]) -> tuple[float, float]:
-    return attention[0] * CAUSAL_SPEEDUP, attention[1] * CAUSAL_SPEEDUP
+    reduction: tuple[float, float] = (1.0, REDUCTION_BACKWARD)
 
 
 # Of 121 TFLOP/s 52.5 in float16 products of 10240, 53.8 of 8192, 54.9 to 59.4 in bfloat16, 10.9 in float32 (sustained),
@@ -75,23 +85,26 @@ _L4 = Efficiencies(
     matmul=0.434,
     single=0.36,
     memory=0.80,
-    attention=(0.66 / CAUSAL_SPEEDUP, 0.545 / CAUSAL_SPEEDUP),
-    causal=(0.66, 0.545),
+    attention=measured_whole("FlashAttention-2", 0.66 * 121, 0.545 * 121, saved=CAUSAL_SPEEDUP, source="mist"),
     multiprocessors=58,
     sources=("sustained", "mist", "flash2"),
     burst=0.70,
 )
 
+
 # 0.82 and 0.53 of what flash attention does (efficient), which on an L4 does 0.84 and 0.69 of what large products do.
-_EFFICIENT = (0.82 * 0.84, 0.53 * 0.69)
+def _efficient(products: float) -> AttentionKernel:
+    """Memory-efficient attention where large products have so many TFLOP/s."""
+    masked = (0.82 * 0.84 * CAUSAL_SPEEDUP * products, 0.53 * 0.69 * CAUSAL_SPEEDUP * products)
+    return measured_whole("memory-efficient", *masked, saved=CAUSAL_SPEEDUP, source="efficient")
+
 
 # The L4's 70 W. 240 of 320 GB/s, 4 of 8.1 TFLOP/s (sasank).
 _T4 = Efficiencies(
     matmul=0.45,
     single=0.49,
     memory=0.75,
-    attention=(0.45 * _EFFICIENT[0], 0.45 * _EFFICIENT[1]),
-    causal=_faster((0.45 * _EFFICIENT[0], 0.45 * _EFFICIENT[1])),
+    attention=_efficient(0.45 * 65),
     multiprocessors=40,
     sources=("sustained", "sasank", "efficient", "mist"),
 )
@@ -101,24 +114,29 @@ _V100 = Efficiencies(
     matmul=0.67,
     single=0.83,
     memory=0.85,
-    attention=(0.67 * _EFFICIENT[0], 0.67 * _EFFICIENT[1]),
-    causal=_faster((0.67 * _EFFICIENT[0], 0.67 * _EFFICIENT[1])),
+    attention=_efficient(0.67 * 125),
     multiprocessors=80,
     sources=("sasank", "efficient", "mist"),
 )
 
-_AMPERE_ATTENTION = (0.73, 0.63)  # of an A100 (flash2), and of an RTX A5000: 81.3 and 70.1 of 111 TFLOP/s (a5000)
-
+# Of attention boards with GDDR have the same part of their peak: an RTX A5000 82 TFLOP/s of 111 (a5000), as an A100 222
+# of 312.
 # 56 TFLOP/s, 14 in 32 bits, and 469 of 600 GB/s on an A10 (sasank), which AWS's board is a variant of.
 _A10G = Efficiencies(
     matmul=0.80,
     single=0.40,
     memory=0.78,
-    attention=_AMPERE_ATTENTION,
-    causal=_faster(_AMPERE_ATTENTION),
+    attention=AMPERE.scaled(70 / 312),
     multiprocessors=80,
-    sources=("sasank", "flash2", "a5000"),
+    sources=("sasank", "a5000", *AMPERE.sources),
 )
+
+_HBM_REDUCTION = (0.62, 0.42)
+"""Norms and losses keep fewer bytes in flight than HBM can move. Of the peak bandwidth, in forward and backward: layer
+norms of 4096 x 16384 float32 0.52 and 0.36 on an A100, 0.52 and 0.37 on an H100 (liger); RMS norms of 2048 to 8192
+bfloat16 0.53 to 0.70 and 0.30 to 0.38 on an H200 (norms); a log-softmax and its loss 0.41 and 0.42, of 16384 words
+0.54 and 0.43, on an A100 (liger). In the middle 0.55 and 0.37, of 0.89 that element-wise operators have: squares of
+ReLUs in bfloat16 on an H100 2893 and 2964 GB/s of 3350, all tensors counted (liger)."""
 
 # 257 of 312 TFLOP/s in products of 8192 random numbers, 271 at best (predictable, mamf); 19 of 19.5 (sasank); 1727 of
 # an A800's 1935 GB/s (mli).
@@ -126,50 +144,98 @@ _A100 = Efficiencies(
     matmul=0.825,
     single=0.97,
     memory=0.89,
-    attention=_AMPERE_ATTENTION,
-    causal=_faster(_AMPERE_ATTENTION),
+    attention=AMPERE,
     multiprocessors=108,
-    sources=("predictable", "mamf", "sasank", "mli", "flash2"),
+    sources=("predictable", "mamf", "sasank", "mli", "liger", *AMPERE.sources),
+    reduction=_HBM_REDUCTION,
 )
 
-# 673 of 989 TFLOP/s and 4277 of 4800 GB/s sustained on an H200 (h200), 766 to 794 in the best shape (mamf); attention
-# without a mask 370 and 290 TFLOP/s, with a causal one 284 and 287 of halved scores (hopper).
+# 673 of 989 TFLOP/s and 4277 of 4800 GB/s sustained on an H200 (h200), 766 to 794 in the best shape (mamf).
 _HOPPER = Efficiencies(
     matmul=0.68,
     single=0.68,
     memory=0.89,
-    attention=(0.374, 0.293),
-    causal=(0.574, 0.580),
+    attention=HOPPER,
     multiprocessors=132,
-    sources=("h200", "mamf", "hopper"),
+    sources=("h200", "mamf", "norms", "liger", *HOPPER.sources),
+    reduction=_HBM_REDUCTION,
 )
 
-# 1745 of 2250 TFLOP/s at best (mamf), and as much less sustained as Hopper; attention 381 and 302 TFLOP/s (b200).
+# 1745 of 2250 TFLOP/s at best (mamf), and as much less sustained as Hopper. Norms 4170 to 5340 and 1940 to 2270 GB/s of
+# 8000 (norms). Attention as GB200s, whose limit of power is higher, in proportion to the peaks.
 _BLACKWELL = replace(
     _HOPPER,
     matmul=0.66,
     single=0.66,
-    attention=(0.169, 0.134),
-    causal=_faster((0.169, 0.134)),
+    attention=BLACKWELL.scaled(2250 / 2500),
     multiprocessors=148,
-    sources=("mamf", "h200", "b200"),
+    sources=("mamf", "h200", "norms", *BLACKWELL.sources),
+    reduction=(0.64, 0.30),
 )
+_GB200 = replace(_BLACKWELL, attention=BLACKWELL)  # 1822 of 2500 TFLOP/s at best (mamf)
 
 # 27 of 35.6 TFLOP/s and 831 of 936 GB/s (sasank); products of 16 bits as on an RTX 4090.
 _RTX3090 = replace(
-    _A100, multiprocessors=82, matmul=0.96, single=0.76, memory=0.89, sources=("mli", "sasank", "flash2", "a5000")
+    _A10G,
+    attention=AMPERE.scaled(71 / 312),
+    multiprocessors=82,
+    matmul=0.96,
+    single=0.76,
+    memory=0.89,
+    sources=("mli", "sasank", "a5000", *AMPERE.sources),
+)
+# 84 multiprocessors of the same kind at 1.8 GHz; at 300 W as much below its peak as an A40, 110 of 149.7 TFLOP/s
+# (perf).
+_A6000 = replace(
+    _RTX3090,
+    attention=AMPERE.scaled(154.8 / 312),
+    multiprocessors=84,
+    matmul=0.74,
+    sources=("perf", "sasank", "a5000", *AMPERE.sources),
 )
 
 # 159 (mli) and 168 (sasank) of 165, 58 of 82.6 TFLOP/s, 912 of 1008 GB/s (sasank).
-_RTX4090 = replace(_RTX3090, multiprocessors=128, single=0.70, memory=0.90)
+_RTX4090 = replace(
+    _RTX3090, attention=ADA, multiprocessors=128, single=0.70, memory=0.90, sources=("mli", "sasank", *ADA.sources)
+)
+
+# 264 and 269 of 362 TFLOP/s (perf); attention as an RTX 4090's, which has 168 in products; memory as its.
+_L40S = replace(
+    _RTX4090,
+    attention=ADA.scaled(269 / 168),
+    multiprocessors=142,
+    matmul=0.74,
+    sources=("perf", "sasank", *ADA.sources),
+)
+
+# 387 to 417 and 334 to 350 TFLOP/s of two owners, of 500 (perf); memory as of an RTX 5090, 1480 to 1570 of 1792 GB/s
+# (quack).
+_RTXPRO6000 = replace(
+    _RTX4090,
+    attention=WORKSTATION_BLACKWELL,
+    multiprocessors=188,
+    matmul=0.76,
+    memory=0.85,
+    sources=("perf", "quack", "sasank", *WORKSTATION_BLACKWELL.sources),
+)
+
+# 234 to 240 TFLOP/s of two owners, 175 of a third, where the data sheet has 209.5 at a lower clock (perf). Attention
+# 204 TFLOP/s of cuDNN and 187 to 191 of FlashAttention-2 at 4096 (fa_5090), half of an RTX PRO 6000's.
+_RTX5090 = replace(
+    _RTXPRO6000,
+    attention=WORKSTATION_BLACKWELL.scaled(0.5),
+    multiprocessors=170,
+    matmul=1.0,
+    sources=("perf", "quack", "sasank", "fa_5090", *WORKSTATION_BLACKWELL.sources),
+)
+_RTX5060TI = replace(_RTX5090, attention=WORKSTATION_BLACKWELL.scaled(0.5 * 47.4 / 209.5), multiprocessors=36)
 
 # Rates that were measured are peaks.
 _CPU = Efficiencies(
     matmul=1.0,
     single=1.0,
     memory=1.0,
-    attention=(0.0, 0.0),
-    causal=(0.0, 0.0),
+    attention=None,
     multiprocessors=0,
     sources=("measured",),
 )
@@ -187,6 +253,13 @@ EFFICIENCIES: Mapping[str, Efficiencies] = {
     "B200": _BLACKWELL,
     "RTX3090": _RTX3090,
     "RTX4090": _RTX4090,
+    "GH200": _HOPPER,
+    "GB200": _GB200,
+    "L40S": _L40S,
+    "A6000": _A6000,
+    "RTXPRO6000": _RTXPRO6000,
+    "RTX5090": _RTX5090,
+    "RTX5060Ti": _RTX5060TI,
     "cpu": _CPU,
 }
 """By the catalog's names of devices."""

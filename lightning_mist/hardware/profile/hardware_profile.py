@@ -51,6 +51,9 @@ class KernelRate:
             per second, in forward.
         backward_flops_per_second: The same in backward, where attention's five products count.
         spread: Median absolute deviation over median, the worse of both directions.
+        width: Numbers in a head of the attention that it is about; 0 for all.
+        forward_half_length, backward_half_length: Tokens of a sequence at which attention has half of these rates.
+        idle_rows: As many rows of queries as would take what multiprocessors idle at the end of a launch.
     """
 
     kind: str
@@ -58,14 +61,22 @@ class KernelRate:
     forward_flops_per_second: float
     backward_flops_per_second: float
     spread: float
+    width: int = 0
+    forward_half_length: float = 0.0
+    backward_half_length: float = 0.0
+    idle_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """Time of one collective: ``latency + payload / bandwidth``, the payload being the whole un-sharded tensor.
+    """Time of one collective of a payload, which is the whole un-sharded tensor.
+
+    It is ``latency + fill min(1, payload / fill_bytes) + payload / bandwidth``.
 
     Attributes:
         operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce`` or ``send_recv``.
+        fill_seconds: What large messages take more, whose protocol fills a pipeline before it is at its rate.
+        fill_bytes: From what payload on all of that is paid.
         spread: Relative spread of the fit's residuals.
     """
 
@@ -75,6 +86,8 @@ class CollectiveCost:
     latency_seconds: float
     bytes_per_second: float
     spread: float
+    fill_seconds: float = 0.0
+    fill_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,7 @@ def preset_spec(
         optimizer=optimizer,
         precision=precision,
         device_kind=device_kind,
+        head_width=shape.head_width,
         shared_saved_bytes=forms.shared(shape, length),
         splits=tuple(
             _split(forms, shape, length, degree, sequence, [item.bytes for item in known], dtype, itemsize)

@@ -274,6 +274,8 @@ class ModelSpec:
             (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
         splits: What one rank costs under tensor parallelism, one entry per degree and kind that is known.
         notes: What could not be expressed or had to be assumed, in words for the user.
+        head_width: Numbers in a head of its fused attention, the most if they differ; 0 if there is none or it is not
+            known.
     """
 
     name: str
@@ -295,6 +297,7 @@ class ModelSpec:
     shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
     splits: tuple[SplitSpec, ...] = ()
     notes: tuple[str, ...] = ()
+    head_width: int = 0
 
     @property
     def num_layers(self) -> int:

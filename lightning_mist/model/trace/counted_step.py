@@ -68,6 +68,7 @@ class StepCount:
         saved: Bytes that each part's forward made and that were alive when the step's forward had ended.
         shared: Those of the head that the batch alone determines.
         made: Bytes of parameter gradients that each part's backward made and left.
+        head_width: Numbers in a head of fused attention, the most if they differ; 0 without.
     """
 
     forward: tuple[PhaseCount, ...]
@@ -80,6 +81,7 @@ class StepCount:
     entering: tuple[tuple[tuple[int, ...], ...], ...]
     guesses: tuple[tuple[str, int], ...]
     describable: tuple[bool, ...]
+    head_width: int
 
     @property
     def timeline(self) -> list[int]:
@@ -152,6 +154,7 @@ def count_step(
         entering=tuple(walk.entering),
         guesses=ledger.guesses.reads,
         describable=describable,
+        head_width=ledger.head_width,
     )
 
 

@@ -119,6 +119,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: list[Storage] = []
         self.live_bytes = 0
         self.guesses = Guesses()
+        self.head_width = 0
         self.part = 0
         self._origins = origins
         self._live: dict[int, Storage] = {}
@@ -215,7 +216,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not computes(func, inputs, outputs):
             return result
         moved = moved_bytes(func, args, kwargs, inputs, outputs)
-        self._phase.work.append((kind_of(func, args, kwargs), flops(func, args, kwargs, result), moved))
+        kind = kind_of(func, args, kwargs)
+        if kind in ("attention", "causal_attention") and not self._is_backward:
+            self.head_width = max(self.head_width, int(args[0].shape[-1]))
+        self._phase.work.append((kind, flops(func, args, kwargs, result), moved))
         self._take_in(func, inputs, outputs)
         self._use(func, workspace_bytes(func, args, kwargs))
         self._read()

@@ -120,6 +120,7 @@ class _Traced(Counted):
     shared: sympy.Expr
     guesses: tuple[tuple[str, int], ...]
     is_fake: bool
+    head_width: int
     notes: tuple[str, ...]
 
 
@@ -190,6 +191,7 @@ def _fit(ways: Ways, blocks: Blocks, step: Step, *, is_fake: bool) -> _Traced:
         shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
         guesses=runs[0].guesses,
         is_fake=is_fake,
+        head_width=runs[0].head_width,
         notes=notes,
     )
 
@@ -328,6 +330,7 @@ def trace_model(
         optimizer=optimizer_spec,
         precision=precision,
         device_kind=operators.name,
+        head_width=traced.head_width,
         shared_saved_bytes=traced.shared,
         splits=splits,
         notes=(*failures, *traced.notes, *notes, *((describe_guesses(traced.guesses),) if traced.guesses else ())),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mist.errors import PlanError, ScheduleError
+from lightning_mist.plan.mesh import MESSAGE_CHANNELS
 from lightning_mist.tensor_parallel.group import Reduction
 
 
@@ -170,15 +171,10 @@ class _ObjectResult:
         return self._values
 
 
-_MESSAGE_CHANNELS = 4
-"""Most channels of a message's kernel, which spins on one multiprocessor each until the other end is there: a receive
-is posted a computation early. Not measured on a device yet."""
-
-
 def message_options(timeout: timedelta | None) -> Any:
     """NCCL's options of a communicator for messages between stages: few channels, on a stream that goes first."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = _MESSAGE_CHANNELS
+    options.config.max_ctas = MESSAGE_CHANNELS
     if timeout is not None:
         options._timeout = timeout
     return options

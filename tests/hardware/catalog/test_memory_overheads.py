@@ -58,6 +58,11 @@ def test_communicators_are_larger_over_nvlink_and_in_larger_groups() -> None:
     assert communicator_overhead(cluster("L4"), 4).expected == 48 * MIB
 
 
+def test_communicators_of_few_channels_have_their_buffers_alone() -> None:
+    assert communicator_overhead(cluster("A100-40"), 2, 4).expected == 48 * MIB
+    assert communicator_overhead(cluster("L4"), 2, 4) == communicator_overhead(cluster("L4"), 2)
+
+
 def test_links_are_the_clusters_own_where_described() -> None:
     assert has_nvlink(cluster("A100-40"))
     assert not has_nvlink(cluster("L4"))

@@ -17,10 +17,14 @@ def test_every_device_has_efficiencies_and_each_names_its_sources() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(EFFICIENCIES) - {"cpu"}))
-def test_a_mask_makes_attention_faster_but_by_no_more_than_it_hides(name: str) -> None:
-    found = EFFICIENCIES[name]
-    for plain, causal in zip(found.attention, found.causal, strict=True):
-        assert 0 < plain < causal <= 2 * plain
+def test_attention_has_a_kernel_whose_directions_know_the_same_widths(name: str) -> None:
+    kernel = EFFICIENCIES[name].attention
+    assert kernel is not None
+    assert [width for width, _ in kernel.forward.tflops] == [width for width, _ in kernel.backward.tflops]
+    for way in (kernel.forward, kernel.backward):
+        assert all(rate > 0 for _, rate in way.tflops)
+        assert way.half_causal >= way.half_full
+    assert 1 < kernel.saved <= 2
 
 
 def test_a_cpu_has_rates_of_every_kind_at_ascending_sizes() -> None:
@@ -35,4 +39,18 @@ def test_the_documentation_shows_these_figures() -> None:
     for name in set(EFFICIENCIES) - {"cpu"}:
         found = EFFICIENCIES[name]
         percents = [int(text.removesuffix(" %")) for text in shown[name].split(" | ")]
-        assert percents == pytest.approx([100 * x for x in (found.matmul, found.memory, *found.causal)], abs=0.51)
+        reduced = [found.memory * part for part in found.reduction]
+        assert percents == pytest.approx([100 * x for x in (found.matmul, found.memory, *reduced)], abs=0.51)
+
+
+def test_the_documentation_shows_these_kernels() -> None:
+    text = DOCUMENT.read_text()
+    for name in set(EFFICIENCIES) - {"cpu"}:
+        kernel = EFFICIENCIES[name].attention
+        assert kernel is not None
+        if len(kernel.forward.tflops) == 1:
+            continue
+        forward, backward = (
+            " / ".join(f"{rate:.0f}" for _, rate in way.tflops) for way in (kernel.forward, kernel.backward)
+        )
+        assert f"| {kernel.name} | {forward} | {backward} |" in text, name

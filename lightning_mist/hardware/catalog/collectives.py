@@ -1,0 +1,194 @@
+"""What collectives of catalog machines take: their floor, what large messages take to get going, and their rate.
+
+An operation of payload ``p`` takes ``floor + fill min(1, p / FILL_BYTES) + crossings p / rate``. The floor is what NCCL
+takes for a few bytes, launched from a stream as torch does (no CUDA graph, no symmetric memory). Small messages go by
+protocols of low latency and half the rate (LL, LL128), large ones by one that first fills a pipeline: the two lines
+meet at :data:`FILL_BYTES`. So a rate measured on large messages and a floor measured on small ones both hold.
+
+Sources of figures are names of ``LINK_SOURCES`` of :mod:`lightning_mist.hardware.catalog.catalog_device`; busbw and
+sizes are those of nccl-tests.
+"""
+
+from dataclasses import dataclass
+from itertools import chain, product
+from math import log2
+
+from lightning_mist.hardware.catalog.catalog_device import GIB, PCIE5, CatalogDevice
+from lightning_mist.hardware.cluster import Cluster
+from lightning_mist.hardware.profile import CollectiveCost
+
+CROSSINGS = {"all_gather": 1.0, "reduce_scatter": 1.1, "all_reduce": 2.1}
+"""Times ``(n - 1) / n``: how often a payload goes over a link (mist; in theory 1, 1 and 2: nccl-tests,
+doc/PERFORMANCE.md). Broadcasts and messages go over once."""
+
+NODE_DOUBLING = 12e-6
+"""More floor for each doubling of nodes beyond two: A100s on HDR 33.5, 42.3, 57.3 and 67.9 us among 2 to 16 nodes,
+V100s on EDR 18.0, 31.3, 41.4, 56.2 (abci); GH200s on Slingshot 19.4, 30.7, 42.6, 55.4 (alps)."""
+
+SWITCHED_REDUCE = {9: 480 / 450, 10: 840 / 900}
+"""All-reduce's busbw beyond four devices of a node whose switch reduces (NVLS), of NVLink's line rate, by major compute
+capability: 8 H100 480 GB/s of 450, 7 460, 6 440, but 4 and fewer 367, as rings do (nccl_1455); 8 H200 482
+(stas00_net); 8 B200 840 of 900 (gke_a4), 72 GB200 835 (coreweave_nccl)."""
+
+PAIR_OF_NODES, MORE_NODES = 1.6, 0.95
+"""All-reduce's busbw of the line rate of a node's network, from compute capability 9.0 on: trees between two nodes send
+a payload once, not twice as rings do. Two nodes: GH200 158 GB/s of 100, B200 684 of 400, H100 472 to 487 of 400, where
+NVLink's 480 limits (alps, gke_a4, dgx_h100_pair, keita_p5). More nodes: H100 387 of 400 in 8 (coreweave_nccl), GH200 92
+of 100 in 4 to 128 (alps)."""
+
+FILL_BYTES = 16 * 2**20
+"""Payload from which on :func:`_fill_seconds` are paid whole: all-reduce of 8 H100 takes 22.7 us for 32 KiB, 32.4 for 1
+MiB, 59.4 for 4, 90.5 for 8, 136 for 16 (triton_dist_57) and 1120 for 256 (h100_guide), whose last two lie on a line of
+480 GB/s that begins at 80 us."""
+
+MEASURED_PER_NODE = 8
+"""Devices in each node of the machines whose collectives were measured."""
+
+MEASURED_SHAPES = ((1, 2), (1, 4), (1, 8), *product((2, 4), (1, 2, 4, 8)))
+"""Nodes and devices of each in the groups that were measured."""
+
+
+def _measured(*rows: tuple[tuple[float, float], ...]) -> dict[tuple[int, int], tuple[float, float]]:
+    """Rows of one, or of one, two and four nodes, by nodes and devices of each."""
+    return dict(zip(MEASURED_SHAPES, chain(*rows), strict=False))
+
+
+# Rates in GiB/s of the whole payload times (n - 1) / n, and latencies in seconds, of all-gathers by (nodes, devices per
+# node), eight devices in each node, all of them communicating (mist). Latencies are what a line through messages of
+# many MiB has at zero: on machines with NVLink far above what small messages take, so that there the floors of the
+# device count (:attr:`CatalogDevice.intra_node`), while PCIe and TCP have nothing better. The A100s' nodes had a
+# network of 100 Gbit/s, not the 400 of the catalog's, so that only what they did inside nodes is here.
+MEASURED = {
+    "L4": _measured(
+        ((2.964, 0.0001), (4.1635, 0.0004), (4.6832, 0.0003)),
+        ((0.4895, 0.0045), (0.9791, 0.0076), (1.7183, 0.0), (3.3215, 0.0013)),
+        ((0.4609, 0.0102), (0.9195, 0.0008), (1.6759, 0.0045), (2.9659, 0.003)),
+    ),
+    "A100-40": _measured(((139.0363, 0.0001), (192.6217, 0.0004), (210.306, 0.0004))),
+    "V100-16": _measured(
+        ((57.361, 0.0004), (46.608, 0.0003), (119.5433, 0.0002)),
+        ((0.4485, 0.0006), (0.8981, 0.0012), (1.545, 0.0), (2.9385, 0.0)),
+        ((0.4493, 0.001), (0.7754, 0.0025), (1.4927, 0.0), (2.9449, 0.0)),
+    ),
+    "V100-32": _measured(
+        ((15.6803, 0.0007), (40.2922, 0.0), (50.6314, 0.0)),
+        ((0.9767, 0.0007), (2.5278, 0.0046), (4.9768, 0.003), (9.694, 0.0025)),
+        ((1.1313, 0.0063), (2.2718, 0.0027), (4.5509, 0.0033), (9.737, 0.0049)),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Seconds of an empty message, bytes per second on the slowest link, and whether large messages take more."""
+
+    floor: float
+    rate: float
+    fills: bool
+
+
+def collective_cost(
+    cluster: Cluster, device: CatalogDevice, operation: str, num_nodes: int, per_node: int
+) -> CollectiveCost:
+    """One operation in groups of one shape."""
+    size = num_nodes * per_node
+    path = _path(cluster, device, num_nodes, per_node)
+    rate = path.rate
+    if operation == "all_reduce":
+        rate = max(rate, _reduced_by_switches(cluster, device, num_nodes, per_node))
+    crossings = CROSSINGS[operation] * (size - 1) / size if operation in CROSSINGS else 1.0
+    fill = _fill_seconds(cluster, device, operation, num_nodes) if path.fills else 0.0
+    return CollectiveCost(
+        operation=operation,
+        group_size=size,
+        num_nodes=num_nodes,
+        latency_seconds=path.floor,
+        bytes_per_second=rate / crossings,
+        spread=0.0,
+        fill_seconds=fill,
+        fill_bytes=FILL_BYTES if fill else 0.0,
+    )
+
+
+def _has_nvlink(cluster: Cluster, device: CatalogDevice) -> bool:
+    return (cluster.intra_node or device.intra_node).bytes_per_second > PCIE5
+
+
+def _fill_seconds(cluster: Cluster, device: CatalogDevice, operation: str, num_nodes: int) -> float:
+    """What large messages take beyond a floor and their rate.
+
+    All-reduce is a reduction and a gathering one after the other. Inside: 8 H100, as at :data:`FILL_BYTES`, and 4 H100
+    64 us; all-gather of 4 H100 10 to 36 us beyond 457 GB/s (odissei). Over PCIe: all-reduce of 4 L40S 27 us beyond 6.4
+    GB/s (l40s_ocp). Between nodes: all-reduce of 2 x 8 H200 102 us for 32 MiB, 209 for 512 beyond 259 GB/s (h200_ocp),
+    of A100s on HDR 89 for 16 MiB; all-gather of these 29 us for 32 MiB, of 2 x 4 H100 94 for 16 (alcf, odissei).
+    """
+    if operation == "send_recv":
+        return 0.0
+    if num_nodes == 1:
+        return (6e-5 if operation == "all_reduce" else 2e-5) if _has_nvlink(cluster, device) else 2.5e-5
+    return 1.5e-4 if operation == "all_reduce" else 6e-5
+
+
+def _in_domain(cluster: Cluster, device: CatalogDevice, num_nodes: int) -> bool:
+    """Whether so many nodes are connected by the link inside nodes."""
+    return num_nodes == 1 or num_nodes * cluster.devices_per_node <= device.nvlink_domain
+
+
+def _inside(cluster: Cluster, device: CatalogDevice, per_node: int) -> _Path:
+    link = cluster.intra_node or device.intra_node
+    table = MEASURED.get(device.name)
+    if cluster.intra_node is None and table is not None:
+        gib_per_second, latency = table[1, _at_most(per_node, {2, 4, 8})]
+        is_fitted = not _has_nvlink(cluster, device)
+        return _Path(latency if is_fitted else link.latency_seconds, gib_per_second * GIB, not is_fitted)
+    return _Path(link.latency_seconds, link.bytes_per_second * device.intra_efficiency, device.kind == "cuda")
+
+
+def _path(cluster: Cluster, device: CatalogDevice, num_nodes: int, per_node: int) -> _Path:
+    """The slowest link that collectives in groups of this shape go over."""
+    if num_nodes == 1 or (cluster.inter_node is None and _in_domain(cluster, device, num_nodes)):
+        return _inside(cluster, device, num_nodes * per_node)
+    described, table = cluster.inter_node, MEASURED.get(device.name, {})
+    rows = {row for row, _ in table if row > 1}
+    if described is None and rows:
+        # What counts is the part of a node that is in the group, so nodes of another size are scaled.
+        column = _at_most(per_node * MEASURED_PER_NODE / cluster.devices_per_node, {1, 2, 4, 8})
+        gib_per_second, latency = table[_at_most(num_nodes, rows), column]
+        return _Path(latency, gib_per_second * GIB, fills=False)
+    link = described or device.inter_node
+    # A described link inside the nodes may be the slower one.
+    inside = cluster.intra_node or device.intra_node
+    share = per_node / cluster.devices_per_node * (1.0 if described else _networks(device))
+    rate = min(
+        link.bytes_per_second * device.inter_efficiency * share, inside.bytes_per_second * device.intra_efficiency
+    )
+    more = 0.0 if described else NODE_DOUBLING * log2(num_nodes / 2)
+    return _Path(link.latency_seconds + more, rate, device.kind == "cuda")
+
+
+def _networks(device: CatalogDevice) -> float:
+    """Networks of nodes that what leaves a domain of NVLink goes over at once.
+
+    Two domains of 72 GB200 reach 810 GB/s, nearly what one does, where a node of 4 has 200 (coreweave_nccl).
+    """
+    return max(1.0, device.nvlink_domain / device.devices_per_host)
+
+
+def _reduced_by_switches(cluster: Cluster, device: CatalogDevice, num_nodes: int, per_node: int) -> float:
+    """All-reduce's rate where switches or trees make it faster than a ring; 0 where they do not."""
+    part = SWITCHED_REDUCE.get(device.capability[0] if device.capability else 0)
+    if part is None or not _has_nvlink(cluster, device):
+        return 0.0
+    # Rates are of a payload that goes over twice; of rings, CROSSINGS knows how much more than twice it is.
+    scale = CROSSINGS["all_reduce"] / 2
+    inside = (cluster.intra_node or device.intra_node).bytes_per_second * part
+    if num_nodes == 1 or (cluster.inter_node is None and _in_domain(cluster, device, num_nodes)):
+        return inside * scale if num_nodes * per_node > 4 else 0.0
+    share = per_node / cluster.devices_per_node * (1.0 if cluster.inter_node else _networks(device))
+    line = (cluster.inter_node or device.inter_node).bytes_per_second * share
+    return min(inside, line * (PAIR_OF_NODES if num_nodes == 2 else MORE_NODES)) * scale
+
+
+def _at_most(value: float, known: set[int]) -> int:
+    """The largest known size that is no larger, or the smallest."""
+    return max((size for size in known if size <= value), default=min(known))
