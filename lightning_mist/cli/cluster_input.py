@@ -59,6 +59,21 @@ def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareP
     return measure_local(single(cluster, "measuring"), precision).profile
 
 
+def in_stack(profile: "HardwareProfile | None", cluster: "AnyCluster", stack: str) -> "HardwareProfile | None":
+    """A profile, or the catalog's for a described machine, under the kernels of a stack.
+
+    Raises:
+        ProfileError: If they are not known of it.
+    """
+    if stack == "eager":
+        return profile
+    from lightning_mist.hardware import catalog_profile, single
+    from lightning_mist.hardware.catalog import with_stack
+
+    one = single(cluster, f"the stack {stack}")
+    return with_stack(profile or catalog_profile(one), stack)
+
+
 def devices_of(plan: "Plan", cluster: "AnyCluster") -> tuple[str, ...]:
     """What the devices of every stage of a plan are, for people; nothing if they are all alike."""
     if len(cluster.parts) == 1:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import (
     devices_of,
+    in_stack,
     is_local,
     oldest_capability,
     open_cluster,
@@ -59,6 +60,9 @@ class PlanRequest:
             plans of other kinds, and what a better machine would buy.
         explain_seconds: About how many seconds more that may take; what there was no time for is listed.
         compare: Also tune what people would have chosen (DDP, FSDP, Megatron-LM ...), and print how they compare.
+        stack: Whose kernels to price on a described machine: eager (torch as this runtime runs it), compiled (blocks
+            through torch.compile), fused (as Megatron's), flash2 or triton (eager with FlashAttention-2 everywhere, or
+            with the Triton kernel of 2023).
         html: Where to write a page with all of this, pictures of a step, all that --explain says, and what less memory
             would cost; it needs nothing else to be read.
         trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
@@ -77,6 +81,7 @@ class PlanRequest:
     explain: bool = False
     explain_seconds: float = 10.0
     compare: bool = False
+    stack: str = "eager"
     html: str | None = None
     trace: bool = False
 
@@ -144,7 +149,8 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
             trace=request.trace,
         )
     )
-    planner = Planner(spec, machine, profile=open_profile(request.cluster, machine, request.precision))
+    profile = in_stack(open_profile(request.cluster, machine, request.precision), machine, request.stack)
+    planner = Planner(spec, machine, profile=profile)
     limits: dict[str, Any] = {"memory_limit": limit, "host_memory_limit": host_limit, "search": search}
     asked = {"global_batch_size": request.global_batch_size, **limits}
     with told(f"searching plans for {counted(spec.num_layers, 'layer')} on {counted(machine.world_size, 'device')}"):

@@ -35,7 +35,8 @@ from lightning_mist.cost.time import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.explain.published_space import ZERO_STAGES, Asked, has_published, published_plan
 from lightning_mist.explain.techniques import DEFERRED_UPDATE
-from lightning_mist.hardware import AnyCluster, MixedCluster
+from lightning_mist.hardware import AnyCluster, HardwareProfile, MixedCluster
+from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OFFLOADED, OffloadRatios, Plan, SearchSpace
 from lightning_mist.tuner.infeasible import UndecidedError
@@ -70,6 +71,9 @@ FAMILIES: tuple[tuple[str, UniformPlans], ...] = (
 )
 """Baselines whose stages are all alike."""
 
+FUSED = ("Megatron-LM, nothing recomputed", "Megatron-LM, all recomputed", "Megatron-LM, tuned")
+"""Those of them that run fused kernels (TransformerEngine's); the others are eager torch, as this runtime."""
+
 _ALL_RECOMPUTED = replace(_GRID, checkpointed_shares=(1.0,))
 _LEAST_OF_ACESO = UniformPlans(search=replace(_ALL_RECOMPUTED, zero_stages=(0,)))
 """Plans of Aceso's that need little memory."""
@@ -103,12 +107,14 @@ class Baseline:
         plan: The plan with its prediction; None if there is none that fits.
         reason: Why there is none; empty if there is one.
         note: What to know of the search for it.
+        stack: Whose kernels it is priced with, if not with those of the plan that it is compared with.
     """
 
     name: str
     plan: Plan | None
     reason: str = ""
     note: str = ""
+    stack: str = ""
 
 
 def baselines(
@@ -175,14 +181,16 @@ def baselines_with(
         ),
     )
     result = []
-    refused = _why_no_offload(planner)
+    refused, fused = _why_no_offload(planner), _fused(planner)
     for name, family in FAMILIES:
         say(f"comparing with {name}")
         if refused and family.is_offloaded:
             result.append(Baseline(name=name, plan=None, reason=refused))
             continue
-        plan, shortage = _uniform(planner, asked, family)
-        result.append(Baseline(name=name, plan=plan, reason="" if plan else _why(shortage)))
+        own = fused if name in FUSED and fused is not None else planner
+        plan, shortage = _uniform(own, asked, family)
+        stack = "" if own is planner else "fused"
+        result.append(Baseline(name=name, plan=plan, reason="" if plan else _why(shortage), stack=stack))
     say("comparing with Aceso")
     result.append(_aceso(planner, asked))
     say("comparing with the Mist paper's space")
@@ -195,6 +203,15 @@ def baselines_with(
     else:
         result.append(_published(planner, asked, least))
     return tuple(result)
+
+
+def _fused(planner: Planner) -> Planner | None:
+    """A planner of the same with fused kernels; none where they are not known, or the planner's own."""
+    profile = planner.profile
+    known = isinstance(profile, HardwareProfile) and profile.source.startswith("catalog") and not planner.spec.seconds
+    if not known or planner.cluster.kind != "cuda" or profile.stack != "eager":
+        return None
+    return Planner(planner.spec, planner.cluster, profile=with_stack(profile, "fused"))
 
 
 def _uniform(planner: Planner, asked: Asked, family: UniformPlans) -> tuple[Plan | None, Shortage | None]:
@@ -289,7 +306,11 @@ def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:
         "DDP takes each batch whole and recomputes nothing, and, tuned, chooses microbatches and recomputed layers; "
         "FSDP is ZeRO-2 or ZeRO-3; the stages of Megatron-LM are all alike, with ZeRO-0 or ZeRO-1"
     )
-    return (named, selective, offload)
+    stacks = (
+        "Megatron-LM is priced with fused kernels where the machine is the catalog's, the others with those of torch "
+        "as this runtime runs it"
+    )
+    return (named, selective, offload, stacks)
 
 
 def _is_fused(layer: LayerSpec) -> bool:

@@ -24,6 +24,7 @@ class ComparedPlan:
     Attributes:
         ratio: How many times as long as the plan that all are compared with.
         outside: What the plan has that the search for the first one does not look at.
+        stack: Whose kernels it is priced with, if not with those of the first one.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ComparedPlan:
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
     outside: tuple[str, ...] = ()
+    stack: str = ""
 
     def noted(self, text: str) -> str:
         """What is said of it, with its note."""
@@ -61,7 +63,12 @@ def compare_plans(
     lines = [_compared(item, seconds) for item in (Baseline(name=OURS, plan=ours), *others)]
     unknown = ("settings of which it is not known whether they were searched",)
     asked = outside or (lambda plan: unknown)
-    return (lines[0], *(line if line.plan is None else replace(line, outside=asked(line.plan)) for line in lines[1:]))
+    return (lines[0], *(line if line.plan is None else _placed(line, asked(line.plan)) for line in lines[1:]))
+
+
+def _placed(line: ComparedPlan, outside: tuple[str, ...]) -> ComparedPlan:
+    kernels = (f"the kernels of another stack ({line.stack})",) if line.stack else ()
+    return replace(line, outside=(*kernels, *outside))
 
 
 def faster_plan(items: Sequence[ComparedPlan]) -> ComparedPlan | None:
@@ -164,6 +171,7 @@ def _compared(item: Baseline, seconds: float) -> ComparedPlan:
         plan=plan,
         settings=settings_of(plan),
         note=item.note,
+        stack=item.stack,
         step_seconds=found,
         ratio=found / seconds,
         rows_per_second=None if rates is None else rates.rows_per_second,

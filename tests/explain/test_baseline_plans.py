@@ -6,7 +6,9 @@ import pytest
 from lightning_mist.cost import predict, predict_with, step_seconds
 from lightning_mist.explain import baselines
 from lightning_mist.explain.baseline_plans import baseline_notes, baselines_with
-from lightning_mist.hardware import MixedCluster
+from lightning_mist.explain.comparison import compare_plans
+from lightning_mist.hardware import MixedCluster, parse_cluster
+from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.plan import row_slice
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import Planner, SearchSpace, tune
@@ -71,6 +73,27 @@ def test_each_is_what_it_says():
     for item in items.values():
         assert item.predicted == predict(NETWORK, MACHINE, cluster(4, kind="cuda"), item)
         row_slice(item, 3, item.num_microbatches - 1)
+
+
+def test_rivals_are_priced_with_their_own_kernels_on_machines_of_the_catalog():
+    machine = parse_cluster("4xH100")
+    network = replace(NETWORK, precision="bf16-true", seconds=())
+    planner = Planner(network, machine)
+    items = {item.name: item for item in baselines_with(planner, global_batch_size=16, search=SMALL)}
+    for name, item in items.items():
+        is_fused = name.startswith("Megatron-LM")
+        assert item.stack == ("fused" if is_fused else "")
+        if item.plan is not None and name in NAMES[:8]:
+            stack = with_stack(planner.profile, "fused" if is_fused else "eager")
+            assert item.plan.predicted == predict(network, stack, machine, item.plan)
+    own = compare_plans(items["DDP"].plan, items.values(), outside=lambda plan: ())
+    assert {item.outside for item in own if item.name.startswith("Megatron-LM")} == {
+        ("the kernels of another stack (fused)",)
+    }
+    # Of a planner for fused kernels all are.
+    fused = Planner(network, machine, profile=with_stack(planner.profile, "fused"))
+    assert {item.stack for item in baselines_with(fused, global_batch_size=16, search=SMALL)} == {""}
+    assert not any(item.stack for item in found().values())
 
 
 def test_tuned_ones_are_no_slower_than_those_they_contain():

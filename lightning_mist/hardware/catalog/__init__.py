@@ -16,3 +16,4 @@ from lightning_mist.hardware.catalog.memory_overheads import (
     context_overhead,
     workspace_bytes,
 )
+from lightning_mist.hardware.catalog.stacks import STACKS, with_stack

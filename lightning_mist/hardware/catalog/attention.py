@@ -18,6 +18,7 @@ ATTENTION_SOURCES = {
     "benchmark/sdpa_benchmark_training/results, April 2026: attention on A100, H200, GB200, GB300 and RTX PRO 6000",
     "fa3": "T. Dao et al., FlashAttention-3, arXiv:2407.08608, figures 5 to 7: FlashAttention-2, -3 and cuDNN, H100",
     "fa_2605": "github.com/Dao-AILab/flash-attention pull request 2605: FlashAttention-4 and cuDNN on B200 and GB300",
+    "foundry": "github.com/mosaicml/llm-foundry scripts/train/benchmarking README: steps of MPT on A100s and H100s",
     "tilelang": "github.com/apache/tvm, tl_doc/flash_perf.md: FlashAttention-2 on an RTX 4090",
 }
 """Where figures come from, by the name used in comments and in a profile's ``source``."""
@@ -86,6 +87,27 @@ HOPPER = AttentionKernel(
     forward=Direction(tflops=((64, 416), (128, 709), (256, 764)), half_full=80, half_causal=660),
     backward=Direction(tflops=((64, 458), (128, 597), (256, 450)), half_full=220, half_causal=900),
     sources=("cudnn_fe", "fa3"),
+)
+
+# Of H100s; backward with a mask as forward.
+HOPPER_FLASH2 = AttentionKernel(
+    name="FlashAttention-2",
+    forward=Direction(tflops=((64, 320), (128, 360), (256, 349)), half_full=60, half_causal=380),
+    backward=Direction(tflops=((64, 302), (128, 338), (256, 254)), half_full=260, half_causal=380),
+    sources=("fa3", "cudnn_fe"),
+)
+
+# FlashAttention in Triton as programs of 2023 had it (llm-foundry's attn_impl: triton), which nobody measured alone:
+# what steps of 32,768 and 65,536 tokens on A100s and H100s leave for it beside their products, where it is 60 to 90 %
+# of them ("foundry": 98 to 103 and 176 TFLOP/s over both directions, as fast with layers recomputed as without).
+TRITON_AMPERE, TRITON_HOPPER = (
+    AttentionKernel(
+        name="FlashAttention in Triton",
+        forward=Direction(tflops=((0, rate),), half_full=0, half_causal=0),
+        backward=Direction(tflops=((0, rate),), half_full=0, half_causal=0),
+        sources=("foundry",),
+    )
+    for rate in (100, 176)
 )
 
 # Of GB200s. Width 64 as on GB300s, 1208 against 2089 in forward; nobody measured its backward: 458 against 557, as on

@@ -161,6 +161,7 @@ class HardwareProfile:
             beyond the rates of one device. Rates that were measured with all devices copying contain it already.
         interference: How far computation, communication and copies slow each other down; None where they take turns.
         overheads: What the runtime's own Python takes; nothing where it was not measured.
+        stack: Whose kernels it is about; a measured one is of torch as this runtime runs it.
     """
 
     device: str
@@ -177,3 +178,4 @@ class HardwareProfile:
     rates: tuple[MemoryRate, ...] = ()
     kernels: tuple[KernelRate, ...] = ()
     corrections: tuple[Correction, ...] = ()
+    stack: str = "eager"
