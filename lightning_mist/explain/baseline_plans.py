@@ -208,8 +208,9 @@ def baselines_with(
 def _fused(planner: Planner) -> Planner | None:
     """A planner of the same with fused kernels; none where they are not known, or the planner's own."""
     profile = planner.profile
-    known = isinstance(profile, HardwareProfile) and profile.source.startswith("catalog") and not planner.spec.seconds
-    if not known or planner.cluster.kind != "cuda" or profile.stack != "eager":
+    if not isinstance(profile, HardwareProfile) or profile.stack != "eager" or planner.cluster.kind != "cuda":
+        return None
+    if not profile.source.startswith("catalog") or planner.spec.seconds:
         return None
     return Planner(planner.spec, planner.cluster, profile=with_stack(profile, "fused"))
 

@@ -5,6 +5,7 @@ from lightning_mist.estimate.allocator.device_allocator import simulate_allocato
 from lightning_mist.estimate.device_need import Communicator, allocator_capacity, device_overheads, workspaces
 from lightning_mist.hardware import Cluster, Device
 from lightning_mist.hardware.catalog.memory_overheads import NOTHING, communicator_overhead, context_overhead
+from lightning_mist.plan.mesh import MESSAGE_CHANNELS
 
 MIB = 2**20
 
@@ -39,3 +40,13 @@ def test_workspaces_are_allocated_once_per_stream_and_stay() -> None:
     events = [*workspaces(32 * MIB, ("compute", "side")), malloc(0, 512), malloc(1, 512)]
     result = simulate_allocator(events)
     assert result.peak.reserved == 2 * 32 * MIB + 2 * MIB
+
+
+def test_messages_between_stages_hold_the_buffers_of_their_few_channels() -> None:
+    machine = cluster("H100")
+    pair = Communicator(purpose="messages", ranks=(0, 8))
+    alone = device_overheads(machine, ()).communicators.expected
+    both = device_overheads(machine, (pair, pair)).communicators.expected
+    assert (alone, both) == (0, 2 * MESSAGE_CHANNELS * 12 * MIB)
+    whole = device_overheads(machine, (Communicator(purpose="data parallel", ranks=(0, 8)),)).communicators.expected
+    assert whole > 5 * both

@@ -1,8 +1,8 @@
 """Devices that need not be at hand: what vendors and measurements say of them."""
 
+from lightning_mist.hardware.catalog.catalog_device import CatalogDevice
 from lightning_mist.hardware.catalog.catalog_profiles import catalog_profile
 from lightning_mist.hardware.catalog.devices import (
-    CatalogDevice,
     canonical_name,
     capability_of,
     find_device,

@@ -6,8 +6,8 @@
   limit of power is known to hold large products back, it is the faster rate without it that idle ones diminish.
 * What moves ``n`` bytes takes ``KERNEL_SECONDS + n / (efficiency * bandwidth)`` on a device, other kinds of operators
   than element-wise ones at a part of their rate.
-* Fused attention in 16 bits computes as :mod:`lightning_mist.hardware.catalog.attention` says.
-* Collectives take what :mod:`lightning_mist.hardware.catalog.collectives` says.
+* Fused attention in 16 bits computes as :mod:`lightning_mist.hardware.catalog.attention_kernels` says.
+* Collectives take what :mod:`lightning_mist.hardware.catalog.collective_costs` says.
 * Inside a node the rate is the efficiency times a device's own line rate; between nodes it is that of the node's
   network times the part of the node's devices that are in the group, as the others are in groups of their own.
 * Where collectives of such a machine have been measured, their rates are taken instead, unless the cluster's
@@ -19,9 +19,10 @@
 Its spreads are zero: nothing was measured here.
 """
 
-from lightning_mist.hardware.catalog.attention import attention_rates
-from lightning_mist.hardware.catalog.collectives import collective_cost
-from lightning_mist.hardware.catalog.devices import SOURCES, CatalogDevice, find_device
+from lightning_mist.hardware.catalog.attention_kernels import attention_rates
+from lightning_mist.hardware.catalog.catalog_device import CatalogDevice
+from lightning_mist.hardware.catalog.collective_costs import collective_cost
+from lightning_mist.hardware.catalog.devices import SOURCES, find_device
 from lightning_mist.hardware.catalog.interference_kinds import catalog_interference
 from lightning_mist.hardware.catalog.rates import (
     CPU_KERNELS,

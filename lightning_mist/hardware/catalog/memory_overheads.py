@@ -8,7 +8,8 @@ Every one has its source beside it, by a name of :data:`SOURCES`.
 from dataclasses import dataclass
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.catalog.devices import PCIE5, find_device
+from lightning_mist.hardware.catalog.catalog_device import PCIE5
+from lightning_mist.hardware.catalog.devices import find_device
 from lightning_mist.hardware.cluster import Cluster
 
 MIB = 2**20

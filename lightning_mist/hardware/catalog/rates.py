@@ -8,7 +8,7 @@ of it are doubled.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightning_mist.hardware.catalog.attention import (
+from lightning_mist.hardware.catalog.attention_kernels import (
     ADA,
     AMPERE,
     ATTENTION_SOURCES,

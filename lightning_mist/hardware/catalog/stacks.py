@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lightning_mist.errors import ProfileError
-from lightning_mist.hardware.catalog.attention import (
+from lightning_mist.hardware.catalog.attention_kernels import (
     AMPERE,
     HOPPER_FLASH2,
     TRITON_AMPERE,
