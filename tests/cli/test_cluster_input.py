@@ -3,7 +3,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_mist.cli.cluster_input import devices_of, oldest_capability, open_cluster, open_profile, precision_notes
+from lightning_mist.cli.cluster_input import (
+    devices_of,
+    in_stack,
+    oldest_capability,
+    open_cluster,
+    open_profile,
+    precision_notes,
+)
+from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware import catalog_profile, detect, parse_cluster, save_profile, write_profile
 from lightning_mist.plan import plan_of
 from lightning_mist.strategy.planning.local_machine import default_directory
@@ -74,3 +82,15 @@ def test_single_precision_says_what_another_would_do(cluster, said):
 
 def test_nothing_is_said_of_precision_where_no_data_sheet_is_known():
     assert not precision_notes(open_cluster("2xcpu:8GiB"), "32-true")
+
+
+def test_a_described_machine_has_the_kernels_that_are_asked_for() -> None:
+    machine = parse_cluster("2xH100")
+    assert in_stack(None, machine, "eager") is None
+    found = in_stack(None, machine, "fused")
+    assert found is not None
+    assert (found.device, found.stack) == ("H100", "fused")
+    with pytest.raises(PlanError, match="the stack fused needs devices of one kind"):
+        in_stack(None, parse_cluster("1xH100+1xA100-80"), "fused")
+    with pytest.raises(ProfileError, match="known of machines of the catalog only"):
+        in_stack(replace(found, stack="eager", source="measured"), machine, "fused")
