@@ -19,8 +19,8 @@ from benchmarks.accuracy.published_sharing import evenly_shared, in_collectives
 from lightning_mist.cost import StageCostModel, seconds_with
 from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan
 from lightning_mist.hardware import Cluster, HardwareProfile, Link, parse_cluster, single
-from lightning_mist.hardware.catalog import capability_of, catalog_profile
-from lightning_mist.hardware.catalog.devices import INTER_NODE_LATENCY
+from lightning_mist.hardware.catalog import STACKS, capability_of, catalog_profile, with_stack
+from lightning_mist.hardware.catalog.catalog_device import INFINIBAND_FLOOR
 from lightning_mist.model import DeviceOperators, device_operators, trace_model
 from lightning_mist.model.presets import KNOWN_OPTIMIZERS, LanguageModelShape, preset_spec
 from lightning_mist.model.sources import parameter_dtype, precision_context
@@ -44,11 +44,9 @@ STAND_INS: Mapping[str, str] = {
     MASTERS: "an optimizer that keeps float32 copies of what it updates",
     WIDE: "reductions at half of their rate",
     "accumulation in float32": "accumulation in the weights' type",
-    "compiled": "eager kernels",
-    "fused": "eager kernels",
-    "fused norms, rotation and loss": "eager kernels",
+    "fused norms, rotation and loss": "compiled kernels",
     "fused loss": "torch's, which keeps more",
-    "C++ engine": "eager kernels",
+    "C++ engine": "fused kernels",
     "unfused attention": "fused attention",
     "deterministic kernels": "others",
     "tables tied over stages": "a head of its own",
@@ -62,6 +60,9 @@ STAND_INS: Mapping[str, str] = {
     "sizes of a preset": "a network without biases whose head is not its table, heads rotated where gates are",
 }
 """What is priced as something near it."""
+
+ALIKE: Mapping[str, str] = {"fused norms, rotation and loss": "compiled", "C++ engine": "fused"}
+"""Stacks that are priced as another."""
 
 MISSING: Mapping[str, str] = {
     "float8": "products in float8 have no price",
@@ -119,7 +120,7 @@ def needs_of(run: PublishedRun) -> tuple[str, ...]:
     if run.precision not in PRECISIONS:
         raise UnpredictableError(f"precision = {run.precision!r}; understood are {', '.join(PRECISIONS)}")
     found = [*PRECISIONS[run.precision][1], *run.beside]
-    found += [word for word in (run.stack, run.recompute) if word not in ("eager", "none", "full")]
+    found += [word for word in (run.stack, run.recompute) if word not in (*STACKS, "none", "full")]
     if run.tensor > 1:
         found.append("sizes of a preset")
     if run.context > 1:
@@ -167,13 +168,13 @@ def machine_of(run: PublishedRun) -> Cluster:
         return cluster
     rate = run.network.removesuffix(" a device")
     per_node = run.devices if rate != run.network else 1
-    link = Link(bytes_per_second=per_node * parse_rate(rate), latency_seconds=INTER_NODE_LATENCY)
+    link = Link(bytes_per_second=per_node * parse_rate(rate), latency_seconds=INFINIBAND_FLOOR)
     return replace(cluster, inter_node=link)
 
 
 def profile_of(run: PublishedRun, cluster: Cluster) -> HardwareProfile:
-    """The catalog's profile; reductions of 16-bit gradients in float32 move twice the bytes."""
-    profile = catalog_profile(cluster)
+    """The catalog's profile of its stack; reductions of 16-bit gradients in float32 move twice the bytes."""
+    profile = with_stack(catalog_profile(cluster), ALIKE.get(run.stack, run.stack))
     if WIDE not in needs_of(run):
         return profile
     slowed = (
