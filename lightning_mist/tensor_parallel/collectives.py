@@ -86,10 +86,19 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_view() else tensor
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor that holds its values itself: subclasses that do not say how to get one."""
+    own = getattr(type(tensor), "plain", None)
+    return tensor if own is None else own(tensor)
+
+
 def copy_in(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A replicated value for use in computations on parts: gradients of the ranks' uses are added up in backward."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
+    own = getattr(type(tensor), "copied_in", None)  # a tensor whose values lie in other ones
+    if own is not None:
+        return own(tensor, group)  # type: ignore[no-any-return]
     return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -105,11 +114,12 @@ def gather(part: Tensor, layout: Layout, group: TensorGroup, *, is_partial: bool
         is_partial: Whether every rank uses the result for a computation of its own, so that gradients are added up in
             backward. Otherwise all ranks compute the same with it, and each takes its part of one gradient.
     """
-    return _Gather.apply(part, layout, group, is_partial)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gather.apply(_plain(part), layout, group, is_partial)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
     """This rank's part of a replicated value; gradients of the parts are gathered in backward."""
+    tensor = _plain(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return take(tensor, layout, group.rank, group.size)
     return _Scatter.apply(tensor, layout, group)  # type: ignore[no-any-return,no-untyped-call]

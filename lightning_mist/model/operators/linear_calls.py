@@ -100,14 +100,14 @@ class LinearMode(TorchFunctionMode):
         given = kwargs or {}
         if func is functional.multi_head_attention_forward:
             with self:
-                return _seen_through(func)(*args, **given)
+                return seen_through(func)(*args, **given)
         call = read_linear(func, args, given, self.parameters)
         if call is None:
             return self.other(func, args, given)
         return self.answer(call, lambda: func(*args, **given))
 
 
-def _seen_through(func: Any) -> FunctionType:
+def seen_through(func: Any) -> FunctionType:
     """A function of torch written in Python, without its first lines that hand the whole call to an observer."""
     names = {**func.__globals__, "has_torch_function": lambda tensors: False}
     opened = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)

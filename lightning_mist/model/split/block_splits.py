@@ -1,7 +1,6 @@
 """How the blocks of one kind can be shared out: candidates by probing, accepted if they pass the check with numbers."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_mist.model.fakes import convert_plain_tensors, filled, kept_slots, put, slots_of, thin
 from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
+from lightning_mist.model.split.factored import LARGE, MOST_BYTES, is_factored
 from lightning_mist.model.split.probe import Probe, SharedLayers, probe
 from lightning_mist.model.split.split_check import CPU, Outcome, arguments, prepare
 from lightning_mist.plan.module_map import ModuleMap
@@ -18,8 +18,8 @@ from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.units import format_bytes
 
 EXACT_ENTRIES = 2**24
-"""Parts of a module with more parameters are checked in 32-bit numbers: 64-bit ones of a block of GPT-3 22B would take
-14 GiB together with their gradients and parts."""
+"""Parts of a module of which a check holds more entries are checked in 32-bit numbers, of which a check holds twice as
+many; what large matrices take as factors is little."""
 
 _COPIES = 4  # a check holds the whole parameters and their gradients, and the parts and theirs
 _SMALL = 2**20  # parameters with more entries are not copied for probing, which needs the values of norms only
@@ -83,9 +83,9 @@ def split_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Seq
     return {degree: found[degree] for degree in degrees}
 
 
-def memory_limit() -> int:
-    """Bytes that a check may take: half of this host's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def held_entries(parameters: Iterable[Tensor]) -> int:
+    """Of how many of these parameters' entries a check holds each: of all but those of large matrices."""
+    return sum(parameter.numel() for parameter in parameters if not is_factored(parameter))
 
 
 def check_type(entries: int) -> torch.dtype:
@@ -94,19 +94,19 @@ def check_type(entries: int) -> torch.dtype:
 
 
 def too_large(entries: int, dtype: torch.dtype) -> str | None:
-    """Why a part with so many parameters cannot be checked on this host, if so."""
-    needed, limit = entries * dtype.itemsize * _COPIES, memory_limit()
-    if needed <= limit:
+    """Why a part with so many entries that a check must hold cannot be checked, if so; the same on every host."""
+    needed = entries * dtype.itemsize * _COPIES
+    if needed <= MOST_BYTES:
         return None
     return (
-        f"it could not be checked: that takes {format_bytes(needed)} of host memory, of which this host has "
-        f"{format_bytes(2 * limit)} and half may be used; plan on a host with {format_bytes(2 * needed)}"
+        f"it could not be checked: its parameters besides matrices of more than {LARGE:,} entries take "
+        f"{format_bytes(needed)} in a check, which may take {format_bytes(MOST_BYTES)}"
     )
 
 
 def _study(module_map: ModuleMap, calls: BlockCalls, kind: int) -> _Subject | str:
     call = calls.examples[kind]
-    entries = sum(parameter.numel() for parameter in call.block.parameters())
+    entries = held_entries(call.block.parameters())
     first = check_type(entries)
     reason = too_large(entries, first)
     if reason is not None:

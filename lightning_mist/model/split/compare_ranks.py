@@ -1,6 +1,6 @@
 """Two runs of one computation, whole and over ranks, held against each other number by number."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,16 +44,22 @@ class Reference:
         sizes = {name: 0.0 if tensor is None else _largest(tensor) for name, tensor in _named(result).items()}
         return cls(result=result, sizes=sizes, tolerance=_TOLERANCES.get(coarsest, _COARSE_TOLERANCE))
 
-    def difference(self, ranks: Sequence[Result], splits: Sequence[ParameterSplit]) -> str | None:
-        """What differs most on any rank, in words; None if nothing does by more than the tolerance."""
+    def difference(
+        self, ranks: Sequence[Result], splits: Sequence[ParameterSplit], summands: Container[str] = ()
+    ) -> str | None:
+        """What differs most on any rank, in words; None if nothing does by more than the tolerance.
+
+        Of the gradients of parameters in ``summands`` every rank has one that adds up to the whole one.
+        """
         wanted, of_name = _named(self.result), {_gradient_of(split.name): split for split in splits}
         worst, text = self.tolerance, None
+        added = {_gradient_of(name): _added(ranks, name) for name in self.result.parameters if name in summands}
         for rank, result in enumerate(ranks):
             found = _named(result)
             if found.keys() != wanted.keys():
                 return f"rank {rank} gives {len(found)} results and gradients instead of {len(wanted)}"
             for name, tensor in wanted.items():
-                part, given = tensor, found[name]
+                part, given = tensor, added.get(name, found[name])
                 if tensor is not None and given is not None and name in of_name:
                     split = of_name[name]
                     if tuple(given.shape) != split.local_shape(tuple(tensor.shape), len(ranks)):
@@ -77,6 +83,11 @@ _KINDS = ("result", "gradient of input", "gradient of parameter")
 
 def _gradient_of(name: str) -> str:
     return f"{_KINDS[2]} {name}"
+
+
+def _added(ranks: Sequence[Result], name: str) -> Tensor | None:
+    given = [gradient for result in ranks if (gradient := result.parameters[name]) is not None]
+    return torch.stack(given).sum(0) if given else None
 
 
 def _named(result: Result) -> dict[str, Tensor | None]:

@@ -5,13 +5,14 @@ its inputs and of every parameter must be equal up to rounding.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import (
     Slot,
     WithoutDropout,
@@ -24,6 +25,7 @@ from lightning_mist.model.fakes import (
 )
 from lightning_mist.model.split.block_calls import BlockCall
 from lightning_mist.model.split.compare_ranks import Reference, Result, part_of
+from lightning_mist.model.split.factored import MOST_BYTES, Factored, Room, is_factored
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import (
     Reduction,
@@ -55,6 +57,7 @@ class SlotKeeper:
     def __init__(self, group: TensorGroup, install: Callable[[], None]) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._install = group, install
+        self.num_gathers = 0
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """The sum or maximum over ranks."""
@@ -64,6 +67,7 @@ class SlotKeeper:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, stacked."""
+        self.num_gathers += 1
         result = self._group.all_gather(tensor)
         self._install()
         return result
@@ -114,27 +118,40 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
     values = numbers(call.block, dtype, seed=1)
     with kept_slots(call.block):
         convert_plain_tensors(call.block, dtype, CPU)
-        tensors = leaves_of(values)
-        install(values, tensors)
+        tensors, shown = leaves_of(values)
+        install(values, shown)
         expected, _, coarsest = run_block(call, dtype, tensors, None)
     reference = Reference.of(expected, coarsest)
 
     def check(splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None) -> Outcome:
+        gathers: list[int] = []
+
         def run(group: TensorGroup) -> RankRun:
             tensors, shown, context = share_out(values, splits, group, sequence_parallel=sequence is not None)
             install(values, shown)
             result, leaves, _ = run_block(call, dtype, tensors, (context, sequence))
+            assert isinstance(context.group, SlotKeeper)
+            gathers.append(context.group.num_gathers)
             return result, tuple(sorted(context.gathered.items())), leaves
 
         with kept_slots(call.block):
             convert_plain_tensors(call.block, dtype, CPU)
-            return run_over_ranks(reference, splits, degree, run)
+            outcome = run_over_ranks(reference, values, splits, degree, run)
+        # For want of a rule ranks may gather, which is told; with rules for all they do where layers do not match.
+        if outcome.reason is None and sequence is None and not outcome.gathered and any(gathers):
+            told = f"ranks put parts together {max(gathers)} times, which other layers do not read in parts"
+            return replace(outcome, reason=told)
+        return outcome
 
     return Trial(values=values, reference=reference, check=check)
 
 
 def run_over_ranks(
-    reference: Reference, splits: Sequence[ParameterSplit], degree: int, run: Callable[[TensorGroup], RankRun]
+    reference: Reference,
+    values: Values,
+    splits: Sequence[ParameterSplit],
+    degree: int,
+    run: Callable[[TensorGroup], RankRun],
 ) -> Outcome:
     """Run as many ranks, and compare each with the whole run."""
     try:
@@ -143,7 +160,8 @@ def run_over_ranks(
     except Exception as error:
         return Outcome(reason=f"{type(error).__name__}: {error}")
     _, gathered, leaves = ranks[0]
-    reason = reference.difference([result for result, _, _ in ranks], splits)
+    of_leaves, summands = _splits_of_leaves(values, splits)
+    reason = reference.difference([result for result, _, _ in ranks], of_leaves, summands)
     return Outcome(reason=reason, gathered=gathered, sequence_leaves=leaves)
 
 
@@ -151,15 +169,50 @@ def numbers(module: nn.Module, dtype: torch.dtype, seed: int, *, without: Contai
     """Values for the parameters of a module, but for those that are left out by ``id``."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (filled(parameter, dtype, generator), slots)
+        name: (
+            Factored.random(parameter, dtype, generator)
+            if is_factored(parameter)
+            else filled(parameter, dtype, generator),
+            slots,
+        )
         for name, (parameter, slots) in slots_of(module).items()
         if id(parameter) not in without
     }
 
 
-def leaves_of(values: Values) -> dict[str, Tensor]:
-    """Tensors that gradients arrive in."""
-    return {name: value.detach().requires_grad_(value.is_floating_point()) for name, (value, _) in values.items()}
+def leaves_of(values: Values, ranks: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors that gradients arrive in, and what slots shall hold; for one of so many ranks."""
+    leaves: dict[str, Tensor] = {}
+    shown: dict[str, Tensor] = {}
+    room = Room(MOST_BYTES // ranks)
+    for name, (value, _) in values.items():
+        if isinstance(value, Factored):
+            factors = [factor.detach().requires_grad_() for factor in (value.left, value.right)]
+            leaves |= zip(_factors_of(name), factors, strict=True)
+            shown[name] = Factored(factors[0], factors[1], room)
+        else:
+            leaves[name] = shown[name] = value.detach().requires_grad_(value.is_floating_point())
+    return leaves, shown
+
+
+def _factors_of(name: str) -> tuple[str, str]:
+    return f"{name} (left factor)", f"{name} (right factor)"
+
+
+def _splits_of_leaves(values: Values, splits: Sequence[ParameterSplit]) -> tuple[list[ParameterSplit], frozenset[str]]:
+    """Splits of what gradients arrive in, and the leaves of whose gradients ranks have summands."""
+    found: list[ParameterSplit] = []
+    summands: set[str] = set()
+    for split in splits:
+        value = values[split.name][0]
+        if isinstance(value, Factored):
+            factors = _factors_of(split.name)
+            shared = split.dim % value.dim() - (value.dim() - 2)
+            found.append(replace(split, name=factors[shared], dim=value.dim() - 2))
+            summands.add(factors[1 - shared])
+        else:
+            found.append(split)
+    return found, frozenset(summands)
 
 
 def share_out(
@@ -171,8 +224,7 @@ def share_out(
     also: Callable[[SplitContext], object] = lambda _: None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], SplitContext]:
     """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts."""
-    tensors = leaves_of(values)
-    shown = dict(tensors)
+    tensors, shown = leaves_of(values, group.size)
 
     def begin_turn() -> None:
         install(values, shown)
@@ -180,13 +232,18 @@ def share_out(
 
     keeper = SlotKeeper(group, begin_turn)
     context = SplitContext(keeper, sequence_parallel=sequence_parallel)
-    for split in splits:
-        full = values[split.name][0]
+    of_leaves, _ = _splits_of_leaves(values, splits)
+    for split, of_leaf in zip(splits, of_leaves, strict=True):
+        full = tensors[of_leaf.name].detach()
         # Looks into the whole where it can: a copy of large layers would take as long as computing with them.
-        local = split.local_shape(tuple(full.shape), group.size)
-        part = part_of(full, split, group.rank, group.size).reshape(local).detach()
+        local = of_leaf.local_shape(tuple(full.shape), group.size)
+        part = part_of(full, of_leaf, group.rank, group.size).reshape(local).detach()
         part.requires_grad_(full.is_floating_point())
-        tensors[split.name] = part
+        tensors[of_leaf.name] = part
+        value = shown[split.name]
+        if isinstance(value, Factored):
+            left, right = (tensors[name] for name in _factors_of(split.name))
+            part = Factored(left, right, value.room)
         shown[split.name] = present(part, split, context)
     return tensors, shown, context
 
@@ -221,6 +278,7 @@ def run_block(
                 for index, leaf in enumerate(flat)
                 if isinstance(leaf, SplitTensor) and leaf.shared_dim == dim and leaf.shape == _shape(call)
             )
+            _refuse_parts_of_hidden(flat, dim, _shape(call))
             output = whole(output)
     outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     given = [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in outputs]
@@ -236,6 +294,12 @@ def run_block(
         leaves,
         mode.coarsest,
     )
+
+
+def _refuse_parts_of_hidden(results: Sequence[Any], dim: int | None, shape: tuple[int, ...]) -> None:
+    for leaf in results:
+        if isinstance(leaf, SplitTensor) and leaf.shared_dim != dim and leaf.shape == shape:
+            raise TraceError(f"its result comes in parts along dimension {leaf.shared_dim}, which the next takes whole")
 
 
 def _shape(call: BlockCall) -> tuple[int, ...]:

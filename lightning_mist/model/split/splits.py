@@ -17,7 +17,15 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks
-from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, Found, check_type, split_kind, too_large
+from lightning_mist.model.split.block_splits import (
+    EXACT_ENTRIES,
+    Checks,
+    Found,
+    check_type,
+    held_entries,
+    split_kind,
+    too_large,
+)
 from lightning_mist.model.split.vocabulary import Table, find_tables, prepare_glue
 from lightning_mist.plan.calls import block_value
 from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap
@@ -148,8 +156,9 @@ def _look_around(
     """Run head and tail by themselves; with the blocks where something inside of these is read from outside."""
     names, entries = module_map.blocks, _entries(calls, kinds)
     inside = {id(p) for name in names for p in module.get_submodule(name).parameters()}
-    whole = sum(parameter.numel() for parameter in module.parameters())
-    outside = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in inside)
+    whole = held_entries(module.parameters())
+    outside = held_entries(parameter for parameter in module.parameters() if id(parameter) not in inside)
+    is_small = sum(parameter.numel() for parameter in module.parameters()) <= _CONFIRMED_ENTRIES
     trouble: str | None = None
 
     def checks(count: int, *, answer: bool) -> Checks | None:
@@ -169,7 +178,7 @@ def _look_around(
         return None
 
     alone = None if module_map.leaking_blocks else checks(outside, answer=True)
-    everything = checks(whole, answer=False) if alone is None or whole <= _CONFIRMED_ENTRIES else None
+    everything = checks(whole, answer=False) if alone is None or is_small else None
     if alone is None and everything is None:
         return _Around(trouble=trouble)
     try:

@@ -125,8 +125,8 @@ def prepare_glue(
     batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, CPU))
     with isolated(module), kept_slots(module), valued(module, batch):
         convert_plain_tensors(module, dtype, CPU)
-        tensors = leaves_of(values)
-        install(values, tensors)
+        tensors, shown = leaves_of(values)
+        install(values, shown)
         with intercepted(blocks, _handler(calls, _as_given, answer=answer)):
             expected, coarsest = _run(call, batch, tensors)
     reference = Reference.of(expected, coarsest)
@@ -152,7 +152,7 @@ def prepare_glue(
         with isolated(module), kept_slots(module), valued(module, batch):
             convert_plain_tensors(module, dtype, CPU)
             with intercepted(blocks, _handler(calls, enter, answer=answer)):
-                return run_over_ranks(reference, splits, degree, run)
+                return run_over_ranks(reference, values, splits, degree, run)
 
     return Trial(values=values, reference=reference, check=check)
 

@@ -1,6 +1,7 @@
 import torch
 
-from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, check_type, memory_limit, too_large
+from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, check_type, too_large
+from lightning_mist.model.split.factored import MOST_BYTES
 from lightning_mist.model.split.split_check import Outcome
 from lightning_mist.plan.tensor_split import ParameterSplit
 
@@ -43,6 +44,6 @@ def test_a_large_part_that_did_not_pass_is_checked_over_fewer_ranks():
 def test_large_parts_are_checked_in_smaller_numbers_and_the_largest_not_at_all():
     assert check_type(EXACT_ENTRIES) == torch.float64
     assert check_type(EXACT_ENTRIES + 1) == torch.float32
-    most = memory_limit() // (4 * 4)
+    most = MOST_BYTES // (4 * 4)
     assert too_large(most, torch.float32) is None
     assert "it could not be checked" in too_large(most + 1, torch.float32)
