@@ -150,6 +150,37 @@ def lora_llama(layers: int = 4) -> nn.Module:
     return wrapped
 
 
+def phi3(layers: int = 4) -> nn.Module:
+    """Query, fewer keys and values in one matrix; gate and up in another."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Wrapped(
+        Phi3ForCausalLM(
+            Phi3Config(
+                vocab_size=EVEN, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+                num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
+                original_max_position_embeddings=64, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+                resid_pdrop=0.0, embd_pdrop=0.0,
+            )
+        )
+    )  # fmt: skip
+
+
+def falcon(layers: int = 4) -> nn.Module:
+    """Query heads beside the key and the value that they share, group by group, as in Megatron and InternLM2."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    return Wrapped(
+        FalconForCausalLM(
+            FalconConfig(
+                vocab_size=EVEN, hidden_size=32, num_hidden_layers=layers, num_attention_heads=8, num_kv_heads=4,
+                new_decoder_architecture=True, hidden_dropout=0.0, attention_dropout=0.0, bias=True,
+                bos_token_id=0, eos_token_id=1,
+            )
+        )
+    )  # fmt: skip
+
+
 def mixtral(layers: int = 4) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -823,6 +854,8 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "bert": (bert, token_batch),
     "vit": (vit, image_batch),
     "t5": (t5, token_batch),
+    "phi3": (phi3, token_batch),
+    "falcon": (falcon, token_batch),
     "mixtral": (mixtral, token_batch),
     "swin": (swin, image_batch),
     "demo": (LightningDemo, pair_batch),
@@ -894,7 +927,9 @@ PARITY = tuple(name for name in _MODELS if name not in HAZARDS and name not in (
 """Models that a pipeline must train exactly."""
 
 TRANSFORMERS = frozenset(
-    name for name in _MODELS if name.split("_")[0] in ("gpt2", "llama", "lora", "bert", "vit", "t5", "mixtral", "swin")
+    name
+    for name in _MODELS
+    if name.split("_")[0] in ("gpt2", "llama", "lora", "bert", "vit", "t5", "mixtral", "swin", "phi3", "falcon")
 )
 """Models that need the transformers package."""
 

@@ -3,9 +3,13 @@
 A dimension is a product of *factors*, slowest first, of which exactly one is shared out: rank ``r`` of ``t`` holds
 entries ``[r n / t, (r + 1) n / t)`` of that factor of size ``n``, and all entries of the others. ``((3, False), (32,
 True))`` is a fused query-key-value projection of 3 x 32 rows, of which rank 0 of 2 holds rows 0-15, 32-47, 64-79.
+
+*Pieces* of different sizes may lie side by side, each shared out by itself: with (32, 8, 8), a fused projection with
+fewer key heads than query heads, rank 0 of 2 holds rows 0-15, 32-35, 40-43.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 from lightning_mist.errors import PlanError
@@ -20,20 +24,39 @@ class ParameterSplit:
 
     Attributes:
         factors: The factors of that dimension for one unsplit parameter; exactly one is shared out.
+        pieces: Sizes of what lies side by side along a dimension of one factor, where they differ.
     """
 
     name: str
     dim: int
     factors: Factors
+    pieces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(is_shared for _, is_shared in self.factors) != 1:
             raise PlanError(f"{self.name}: factors {self.factors}: exactly one factor of a dimension is shared out")
+        if self.pieces and (min(self.pieces) < 1 or self.factors != ((sum(self.pieces), True),)):
+            raise PlanError(
+                f"{self.name}: pieces {self.pieces} of a dimension of factors {self.factors}: give sizes of at least 1 "
+                "that make up its only factor"
+            )
 
     @property
     def size(self) -> int:
         """Size of the whole dimension."""
         return prod(size for size, _ in self.factors)
+
+    def ranges(self, rank: int, degree: int) -> tuple[tuple[int, int], ...]:
+        """Which entries of the dimension a rank holds, in order, as ``(offset, length)``."""
+        pieces = self.pieces
+        if not pieces:
+            index = [is_shared for _, is_shared in self.factors].index(True)
+            outer = prod(size for size, _ in self.factors[:index])
+            pieces = (self.size // outer,) * outer
+        starts = accumulate((0, *pieces[:-1]))
+        return tuple(
+            (start + rank * (size // degree), size // degree) for start, size in zip(starts, pieces, strict=True)
+        )
 
     def local_shape(self, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
         """The shape of one rank's part of a parameter of ``shape``."""

@@ -14,6 +14,7 @@ from lightning_mist.tensor_parallel.group import CountingGroup, Reduction, Tenso
 from lightning_mist.tensor_parallel.parts import (
     enter_sequence,
     from_local_sequence,
+    part_of,
     present,
     shard,
     split_sequence,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.group import TensorGroup
-from lightning_mist.tensor_parallel.shard_layout import Layout, fits
+from lightning_mist.tensor_parallel.shard_layout import Layout, Outer, fits
 
 
 class SplitContext:
@@ -28,7 +28,7 @@ class SplitContext:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.degree, self.rank = group.size, group.rank
         self.gathered: Counter[str] = Counter()
-        self.sequence: Mapping[tuple[int, ...], tuple[int, int]] = {}
+        self.sequence: Mapping[tuple[int, ...], tuple[int, Outer]] = {}
         self._input: tuple[object, int, bool] | None = None
         self._copied: Tensor | None = None
 

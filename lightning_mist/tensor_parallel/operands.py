@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.shard_layout import Layout
+from lightning_mist.tensor_parallel.shard_layout import Layout, Outer
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, wrap
 
 
@@ -30,7 +30,7 @@ def operand(context: SplitContext, value: Any, target: Layout) -> Any:
     return collectives.copy_in(value, context.group)
 
 
-def part_along(context: SplitContext, value: Tensor, dim: int, outer: int) -> Tensor:
+def part_along(context: SplitContext, value: Tensor, dim: int, outer: Outer) -> Tensor:
     """This rank's part of a value along a dimension, whatever way it is held."""
     dim %= value.dim()
     if isinstance(value, SplitTensor):

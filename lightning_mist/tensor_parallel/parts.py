@@ -14,12 +14,14 @@ from lightning_mist.errors import TraceError
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
-from lightning_mist.tensor_parallel.shard_layout import Layout, join_parts, take
+from lightning_mist.tensor_parallel.shard_layout import Layout, join_parts, outer_of, take
 from lightning_mist.tensor_parallel.tensor import SplitTensor, gathered, wrap
 
 
 def layout_of_split(split: ParameterSplit, sizes: Sequence[int]) -> Layout:
     """The layout of a parameter of a whole shape."""
+    if split.pieces:
+        return Layout(tuple(sizes), split.dim % len(sizes), outer_of(split.pieces))
     outer = 1
     for size, is_shared in split.factors:
         if is_shared:
@@ -34,14 +36,19 @@ def shard(full: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor
     Raises:
         TraceError: If the degree does not divide what is shared out.
     """
-    size = next(size for size, is_shared in split.factors if is_shared)
-    if size % degree or full.shape[split.dim] != split.size:
+    sizes = split.pieces or [size for size, is_shared in split.factors if is_shared]
+    if any(size % degree for size in sizes) or full.shape[split.dim] != split.size:
+        named = f"pieces of {', '.join(map(str, sizes))}" if split.pieces else f"factor of {sizes[0]}"
         raise TraceError(
-            f"{split.name} of shape {tuple(full.shape)} shared out as {split.factors} along dimension {split.dim} over "
-            f"{degree} ranks: the factor of {size} must be a multiple of {degree}"
+            f"{split.name} of shape {tuple(full.shape)} shared out as {split.pieces or split.factors} along dimension "
+            f"{split.dim} over {degree} ranks: the {named} must be a multiple of {degree}"
         )
-    part = take(full.detach(), layout_of_split(split, full.shape), rank, degree)
-    return part.clone(memory_format=torch.contiguous_format)
+    return part_of(full.detach(), split, rank, degree).clone(memory_format=torch.contiguous_format)
+
+
+def part_of(full: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor:
+    """The same of a tensor that the degree divides, a view where that is possible."""
+    return take(full, layout_of_split(split, full.shape), rank, degree)
 
 
 def unshard(parts: Sequence[Tensor], split: ParameterSplit) -> Tensor:

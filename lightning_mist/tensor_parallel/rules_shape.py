@@ -15,6 +15,7 @@ from lightning_mist.tensor_parallel.shard_layout import (
     index,
     infer_sizes,
     insert,
+    outer_of,
     permute,
     remove,
     slice_shared,
@@ -246,11 +247,11 @@ def _cat(context: SplitContext, func: Callable[..., Any], args: tuple[Any, ...],
         return NotImplemented
     result = main.resized(dim, sum(tensor.shape[dim] for tensor in tensors))
     if dim == main.dim:
-        periods = {t.placement.period if _is_along(t, dim) else None for t in tensors}
-        if periods != {main.period}:
+        if not all(_is_along(tensor, dim) for tensor in tensors):
             return NotImplemented
-        parts = [tensor.local for tensor in tensors]
-        return wrap(torch.cat(parts, dim), Layout(result.sizes, dim, sum(t.placement.outer for t in tensors)), context)
+        pieces = [piece for tensor in tensors for piece in tensor.placement.pieces]
+        parts = torch.cat([tensor.local for tensor in tensors], dim)
+        return wrap(parts, Layout(result.sizes, dim, outer_of(pieces)), context)
     return wrap(torch.cat([operand(context, tensor, main) for tensor in tensors], dim), result, context)
 
 

@@ -3,9 +3,14 @@
 Of a tensor that is shared over ``t`` ranks exactly one dimension is shared out. That dimension is ``outer`` times ``t``
 equal chunks, and rank ``r`` holds chunk ``r`` of each time: a fused query-key-value dimension has ``outer`` = 3, a
 plain one 1. All that views, cuts and joins do to such a tensor follows from this pair (dimension, outer).
+
+Where what lies side by side has different sizes (queries beside fewer keys and values), ``outer`` is the tuple of these
+sizes, each of which is one chunk per rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -13,6 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_mist.plan.tensor_split import Factors
+
+Outer = int | tuple[int, ...]
+"""How many equal pieces lie side by side, each shared out, or their sizes where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +30,20 @@ class Layout:
     Attributes:
         sizes: The whole tensor's shape.
         dim: The dimension that is shared out, from 0.
-        outer: How many times this dimension repeats one chunk per rank.
+        outer: How many times this dimension repeats one chunk per rank, or the sizes of its pieces where they differ.
     """
 
     sizes: tuple[int, ...]
     dim: int
-    outer: int = 1
+    outer: Outer = 1
 
     def __getitem__(self, dim: int) -> Factors:
         """The factors of a dimension, slowest first, and which of them is shared out."""
         size = self.sizes[dim]
         if dim % len(self.sizes) != self.dim:
             return ((size, False),)
+        if isinstance(self.outer, tuple):
+            return tuple((piece, True) for piece in self.outer)
         return ((size, True),) if self.outer == 1 else ((self.outer, False), (size // self.outer, True))
 
     @property
@@ -47,9 +57,11 @@ class Layout:
         return self.dim == len(self.sizes) - 1
 
     @property
-    def period(self) -> int:
-        """Length along the shared dimension in which every rank has one chunk."""
-        return self.sizes[self.dim] // self.outer
+    def pieces(self) -> tuple[int, ...]:
+        """Lengths along the shared dimension in each of which every rank has one chunk."""
+        if isinstance(self.outer, tuple):
+            return self.outer
+        return (self.sizes[self.dim] // self.outer,) * self.outer
 
     def local_sizes(self, degree: int) -> tuple[int, ...]:
         """The shape of one rank's part."""
@@ -58,7 +70,10 @@ class Layout:
 
     def resized(self, dim: int, size: int) -> "Layout":
         """The same with another size of a dimension."""
-        return Layout((*self.sizes[:dim], size, *self.sizes[dim + 1 :]), self.dim, self.outer)
+        outer = self.outer
+        if isinstance(outer, tuple) and dim == self.dim:
+            outer = tuple(piece * size // self.sizes[dim] for piece in outer)
+        return Layout((*self.sizes[:dim], size, *self.sizes[dim + 1 :]), self.dim, outer)
 
     def is_like(self, other: "Layout") -> bool:
         """Whether the parts of two tensors that broadcast meet their counterparts."""
@@ -71,7 +86,14 @@ class Layout:
 
 def fits(layout: Layout, degree: int) -> bool:
     """Whether every rank can hold an equal part."""
+    if isinstance(layout.outer, tuple):
+        return all(piece % degree == 0 for piece in layout.outer)
     return layout.sizes[layout.dim] % (layout.outer * degree) == 0
+
+
+def outer_of(pieces: Sequence[int]) -> Outer:
+    """What a layout says of pieces that lie side by side: how many there are if they are equal, else their sizes."""
+    return len(pieces) if len(set(pieces)) == 1 else tuple(pieces)
 
 
 def infer_sizes(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -94,6 +116,8 @@ def view(layout: Layout, sizes: tuple[int, ...], degree: int) -> Layout | None:
     In memory order the tensor is ``repeats`` times one chunk per rank. A dimension of the new shape takes these chunks
     if the dimensions before it only count repeats and the ones behind it only cut chunks.
     """
+    if isinstance(layout.outer, tuple):
+        return _view_pieces(layout, layout.outer, sizes, degree)
     repeats = prod(layout.sizes[: layout.dim]) * layout.outer
     before = 1
     for dim, size in enumerate(sizes):
@@ -102,6 +126,18 @@ def view(layout: Layout, sizes: tuple[int, ...], degree: int) -> Layout | None:
         if size > 1 and (before * size) % (repeats * degree) == 0:
             return Layout(sizes, dim, repeats // before)
         before *= size
+    return None
+
+
+def _view_pieces(layout: Layout, pieces: tuple[int, ...], sizes: tuple[int, ...], degree: int) -> Layout | None:
+    """The same where pieces have different sizes: a dimension takes them if it begins where they do."""
+    start, length = prod(layout.sizes[: layout.dim]), prod(layout.sizes[layout.dim + 1 :])
+    for dim, size in enumerate(sizes):
+        if size > 1 and prod(sizes[:dim]) == start:
+            rest = prod(sizes[dim + 1 :])
+            if any(piece * length % (rest * degree) for piece in pieces):
+                return None
+            return Layout(sizes, dim, tuple(piece * length // rest for piece in pieces))
     return None
 
 
@@ -123,14 +159,15 @@ def remove(layout: Layout, dims: frozenset[int]) -> Layout:
 
 
 def slice_shared(layout: Layout, start: int, end: int) -> Layout | None:
-    """The layout of ``start`` to ``end`` along the shared dimension, None if that cuts into a period.
+    """The layout of ``start`` to ``end`` along the shared dimension, None if that cuts into a piece.
 
     In a part of one of ``t`` ranks these are ``start / t`` to ``end / t``.
     """
-    period = layout.period
-    if start % period or end % period or end <= start:
+    edges = [0, *accumulate(layout.pieces)]
+    if start not in edges or end not in edges or end <= start:
         return None
-    return Layout(layout.resized(layout.dim, end - start).sizes, layout.dim, (end - start) // period)
+    sizes = (*layout.sizes[: layout.dim], end - start, *layout.sizes[layout.dim + 1 :])
+    return Layout(sizes, layout.dim, outer_of(layout.pieces[edges.index(start) : edges.index(end)]))
 
 
 def take(tensor: Tensor, layout: Layout, rank: int, degree: int) -> Tensor:
@@ -138,6 +175,9 @@ def take(tensor: Tensor, layout: Layout, rank: int, degree: int) -> Tensor:
     dim, whole = layout.dim, layout.sizes[layout.dim]
     if layout.outer == 1:
         return tensor.narrow(dim, rank * whole // degree, whole // degree)
+    if isinstance(layout.outer, tuple):
+        pieces = torch.split(tensor, list(layout.outer), dim)
+        return torch.cat([piece.chunk(degree, dim)[rank] for piece in pieces], dim)
     chunk = whole // (layout.outer * degree)
     cut = torch.unflatten(tensor, dim, (layout.outer, degree, chunk))
     return cut.select(dim + 1, rank).flatten(dim, dim + 1)
@@ -146,6 +186,8 @@ def take(tensor: Tensor, layout: Layout, rank: int, degree: int) -> Tensor:
 def stack_parts(tensor: Tensor, layout: Layout, degree: int) -> Tensor:
     """The parts of all ranks of a whole tensor, one per entry of a new first dimension, contiguous."""
     dim = layout.dim
+    if isinstance(layout.outer, tuple):
+        return torch.stack([take(tensor, layout, rank, degree) for rank in range(degree)])
     chunk = layout.sizes[dim] // (layout.outer * degree)
     cut = torch.unflatten(tensor, dim, (layout.outer, degree, chunk)).movedim(dim + 1, 0)
     return cut.flatten(dim + 1, dim + 2).contiguous()
@@ -154,6 +196,9 @@ def stack_parts(tensor: Tensor, layout: Layout, degree: int) -> Tensor:
 def join_parts(parts: Tensor, layout: Layout, degree: int) -> Tensor:
     """The whole tensor from the parts of all ranks, stacked along the first dimension."""
     dim = layout.dim
+    if isinstance(layout.outer, tuple):
+        pieces = torch.split(parts, [piece // degree for piece in layout.outer], dim + 1)
+        return torch.cat([torch.cat(piece.unbind(0), dim) for piece in pieces], dim)
     chunk = layout.sizes[dim] // (layout.outer * degree)
     cut = torch.unflatten(parts, dim + 1, (layout.outer, chunk)).movedim(0, dim + 1)
     return cut.reshape(layout.sizes)

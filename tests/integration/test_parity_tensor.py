@@ -57,7 +57,7 @@ PLANS = {
 CORE = ("two stages, sequence", "all sharded")
 """Plans that every model runs; one runs all."""
 
-MODELS = ("nano", "gpt2", "llama", "lora_llama", "bert", "vit", "encoder", "t5", "demo")
+MODELS = ("nano", "gpt2", "llama", "lora_llama", "bert", "vit", "encoder", "t5", "demo", "phi3", "falcon")
 
 
 @cache
@@ -75,7 +75,9 @@ EVERY = [(name, label) for name in MODELS for label in PLANS if label in CORE or
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize(("name", "label"), tiered(EVERY, [case for case in EVERY if case[0] in ("nano", "t5")]))
+@pytest.mark.parametrize(
+    ("name", "label"), tiered(EVERY, [case for case in EVERY if case[0] in ("nano", "t5", "phi3")])
+)
 def test_parity(name, label):
     module, module_map, batches = split(name)
     options = PLANS[label]

@@ -11,6 +11,21 @@ def test_a_rank_holds_its_part_of_the_dimension():
     assert QKV.local_shape((96, 32), 2) == (48, 32)
 
 
+def test_pieces_of_different_sizes_lie_side_by_side():
+    packed = ParameterSplit(name="qkv.weight", dim=0, factors=((48, True),), pieces=(32, 8, 8))
+    assert packed.ranges(0, 2) == ((0, 16), (32, 4), (40, 4))
+    assert packed.ranges(1, 2) == ((16, 16), (36, 4), (44, 4))
+    assert packed.local_shape((48, 16), 2) == (24, 16)
+    assert QKV.ranges(1, 2) == ((16, 16), (48, 16), (80, 16))
+    assert ParameterSplit(name="w", dim=0, factors=((4, True), (3, False))).ranges(1, 2) == ((6, 6),)
+
+
+@pytest.mark.parametrize(("factors", "pieces"), [(((48, True),), (32, 8)), (((3, False), (16, True)), (32, 16))])
+def test_pieces_make_up_the_dimension(factors, pieces):
+    with pytest.raises(PlanError, match="that make up its only factor"):
+        ParameterSplit(name="w", dim=0, factors=factors, pieces=pieces)
+
+
 @pytest.mark.parametrize("factors", [((3, False),), ((3, True), (4, True))])
 def test_exactly_one_factor_is_shared_out(factors):
     with pytest.raises(PlanError, match="exactly one factor"):

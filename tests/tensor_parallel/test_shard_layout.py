@@ -33,6 +33,9 @@ def layouts(draw):
     dim = draw(st.integers(0, len(sizes) - 1))
     outer = draw(st.sampled_from((1, 2, 3)))
     sizes[dim] = outer * degree * draw(st.sampled_from((1, 2, 3)))
+    if draw(st.booleans()):
+        pieces = tuple(degree * size for size in draw(st.permutations((1, 2, 4))))[: draw(st.sampled_from((2, 3)))]
+        return Layout((*sizes[:dim], sum(pieces), *sizes[dim + 1 :]), dim, pieces), degree
     return Layout(tuple(sizes), dim, outer), degree
 
 
@@ -100,11 +103,30 @@ def test_dimensions_that_move():
 
 def test_slices_of_whole_periods():
     layout = Layout((2, 12), 1, 3)
-    assert layout.period == 4
+    assert layout.pieces == (4, 4, 4)
     assert slice_shared(layout, 4, 12) == Layout((2, 8), 1, 2)
     assert slice_shared(layout, 0, 4) == Layout((2, 4), 1, 1)
     assert slice_shared(layout, 2, 6) is None
     assert slice_shared(layout, 4, 4) is None
+
+
+def test_slices_of_pieces_of_different_sizes():
+    layout = Layout((2, 12), 1, (8, 2, 2))
+    assert slice_shared(layout, 0, 8) == Layout((2, 8), 1)
+    assert slice_shared(layout, 8, 12) == Layout((2, 4), 1, 2)
+    assert slice_shared(layout, 0, 10) == Layout((2, 10), 1, (8, 2))
+    assert slice_shared(layout, 0, 9) is None
+    assert layout.resized(1, 24).outer == (16, 4, 4)
+    assert fits(layout, 2)
+    assert not fits(layout, 4)
+
+
+def test_pieces_of_different_sizes_in_another_shape():
+    layout = Layout((2, 24), 1, (16, 4, 4))
+    heads = view(layout, (2, 6, 4), 1)
+    assert heads == Layout((2, 6, 4), 1, (4, 1, 1))
+    assert view(heads, (2, 24), 1) == layout
+    assert view(Layout((2, 48), 1, (32, 8, 8)), (2, 6, 8), 2) is None
 
 
 def test_what_broadcasts():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.plan.tensor_split import ParameterSplit
+from lightning_mist.tensor_parallel import part_of
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Largest difference relative to a tensor's largest entry, by the least exact type that took part. Shared-out sums are
@@ -65,7 +66,6 @@ class Reference:
                     if tuple(given.shape) != split.local_shape(tuple(tensor.shape), len(ranks)):
                         return f"the {name} has shape {tuple(given.shape)} on rank {rank}"
                     part = part_of(tensor, split, rank, len(ranks))
-                    given = _in_factors(given, split, len(ranks))
                 relative = _relative(part, given, max(self.sizes[name], self._floor(name)))
                 if not relative <= worst:
                     worst = relative
@@ -96,19 +96,6 @@ def _named(result: Result) -> dict[str, Tensor | None]:
         **{f"{_KINDS[1]} {index}": tensor for index, tensor in enumerate(result.inputs)},
         **{_gradient_of(name): tensor for name, tensor in result.parameters.items()},
     }
-
-
-def _in_factors(tensor: Tensor, split: ParameterSplit, degree: int) -> Tensor:
-    """A tensor, or a rank's part of it, with the dimension that is shared out as its factors."""
-    sizes = [size // degree if is_shared else size for size, is_shared in split.factors]
-    return tensor.reshape(*tensor.shape[: split.dim], *sizes, *tensor.shape[split.dim + 1 :])
-
-
-def part_of(tensor: Tensor, split: ParameterSplit, rank: int, degree: int) -> Tensor:
-    """A rank's part of a tensor without copying it, the dimension that is shared out as its factors."""
-    index = [is_shared for _, is_shared in split.factors].index(True)
-    count = split.factors[index][0] // degree
-    return _in_factors(tensor, split, 1).narrow(split.dim + index, rank * count, count)
 
 
 def _largest(tensor: Tensor) -> float:

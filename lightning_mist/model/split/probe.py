@@ -8,7 +8,7 @@ and this one along its inputs (row-parallel; Shoeybi et al., 2019), with nothing
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ _LEAST_SHARE = 0.02
 third or two thirds that attention and feed-forward have, above what adapters have."""
 
 _UNSEEN = -1
+
+_Dealt = tuple[Factors, tuple[int, ...]]
+"""How a dimension is shared out: its factors, and the sizes of pieces side by side where they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,10 @@ class Probe:
                 continue
             outer, factors = feeds
             dims = {name: self.sites[name][0].call.output_dim for name in factors}
-            splits = {name: ParameterSplit(name=name, dim=dims[name], factors=each) for name, each in factors.items()}
+            splits = {
+                name: ParameterSplit(name=name, dim=dims[name], factors=each, pieces=pieces)
+                for name, (each, pieces) in factors.items()
+            }
             if any(chosen.get(name, split) != split for name, split in splits.items()):
                 continue
             chosen |= splits
@@ -123,14 +129,14 @@ class Probe:
             elif groups == 1 and (mixed := self._of_mixed_sizes(name, degree)):
                 notes.append(
                     f"{name} and what feeds it stay whole: a rank would need parts of different sizes side by side in "
-                    f"{mixed} (query heads beside fewer key heads, for example), which a plan cannot say"
+                    f"{mixed}, of which some would go to several ranks or in other orders, which a plan cannot say"
                 )
         return tuple(notes)
 
     def _of_mixed_sizes(self, inner: str, degree: int) -> str | None:
         """The first layer of which ranks need different outputs, but not in equal parts that alternate."""
         owners = self._owners(inner, degree, 1) if self.sites[inner][0].call.width % degree == 0 else None
-        return next((name for name, owner in (owners or {}).items() if _factors(owner, degree) is None), None)
+        return next((name for name, owner in (owners or {}).items() if _dealt(owner, degree) is None), None)
 
     def _num_groups(self, inner: str) -> int:
         """Into how many independent groups a layer's inputs fall; 1 if each depends on all."""
@@ -144,14 +150,14 @@ class Probe:
             self._groups[inner] = groups
         return self._groups[inner]
 
-    def _feeds(self, inner: str, degree: int) -> tuple[int, dict[str, Factors]] | None:
+    def _feeds(self, inner: str, degree: int) -> tuple[int, dict[str, _Dealt]] | None:
         """Of how many parts a layer's inputs consist, and how the layers that feed it are shared out with them."""
         width = self.sites[inner][0].call.width
         for outer in _OUTER:
             if width % (outer * degree) == 0:
                 owners = self._owners(inner, degree, outer)
                 if owners:
-                    factors = {name: _factors(owner, degree) for name, owner in owners.items()}
+                    factors = {name: _dealt(owner, degree) for name, owner in owners.items()}
                     if all(each is not None for each in factors.values()):
                         return outer, {name: each for name, each in factors.items() if each is not None}
         return None
@@ -205,7 +211,7 @@ class Probe:
         ((key, bias),) = biases.items()
         if key not in self.names or tuple(bias.shape) != (split.size,):
             return (split,)
-        return split, ParameterSplit(name=self.names[key], dim=0, factors=split.factors)
+        return split, replace(split, name=self.names[key], dim=0)
 
 
 def probe(run: Callable[[], Any], parameters: Mapping[str, Tensor], hidden: Tensor | None, seed: int = 0) -> Probe:
@@ -235,8 +241,8 @@ def _product(outer: int, size: int) -> Factors:
     return ((size, True),) if outer == 1 else ((outer, False), (size // outer, True))
 
 
-def _factors(owner: Tensor, degree: int) -> Factors | None:
-    """A dimension's factors such that every rank gets what it needs; None if there are none.
+def _dealt(owner: Tensor, degree: int) -> _Dealt | None:
+    """A dimension's factors or pieces such that every rank gets what it needs; None if there are none.
 
     Entries that nobody needs (behind a rectifier that passed nothing, for example) go with their neighbours.
     """
@@ -248,5 +254,21 @@ def _factors(owner: Tensor, degree: int) -> Factors | None:
         if size % (outer * degree) == 0:
             expected = torch.arange(size) // (size // (outer * degree)) % degree
             if torch.equal(expected[known], owner[known]):
-                return _product(outer, size)
-    return None
+                return _product(outer, size), ()
+    pieces = _pieces(owner, degree)
+    return None if pieces is None else (((size, True),), pieces)
+
+
+def _pieces(owner: Tensor, degree: int) -> tuple[int, ...] | None:
+    """Sizes of what lies side by side, of each of which every rank in turn needs an equal part; None if that is not so.
+
+    Entries that nobody needs go with those before them.
+    """
+    known = torch.where(owner != _UNSEEN, torch.arange(len(owner)), -1).cummax(0).values
+    ranks, lengths = torch.unique_consecutive(
+        owner[known.clamp(min=int((owner != _UNSEEN).int().argmax()))], return_counts=True
+    )
+    if len(ranks) % degree or not torch.equal(ranks, torch.arange(len(ranks)) % degree):
+        return None
+    parts = lengths.view(-1, degree)
+    return tuple((parts[:, 0] * degree).tolist()) if bool((parts == parts[:, :1]).all()) else None

@@ -6,6 +6,7 @@ its inputs and of every parameter must be equal up to rounding.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_mist.model.fakes import (
     slots_of,
 )
 from lightning_mist.model.split.block_calls import BlockCall
-from lightning_mist.model.split.compare_ranks import Reference, Result, part_of
+from lightning_mist.model.split.compare_ranks import Reference, Result
 from lightning_mist.model.split.factored import MOST_BYTES, Factored, Room, is_factored
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import (
@@ -34,6 +35,7 @@ from lightning_mist.tensor_parallel import (
     TensorGroup,
     enter_sequence,
     functions_of_wholes,
+    part_of,
     present,
     run_ranks,
     whole,
@@ -57,7 +59,7 @@ class SlotKeeper:
     def __init__(self, group: TensorGroup, install: Callable[[], None]) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._install = group, install
-        self.num_gathers = 0
+        self.largest_gather = 0
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """The sum or maximum over ranks."""
@@ -67,7 +69,7 @@ class SlotKeeper:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, stacked."""
-        self.num_gathers += 1
+        self.largest_gather = max(self.largest_gather, self.size * tensor.numel())
         result = self._group.all_gather(tensor)
         self._install()
         return result
@@ -131,15 +133,19 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
             install(values, shown)
             result, leaves, _ = run_block(call, dtype, tensors, (context, sequence))
             assert isinstance(context.group, SlotKeeper)
-            gathers.append(context.group.num_gathers)
+            gathers.append(context.group.largest_gather)
             return result, tuple(sorted(context.gathered.items())), leaves
 
         with kept_slots(call.block):
             convert_plain_tensors(call.block, dtype, CPU)
             outcome = run_over_ranks(reference, values, splits, degree, run)
-        # For want of a rule ranks may gather, which is told; with rules for all they do where layers do not match.
-        if outcome.reason is None and sequence is None and not outcome.gathered and any(gathers):
-            told = f"ranks put parts together {max(gathers)} times, which other layers do not read in parts"
+        # For want of a rule ranks may gather, which is told; with rules for all they do where layers do not match, and
+        # what is as large as the result takes the time that sharing out is to save. Biases are smaller.
+        limit = prod(_shape(call)) if call.hidden is not None else 0
+        if outcome.reason is None and sequence is None and not outcome.gathered and 0 < limit <= max(gathers):
+            told = (
+                f"ranks put {max(gathers)} numbers together that other layers do not read in parts, as many as results"
+            )
             return replace(outcome, reason=told)
         return outcome
 
@@ -235,9 +241,7 @@ def share_out(
     of_leaves, _ = _splits_of_leaves(values, splits)
     for split, of_leaf in zip(splits, of_leaves, strict=True):
         full = tensors[of_leaf.name].detach()
-        # Looks into the whole where it can: a copy of large layers would take as long as computing with them.
-        local = of_leaf.local_shape(tuple(full.shape), group.size)
-        part = part_of(full, of_leaf, group.rank, group.size).reshape(local).detach()
+        part = part_of(full, of_leaf, group.rank, group.size).detach()
         part.requires_grad_(full.is_floating_point())
         tensors[of_leaf.name] = part
         value = shown[split.name]

@@ -27,6 +27,7 @@ from lightning_mist.tensor_parallel import (
     whole,
 )
 from lightning_mist.tensor_parallel.group import Reduction
+from lightning_mist.tensor_parallel.shard_layout import Outer
 
 Slot = tuple[dict[str, Any], str, str]
 """A module's parameters, one of its names there, and the parameter's canonical name."""
@@ -82,7 +83,7 @@ class StageSplit:
             self.context.forget()
 
     @contextmanager
-    def recomputing(self, sequence: Mapping[tuple[int, ...], tuple[int, int]]) -> Iterator[None]:
+    def recomputing(self, sequence: Mapping[tuple[int, ...], tuple[int, Outer]]) -> Iterator[None]:
         """Around the recomputation of a block, which began with ``sequence`` known; see :class:`SplitContext`."""
         self.context.forget()
         self.context.sequence = sequence

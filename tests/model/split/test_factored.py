@@ -122,6 +122,58 @@ WRONG = {
 }
 
 
+class Packed(Attention):
+    """The same with query, key and value in one matrix."""
+
+    def __init__(self, key_heads: int = 2) -> None:
+        super().__init__()
+        self.sizes = [16, 4 * key_heads, 4 * key_heads]
+        self.q, self.k, self.v = (nn.Identity() for _ in range(3))
+        self.qkv = nn.Linear(WIDTH, sum(self.sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).split(self.sizes, -1)
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
+        k, v = (part.repeat_interleave(4 // (self.sizes[1] // 4), 1) for part in (k, v))
+        return x + self.o((torch.softmax(q @ k.mT / 2, -1) @ v).transpose(1, 2).flatten(2))
+
+
+def packed_outcome(**how):
+    call = BlockCall(
+        block=Packed(), args=(torch.randn(2, 8, WIDTH),), kwargs={}, depends=(True,), answer=None, hidden=0
+    )
+    splits = [ParameterSplit(name=f"qkv.{name}", dim=0, **how) for name in ("weight", "bias")]
+    splits.append(ParameterSplit(name="o.weight", dim=1, factors=((16, True),)))
+    return prepare(call, torch.float64).check(splits, 2, None)
+
+
+@pytest.mark.parametrize("large", [0, 2**20])
+def test_pieces_that_are_not_what_the_code_reads_are_slow_and_never_wrong(large, monkeypatch):
+    monkeypatch.setattr(factored, "LARGE", large)
+    right = packed_outcome(factors=((32, True),), pieces=(16, 8, 8))
+    assert (right.reason, right.gathered) == (None, ())
+    for how in ({"pieces": (8, 8, 16)}, {"pieces": (16, 16)}, {"pieces": (4, 12, 16)}, {}):
+        outcome = packed_outcome(factors=((32, True),), **how)
+        assert outcome.reason is not None or ("split", 1) in outcome.gathered
+
+
+def test_one_key_head_beside_many_queries_stays_whole():
+    class Blocks(zoo.Plain):
+        def block(self) -> nn.Module:
+            return Rows(Packed(key_heads=1))
+
+    class Rows(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.own = block
+
+        def forward(self, h: Tensor) -> Tensor:
+            return h + self.own(h.unsqueeze(1).repeat(1, 8, 1) * torch.arange(1.0, 9.0).unsqueeze(-1)).mean(1)
+
+    (reason,) = derived(Blocks(2), zoo.xy_batch(4), (2,)).excludes("tensor")
+    assert reason.startswith("Rows stays whole: no two linear layers")
+
+
 @pytest.mark.parametrize("large", [0, 2**20])
 def test_wrong_splits_are_refused(large, monkeypatch):
     monkeypatch.setattr(factored, "LARGE", large)

@@ -83,8 +83,27 @@ def test_heads_that_a_degree_does_not_divide_stay_together():
     )
 
 
-def test_parts_of_different_size_in_one_matrix_cannot_be_named_and_stay_whole():
+def test_parts_of_different_size_side_by_side_are_each_shared_out():
     found = probed(Attention("side by side", heads=4, key_heads=2))
+    pieces = {split.name: split.pieces for layers in found.layers(2) for split in layers.splits}
+    assert pieces == {"qkv.weight": (16, 8, 8), "qkv.bias": (16, 8, 8), "out.weight": ()}
+    assert shares(found, 4) == {}
+    assert "fall into 2 groups (heads, for example), which 4 does not divide" in found.why_whole(4)[0]
+
+
+def test_parts_in_another_order_on_every_rank_cannot_be_named_and_stay_whole():
+    class Mirrored(nn.Module):
+        """The second half of what is packed is read backwards."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two, three = self.qkv(x).split([16, 16, 16], -1)
+            return self.out(torch.tanh(one) * two.flip(-1) + three)
+
+    found = probed(Mirrored())
     assert shares(found, 2) == {}
     (note,) = found.why_whole(2)
     assert note.startswith(
