@@ -120,10 +120,11 @@ def _check(model: CostModel, plan: Plan) -> None:
     for index, stage in enumerate(plan.stages):
         own = {model.cluster.part_of(device) for device in stage.devices} if len(parts) > 1 else {0}
         near = min(parts[part].devices_per_node for part in own)
-        if stage.mesh.tensor_parallel_degree > near:
+        degree = stage.mesh.tensor_parallel_degree
+        if degree > near and degree % near:
             raise PlanError(
-                f"stages[{index}] has tensor_parallel_degree {stage.mesh.tensor_parallel_degree} with {near} devices "
-                f"per node: tensor-parallel ranks are modelled within one node; use at most {near}"
+                f"stages[{index}] has tensor_parallel_degree {degree} with {near} devices per node: tensor-parallel "
+                f"ranks are modelled within one node or filling several; use at most {near}, or a multiple of it"
             )
 
 

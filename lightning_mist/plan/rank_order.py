@@ -29,7 +29,7 @@ def rank_layout(degrees: Sequence[tuple[int, int]], devices_per_node: int | None
         devices_per_node: Ranks of each node; by default there is one node.
 
     Raises:
-        PlanError: If the tensor-parallel ranks of some stage cannot be within one node.
+        PlanError: If the tensor-parallel ranks of some stage can neither be within one node nor fill several.
     """
     return _numbered(degrees, _by_stage(degrees), devices_per_node)
 
@@ -83,8 +83,8 @@ def _numbered(
         if dealt is None:
             raise PlanError(
                 f"tensor_parallel_degree of {[unit.size for unit in units]} on nodes of {devices_per_node} devices: "
-                "the ranks that share a layer must be in one node; use degrees that divide each other and "
-                f"{devices_per_node}"
+                "the ranks that share a layer must be in one node or fill several; use degrees that divide each other "
+                f"and {devices_per_node}, or are multiples of {devices_per_node}"
             )
         units = dealt
     ranks: dict[tuple[int, int], range] = {}
@@ -98,26 +98,30 @@ def _numbered(
 
 
 def _fits(units: Sequence[_Unit], devices_per_node: int) -> bool:
-    """Whether no unit lies in two nodes."""
+    """Whether every unit lies within one node or fills several."""
     first = 0
     for unit in units:
-        if first // devices_per_node != (first + unit.size - 1) // devices_per_node:
+        start, end = first % devices_per_node, (first + unit.size) % devices_per_node
+        if (start or end) if unit.size > devices_per_node else start + unit.size > devices_per_node:
             return False
         first += unit.size
     return True
 
 
 def _by_node(units: Sequence[_Unit], devices_per_node: int) -> list[_Unit] | None:
-    """The units node by node, none in two of them, a unit of the last stage first; nothing if that cannot be."""
+    """The units node by node, none in more than it fills, a unit of the last stage first; nothing if that cannot be."""
     count = -(-sum(unit.size for unit in units) // devices_per_node)
     nodes: list[list[_Unit]] = [[] for _ in range(count)]
     free = [devices_per_node] * count
     for unit in sorted(units, key=lambda unit: -unit.size):
-        node = next((index for index in range(count) if free[index] >= unit.size), None)
-        if node is None:
+        filled, rest = divmod(unit.size, devices_per_node) if unit.size > devices_per_node else (0, unit.size)
+        own = [index for index in range(count) if free[index] == devices_per_node][:filled]
+        own += [index for index in range(count) if not filled and free[index] >= rest][:1]
+        if len(own) < (filled or 1) or (filled and rest):
             return None
-        nodes[node].append(unit)
-        free[node] -= unit.size
+        nodes[own[0]].append(unit)
+        for index in own:
+            free[index] -= devices_per_node if filled else rest
     order = {unit: index for index, unit in enumerate(units)}
     nodes.sort(key=lambda node: min((order[unit] for unit in node), default=len(units)))
     return [unit for node in nodes for unit in sorted(node, key=order.__getitem__)]

@@ -48,7 +48,8 @@ class SearchSpace:
         data_parallel_degrees: How many devices of a stage may compute on different rows, such as 4; by default all that
             its devices and the batch allow. Stages of one plan may differ.
         tensor_parallel_degrees: How many devices of a node may share every layer of a stage, 1 among them; by default
-            every number that the module and the nodes allow. Stages of one plan may differ.
+            every number that the module and the nodes allow. Multiples of a node's devices only where they are named.
+            Stages of one plan may differ.
         sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
             always, never, or by default what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.

@@ -183,6 +183,20 @@ def test_layers_are_shared_on_unlike_devices_too(tmp_path):
     assert {stage.mesh.tensor_parallel_degree for stage in load(out).stages} == {1, 2}
 
 
+def test_layers_shared_over_two_nodes_are_priced_where_it_is_asked_for(tmp_path):
+    preset = ("--model", "gpt3-7b", "--seq-len", 512, "--cluster", "2x8xH100", "--global-batch-size", 16)
+    limits = ("--max-stages", 1, "--schedules", "1f1b", "--precision", "bf16-true")
+    seconds = {}
+    for degree in (8, 16):
+        out = tmp_path / f"{degree}.json"
+        run("plan", *preset, *limits, "--tensor-parallel-degrees", degree, "--out", out)
+        plan = load(out)
+        assert {stage.mesh.tensor_parallel_degree for stage in plan.stages} == {degree}
+        seconds[degree] = plan.predicted.step_seconds
+    # Every layer's sums go over the network between the nodes.
+    assert seconds[16] > seconds[8]
+
+
 def test_forecasts_look_at_offload_and_are_not_marked_for_it(tmp_path, capsys):
     """AdamW's state of 1.4 billion parameters in 32 bits fits into no L4 beside them."""
     out = tmp_path / "plan.json"

@@ -122,10 +122,10 @@ def test_a_stage_of_a_pipeline_lies_in_one_part():
         predict(NETWORK, None, MIXED, PLANS[-1])
 
 
-def test_layers_are_shared_within_nodes_of_the_part():
-    alone = parse_cluster("2x1xA100-40+2xL4")
-    plan = make_plan((1, (0, 1), 2), (3, (2, 3), 1))
-    with pytest.raises(PlanError, match=r"stages\[0\] has tensor_parallel_degree 2 with 1 devices per node"):
+def test_layers_are_shared_within_nodes_of_the_part_or_over_whole_ones():
+    alone = parse_cluster("2x2xA100-40+2xL4")
+    plan = make_plan((1, (0, 1, 2), 3), (1, (3,), 1), (2, (4, 5), 1))
+    with pytest.raises(PlanError, match=r"stages\[0\] has tensor_parallel_degree 3 with 2 devices per node"):
         predict(NETWORK, None, alone, plan)
 
 

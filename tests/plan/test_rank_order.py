@@ -91,8 +91,23 @@ def test_tensor_parallel_ranks_are_in_one_node(per_node):
 
 
 def test_what_fits_into_no_node_is_refused():
-    with pytest.raises(PlanError, match="must be in one node; use degrees that divide each other and 3"):
+    with pytest.raises(
+        PlanError, match="must be in one node or fill several; use degrees that divide each other and 3"
+    ):
         rank_layout([(3, 2)], 3)
+
+
+def test_ranks_that_share_layers_fill_nodes_where_there_are_more_than_a_node_has():
+    assert rank_layout([(1, 16)], 8) == (tuple(range(16)),)
+    # Beside smaller ones they begin where a node does.
+    first, second, third = rank_layout([(1, 4), (1, 8), (1, 4)], 4)
+    assert (first, second, third) == ((12, 13, 14, 15), tuple(range(4, 12)), (0, 1, 2, 3))
+    small, large = rank_layout([(4, 2), (1, 8)], 4)
+    assert large[0] % 4 == 0
+    assert large == tuple(range(large[0], large[0] + 8))
+    assert sorted(small + large) == list(range(16))
+    with pytest.raises(PlanError, match="or are multiples of 4"):
+        rank_layout([(1, 6), (1, 2)], 4)
 
 
 def test_chains():

@@ -90,8 +90,8 @@ def split_seconds(
 ) -> RegionSeconds:
     """Seconds of every region on one of several tensor-parallel ranks, what these exchange included.
 
-    Seconds of the whole network, measured or not, shrink as those from FLOPs, bytes and launches do. The ranks of one
-    stage are in one node, and wait for each other.
+    Seconds of the whole network, measured or not, shrink as those from FLOPs, bytes and launches do. The ranks that
+    share layers are in as few nodes as can be, and wait for each other.
     """
     whole = region_seconds(specs[0], profile, cluster, costs[0], rows)
     rates = [
@@ -112,9 +112,10 @@ def split_seconds(
     def exchanged(collectives: Collectives) -> FloatArray:
         seconds_R = np.zeros_like(whole.forward_R)
         for operation, bytes_R, calls_R in collectives:
-            seconds_R = seconds_R + collective_seconds(profile, operation, degree, 1, bytes_R, calls_R)
+            seconds_R = seconds_R + collective_seconds(profile, operation, degree, nodes, bytes_R, calls_R)
         return seconds_R
 
+    nodes = -(-degree // cluster.devices_per_node)
     exchange = exchanged(part.forward_collectives), exchanged(part.backward_collectives)
     return RegionSeconds(
         forward_R=scaled("forward_R") + exchange[0] + split_R,

@@ -323,11 +323,20 @@ def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...
     """The tensor-parallel degrees above 1 for which it is worth finding out how a module can be split.
 
     Args:
-        devices_per_node: Devices that are near enough to share layers.
+        devices_per_node: Devices that are near enough to share layers; only degrees that were asked for by name are
+            larger, of whole nodes.
     """
     asked = search.tensor_parallel_degrees
-    near = [count for count in divisors(devices_per_node) if 1 < count <= _MOST_SHARING]
-    return tuple(count for count in near if asked is None or count in asked)
+    near = divisors(devices_per_node)
+    if asked is None:
+        return tuple(count for count in near if 1 < count <= _MOST_SHARING)
+    return tuple(
+        sorted({n for n in asked if (1 < n <= _MOST_SHARING and n in near) or _is_whole_nodes(n, devices_per_node)})
+    )
+
+
+def _is_whole_nodes(degree: int, devices_per_node: int) -> bool:
+    return degree > devices_per_node and degree % devices_per_node == 0
 
 
 def _tensor_kinds(
@@ -335,7 +344,8 @@ def _tensor_kinds(
 ) -> tuple[tuple[tuple[int, bool], ...], list[str]]:
     """Tensor-parallel degrees to look at, with and without sequence parallelism, and why there are no others.
 
-    Degrees divide each other and the devices of a node, so that ranks that share layers always fit into nodes.
+    Degrees divide each other, and the devices of a node or these them, so that ranks that share layers always fit into
+    a node or fill some.
     """
     asked, module_map = search.tensor_parallel_degrees, spec.module_map
     wanted = degrees_to_try(search, devices_per_node)

@@ -204,3 +204,10 @@ def test_degrees_to_try_divide_a_node_and_were_asked_for():
     assert degrees_to_try(everything, 16) == (2, 4, 8)
     assert degrees_to_try(SearchSpace(tensor_parallel_degrees=(1, 4)), 8) == (4,)
     assert degrees_to_try(SearchSpace(tensor_parallel_degrees=(1,)), 8) == ()
+
+
+def test_degrees_above_a_node_are_tried_only_where_they_are_named_and_fill_nodes():
+    assert degrees_to_try(SearchSpace(tensor_parallel_degrees=(8, 12, 16)), 8) == (8, 16)
+    splits = [(2, False), (8, False), (16, False)]
+    assert kinds_and_notes(*splits)[0] == ((1, False), (2, False), (8, False))
+    assert kinds_and_notes(*splits, tensor_parallel_degrees=(8, 16))[0] == ((8, False), (16, False))
