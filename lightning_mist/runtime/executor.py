@@ -5,7 +5,7 @@ runs over ``torch.distributed`` and over many ranks in one thread. What travels 
 the cut, sliced by rows where the data-parallel degrees differ, and the random state where it follows a batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from lightning_mist.runtime.communication import Microbatch, Neighbours, Transpo
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
-from lightning_mist.runtime.parameters import CastKeeper, parts_of
+from lightning_mist.runtime.parameters import CastKeeper, MasterWeights, parts_of
 from lightning_mist.runtime.recording import Recorder
 from lightning_mist.runtime.stage import PipelineStage, RankStages, make_unit_runner
 from lightning_mist.runtime.support import check_supported
@@ -38,6 +38,8 @@ class Executor:
         transport: Connects the ranks; its groups must include
             :func:`~lightning_mist.plan.mesh.process_groups` of the plan.
         actions: This rank's lowered list. Without backwards it only evaluates.
+        masters: Values in 32 bits of all trained parameters of the module by canonical name, if the optimizer is to
+            update these; the parameters are in the type that is computed in.
 
     Attributes:
         shards: Values of parameters that are with their owners only, under ZeRO-3.
@@ -64,8 +66,9 @@ class Executor:
         actions: Sequence[Action],
         *,
         host: HostPlace | None = None,
+        masters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        check_supported(plan, module_map)
+        check_supported(plan, module_map, master_weights=masters is not None)
         self.plan, self.transport = plan, transport
         self.stages = RankStages(stages)
         self.actions = tuple(actions)
@@ -82,6 +85,7 @@ class Executor:
             *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.streams),
             pools=(self.pool, self.state_pool),
             held=held,
+            has_masters=masters is not None,
         )
         self.shards = None if self._runner is None else self._runner.shards
         for stage in stages:
@@ -96,6 +100,8 @@ class Executor:
         )
         tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
+        # Last: buffers and shards are of the type that is computed in.
+        self.masters = None if masters is None else MasterWeights(self.mesh, self.stages.every, masters, self.shards)
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
         self.recorder = Recorder(device)
@@ -152,6 +158,8 @@ class Executor:
         if self.gradients is not None:
             self.gradients.checks = isinstance(loss_scale, Tensor)
             self.gradients.begin(earlier)
+        if self.masters is not None:
+            self.masters.compute()
         try:
             with self._context.casts.batch(), self.stages.attached():
                 for position, action in enumerate(self.actions):
@@ -163,6 +171,8 @@ class Executor:
             raise
         finally:
             self.reducer.disarm()
+            if self.masters is not None:
+                self.masters.rest()
         if self._runner is not None:
             self._runner.end()
         if self.gradients is not None:
@@ -194,14 +204,35 @@ class Executor:
         """Tell whoever uses parameters outside of a batch that their values are away, under ZeRO-3."""
         if self.shards is not None:
             self.shards.refuse_use()
+        if self.masters is not None:
+            self.masters.refuses_use = True
 
     def engage(self) -> None:
         """Free the values of parameters that other ranks own (ZeRO-3), or that are in host memory."""
+        masters = None if self.masters is None or self.masters.is_engaged else self.masters
+        if masters is not None:
+            self.reducer.keep_layouts()
+            masters.engage()
         if self._runner is not None:
             self.reducer.keep_layouts()
             if self.gradients is not None:
                 self.gradients.keep_layouts()
             self._runner.engage()
+        if masters is not None:
+            masters.rest()
+
+    def disengage(self) -> None:
+        """All parameters have their full values, and are ordinary ones again."""
+        if self.shards is not None:
+            self.shards.disengage()
+        if self.masters is not None:
+            self.masters.disengage()
+
+    @property
+    def away(self) -> Mapping[str, nn.Parameter]:
+        """Parameters of this rank's stages whose values it has not between batches, by canonical name."""
+        shards = {} if self.shards is None else self.shards.away
+        return {**shards, **({} if self.masters is None else self.masters.away)}
 
     def home_values(self) -> dict[str, Tensor]:
         """Values of this rank's parameters that are in host memory, by canonical name."""
@@ -220,7 +251,8 @@ class Executor:
     def gather_parameters(self) -> Iterator[Work]:
         """After the optimizer's step: give the stage's ranks what others of them updated (ZeRO-1, ZeRO-2)."""
         if self._update is None or not self._update.defers:
-            yield from self.reducer.gather_parameters(self.home_values())
+            casts = {} if self.masters is None or not self.masters.is_engaged else self.masters.given_out()
+            yield from self.reducer.gather_parameters({**self.home_values(), **casts})
 
     def flush(self) -> None:
         """Take the optimizer's step now if it is left to the next batch: somebody looks. All ranks do."""

@@ -7,6 +7,9 @@ from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.plan.plan_tables import ranges
 
+STATE = ("parameters", "gradients", "optimizer")
+"""Kinds of state that stay on the device with master weights."""
+
 _IN_FILES = ("parameters", "optimizer")
 """Kinds of state that ``offload_directory`` takes."""
 
@@ -26,7 +29,7 @@ def executed_offload(
     return left, (f"not offloaded: {missing}; {why}",) if missing else ()
 
 
-def check_supported(plan: Plan, module_map: ModuleMap) -> None:
+def check_supported(plan: Plan, module_map: ModuleMap, *, master_weights: bool = False) -> None:
     """Raise a PlanError with the nearest setting that runs if a plan asks for something the runtime cannot do."""
     if _is_alone(plan):
         raise PlanError(
@@ -41,6 +44,8 @@ def check_supported(plan: Plan, module_map: ModuleMap) -> None:
                 f"data_parallel_degree={devices} or more stages for these {devices} devices"
             )
         _check_units(index, stage, module_map)
+        if master_weights:
+            _check_masters(index, stage)
         check_split(index, stage, module_map)
 
 
@@ -65,6 +70,16 @@ def _on(stages: Sequence[int]) -> str:
 
 def _is_alone(plan: Plan) -> bool:
     return plan.num_stages > 1 and plan.num_groups == 1
+
+
+def _check_masters(index: int, stage: StagePlan) -> None:
+    for name in STATE:
+        if (ratio := getattr(stage.offload, name)) > 0.0:
+            raise PlanError(
+                f"stages[{index}].offload.{name} = {ratio} with master_weights: masters, their gradients and their "
+                f"optimizer's state are updated on the device; use offload.{name} = 0, a higher zero_stage, or "
+                "precision='bf16-mixed'"
+            )
 
 
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:

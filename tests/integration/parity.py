@@ -212,10 +212,19 @@ class Rank:
     parts: dict[str, Part]
 
     @classmethod
-    def make(cls, module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport) -> "Rank":
+    def make(
+        cls,
+        module: nn.Module,
+        module_map: ModuleMap,
+        plan: Plan,
+        rank: int,
+        transport: Transport,
+        masters: dict[str, Tensor] | None = None,
+    ) -> "Rank":
         stages = make_stages(module, module_map, plan, rank, transport)
         actions = actions_of(plan, module_map, rank)
-        parts, executor = parts_of(plan, rank, module_map), Executor(plan, rank, stages, module_map, transport, actions)
+        parts = parts_of(plan, rank, module_map)
+        executor = Executor(plan, rank, stages, module_map, transport, actions, masters=masters)
         for name, part in parts.items():
             executor.parameters[name].data = part.take(executor.parameters[name].detach())
         return cls(module, executor, plan, parts)
@@ -377,15 +386,21 @@ def train_reference(module: nn.Module, steps: Sequence[Sequence[Any]]) -> Traine
 
 
 def train(
-    module: nn.Module, module_map: ModuleMap, plan: Plan, steps: Sequence[Sequence[Any]], transport: Transport
+    module: nn.Module,
+    module_map: ModuleMap,
+    plan: Plan,
+    steps: Sequence[Sequence[Any]],
+    transport: Transport,
+    masters: dict[str, Tensor] | None = None,
+    optimize: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
 ) -> Generator[Work, None, Trained]:
     """The same steps as one rank of a plan, and everything brought together at the end (optimizer state on rank 0).
 
     Drive it inside :func:`precision_of`.
     """
-    rank = Rank.make(module, module_map, plan, transport.rank, transport)
+    rank = Rank.make(module, module_map, plan, transport.rank, transport, masters)
     stages, mesh = rank.executor.stages, rank.executor.mesh
-    optimizer = make_optimizer(module)
+    optimizer = optimize(module)
     every = stages.every
     name_of = {parameter: name for name, parameter in every.items()}
     order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]

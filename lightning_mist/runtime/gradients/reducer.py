@@ -19,7 +19,7 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import HeldParameter, Mesh, needs_spreading, sums_wholes, tied_groups
 from lightning_mist.runtime.communication import TensorWork, Transport, Work
 from lightning_mist.runtime.gradients.unit_gradients import UnitGradients
-from lightning_mist.runtime.parameters import Bucket, Part, make_buckets
+from lightning_mist.runtime.parameters import Bucket, Part, gradient_dtype, make_buckets
 
 
 class GradientReducer:
@@ -173,7 +173,7 @@ class GradientReducer:
         outstanding: list[tuple[Bucket, Tensor, Work]] = []
         for bucket in self.buckets:
             assert bucket.owner is not None
-            flat = bucket.empty()
+            flat = bucket.empty(dtype=home[bucket.names[0]].dtype if bucket.names[0] in home else None)
             if bucket.owner == self._mesh.data_index:
                 torch._foreach_copy_(bucket.views(flat), _values(bucket, home))
             work = self._transport.broadcast(flat, self._mesh.peers[bucket.owner], self._group)
@@ -219,7 +219,7 @@ class GradientReducer:
             return
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
         counts = [1.0] * len(present) if all(present) else read(flat[bucket.numel :])
-        for parameter, view, count in zip(bucket.parameters, bucket.views(flat), counts, strict=True):
+        for parameter, view, count in zip(bucket.parameters, bucket.gradients(flat), counts, strict=True):
             parameter.grad = view if count > 0 else None
 
     def _check_known(self) -> None:
@@ -260,7 +260,7 @@ def _buckets_of(
 
 def _with_presence(parameter: nn.Parameter) -> Tensor:
     """A parameter's gradient, flat, and one number that says whether it has one."""
-    flat = torch.empty(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+    flat = torch.empty(parameter.numel() + 1, dtype=gradient_dtype(parameter), device=parameter.device)
     view = flat[:-1].view(parameter.shape)
     if parameter.grad is None:
         view.zero_()

@@ -9,6 +9,7 @@ missing one counts as zeros, and one number per parameter says how many ranks ha
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from lightning_mist.devices import read
@@ -16,7 +17,7 @@ from lightning_mist.errors import ScheduleError
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.offload import OffloadedGradients
-from lightning_mist.runtime.parameters import Bucket, UnitKey, owned_buckets
+from lightning_mist.runtime.parameters import Bucket, UnitKey, gradient_dtype, owned_buckets
 from lightning_mist.schedule.stage_units import ShardUnit
 
 
@@ -27,9 +28,9 @@ class _Sum:
     flat: Tensor | None = None
     present: list[bool] = field(default_factory=list)
 
-    def add(self, flat: Tensor, present: list[bool]) -> None:
+    def add(self, flat: Tensor, present: list[bool], dtype: torch.dtype) -> None:
         if self.flat is None:
-            self.flat, self.present = flat, present
+            self.flat, self.present = flat.to(dtype), present
         else:
             self.flat += flat
             self.present = [one or other for one, other in zip(self.present, present, strict=True)]
@@ -111,6 +112,7 @@ class UnitGradients:
             work.wait()
             if bucket.owner != self._mesh.data_index:
                 continue
+            dtype = gradient_dtype(bucket.parameters[0])
             if self._offloaded is None or not self._offloaded.arrived(bucket, flat, present):
-                self._sums.setdefault(id(bucket), (bucket, _Sum()))[1].add(flat, present)
+                self._sums.setdefault(id(bucket), (bucket, _Sum()))[1].add(flat, present, dtype)
         self._under_way.clear()

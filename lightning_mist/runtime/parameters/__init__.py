@@ -8,10 +8,17 @@ from lightning_mist.runtime.parameters.absent_parameters import (
     make_present,
     works,
 )
-from lightning_mist.runtime.parameters.buckets import Bucket, check_dense, make_buckets, owned_buckets
+from lightning_mist.runtime.parameters.buckets import (
+    Bucket,
+    check_dense,
+    gradient_dtype,
+    make_buckets,
+    owned_buckets,
+)
 from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
+from lightning_mist.runtime.parameters.master_weights import MasterWeights, check_gradient_types, computing
 from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
     clip_by_value,

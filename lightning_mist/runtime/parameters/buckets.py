@@ -13,6 +13,7 @@ __all__ = [
     "BUCKET_BYTES",
     "FIRST_BUCKET_BYTES",
     "Bucket",
+    "gradient_dtype",
     "make_buckets",
     "owned_buckets",
     "padded_numel",
@@ -52,14 +53,18 @@ class Bucket:
         """Number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters)
 
-    def empty(self, *, extra: int = 0) -> Tensor:
-        """A flat buffer for the parameters, with ``extra`` elements at its end."""
+    def empty(self, *, extra: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+        """A flat buffer for the parameters, with ``extra`` elements at its end; by default of their type."""
         first = self.parameters[0]
-        return torch.empty(self.numel + extra, dtype=first.dtype, device=first.device)
+        return torch.empty(self.numel + extra, dtype=dtype or first.dtype, device=first.device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A view into a flat buffer for each parameter, of its shape and strides."""
         return views_like(flat, self.layouts or self.parameters)
+
+    def gradients(self, flat: Tensor) -> list[Tensor]:
+        """What a flat buffer of gradients says of each parameter, in the type in which gradients are added up."""
+        return self.views(flat.to(gradient_dtype(self.parameters[0])))
 
     def take_gradients(self, *, scale: float, ranks: int) -> tuple[Tensor, list[bool]]:
         """Move the parameters' gradients, times ``scale``, into a flat buffer with one number per parameter at its end.
@@ -81,9 +86,14 @@ class Bucket:
             if gradient is None:
                 view.zero_()
         pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        is_cast = any(gradient.dtype is not flat.dtype for _, gradient in pairs)
+        if is_cast:
+            # Rounded once: scaled in the type in which they were added up, and then cast.
+            torch._foreach_mul_([gradient for _, gradient in pairs], scale)
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
-        flat[: self.numel].mul_(scale)
+        if not is_cast:
+            flat[: self.numel].mul_(scale)
         flags = flat[self.numel :].fill_(1.0)
         for index, is_present in enumerate(present):
             if not is_present:
@@ -91,6 +101,11 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
         return flat, present
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The type that a parameter's gradients are added up in."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def owned_buckets(

@@ -46,6 +46,7 @@ class _Shard:
 
     Attributes:
         first: The first unit that uses them.
+        has_master: Whether what is computed with is cast, where it is owned, from what the optimizer updates.
         is_resident: Whether the values are here all the time.
         is_attached: Whether the parameters are views of the storage.
         home: The values in host memory, if that is where they are, and they are this rank's.
@@ -53,10 +54,13 @@ class _Shard:
         leaving: The end of their copy to host memory.
     """
 
-    def __init__(self, bucket: Bucket, first: UnitKey, *, is_owned: bool, is_offloaded: bool, where: str) -> None:
+    def __init__(
+        self, bucket: Bucket, first: UnitKey, *, is_owned: bool, is_offloaded: bool, has_master: bool, where: str
+    ) -> None:
         self.bucket, self.first, self.is_owned, self._where = bucket, first, is_owned, where
         self.is_offloaded = is_owned and is_offloaded
-        self.is_resident = is_owned and not is_offloaded
+        self.has_master = has_master
+        self.is_resident = is_owned and not is_offloaded and not has_master
         self.users = 0
         self.refuses_use = self.is_attached = False
         self.work: Work | None = None
@@ -84,6 +88,10 @@ class _Shard:
         fill = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
         one = torch.full((), fill, dtype=self.flat.dtype, device=self.flat.device)
         self._nothing = [one.expand(layout.shape) for layout in self.bucket.layouts]
+
+    def cast(self, masters: Mapping[str, Tensor]) -> None:
+        """Fill the storage from masters."""
+        torch._foreach_copy_(self._views, [masters[name] for name in self.bucket.names])
 
     def allocate(self) -> None:
         """Give the storage its memory."""
@@ -140,8 +148,11 @@ class UnitShards:
 
     Args:
         offloaded: The parameters whose values are in their owner's host memory, by canonical name.
+        has_masters: Whether trained parameters are cast from masters when they are unsharded.
 
     Attributes:
+        masters: What this rank's own are cast from, by canonical name; see
+            :class:`~lightning_mist.runtime.parameters.master_weights.MasterWeights`.
         is_engaged: Whether values are away; before :meth:`engage` every rank has all.
     """
 
@@ -154,6 +165,8 @@ class UnitShards:
         offloaded: Collection[str] = (),
         streams: CopyStreams | None = None,
         pool: HostPool | None = None,
+        *,
+        has_masters: bool = False,
     ) -> None:
         self._mesh, self._transport, self._streams, self._pool = mesh, transport, streams, pool
         self._group = tuple(sorted(mesh.peers))
@@ -167,9 +180,10 @@ class UnitShards:
             p, is_offloaded = parameters[item.name], item.name in offloaded
             owner = item.owner(mesh.stage) if self._is_shared else mesh.data_index
             if self._is_shared or is_offloaded:
-                is_updated = p.requires_grad or not is_offloaded
+                is_updated = p.requires_grad or not (is_offloaded or has_masters)
                 key_of = (tuple(users[item.name]), owner, is_offloaded, is_updated, p.dtype, p.device)
                 together.setdefault(key_of, []).append((item.name, p))
+        self.masters: Mapping[str, Tensor] = {}
         self._shards: list[_Shard] = []
         self._of: dict[UnitKey, list[_Shard]] = {key: [] for key in units}
         for (keys, owner, is_offloaded, *_), items in together.items():
@@ -178,6 +192,7 @@ class UnitShards:
                 keys[0],
                 is_owned=owner == mesh.data_index,
                 is_offloaded=is_offloaded,
+                has_master=has_masters and items[0][1].requires_grad,
                 where=self._where(owner, is_offloaded=is_offloaded),
             )
             self._shards.append(shard)
@@ -225,6 +240,12 @@ class UnitShards:
                     shard.send_home(self._pool)
                 else:
                     shard.free()
+
+    def hide(self) -> None:
+        """Take parameters away that are here as masters: a batch begins."""
+        for shard in self._shards:
+            if shard.has_master and not shard.users:
+                shard.free()
 
     def disengage(self) -> None:
         """Let go of the owned parameters, which become ordinary ones; those that are away must be given values."""
@@ -314,6 +335,8 @@ class UnitShards:
     def _fetch(self, shard: _Shard) -> None:
         if not shard.is_resident:
             shard.allocate()
+        if shard.has_master and shard.is_owned:
+            shard.cast(self.masters)
         if shard.is_offloaded:
             assert self._streams is not None
             assert shard.home is not None

@@ -255,12 +255,15 @@ def make_unit_runner(
     streams: CopyStreams,
     pools: tuple[HostPool, HostPool],
     held: Sequence[Tensor] = (),
+    *,
+    has_masters: bool = False,
 ) -> UnitRunner | None:
     """The runner of a rank; None if its stages shard neither gradients nor parameters, and move no activations.
 
     Args:
         pools: Host memory for activations, and for parameters.
         held: Parameters and buffers of the module, which no layer keeps for itself.
+        has_masters: Whether trained parameters are cast from masters.
     """
     plan = mesh.plan
     found = plan_units(plan, module_map, mesh.stage)
@@ -271,7 +274,11 @@ def make_unit_runner(
     ratio = plan.stages[mesh.stage].offload.parameters
     offloaded = offloaded_parameters(plan, module_map, mesh.stage, ratio, trained=False)
     is_needed = any(item.sharded for item in units.values())
-    shards = UnitShards(mesh, parameters, by_key, transport, offloaded, streams, pools[1]) if is_needed else None
+    shards = (
+        UnitShards(mesh, parameters, by_key, transport, offloaded, streams, pools[1], has_masters=has_masters)
+        if is_needed
+        else None
+    )
     offloaded_gradients = _offloaded_gradients(
         mesh, module_map, parameters, by_key, actions, streams, pools[0], transport
     )

@@ -1,0 +1,195 @@
+"""Weights in 16 bits with masters in 32: every plan gives what the same arithmetic gives in a single process."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_mist.errors import PlanError
+from lightning_mist.model import derive_splits
+from lightning_mist.plan import OffloadRatios
+from tests import zoo
+from tests.integration.parity import (
+    MAX_NORM,
+    cast,
+    loss_of,
+    make_optimizer,
+    make_plan,
+    map_of,
+    microbatches,
+    precision_of,
+    train,
+)
+from tests.memory_transport import InMemoryWorld, drive
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
+
+STEPS, ROWS = 20, 4
+
+
+def sgd(module):
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+OPTIMIZERS = {"AdamW": make_optimizer, "SGD": sgd}
+
+
+def masters_of(module, compute):
+    """The trained parameters' values, and the module cast to the type that is computed in."""
+    values = {name: p.data for name, p in module.named_parameters() if p.requires_grad}
+    return values, module.to(compute)
+
+
+def train_alone(module, plan, module_map, steps, compute, optimize):
+    """The arithmetic in one process: casts computed with, gradients added up and masters updated in the masters' type.
+
+    Data-parallel ranks' gradients are rounded to the computing type and added in it, once per batch, from ZeRO-2 on for
+    every microbatch.
+    """
+    masters = copy.deepcopy(module)
+    computed = copy.deepcopy(module).to(compute)
+    for mine, master in zip(computed.parameters(), masters.parameters(), strict=True):
+        mine.grad_dtype = master.dtype  # also of several uses in one step
+    optimizer = optimize(masters)
+    trained = [(name, p) for name, p in masters.named_parameters() if p.requires_grad]
+    losses = []
+    for batches in steps:
+        with torch.no_grad():
+            for mine, master in zip(computed.parameters(), masters.parameters(), strict=True):
+                mine.copy_(master)
+        found = {}
+        totals = {name: None for name, _ in trained}
+        (stage,) = {(s.mesh.data_parallel_degree, int(s.zero_stage)) for s in plan.stages}
+        (degree, zero), mesh = stage, plan.stages[0].mesh
+        columns = [microbatches(plan, mesh.devices[i * mesh.tensor_parallel_degree], batches) for i in range(degree)]
+        gradients = [[gradients_of(computed, part, found) for part in column] for column in columns]
+        for name, _ in trained:
+            totals[name] = total(
+                [[g[name] for g in column] for column in gradients], plan.world_size, compute, zero >= 2
+            )
+        optimizer.zero_grad()
+        for name, p in trained:
+            p.grad = None if totals[name] is None else totals[name].to(p.dtype)
+        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], MAX_NORM)
+        optimizer.step()
+        losses.append(found)
+    return losses, masters, optimizer
+
+
+def gradients_of(module, part, found):
+    module.zero_grad()
+    loss = loss_of(module.training_step(part.value, 0))
+    (loss * part.weight).backward()
+    found[part.owner] = found.get(part.owner, 0.0) + part.weight * loss.detach()
+    return {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+
+
+def total(columns, world, compute, each):
+    """One parameter's gradient over ranks and microbatches."""
+    wide = torch.float64 if compute is torch.float32 else torch.float32
+    if len(columns) == 1:
+        return sum(g.to(wide) for g in columns[0]) * (1 / world)
+    if each:
+        return sum(sum((g.to(wide) * (1 / world)).to(compute) for g in row).to(wide) for row in zip(*columns))
+    return sum((sum(g.to(wide) for g in column) * (1 / world)).to(compute) for column in columns).to(wide)
+
+
+def batches_of(make_batch, world, dtype):
+    torch.manual_seed(3)
+    return [[cast(make_batch(ROWS), dtype) for _ in range(world)] for _ in range(STEPS)]
+
+
+def outcome(name, plan, compute, optimize, tensor=1):
+    torch.manual_seed(1)
+    module, make_batch = zoo.make(name)
+    wide = torch.float64 if compute is torch.float32 else torch.float32
+    module = module.to(wide)
+    steps = batches_of(make_batch, plan.world_size, compute)
+    with precision_of(module):
+        narrow = copy.deepcopy(module).to(compute)
+        module_map, batch = map_of(narrow, steps[0][0]), steps[0][0]
+        if tensor > 1:
+            step = partial(narrow.training_step, batch_idx=0)
+            module_map = derive_splits(narrow, step, batch, module_map, (tensor,))
+        expected = train_alone(module, plan, module_map, steps, compute, optimize)
+        world = InMemoryWorld(plan.world_size)
+        ranks = []
+        for transport in world.transports:
+            values, own = masters_of(copy.deepcopy(module), compute)
+            ranks.append(train(own, module_map, plan, steps, transport, values, optimize))
+        return drive(ranks), expected
+
+
+def assert_same(ranks, expected, tolerance):
+    losses, masters, optimizer = expected
+    for step, wanted in enumerate(losses):
+        for owner, loss in wanted.items():
+            got = sum(rank.losses[step].get(owner, 0.0) for rank in ranks)
+            torch.testing.assert_close(got, loss, rtol=max(tolerance, 1e-6), atol=max(tolerance, 1e-6))
+    for rank in ranks:
+        for name, value in masters.named_parameters():
+            wanted = value.detach() if value.requires_grad else value.detach().to(rank.parameters[name].dtype)
+            assert rank.parameters[name].dtype == wanted.dtype
+            torch.testing.assert_close(rank.parameters[name], wanted, rtol=tolerance, atol=tolerance)
+    mine, wanted = ranks[0].optimizer["state"], optimizer.state_dict()["state"]
+    assert mine.keys() == wanted.keys()
+    for number, entry in wanted.items():
+        for key, value in entry.items():
+            torch.testing.assert_close(mine[number][key], value, rtol=tolerance, atol=tolerance)
+
+
+PLANS = {
+    "one process": {"layers": [4], "parts": 2},
+    "data parallel": {"layers": [4], "degrees": [2]},
+    "data parallel, accumulated": {"layers": [4], "degrees": [2], "parts": 2},
+    "optimizer sharded": {"layers": [4], "degrees": [2], "parts": 2, "zero": 1},
+    "gradients sharded": {"layers": [4], "degrees": [2], "parts": 2, "zero": 2},
+    "all sharded": {"layers": [4], "degrees": [2], "parts": 2, "zero": 3, "checkpointed": 2},
+    "two stages": {"layers": [2, 2], "parts": 2, "checkpointed": 1},
+    "zero bubble": {"layers": [2, 2], "parts": 2, "schedule": "zb-h1"},
+    "chunks": {"layers": [1, 1, 1, 1], "parts": 2, "chunks": 2, "schedule": "interleaved-1f1b"},
+    "two by two": {"layers": [2, 2], "degrees": [2, 2], "parts": 2},
+    "two by two, all sharded": {"layers": [2, 2], "degrees": [2, 2], "parts": 2, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_twenty_steps_are_the_same_to_the_bit(plan, optimizer):
+    ranks, expected = outcome("vit", make_plan(**PLANS[plan]), torch.bfloat16, OPTIMIZERS[optimizer])
+    assert_same(ranks, expected, 0.0)
+
+
+@pytest.mark.parametrize("plan", ["data parallel, accumulated", "gradients sharded", "all sharded", "two stages"])
+def test_frozen_parameters_have_the_computing_type(plan):
+    ranks, expected = outcome("lora_llama", make_plan(**PLANS[plan]), torch.bfloat16, make_optimizer)
+    assert_same(ranks, expected, 0.0)
+
+
+@pytest.mark.parametrize("plan", ["data parallel, accumulated", "all sharded"])
+def test_a_weight_used_twice_is_the_same_to_the_bit(plan):
+    ranks, expected = outcome("gpt2", make_plan(**PLANS[plan]), torch.bfloat16, make_optimizer)
+    assert_same(ranks, expected, 0.0)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_weight_tied_over_stages_sums_in_the_masters_type(zero):
+    """In another order than in one process: single precision, masters double."""
+    plan = make_plan([2, 2], degrees=[2, 2], parts=2, zero=zero)
+    ranks, expected = outcome("nano", plan, torch.float32, sgd)
+    assert_same(ranks, expected, 1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"sequence": False}, {"sequence": True, "zero": 3, "degrees": [2]}])
+def test_tensor_parallelism(settings):
+    """Parts are summed in another order than in one process: within rounding of single precision, masters double."""
+    torch.manual_seed(1)
+    ranks, expected = outcome("gpt2_even", make_plan([4], tensor=2, **settings), torch.float32, sgd, tensor=2)
+    assert_same(ranks, expected, 1e-5)
+
+
+def test_state_that_is_updated_stays_on_the_device():
+    plan = make_plan([4], offload=OffloadRatios(optimizer=0.5))
+    with pytest.raises(PlanError, match=r"offload\.optimizer = 0\.5 with master_weights.*use offload\.optimizer = 0"):
+        outcome("vit", plan, torch.bfloat16, sgd)
