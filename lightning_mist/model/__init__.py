@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.model.child_process import run_apart
 from lightning_mist.model.spec import (
+    MASTERS_PRECISION,
     MICROBATCH,
     SEQUENCE,
     Allocation,
@@ -24,6 +25,7 @@ from lightning_mist.model.spec import (
     Polynomial,
     Release,
     TensorSpec,
+    with_master_weights,
 )
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ _IN_FILES = ("parameters", "optimizer")
 
 
 def executed_offload(
-    offload: Sequence[str] | None, device_kind: str, *, has_files: bool
+    offload: Sequence[str] | None, device_kind: str, *, has_files: bool, master_weights: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The kinds of state that plans to be executed here may offload, and what to say of others, for people.
 
@@ -23,8 +23,13 @@ def executed_offload(
         offload: The kinds that were asked for; None where that was left to the devices.
     """
     possible = tuple(OFFLOADS) if device_kind == "cuda" else _IN_FILES if has_files else ()
+    possible = tuple(name for name in possible if not (master_weights and name in STATE))
     left = tuple(name for name in possible if offload is None or name in offload)
     missing = ", ".join(name for name in offload or () if name not in left)
+    if master_weights and device_kind == "cuda":
+        return left, (
+            f"not offloaded: {missing}; master weights and their state stay on the device",
+        ) if missing else ()
     why = "a CPU's own memory is the host's, and offload_directory takes parameters and optimizer state to files"
     return left, (f"not offloaded: {missing}; {why}",) if missing else ()
 

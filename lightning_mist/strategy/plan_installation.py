@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_mist.devices import ops_of
@@ -33,6 +33,7 @@ class PlanInstallation(EndsTogether):
     _monitor: Monitor | None = None
     _engine: Engine | None = None
     _initial: InitialValues | None = None
+    _masters: dict[str, Tensor] | None = None
     _first_steps: FirstSteps
     _is_planning = False
     # What the user asked for.
@@ -71,7 +72,7 @@ class PlanInstallation(EndsTogether):
 
     def _install(self, module: Any) -> None:
         assert self._decision is not None
-        if self._decision.plan.is_plain:
+        if self._decision.plan.is_plain and self._masters is None:
             if self._initial is not None:
                 self._initial.materialize(self._initial.names)
             given, found = self._find_unused_parameters, self._decision.has_unused_parameters
@@ -87,7 +88,9 @@ class PlanInstallation(EndsTogether):
             timeout=self._timeout,
             rules=self._decision.rules,
             host=self._request.host_of_each(self.num_processes, self.root_device),
+            masters=self._masters,
         )
+        self._masters = None  # the engine has what this rank keeps
         self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
         if (reach := self._decision.reach) is not None:
             self._engine.guard = StepGuard(module, self._decision.plan, self.global_rank, reach, self.act_for)
@@ -182,7 +185,8 @@ class PlanInstallation(EndsTogether):
         if self._engine is None:
             return super().validation_step(*args, **kwargs)
         complete(self._engine.buffers.before_forward())
-        output = super().validation_step(*args, **kwargs)
+        with self._engine.computing():
+            output = super().validation_step(*args, **kwargs)
         self._engine.buffers.after_forward()
         return output
 

@@ -13,6 +13,7 @@ from lightning_mist.model.initialization import load_hollow
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
+from lightning_mist.strategy.master_weights import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
@@ -106,6 +107,8 @@ class MistBase(ActingRank, PlanInstallation):
         verbose: Whether to print why this plan was chosen, what was measured and where the time of a step goes.
         save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
             is refused.
+        master_weights: Whether, under ``precision="bf16-true"``, trained parameters are computed with in 16 bits, and
+            kept and updated in 32: the module's parameters outside of steps. See docs/user-guide.md.
         ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
         ddp_comm_hook: As in DDP; with it the plan is plain data parallelism.
         ddp_comm_wrapper: As in DDP; with it the plan is plain data parallelism.
@@ -143,6 +146,7 @@ class MistBase(ActingRank, PlanInstallation):
         self_check: bool = True,
         verbose: bool = False,
         save_distributed_checkpoint: bool = False,
+        master_weights: bool = False,
         ddp_comm_state: Any | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -180,6 +184,7 @@ class MistBase(ActingRank, PlanInstallation):
             correct_profile=correct_profile,
             self_check=self_check,
             verbose=verbose,
+            master_weights=master_weights,
         )
         self._fitting, self._constructions = ExitStack(), empty_parameters.DeferredConstructions()
 
@@ -199,11 +204,18 @@ class MistBase(ActingRank, PlanInstallation):
         self._state_afterwards = None
         accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
-        self.precision_plugin.convert_module(module)
+        has_masters = self._request.master_weights
+        if not has_masters:
+            self.precision_plugin.convert_module(module)
         limit = empty_parameters.device_limit(self._request.memory_limit, self.root_device)
         self._initial = empty_parameters.initial_values(module, self.root_device, limit)
+        if has_masters:
+            check_master_weights(str(trainer.precision), has_values=self._initial is None)
         self.model_to_device()
         all_ranks.same_start(module, () if self._initial is None else self._initial.names)
+        if has_masters:
+            self._masters = take_masters(module)
+            self.precision_plugin.convert_module(module)
         self.setup_optimizers(trainer)
         with self._planning():
             self._decision = decide(

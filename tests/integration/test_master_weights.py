@@ -10,14 +10,12 @@ from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits
 from lightning_mist.plan import OffloadRatios
 from tests import zoo
+from tests.integration.masters import sgd, train_alone
 from tests.integration.parity import (
-    MAX_NORM,
     cast,
-    loss_of,
     make_optimizer,
     make_plan,
     map_of,
-    microbatches,
     precision_of,
     train,
 )
@@ -28,10 +26,6 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tenso
 STEPS, ROWS = 20, 4
 
 
-def sgd(module):
-    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-
-
 OPTIMIZERS = {"AdamW": make_optimizer, "SGD": sgd}
 
 
@@ -39,60 +33,6 @@ def masters_of(module, compute):
     """The trained parameters' values, and the module cast to the type that is computed in."""
     values = {name: p.data for name, p in module.named_parameters() if p.requires_grad}
     return values, module.to(compute)
-
-
-def train_alone(module, plan, module_map, steps, compute, optimize):
-    """The arithmetic in one process: casts computed with, gradients added up and masters updated in the masters' type.
-
-    Data-parallel ranks' gradients are rounded to the computing type and added in it, once per batch, from ZeRO-2 on for
-    every microbatch.
-    """
-    masters = copy.deepcopy(module)
-    computed = copy.deepcopy(module).to(compute)
-    for mine, master in zip(computed.parameters(), masters.parameters(), strict=True):
-        mine.grad_dtype = master.dtype  # also of several uses in one step
-    optimizer = optimize(masters)
-    trained = [(name, p) for name, p in masters.named_parameters() if p.requires_grad]
-    losses = []
-    for batches in steps:
-        with torch.no_grad():
-            for mine, master in zip(computed.parameters(), masters.parameters(), strict=True):
-                mine.copy_(master)
-        found = {}
-        totals = {name: None for name, _ in trained}
-        (stage,) = {(s.mesh.data_parallel_degree, int(s.zero_stage)) for s in plan.stages}
-        (degree, zero), mesh = stage, plan.stages[0].mesh
-        columns = [microbatches(plan, mesh.devices[i * mesh.tensor_parallel_degree], batches) for i in range(degree)]
-        gradients = [[gradients_of(computed, part, found) for part in column] for column in columns]
-        for name, _ in trained:
-            totals[name] = total(
-                [[g[name] for g in column] for column in gradients], plan.world_size, compute, zero >= 2
-            )
-        optimizer.zero_grad()
-        for name, p in trained:
-            p.grad = None if totals[name] is None else totals[name].to(p.dtype)
-        torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], MAX_NORM)
-        optimizer.step()
-        losses.append(found)
-    return losses, masters, optimizer
-
-
-def gradients_of(module, part, found):
-    module.zero_grad()
-    loss = loss_of(module.training_step(part.value, 0))
-    (loss * part.weight).backward()
-    found[part.owner] = found.get(part.owner, 0.0) + part.weight * loss.detach()
-    return {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
-
-
-def total(columns, world, compute, each):
-    """One parameter's gradient over ranks and microbatches."""
-    wide = torch.float64 if compute is torch.float32 else torch.float32
-    if len(columns) == 1:
-        return sum(g.to(wide) for g in columns[0]) * (1 / world)
-    if each:
-        return sum(sum((g.to(wide) * (1 / world)).to(compute) for g in row).to(wide) for row in zip(*columns))
-    return sum((sum(g.to(wide) for g in column) * (1 / world)).to(compute) for column in columns).to(wide)
 
 
 def batches_of(make_batch, world, dtype):
@@ -112,7 +52,7 @@ def outcome(name, plan, compute, optimize, tensor=1):
         if tensor > 1:
             step = partial(narrow.training_step, batch_idx=0)
             module_map = derive_splits(narrow, step, batch, module_map, (tensor,))
-        expected = train_alone(module, plan, module_map, steps, compute, optimize)
+        expected = train_alone(module, plan, steps, compute, optimize)
         world = InMemoryWorld(plan.world_size)
         ranks = []
         for transport in world.transports:

@@ -10,6 +10,7 @@ from lightning_mist.model.spec.allocation_events import (
     Release,
     Role,
 )
+from lightning_mist.model.spec.master_weights import MASTERS_PRECISION, with_master_weights
 from lightning_mist.model.spec.model_spec import (
     CollectiveSpec,
     LayerSeconds,

@@ -239,6 +239,8 @@ class OptimizerSpec:
         step_left_bytes_per_parameter_byte: Of the temporaries of a loop those that are left until the next parameter's
             have been made, per byte of the parameter that left them.
         step_seconds_per_parameter_byte: Seconds of one step per byte of parameters, measured; 0 if it was not.
+        gradient_bytes_per_parameter_byte: Bytes of a gradient, as gradients are added up, per byte of its parameter:
+            2 for gradients in 32 bits of parameters in 16 (master weights).
     """
 
     name: str
@@ -248,6 +250,7 @@ class OptimizerSpec:
     step_moved_bytes_per_parameter_byte: float
     step_left_bytes_per_parameter_byte: float = 0.0
     step_seconds_per_parameter_byte: float = 0.0
+    gradient_bytes_per_parameter_byte: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +271,8 @@ class ModelSpec:
         sequence_length: Length of the traced batch, if it has a sequence dimension.
         optimizer: What the optimizer keeps; AdamW's needs are assumed, and noted, where none was given.
         precision: Lightning's name of the precision, for example ``"bf16-mixed"``.
+        master_weights: Whether trained parameters, in 16 bits here, have masters in 32, which count as state of the
+            optimizer.
         device_kind: Kind of the device that the costs are for, ``"cpu"`` or ``"cuda"``.
         seconds: Measured seconds of layers on the machine at hand; empty if nothing was measured.
         shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters
@@ -292,12 +297,18 @@ class ModelSpec:
     sequence_length: int | None
     optimizer: OptimizerSpec
     precision: str = "32-true"
+    master_weights: bool = False
     device_kind: str = "cpu"
     seconds: tuple[LayerSeconds, ...] = field(default=())
     shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
     splits: tuple[SplitSpec, ...] = ()
     notes: tuple[str, ...] = ()
     head_width: int = 0
+
+    @property
+    def precision_text(self) -> str:
+        """The precision, for people."""
+        return f"{self.precision} with fp32 master weights" if self.master_weights else self.precision
 
     @property
     def num_layers(self) -> int:

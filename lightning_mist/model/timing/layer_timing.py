@@ -207,7 +207,9 @@ def attach_seconds(spec: ModelSpec, seconds: Sequence[LayerSeconds], update_seco
         update_seconds_per_byte: What :func:`~lightning_mist.model.timing.optimizer_timing.time_update` measured of the
             optimizer.
     """
-    spec = replace(spec, optimizer=replace(spec.optimizer, step_seconds_per_parameter_byte=update_seconds_per_byte))
+    # Measured per byte of what is updated, which masters have more of than parameters.
+    update = spec.optimizer.gradient_bytes_per_parameter_byte * update_seconds_per_byte
+    spec = replace(spec, optimizer=replace(spec.optimizer, step_seconds_per_parameter_byte=update))
     if not seconds:
         return replace(spec, seconds=())
     by_name = {item.kind: item for item in seconds}

@@ -27,7 +27,9 @@ COPIES = 8
 WARM_UP, STEPS = 2, 5  # steps that make the state and find it warm, and steps that are timed
 
 
-def time_update(optimizer: Optimizer, *, device: torch.device, room: float = math.inf) -> float:
+def time_update(
+    optimizer: Optimizer, *, device: torch.device, room: float = math.inf, dtype: torch.dtype | None = None
+) -> float:
     """Seconds of one step per byte of the parameters that it updates.
 
     The optimizer and its parameters, which may have no values, stay as they are. Ranks that share a machine should call
@@ -35,6 +37,7 @@ def time_update(optimizer: Optimizer, *, device: torch.device, room: float = mat
 
     Args:
         optimizer: The optimizer; another of its class is made with the same groups.
+        dtype: Type of the parameters that it will step on, if that is another one than they have now.
         room: Bytes that there are for copies of parameters, their gradients, state, and what a step makes meanwhile.
 
     Returns:
@@ -42,10 +45,10 @@ def time_update(optimizer: Optimizer, *, device: torch.device, room: float = mat
         its step for a closure), or if what a byte takes is lost in what launching takes.
     """
     try:
-        seconds, total = _step(optimizer, device, int(min(LARGEST_BYTES, max(0.0, room) / COPIES)))
+        seconds, total = _step(optimizer, device, int(min(LARGEST_BYTES, max(0.0, room) / COPIES)), dtype)
         if total == 0 or device.type == "cpu":
             return seconds / max(1, total)
-        less, part = _step(optimizer, device, total // 2)
+        less, part = _step(optimizer, device, total // 2, dtype)
     except Exception:
         # Whatever a foreign optimizer raises: its time then follows from the bytes it moves, as without measuring.
         return 0.0
@@ -58,9 +61,11 @@ def per_byte(smaller: tuple[int, float], larger: tuple[int, float]) -> float:
     return max(0.0, seconds - less) / (total - part) if total > part else 0.0
 
 
-def _step(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tuple[float, int]:
+def _step(
+    optimizer: Optimizer, device: torch.device, largest_bytes: int, dtype: torch.dtype | None
+) -> tuple[float, int]:
     """Seconds of one step of at most so many bytes of parameters, and the bytes."""
-    ops, (groups, total) = ops_of(device), _copies(optimizer, device, largest_bytes)
+    ops, (groups, total) = ops_of(device), _copies(optimizer, device, largest_bytes, dtype)
     if total == 0:
         return 0.0, 0
     made: Any = type(optimizer)
@@ -76,16 +81,18 @@ def _step(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tup
     return median(seconds), total
 
 
-def _copies(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> tuple[list[dict[str, Any]], int]:
+def _copies(
+    optimizer: Optimizer, device: torch.device, largest_bytes: int, dtype: torch.dtype | None
+) -> tuple[list[dict[str, Any]], int]:
     groups: list[dict[str, Any]] = []
     total = 0
     for group in optimizer.param_groups:
         parameters = []
         for parameter in group["params"]:
-            size = parameter.numel() * parameter.element_size()
+            size = parameter.numel() * (dtype or parameter.dtype).itemsize
             if not parameter.requires_grad or (total and total + size > largest_bytes):
                 continue
-            parameters.append(_copy(parameter, device, largest_bytes))
+            parameters.append(_copy(parameter, device, largest_bytes, dtype or parameter.dtype))
             total += parameters[-1].numel() * parameters[-1].element_size()
         if parameters:
             # Some optimizers keep scratch space in their groups, which is the user's.
@@ -94,13 +101,13 @@ def _copies(optimizer: Optimizer, device: torch.device, largest_bytes: int) -> t
     return groups, total
 
 
-def _copy(parameter: Tensor, device: torch.device, largest_bytes: int) -> Tensor:
+def _copy(parameter: Tensor, device: torch.device, largest_bytes: int, dtype: torch.dtype) -> Tensor:
     shape = list(parameter.shape)
     if shape and parameter.numel():
         # Of one that is too large by itself, as many rows as there is room for.
-        row = parameter.numel() // shape[0] * parameter.element_size()
+        row = parameter.numel() // shape[0] * dtype.itemsize
         shape[0] = min(shape[0], max(1, largest_bytes // row))
     # Ones rather than random numbers: the user's random state must not change, and nothing here depends on values.
-    copy = torch.ones(shape, dtype=parameter.dtype, device=device).requires_grad_(True)
+    copy = torch.ones(shape, dtype=dtype, device=device).requires_grad_(True)
     copy.grad = torch.full_like(copy, 1e-3)
     return copy

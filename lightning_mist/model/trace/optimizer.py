@@ -91,6 +91,7 @@ def describe_optimizer(
     *,
     device: torch.device | None = None,
     device_kind: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> OptimizerSpec:
     """Measure what an optimizer of this class with these options keeps and needs, per byte of parameters.
 
@@ -102,12 +103,14 @@ def describe_optimizer(
         optimizer: The real optimizer (neither stepped nor changed), or a class for its default options.
         device: Where to measure; by default where the optimizer's parameters are, for implementations differ.
         device_kind: Kind of the device that it will step on, if that is another one.
+        dtype: Type of the parameters that it will step on, if that is another one than they have now.
 
     Raises:
         TraceError: If such an optimizer cannot be stepped on gradients alone.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     home = _home(optimizer) if device is None else (device, torch.float32)
+    home = home[0], dtype or home[1]
     options = _as_on(device_kind or home[0].type, cls, _options(optimizer))
     try:
         four = _try(cls, options, [(_SIDE, _SIDE)] * 4, home)

@@ -19,7 +19,7 @@ gives back is used again only behind the computation that read it, and nothing n
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import make_absent, make_present
-from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets, padded_numel, views_like
+from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
 from lightning_mist.schedule.stage_units import ShardUnit
 
 UnitKey = tuple[int, int]
@@ -365,43 +365,3 @@ class UnitShards:
         if shard.work is not None:
             work, shard.work = shard.work, None
             work.wait()
-
-
-class UnitGather:
-    """Gives out what a stage's ranks have updated."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        parameters: Mapping[str, nn.Parameter],
-        units: Mapping[UnitKey, Sequence[str]],
-        transport: Transport,
-    ) -> None:
-        self._mesh, self._transport = mesh, transport
-        owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
-        self._of = {key: owned_buckets(names, parameters, owners) for key, names in units.items()}
-        self._under_way: dict[UnitKey, list[tuple[Bucket, Tensor, Work]]] = {}
-
-    def begin(self, key: UnitKey) -> None:
-        """Start to give out a unit's parameters, which are updated where they are owned."""
-        group = tuple(sorted(self._mesh.peers))
-        for bucket in self._of[key]:
-            assert bucket.owner is not None
-            flat = bucket.empty()
-            if bucket.owner == self._mesh.data_index:
-                torch._foreach_copy_(bucket.views(flat), [p.detach() for p in bucket.parameters])
-            work = self._transport.broadcast(flat, self._mesh.peers[bucket.owner], group)
-            self._under_way.setdefault(key, []).append((bucket, flat, work))
-
-    def finish(self) -> None:
-        """Wait for everything that is under way."""
-        for key in list(self._under_way):
-            self.end(key)
-
-    def end(self, key: UnitKey) -> None:
-        """Wait for a unit's parameters, and take over those of others."""
-        for bucket, flat, work in self._under_way.pop(key, ()):
-            work.wait()
-            make_present(bucket.parameters)
-            if bucket.owner != self._mesh.data_index:
-                torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))

@@ -74,7 +74,10 @@ class Basis:
 
     def tune(self) -> TuneResult:
         """The best plan by what is known, of those that can be executed here."""
-        kinds, notes = executed_offload(self.search.offload, self.cluster.kind, has_files=self.has_files)
+        has_masters = self.spec.master_weights
+        kinds, notes = executed_offload(
+            self.search.offload, self.cluster.kind, has_files=self.has_files, master_weights=has_masters
+        )
         found = tune(
             self.spec,
             self.cluster,

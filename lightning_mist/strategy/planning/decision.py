@@ -39,6 +39,7 @@ class PlanRequest:
     correct_profile: bool
     self_check: bool
     verbose: bool = False
+    master_weights: bool = False
 
     @property
     def host_limit(self) -> int | None:

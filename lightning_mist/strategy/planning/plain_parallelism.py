@@ -40,6 +40,9 @@ LARGEST_SHARE = 0.5
 STATES = 4
 """Weights, gradients, and two moments: what parameters are counted as before anything is known of the optimizer."""
 
+STATES_WITH_MASTERS = 9
+"""The same in bytes of 16-bit weights: these, and masters, gradients and two moments of twice as many."""
+
 _PASSES = 8
 """How often an optimizer goes over its parameters' bytes; AdamW reads four times and writes three."""
 
@@ -152,10 +155,12 @@ def _whole_seconds(item: LayerSeconds) -> list[float]:
     ]
 
 
-def fits_plainly(parameters: Sequence[torch.nn.Parameter], step_bytes: int, limit: int) -> bool:
+def fits_plainly(
+    parameters: Sequence[torch.nn.Parameter], step_bytes: int, limit: int, *, master_weights: bool = False
+) -> bool:
     """Whether plain data parallelism certainly fits, if a step allocates so much at its peak."""
     held = sum(p.numel() * p.element_size() for p in parameters)
-    return STATES * held + step_bytes <= LARGEST_SHARE * limit
+    return (STATES_WITH_MASTERS if master_weights else STATES) * held + step_bytes <= LARGEST_SHARE * limit
 
 
 def gains_too_little(plan: Predicted, plain: Predicted) -> str | None:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_mist.errors import TraceError
@@ -16,11 +17,13 @@ from lightning_mist.model import (
     LayerSeconds,
     ModelSpec,
     attach_seconds,
+    describe_optimizer,
     map_module,
     measured_sizes,
     time_layers,
     time_update,
     trace_model,
+    with_master_weights,
 )
 from lightning_mist.model.cuts import compiled_exclusions
 from lightning_mist.model.initialization import InitialValues, blocks_alike
@@ -133,7 +136,8 @@ class Planner:
         """Whether plain data parallelism certainly fits; not where the step cannot be counted so quickly."""
         needed = self._counted()
         # A step that reads values back is counted on real numbers, if it is planned for.
-        return needed is not None and fits_plainly(list(self.module.parameters()), needed, self.budget.limit)
+        held, masters = list(self.module.parameters()), self.request.master_weights
+        return needed is not None and fits_plainly(held, needed, self.budget.limit, master_weights=masters)
 
     def _counted(self) -> int | None:
         """What a step of the whole batch allocates, gradients included; ``None`` if that cannot be told quickly."""
@@ -250,14 +254,16 @@ class Planner:
     def update_seconds(self) -> float:
         """Measured seconds of the optimizer's step per byte of parameters, every rank computing at the same time."""
         dist.barrier()
-        time = partial(time_update, device=self.strategy.root_device, room=self.room.limit - self.room.held)
+        room, dtype = self.room.limit - self.room.held, torch.float32 if self.request.master_weights else None
+        time = partial(time_update, device=self.strategy.root_device, room=room, dtype=dtype)
         return self.tried(lambda: sum(map(time, self.strategy.optimizers[:1])))
 
     def trace(self, found: ModuleMap) -> ModelSpec:
         """What the module costs; on rank 0, kept for later."""
         self.progress.say("tracing the model")
         optimizer = self.strategy.optimizers[0] if self.strategy.optimizers else None
-        self.spec = self.tried(
+        kind = self.strategy.root_device.type
+        spec = self.tried(
             lambda: trace_model(
                 self.module,
                 self.batch,
@@ -265,10 +271,14 @@ class Planner:
                 module_map=found,
                 optimizer=optimizer,
                 precision=str(self.trainer.precision),
-                device_kind=self.strategy.root_device.type,
+                device_kind=kind,
             )
         )
-        return self.spec
+        if self.request.master_weights:
+            told = None if optimizer is None else describe_optimizer(optimizer, device_kind=kind, dtype=torch.float32)
+            spec = with_master_weights(spec, told)
+        self.spec = spec
+        return spec
 
     def count(
         self, found: ModuleMap, profile: HardwareProfile, seconds: tuple[LayerSeconds, ...], update: float
@@ -364,6 +374,7 @@ class Planner:
             request.blocks,
             request.correct_profile,
             trainer.precision,
+            request.master_weights,
             trainer.gradient_clip_val,
             trainer.accumulate_grad_batches,
             found.exclusions,
@@ -377,7 +388,7 @@ class Planner:
             found,
             world_size=self.strategy.world_size,
             batch_rows=batch_rows(self.batch),
-            precision=str(self.trainer.precision),
+            precision=str(self.trainer.precision) + " with master weights" * self.request.master_weights,
             versions=[(name, version(name)) for name in ("lightning-mist", "torch")],
         )
 

@@ -29,6 +29,7 @@ from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
+from lightning_mist.strategy.master_weights import refuse_plain
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlanRequest
@@ -78,13 +79,15 @@ def decide(
     is_auto, reason = request.plan == "auto", None
     if is_auto and initial is None:
         reason = _at_once_reason(trainer, request, plain)
+    if request.master_weights and (only := reason or plain) is not None:
+        raise refuse_plain(only)
     if reason is None:
         try:
             # Trials look at operators, and nothing must be compiled for them.
             with names.isolate_rng(), torch.compiler.set_stance("force_eager"), progress:
                 return _decided(trainer, strategy, names, request, progress, plain=plain, initial=initial)
         except (TraceError, PlanError) as error:
-            if not is_auto or initial is not None:
+            if not is_auto or initial is not None or request.master_weights:
                 raise
             reason = str(error)
     progress.tell(f"plain data parallelism: {reason}")
@@ -157,7 +160,9 @@ def _replanned(planner: Planner, names: Namespace, limit: int, batch: Any) -> De
 def _made(planner: Planner, names: Namespace, started: float) -> Decision:
     call, is_auto = planner.call, planner.request.plan == "auto"
     # A model that no device holds whole cannot be made whole to plan for it again.
-    is_alone = is_auto and planner.strategy.world_size == 1 and planner.initial is None
+    # Nor are masters put together again that an engine has taken over.
+    is_fixed = planner.initial is not None or planner.request.master_weights
+    is_alone = is_auto and planner.strategy.world_size == 1 and not is_fixed
     found = call.rule_out(everywhere(planner.map))
     same_everywhere(found)
     found = planner.with_user_code(found)
@@ -202,7 +207,7 @@ def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
     layers, ranks = len(found.blocks), planner.strategy.world_size
     check_plan(plan, world_size=ranks, batch_rows=rows, num_layers=layers, module_map=found)
-    check_supported(plan, found)
+    check_supported(plan, found, master_weights=planner.request.master_weights)
     if planner.trainer.enable_validation:
         check_evaluation(plan, planner.module, planner.budget.limits(plan))
 

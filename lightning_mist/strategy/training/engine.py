@@ -8,7 +8,7 @@ for any loss.
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_mist.runtime.parameters import (
     BufferSync,
     ParameterGatherer,
     at_work,
+    computing,
     held_at,
     make_absent,
     make_present,
@@ -77,6 +78,7 @@ class Engine(WholeGradients):
         device: torch.device,
         rules: CutRules | None = None,
         host: HostPlace | None = None,
+        masters: Mapping[str, Tensor] | None = None,
     ) -> None:
         rank = transport.rank
         self.module, self.plan, self.rank, self.device = module, plan, rank, device
@@ -84,7 +86,7 @@ class Engine(WholeGradients):
         schedule = lower(plan, tied=any(len(stages) > 1 for stages in module_map.owners(plan.bounds).values()))
         check(schedule, plan.num_microbatches)
         stages, actions = make_stages(module, module_map, plan, rank, transport), schedule[plan.stage_of(rank)]
-        self.executor = Executor(plan, rank, stages, module_map, transport, actions, host=host)
+        self.executor = Executor(plan, rank, stages, module_map, transport, actions, host=host, masters=masters)
         self.stages = self.executor.stages
         self.exchange = BatchExchange(plan, rank, transport, device)
         self.gatherer = ParameterGatherer(plan, rank, self.stages.every, module_map, transport)
@@ -243,8 +245,7 @@ class Engine(WholeGradients):
                 every[name].data = value.to(home or self.device, copy=True)
 
         complete(self.gatherer.run(deliver))
-        if self.executor.shards is not None:
-            self.executor.shards.disengage()
+        self.executor.disengage()
         self.is_filled = True
         self._unguard()
 
@@ -269,8 +270,13 @@ class Engine(WholeGradients):
 
     def _absent(self) -> set[str]:
         """The parameters of which this rank has no value, or not the whole one, while it trains."""
-        shards = self.executor.shards
-        return {*self.stages.foreign, *self._parts, *(() if shards is None else shards.away)}
+        return {*self.stages.foreign, *self._parts, *self.executor.away}
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Inside, the whole module is what is computed with, not master weights."""
+        masters, every = self.executor.masters, self.stages.every
+        types = {} if masters is None else {every[name]: dtype for name, dtype in masters.types.items()}
+        return computing(types) if types else nullcontext()
 
     def _guard(self) -> None:
         absent = {id(self.stages.every[name]) for name in self._absent()}
@@ -365,11 +371,12 @@ def start_engine(
     timeout: timedelta | None,
     rules: CutRules | None = None,
     host: HostPlace | None = None,
+    masters: Mapping[str, Tensor] | None = None,
 ) -> Engine:
     """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
     groups, pairs, talking = process_groups(plan, module_map), message_pairs(plan), talking_groups(plan)
     transport = DistributedTransport(groups, device, pairs=pairs, talking=talking, timeout=timeout)
-    return Engine(module, plan, module_map, transport, device=device, rules=rules, host=host)
+    return Engine(module, plan, module_map, transport, device=device, rules=rules, host=host, masters=masters)
 
 
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
