@@ -36,15 +36,22 @@ class Use:
     host: int
 
 
-def measure_peaks(module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]) -> list[int]:
+def measure_peaks(
+    module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any], *, master_weights: bool = False
+) -> list[int]:
     """Largest peak of any rank, for every stage of a plan."""
-    return [use.device for use in measure(module, module_map, plan, batches)]
+    return [use.device for use in measure(module, module_map, plan, batches, master_weights=master_weights)]
 
 
-def measure(module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any]) -> list[Use]:
+def measure(
+    module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any], *, master_weights: bool = False
+) -> list[Use]:
     """The most of each that any rank uses, for every stage of a plan."""
     world = InMemoryWorld(plan.world_size)
-    runs = [_train(copy.deepcopy(module), module_map, plan, batches, Elsewhere(item)) for item in world.transports]
+    runs = [
+        _train(copy.deepcopy(module), module_map, plan, batches, Elsewhere(item), master_weights=master_weights)
+        for item in world.transports
+    ]
     uses = drive(runs)
     return [
         Use(max(uses[rank].device for rank in stage.devices), max(uses[rank].host for rank in stage.devices))
@@ -125,9 +132,20 @@ class Elsewhere:
 
 
 def _train(
-    module: nn.Module, module_map: ModuleMap, plan: Plan, batches: Sequence[Any], transport: Transport
+    module: nn.Module,
+    module_map: ModuleMap,
+    plan: Plan,
+    batches: Sequence[Any],
+    transport: Transport,
+    *,
+    master_weights: bool = False,
 ) -> Generator[Work, None, Use]:
-    rank = Rank.make(module, module_map, plan, transport.rank, transport)
+    masters = None
+    if master_weights:
+        masters = {name: p.data for name, p in module.named_parameters() if p.requires_grad}
+        module = module.to(torch.bfloat16)
+    rank = Rank.make(module, module_map, plan, transport.rank, transport, masters)
+    masters = None  # the rank has what it keeps
     stages = rank.executor.stages
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
     restrict_optimizer(optimizer, [stages.parameters[item.name] for item in rank.executor.mesh.owned])
@@ -176,6 +194,8 @@ def _held(
 ) -> Iterator[torch.Tensor]:
     """What a rank has between steps, its own batch and those it computes on."""
     yield from rank.executor.parameters.values()
+    if rank.executor.masters is not None:
+        yield from rank.executor.masters.casts()
     yield from rank.module.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -43,7 +43,7 @@ from lightning_mist.cost.memory.offload_shares import StateShares
 from lightning_mist.cost.memory.phases import Phase, stage_phases
 from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
-from lightning_mist.cost.memory.working_set_tables import Sharding, StageRuns, WorkingSets
+from lightning_mist.cost.memory.working_set_tables import Accumulated, Sharding, StageRuns, WorkingSets
 from lightning_mist.cost.memory.working_sets import StageWorking
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
@@ -179,13 +179,21 @@ class MemoryModel:
             exact = is_split and context == 1 and not self._is_variant and rows == int(rows)
             split_backward = self._split_backward.of(self.costs(rows), int(rows)) if exact else None
             table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
-            self._working[key] = WorkingSets(self.costs(rows, context), table.single_R, sharding, split_backward)
+            made = self.costs(rows, context), table.single_R, sharding, split_backward
+            self._working[key] = WorkingSets(*made, accumulated=self._accumulated())
         if self._is_variant:
             # What was asked for last comes last.
             self._working[key] = self._working.pop(key)
             while len(self._working) > MOST_TABLES:
                 del self._working[next(iter(self._working))]
         return self._working[key]
+
+    def _accumulated(self) -> Accumulated | None:
+        factor, table = self.spec.optimizer.gradient_bytes_per_parameter_byte, self.holdings.table
+        if factor == 1.0:
+            return None
+        largest_R = (table.trainable_P[:, None] * (np.diff(table.uses_PR, axis=1) > 0)).max(axis=0, initial=0.0)
+        return Accumulated(factor=factor, largest_R=largest_R)
 
     def _sharding(self, degree: int) -> Sharding:
         return Sharding(
@@ -235,6 +243,7 @@ class MemoryModel:
         shares = self._shares(candidates, degree)
         runs = self._runs(candidates, held, degree, shares)
         owned_K, gradients_K, parameters_K = _owned(candidates, held, shares)
+        factor = self.spec.optimizer.gradient_bytes_per_parameter_byte
         plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self._plain(slot, candidates)
         working_ZK = self._working_sets(slot, candidates, runs, held, plain)
         handed_K, forward_K, first_backward_K = plain.handed(), working_ZK[0], working_ZK[1]
@@ -249,8 +258,8 @@ class MemoryModel:
                 "optimizer_bytes": self.spec.optimizer.state_bytes_per_parameter_byte * owned_K,
                 "batch_bytes": self.batch_bytes(slot),
             },
-            gradients_K=gradients_K,
-            reused_K=held.reused_K,
+            gradients_K=factor * gradients_K,
+            reused_K=factor * held.reused_K,
             pending_K=working_ZK[3],
             saved_K=plain.saved_K - handed_K,
             handed_K=handed_K,
@@ -263,7 +272,7 @@ class MemoryModel:
             input_backward_K=working_ZK[4],
             waiting_K=working_ZK[5],
             weight_backward_K=working_ZK[6],
-            together_K=held.together_K,
+            together_K=factor * held.together_K,
             update=tuple(self._update(slot, plain, held, owned_K, gradients_K, candidates)),
         )
 
@@ -273,7 +282,7 @@ class MemoryModel:
 
     def _plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
         """Which candidates torch's own module runs; ``None`` if none can be."""
-        if self._is_variant or slot.num_stages > 1 or slot.num_microbatches > 1:
+        if self._is_variant or self.spec.master_weights or slot.num_stages > 1 or slot.num_microbatches > 1:
             return None
         return is_plain(slot, candidates)
 
@@ -345,11 +354,14 @@ class MemoryModel:
             optimizer.step_peak_bytes_per_parameter_byte * owned_K
             + optimizer.step_peak_bytes_per_largest * np.minimum(held.largest_K, owned_K)
         )
+        factor = optimizer.gradient_bytes_per_parameter_byte
+        updated_K = factor * owned_K
         result: list[tuple[str, Mapping[str, Bytes]]] = [
-            ("optimizer step", {"gradient_bytes": owned_K, "working_bytes": step_K})
+            ("optimizer step", {"gradient_bytes": updated_K, "working_bytes": step_K})
         ]
         if slot.num_stages > 1:
-            result.append(("tied gradients", {"gradient_bytes": gradients_K, "working_bytes": held.shared_K}))
+            tied = {"gradient_bytes": factor * gradients_K, "working_bytes": factor * held.shared_K}
+            result.append(("tied gradients", tied))
         if slot.shard_degree > 1:
             bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
             filled_K = plain.bucket(bucket_K, progressive=slot.num_microbatches == 1)
@@ -364,7 +376,7 @@ class MemoryModel:
             result.append(("gradient reduction", filled))
             gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
             gathered_K = np.minimum(BUCKETS_IN_FLIGHT * bucket_K, held.trained_K) * gathers_K
-            result.append(("parameter gathering", {"gradient_bytes": owned_K, "working_bytes": gathered_K}))
+            result.append(("parameter gathering", {"gradient_bytes": updated_K, "working_bytes": gathered_K}))
         return result
 
 

@@ -114,6 +114,30 @@ class Sharding:
     is_one_unit: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulated:
+    """Gradients that are added up in a larger type than they are made in (master weights).
+
+    Attributes:
+        factor: Bytes of a sum per byte of what is added.
+        largest_R: Bytes of the largest gradient that each region makes.
+    """
+
+    factor: float
+    largest_R: FloatArray
+
+    def added_to(self, costs: RegionCosts, made_R: FloatArray) -> RegionCosts:
+        """Costs with sums that regions make, or with what is added to sums beside its cast."""
+        more_R, cast_R = (self.factor - 1) * made_R, self.factor * self.largest_R
+        return replace(
+            costs,
+            first_backward_peak_R=costs.first_backward_peak_R + more_R,
+            first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + more_R,
+            backward_peak_R=costs.backward_peak_R + cast_R,
+            recompute_backward_peak_R=costs.recompute_backward_peak_R + cast_R,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RangeTable:
     """Largest values over runs of recomputed layers, and over runs of others.
@@ -159,16 +183,23 @@ class WorkingSets:
         single_R: FloatArray,
         sharding: Sharding | None = None,
         split_backward: SplitBackward | None = None,
+        accumulated: "Accumulated | None" = None,
     ) -> None:
+        self.gradient_factor = 1.0 if accumulated is None else accumulated.factor
+        if accumulated is not None:
+            costs = accumulated.added_to(costs, single_R if sharding is None else sharding.trained_R)
         self.split_backward = split_backward or SplitBackward(
             peak_R=costs.backward_peak_R,
             recompute_peak_R=costs.recompute_backward_peak_R,
             waiting_R=costs.weight_R,
         )
-        reduced_R, self.gradient_share, self.sharding = np.zeros_like(single_R), 1.0, sharding
+        reduced_R, self.gradient_share, self.sharding = np.zeros_like(single_R), self.gradient_factor, sharding
         if sharding is not None and not sharding.is_one_unit:
             # While a region runs, those of the region above are under way.
-            reduced_R, self.gradient_share = np.zeros_like(sharding.trained_R), sharding.gradient_share
+            reduced_R, self.gradient_share = (
+                np.zeros_like(sharding.trained_R),
+                self.gradient_factor * sharding.gradient_share,
+            )
             reduced_R[..., :-1] = sharding.trained_R[..., 1:]
             costs = _making_anew(costs)
         self.costs, self.reduced_R = costs, reduced_R
@@ -192,7 +223,7 @@ class WorkingSets:
         self.first = self._tables(*first, reduced_R, -self._made[..., 1:])
         self._level_B, self._covered_B = run_levels(self.width - 1)
         self._split: RangeTable | None = None
-        self._ended: dict[int, RangeTable] = {}
+        self._ended: dict[float, RangeTable] = {}
 
     @property
     def split(self) -> RangeTable:
@@ -203,7 +234,7 @@ class WorkingSets:
             )
         return self._split
 
-    def ended(self, times: int) -> RangeTable:
+    def ended(self, times: float) -> RangeTable:
         """Of what is left behind the backward of each layer, less the gradients of layers below it so many times."""
         if times not in self._ended:
             # After the backward of layer k its saved bytes are gone; gradients of layers below it do not count.

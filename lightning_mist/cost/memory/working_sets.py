@@ -175,15 +175,16 @@ class StageWorking:
         sharding, runs = self.sets.sharding, self._runs
         if sharding is None:
             return 0.0
+        copied = 1 + self.sets.gradient_factor
         if sharding.is_one_unit:
-            return 2 * runs.gradient_bytes_K
+            return copied * runs.gradient_bytes_K
         trained_R = sharding.trained_R
         result_K: FloatArray | float = 0.0
         if self._has_head:
-            head_K = 2 * runs.edge(trained_R, 0) + above_head_K + runs.backward_away_AK[0]
+            head_K = copied * runs.edge(trained_R, 0) + above_head_K + runs.backward_away_AK[0]
             result_K = np.where(runs.is_first_K, head_K, 0.0)
         if self._has_tail:
-            tail_K = self._before_tail_K + 2 * runs.edge(trained_R, -1) + runs.backward_away_AK[3]
+            tail_K = self._before_tail_K + copied * runs.edge(trained_R, -1) + runs.backward_away_AK[3]
             result_K = np.maximum(result_K, np.where(runs.is_last_K, tail_K, 0.0))
         return np.maximum(result_K, 0.0)
 
@@ -203,7 +204,7 @@ class StageWorking:
         first_K = self._first_layer(sets.first[1])
         first_K = None if first_K is None else first_K + before_K
         result_K = self._largest(head_K, first_K, layers_K, tail_K, runs.backward_away_AK)
-        return np.maximum(result_K, self._reductions(above_head_K)) + runs.imbalance_K
+        return np.maximum(result_K, self._reductions(above_head_K)) + self.sets.gradient_factor * runs.imbalance_K
 
     def _before_tail_gradients(self) -> FloatArray:
         """Gradients that exist before the tail's backward, by the assumption above."""
@@ -238,7 +239,9 @@ class StageWorking:
 
         From ZeRO-2 on all gradients of the stage are made before the first of them is reduced.
         """
-        sharding, runs = self.sets.sharding, self._runs
+        sharding, runs, factor = self.sets.sharding, self._runs, self.sets.gradient_factor
+        # What is added up in a larger type is cast.
+        largest_K = largest_K * (1.0 if factor == 1.0 else 1 + factor)
         waiting_K = self.waiting() + largest_K
         if sharding is None:
             return waiting_K
@@ -246,8 +249,8 @@ class StageWorking:
         if not sharding.is_one_unit:
             trained_R = sharding.trained_R
             copy_K = np.maximum(runs.is_first_K * runs.edge(trained_R, 0), runs.is_last_K * runs.edge(trained_R, -1))
-        made_K = runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
-        return np.maximum(waiting_K + runs.together_gradient_bytes_K, made_K) + self.pending()
+        made_K = factor * runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
+        return np.maximum(waiting_K + factor * runs.together_gradient_bytes_K, made_K) + self.pending()
 
     def bucket(self, bucket_K: FloatArray, *, progressive: bool) -> FloatArray:
         """Largest bytes alive when a bucket of gradients is filled in the last backward, gradients included.
@@ -261,18 +264,20 @@ class StageWorking:
             progressive: Whether the last backward is also the first, so that gradients appear in it.
         """
         sets, runs = self.sets, self._runs
-        final_K = runs.gradient_bytes_K - runs.head_gradient_bytes_K + sets.made_B[self._start_K]
-        full_K = runs.gradient_bytes_K
+        # A bucket's copy of a gradient is in the smaller type where sums are in a larger one.
+        factor, both = sets.gradient_factor, 1 + 1 / sets.gradient_factor
+        final_K = factor * (runs.gradient_bytes_K - runs.head_gradient_bytes_K) + sets.made_B[self._start_K]
+        full_K = factor * runs.gradient_bytes_K
         once_K = self._over(sets.ended(1), self._whole) + final_K
         if progressive:
-            layers_K = np.minimum(once_K + bucket_K, self._over(sets.ended(2), self._whole) + 2 * final_K)
+            layers_K = np.minimum(once_K + bucket_K, self._over(sets.ended(both), self._whole) + both * final_K)
         else:
             layers_K = full_K + np.minimum(self._over(sets.ended(0), self._whole) + bucket_K, once_K)
         result_K: FloatArray = np.maximum(layers_K, full_K + bucket_K)
         if self._has_tail:
             gradients_K = full_K
             if progressive:
-                gradients_K = self._before_tail_gradients() + runs.tail_gradient_bytes_K
+                gradients_K = self._before_tail_gradients() + factor * runs.tail_gradient_bytes_K
             tail_K = self._before_tail_K + gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
             result_K = np.maximum(result_K, np.where(runs.is_last_K, tail_K, -np.inf))
         return result_K

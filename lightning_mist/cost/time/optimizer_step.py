@@ -8,6 +8,9 @@ Every pass over gradients reads and writes them. Which there are follows the run
 * a loss scale is taken out again in one more pass (``"16-mixed"``);
 * under ZeRO-1 and ZeRO-2 parameters are copied into buckets by their owner and out of them by the others.
 
+With master weights a backward makes gradients in 16 bits, which are cast and added up in 32; what is copied into
+buckets is cast back, and what arrives is added up in 32 bits. A byte of the parameters is then two of every sum.
+
 Gradients of all microbatches but the first are added to those that exist: two are read and one is written. Measured and
 traced backwards have that in them. Under ZeRO-2 and ZeRO-3 they are made anew each time, and added up by their owner.
 
@@ -66,19 +69,20 @@ def update_seconds(
     owned_K = held.trained_K
     if degree > 1:
         owned_K = np.where(shares_K, holdings.shares(candidates, degree).trained_K, held.trained_K)
-    rate = profile.memory_bytes_per_second
-    added_K = _addition(profile, np.where(reduces_K, owned_K, held.trained_K))
+    rate, factor = profile.memory_bytes_per_second, spec.optimizer.gradient_bytes_per_parameter_byte
+    cast = 0.0 if factor == 1.0 else 1 + factor
+    # A sum is read and written, and what is added to it read: by owners as it has arrived.
+    arrived_K = (2 * factor + 1) * owned_K / rate
+    added_K = np.where(reduces_K, arrived_K, ADDITION * factor * held.trained_K / rate)
     # Two passes instead of the addition that is in the backward, and the owner's addition.
-    pass_K = np.where(reduces_K, (2 * PASS - ADDITION) * held.trained_K / rate + added_K, 0.0)
+    passed = cast + PASS * factor + (1 + factor) - ADDITION
+    more_K = (cast + ADDITION * factor - ADDITION) * held.trained_K / rate
+    pass_K = np.where(reduces_K, passed * held.trained_K / rate + added_K, more_K)
     return UpdateSeconds(
         update_K=_once(profile, cluster, spec, slot, held, owned_K, (reduces_K, gives_K)),
         accumulate_K=added_K,
         pass_K=pass_K,
     )
-
-
-def _addition(profile: HardwareProfile, gradients: FloatArray) -> FloatArray:
-    return ADDITION * gradients / profile.memory_bytes_per_second
 
 
 def _once(
@@ -94,10 +98,13 @@ def _once(
     reduces_K, gives_K = sharding
     optimizer = spec.optimizer
     alone = slot.shard_degree == 1
-    into_buckets_K = np.where(reduces_K, 0, int(slot.world_size > 1) if alone else 2) * held.trained_K
-    left_K = (1 + int(spec.precision == "16-mixed")) * owned_K
+    factor = optimizer.gradient_bytes_per_parameter_byte
+    # Scaled, and where they are shared copied too.
+    scaled = PASS * factor * int(slot.world_size > 1) if alone else PASS * factor + (1 + factor)
+    into_buckets_K = np.where(reduces_K, 0.0, scaled) * held.trained_K
+    left_K = (1 + int(spec.precision == "16-mixed")) * factor * owned_K
     given_K = np.where(gives_K, held.trained_K, 0.0)
-    passed_K = PASS * (into_buckets_K + left_K + given_K)
+    passed_K = into_buckets_K + PASS * (left_K + given_K)
     if optimizer.step_seconds_per_parameter_byte > 0:
         measured_K: FloatArray = optimizer.step_seconds_per_parameter_byte * owned_K
         return measured_K + passed_K / profile.memory_bytes_per_second

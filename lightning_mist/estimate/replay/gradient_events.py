@@ -21,6 +21,7 @@ class Gradients:
 
     def __init__(self, tape: Tape, view: RankView, *, in_buckets: bool) -> None:
         self._tape, self._view, self._in_buckets = tape, view, in_buckets
+        self._factor = view.spec.optimizer.gradient_bytes_per_parameter_byte
         self.found: dict[str, int] = {}
         self._flats: dict[int, set[str]] = {}
         self._waiting: dict[str, list[int]] = {}
@@ -64,7 +65,12 @@ class Gradients:
 
     def is_watched(self, name: str, stage: int) -> bool:
         """Whether something hangs on when a parameter's gradient is accumulated."""
-        return name in self._final or self._is_shared(name) or len(self._view.regions_of[name][stage]) > 1
+        return (
+            self._factor > 1
+            or name in self._final
+            or self._is_shared(name)
+            or len(self._view.regions_of[name][stage]) > 1
+        )
 
     def accumulate(self, name: str, identity: int, stage: int, part: int, *, way: bool) -> None:
         """A gradient is there and is added to the parameter's, or becomes it.
@@ -78,11 +84,28 @@ class Gradients:
                 self._waiting.setdefault(name, []).append(identity)
                 return
             identity = self._summed(name, [*self._waiting.pop(name, []), identity])
-        if name not in self.found and not self._in_buckets:
+        if self._factor > 1:
+            self._add_up(name, identity, keeps=way or len(regions) > 1)
+        elif name not in self.found and not self._in_buckets:
             self.found[name] = identity
         elif way or len(regions) > 1:
             self._tape.free(identity)
         self._note_final(name)
+
+    def _add_up(self, name: str, identity: int, *, keeps: bool) -> None:
+        """A gradient is cast to the type of the sum, and becomes it or is added to it.
+
+        Args:
+            keeps: Whether the gradient is there until it is freed here; else its own events free it.
+        """
+        size = round(self._factor * self._view.by_name[name].bytes)
+        total = self._tape.malloc(size, Label("gradient_bytes", f"gradient of {name}, added up"))
+        if keeps:
+            self._tape.free(identity)
+        if name in self.found:
+            self._tape.free(total)
+        else:
+            self.found[name] = total
 
     def _note_final(self, name: str) -> None:
         if name in self._final:
@@ -96,7 +119,9 @@ class Gradients:
 
     def made(self, name: str) -> None:
         """It is added to the weight's gradient, or becomes it."""
-        if name in self.found:
+        if self._factor > 1:
+            self._add_up(name, self._alone, keeps=True)
+        elif name in self.found:
             self._tape.free(self._alone)
         else:
             self.found[name] = self._alone
@@ -150,32 +175,45 @@ class Gradients:
         self._ready.clear()
 
     def _keep(self, flat: Flat, identity: int) -> None:
+        if self._factor > 1 and not self._view.units:
+            identity = self._widened(flat, identity)
         self._flats[identity] = set(flat.names)
+
+    def _widened(self, flat: Flat, identity: int) -> int:
+        """What has arrived, in the type of sums."""
+        label = Label("gradient_bytes", "gradients that have arrived, added up")
+        total = self._tape.malloc(round(self._factor * flat.with_counts), label)
+        self._tape.free(identity)
+        return total
 
     def reduce_tied(self) -> None:
         """Over the groups of devices that hold the same parameter."""
         label = Label("gradient_bytes", "gradient of a tied parameter, on its way")
         for item, identity in [(item, self._contribution(item, label)) for item in self._view.tied]:
             self._install(item, identity)
-        spread = [(item, self._tape.malloc(item.bytes + item.itemsize, label)) for item in self._view.spread]
+        factor = round(self._factor)
+        spread = [(item, self._tape.malloc(factor * (item.bytes + item.itemsize), label)) for item in self._view.spread]
         for item, identity in spread:
             self._install(item, identity)
 
     def _contribution(self, item: Held, label: Label) -> int:
-        flat = self._tape.malloc(item.bytes + item.itemsize, label)
+        factor = round(self._factor)
+        flat = self._tape.malloc(factor * (item.bytes + item.itemsize), label)
         if not sums_wholes(self._view.plan, item.item) or item.bytes == item.whole_bytes:
             return flat
         degree = self._view.plan.stages[self._view.mesh.stage].mesh.tensor_parallel_degree
-        gathered = [self._tape.malloc(degree * (item.bytes + item.itemsize), label) for _ in range(2)]
-        whole = self._tape.malloc(item.whole_bytes, label)
-        total = self._tape.malloc(item.whole_bytes + item.itemsize, label)
+        gathered = [self._tape.malloc(factor * degree * (item.bytes + item.itemsize), label) for _ in range(2)]
+        whole = self._tape.malloc(factor * item.whole_bytes, label)
+        total = self._tape.malloc(factor * (item.whole_bytes + item.itemsize), label)
         for identity in (*gathered, whole, flat):
             self._tape.free(identity)
         return total
 
     def _install(self, item: Held, identity: int) -> None:
         if item.bytes != item.whole_bytes and sums_wholes(self._view.plan, item.item):
-            part = self._tape.malloc(item.bytes, Label("gradient_bytes", f"gradient of {item.name}"))
+            part = self._tape.malloc(
+                round(self._factor) * item.bytes, Label("gradient_bytes", f"gradient of {item.name}")
+            )
             self._tape.free(identity)
             identity = part
         self._drop(item.name)
@@ -225,7 +263,7 @@ class Gradients:
         """What is under way has arrived: owners add it up, others let go of it."""
         for key, flat, identity in self._under_way:
             if flat.owner == self._view.mesh.data_index and (key, flat) not in self._sums:
-                self._sums[key, flat] = identity
+                self._sums[key, flat] = self._widened(flat, identity) if self._factor > 1 else identity
             else:
                 self._tape.free(identity)
         self._under_way.clear()

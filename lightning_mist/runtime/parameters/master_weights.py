@@ -5,7 +5,7 @@ gradients included. Inside of a batch the same parameter is its cast to the type
 gradients in the masters' type (torch's ``Tensor.grad_dtype``); they travel between data-parallel ranks in the other.
 
 A rank keeps the masters of what it updates. From ZeRO-1 on the masters of others are absent outside of batches; up to
-ZeRO-2 every rank keeps all casts, under ZeRO-3 a unit's casts are made and given out where it is gathered. Parameters
+ZeRO-2 every rank keeps all casts, under ZeRO-3 those of its own masters, given out where units are gathered. Parameters
 that are not trained have the computing type all the time.
 
 The same arithmetic is that of FSDP2's ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` and of DeepSpeed's and
@@ -88,7 +88,7 @@ class MasterWeights:
         """A batch begins: parameters are what is computed with."""
         if self._gives_units:
             assert self._shards is not None
-            self._shards.hide()
+            self._shards.compute()
             return
         make_present(self._every[name] for name in self._held)
         if not self.away:
@@ -109,6 +109,11 @@ class MasterWeights:
         """The casts by canonical name, of this rank's own masters after the optimizer's step (ZeRO-1, ZeRO-2)."""
         self._cast()
         return self._casts
+
+    def casts(self) -> list[Tensor]:
+        """What this rank keeps of the type that is computed in, beside masters."""
+        flats = self._shards.flats if self._gives_units and self._shards is not None else ()
+        return [*self._casts.values(), *flats]
 
     def _cast(self) -> None:
         names = [name for name in self._masters if name in self._casts]

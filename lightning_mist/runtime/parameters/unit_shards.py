@@ -60,7 +60,7 @@ class _Shard:
         self.bucket, self.first, self.is_owned, self._where = bucket, first, is_owned, where
         self.is_offloaded = is_owned and is_offloaded
         self.has_master = has_master
-        self.is_resident = is_owned and not is_offloaded and not has_master
+        self.is_resident = is_owned and not is_offloaded
         self.users = 0
         self.refuses_use = self.is_attached = False
         self.work: Work | None = None
@@ -136,9 +136,9 @@ class _Shard:
             make_absent(named, lambda _: self._where, keeps_gradient=self.is_offloaded)
         self._storage.resize_(0)
 
-    def detach(self) -> None:
-        """Give every parameter a memory of its own again."""
-        for parameter in self.bucket.parameters:
+    def detach(self, *, is_used: bool) -> None:
+        """Give every parameter a memory of its own again, if it has it here."""
+        for parameter in self.bucket.parameters if is_used else ():
             parameter.data = parameter.data.clone()
         self._storage.resize_(0)
 
@@ -148,7 +148,7 @@ class UnitShards:
 
     Args:
         offloaded: The parameters whose values are in their owner's host memory, by canonical name.
-        has_masters: Whether trained parameters are cast from masters when they are unsharded.
+        has_masters: Whether trained parameters are cast from masters when a batch begins.
 
     Attributes:
         masters: What this rank's own are cast from, by canonical name; see
@@ -241,10 +241,13 @@ class UnitShards:
                 else:
                     shard.free()
 
-    def hide(self) -> None:
-        """Take parameters away that are here as masters: a batch begins."""
+    def compute(self) -> None:
+        """A batch begins: parameters that are here as masters are cast, others' are away."""
         for shard in self._shards:
-            if shard.has_master and not shard.users:
+            if shard.has_master and shard.is_resident:
+                shard.cast(self.masters)
+                shard.attach()
+            elif shard.has_master:
                 shard.free()
 
     def disengage(self) -> None:
@@ -255,7 +258,7 @@ class UnitShards:
         with torch.no_grad():
             for shard in self._shards:
                 if shard.is_resident:
-                    shard.detach()
+                    shard.detach(is_used=not shard.has_master)
 
     def home_values(self) -> dict[str, Tensor]:
         """Values of this rank's own in host memory by canonical name; others may still be on their way there."""
@@ -335,8 +338,6 @@ class UnitShards:
     def _fetch(self, shard: _Shard) -> None:
         if not shard.is_resident:
             shard.allocate()
-        if shard.has_master and shard.is_owned:
-            shard.cast(self.masters)
         if shard.is_offloaded:
             assert self._streams is not None
             assert shard.home is not None

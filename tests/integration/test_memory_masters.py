@@ -1,0 +1,51 @@
+"""Predicted peaks with master weights against those of the runtime."""
+
+from statistics import fmean
+
+import pytest
+import torch
+
+from lightning_mist.cost import stage_memory
+from lightning_mist.estimate.replay import replay_plan
+from lightning_mist.model import trace_model, with_master_weights
+from tests import zoo
+from tests.integration.metered import measure_peaks
+from tests.integration.parity import cast, make_plan, map_of
+from tests.integration.test_memory import MEAN, OVER, PLANS, ROWS, UNDER
+
+NAMES = [name for name, options in PLANS.items() if "tensor" not in options]
+
+
+@pytest.fixture(scope="module")
+def traced():
+    module, make_batch = zoo.make("vit")
+    narrow = zoo.make("vit")[0].to(torch.bfloat16)
+    batch, call = cast(make_batch(ROWS), torch.bfloat16), zoo.step(narrow)
+    optimizer = torch.optim.AdamW(module.parameters())
+    spec = trace_model(
+        narrow, batch, call=call, module_map=map_of(narrow, batch), optimizer=optimizer, precision="bf16-true"
+    )
+    return module, make_batch, with_master_weights(spec)
+
+
+def measured(traced, name):
+    module, make_batch, spec = traced
+    plan = make_plan(rows=ROWS, **PLANS[name])
+    batches = [cast(make_batch(ROWS), torch.bfloat16) for _ in range(plan.world_size)]
+    return plan, measure_peaks(module, spec.module_map, plan, batches, master_weights=True)
+
+
+def test_predicted_equals_measured(traced):
+    found = {}
+    for name in NAMES:
+        plan, peaks = measured(traced, name)
+        needs = [memory.peak_bytes for memory in stage_memory(traced[2], plan)]
+        replays = [item.peak_bytes for item in replay_plan(traced[2], plan, plain=False)]
+        found[name] = [((a - c) / c, (b - c) / c) for a, b, c in zip(needs, replays, peaks, strict=True)]
+    errors = [pair[0] for of_plan in found.values() for pair in of_plan]
+    assert min(errors) >= -UNDER, found
+    assert max(errors) <= OVER, found
+    assert fmean(map(abs, errors)) <= MEAN, found
+    replayed = [pair[1] for of_plan in found.values() for pair in of_plan]
+    assert min(replayed) >= -MEAN, found
+    assert max(replayed) <= UNDER, found
