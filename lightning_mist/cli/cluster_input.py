@@ -90,6 +90,50 @@ def oldest_capability(cluster: "AnyCluster") -> tuple[int, int] | None:
     return None if None in known else min(item for item in known if item is not None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The precision of a forecast.
+
+    Attributes:
+        name: Lightning's name of it.
+        note: What to say of it in the first line; empty where it was asked for.
+    """
+
+    name: str
+    master_weights: bool
+    note: str = ""
+
+
+def precision_of(cluster: "AnyCluster", asked: str | None, *, master_weights: bool) -> Precision:
+    """The precision that was asked for, or what people train in where nothing was said.
+
+    That is bfloat16 with masters in float32 where every device multiplies in it by its data sheet, else float32.
+
+    Raises:
+        ValueError: If master weights are asked for in a precision that has none.
+    """
+    from lightning_mist.errors import ProfileError
+    from lightning_mist.hardware.catalog import find_device
+    from lightning_mist.model import MASTERS_PRECISION
+
+    if asked is None and not master_weights:
+        try:
+            has_bf16 = cluster.kind == "cuda" and all(
+                "bfloat16" in dict(find_device(part.device.name).peak_flops) for part in cluster.parts
+            )
+        except ProfileError:
+            has_bf16 = False
+        note = " (no --precision was given)"
+        return Precision(name=MASTERS_PRECISION if has_bf16 else "32-true", master_weights=has_bf16, note=note)
+    name = asked or MASTERS_PRECISION
+    if master_weights and name != MASTERS_PRECISION:
+        raise ValueError(
+            f"--master-weights with --precision {name}: masters in float32 are for weights in bfloat16; use "
+            f"--precision {MASTERS_PRECISION}, or leave one of both out"
+        )
+    return Precision(name=name, master_weights=master_weights)
+
+
 def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
     """What another precision would do for a machine that computes in single precision, if its data sheet says so."""
     from lightning_mist.errors import ProfileError

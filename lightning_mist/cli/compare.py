@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from textwrap import fill
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -32,6 +33,7 @@ def compare_with_others(
     memory_limit: int | None = None,
     host_memory_limit: int | None = None,
     search: "SearchSpace | None" = None,
+    rivals: "Mapping[str, Planner]" = MappingProxyType({}),
 ) -> "tuple[TuneResult, tuple[ComparedPlan, ...]]":
     """A plan and the best of what people would have chosen for the same batch, under the same limits.
 
@@ -39,6 +41,8 @@ def compare_with_others(
 
     Args:
         search: What the plan was searched for in; see :func:`~lightning_mist.explain.baseline_plans.baselines`.
+        rivals: Planners in the precisions of others' tools; see
+            :func:`~lightning_mist.explain.baseline_plans.baselines_with`.
 
     Returns:
         What was found, with the plan that is best of all, and that plan beside the others.
@@ -55,6 +59,7 @@ def compare_with_others(
         host_memory_limit=host_memory_limit,
         search=search,
         tell=say,
+        others=rivals,
     )
     compared = compare_plans(result.plan, others, outside=asked)
     better = faster_plan(compared)
@@ -88,12 +93,12 @@ def render_comparison(
     for heading in ("step", "times\nours", "tokens/s" if has_tokens else "rows/s", "peak\nmemory"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("settings", ratio=1, overflow="fold")
-    known: dict[Plan, str] = {}
+    known: dict[tuple[Plan, str], str] = {}
     for item in items:
         if item.plan is None:
             table.add_row(item.name, "-", "-", "-", "-", item.noted(item.reason))
             continue
-        first = known.setdefault(replace(item.plan, predicted=None, fingerprint=()), item.name)
+        first = known.setdefault((replace(item.plan, predicted=None, fingerprint=()), item.precision), item.name)
         settings = (
             item.settings
             if first == item.name

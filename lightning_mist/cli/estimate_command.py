@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cli.cluster_input import oldest_capability, open_cluster
+from lightning_mist.cli.cluster_input import oldest_capability, open_cluster, precision_of
 from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
 from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.errors import PlanError, TraceError
@@ -68,7 +68,9 @@ class EstimateRequest:
             wrote, or "local" for this machine; with --plan also one of unlike devices, 8xA100-40+2x8xV100-32.
         global_batch_size: Rows that one batch brings over all devices; by default one for each device.
         seq_len: Tokens per row, for presets and configurations.
-        precision: Lightning's name of the precision, such as bf16-mixed.
+        precision: Lightning's name of the precision, such as bf16-mixed; by default bf16-true with master weights where
+            all devices multiply in bfloat16, else 32-true.
+        master_weights: Whether weights in bfloat16 have masters in float32, which are updated.
         optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         plan: A plan file, in place of the degrees that follow.
         memory_limit: The most memory of each device that may be used, such as 22GiB.
@@ -84,7 +86,8 @@ class EstimateRequest:
     cluster: str
     global_batch_size: int | None = None
     seq_len: int | None = None
-    precision: str = "32-true"
+    precision: str | None = None
+    master_weights: bool = False
     optimizer: str | None = None
     plan: str | None = None
     memory_limit: str | None = None
@@ -160,9 +163,12 @@ class _Estimators:
         """Trace, or take the closed form where that is asked for or nothing else is possible."""
         from lightning_mist.estimate import Estimator
 
+        asked = self._request
+        precision = precision_of(self._machine, asked.precision, master_weights=asked.master_weights)
         request = NetworkRequest(
             model=self._request.model,
-            precision=self._request.precision,
+            precision=precision.name,
+            master_weights=precision.master_weights,
             optimizer=self._request.optimizer,
             trace=self._request.trace,
             rows=rows,

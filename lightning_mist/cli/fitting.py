@@ -50,6 +50,7 @@ class FoundPlan:
     memory: str
     restricted: tuple[str, ...]
     compared: "tuple[ComparedPlan, ...] | None"
+    precision_note: str = ""
 
     @property
     def spec(self) -> "ModelSpec":

@@ -32,10 +32,21 @@ class NetworkRequest:
     device_kind: str
     capability: tuple[int, int] | None = None
     trace: bool = False
+    master_weights: bool = False
 
 
 def describe_network(request: NetworkRequest) -> "ModelSpec":
     """What the network costs: of presets by their sizes, where traces of their family are at hand; else traced."""
+    return _with_masters(_described(request), request)
+
+
+def _with_masters(spec: "ModelSpec", request: NetworkRequest) -> "ModelSpec":
+    from lightning_mist.model import with_master_weights
+
+    return with_master_weights(spec) if request.master_weights else spec
+
+
+def _described(request: NetworkRequest) -> "ModelSpec":
     from lightning_mist.model.presets import PRESETS, check_length, check_name, check_precision
 
     check_precision(request.precision)
@@ -143,7 +154,7 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
     if ":" not in model:
         check_name(model)
     seq_len = check_length(model, request.seq_len)
-    return closed_spec(
+    spec = closed_spec(
         _dims(model, seq_len),
         optimizer=_optimizer(request.optimizer or "AdamW", request.device_kind),
         precision=request.precision,
@@ -153,6 +164,7 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
         device_kind=request.device_kind,
         name=model,
     )
+    return _with_masters(spec, request)
 
 
 def _dims(model: str, seq_len: int) -> "TransformerDims":

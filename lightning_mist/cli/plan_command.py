@@ -11,6 +11,7 @@ from lightning_mist.cli.cluster_input import (
     oldest_capability,
     open_cluster,
     open_profile,
+    precision_of,
 )
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
 from lightning_mist.cli.fitting import FoundPlan, estimate_of, memory_words, plan_that_fits
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_mist.explain import Explanation
     from lightning_mist.hardware import AnyCluster
     from lightning_mist.model import ModelSpec
-    from lightning_mist.plan import Plan
     from lightning_mist.tuner import TuneResult
 
 
@@ -49,7 +49,9 @@ class PlanRequest:
             lightning-mist profile wrote, or "local" for this machine, measured; "local:4" for four processes on it.
         global_batch_size: Rows that one batch brings over all devices.
         seq_len: Tokens per row, for presets and configurations.
-        precision: Lightning's name of the precision, such as bf16-mixed.
+        precision: Lightning's name of the precision, such as bf16-mixed; by default bf16-true with master weights where
+            all devices multiply in bfloat16, else 32-true.
+        master_weights: Whether weights in bfloat16 have masters in float32, which are updated.
         memory_limit: The most memory of each device that the plan may use, such as 22GiB.
         host_memory_limit: The most memory of each node's host that offloading may take, such as 200GiB; by default 80 %
             of what it has.
@@ -72,7 +74,8 @@ class PlanRequest:
     cluster: str
     global_batch_size: int
     seq_len: int | None = None
-    precision: str = "32-true"
+    precision: str | None = None
+    master_weights: bool = False
     memory_limit: str | None = None
     host_memory_limit: str | None = None
     out: str | None = None
@@ -127,8 +130,11 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     )
     search, restricted = options, tuple[str, ...]()
     machine = open_cluster(request.cluster)
-    if is_local(request.cluster):  # A plan for this machine is to be executed.
-        kinds, restricted = executed_offload(search.offload, machine.kind, has_files=False)
+    precision = precision_of(machine, request.precision, master_weights=request.master_weights)
+    if is_local(request.cluster) or precision.master_weights:
+        # A plan for this machine is to be executed, and what is offloaded beside masters is not priced.
+        device_kind, masters = machine.kind, precision.master_weights
+        kinds, restricted = executed_offload(search.offload, device_kind, has_files=False, master_weights=masters)
         search = replace(search, offload=kinds)
     check_memory_limit(machine, limit)
     if request.global_batch_size < 1:
@@ -136,20 +142,20 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
             f"global_batch_size = {request.global_batch_size}: at least one row is needed; give a batch's rows"
         )
     rows = max(1, request.global_batch_size // machine.world_size)  # that each device loads
-    spec = describe_network(
-        NetworkRequest(
-            model=request.model,
-            rows=rows,
-            seq_len=request.seq_len,
-            precision=request.precision,
-            optimizer=request.optimizer,
-            degrees=_degrees(search, machine),
-            device_kind=machine.kind,
-            capability=oldest_capability(machine),
-            trace=request.trace,
-        )
+    network = NetworkRequest(
+        model=request.model,
+        rows=rows,
+        seq_len=request.seq_len,
+        precision=precision.name,
+        master_weights=precision.master_weights,
+        optimizer=request.optimizer,
+        degrees=_degrees(search, machine),
+        device_kind=machine.kind,
+        capability=oldest_capability(machine),
+        trace=request.trace,
     )
-    profile = in_stack(open_profile(request.cluster, machine, request.precision), machine, request.stack)
+    spec = describe_network(network)
+    profile = in_stack(open_profile(request.cluster, machine, precision.name), machine, request.stack)
     planner = Planner(spec, machine, profile=profile)
     limits: dict[str, Any] = {"memory_limit": limit, "host_memory_limit": host_limit, "search": search}
     asked = {"global_batch_size": request.global_batch_size, **limits}
@@ -158,8 +164,11 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     fitting = plan_that_fits(planner, result, asked)
     result, asked = fitting.result, fitting.asked
     limits = {name: value for name, value in asked.items() if name != "global_batch_size"}
-    result, compared = compare_with_others(planner, result, **limits) if request.compare else (result, None)
-    plan = replace(result.plan, fingerprint=_made_for(spec, machine, rows, request.precision))
+    compared = None
+    if request.compare:
+        rivals = {name: Planner(other, machine, profile=profile) for name, other in _rivals(network).items()}
+        result, compared = compare_with_others(planner, result, rivals=rivals, **limits)
+    plan = replace(result.plan, fingerprint=_made_for(spec, machine, rows))
     estimate = fitting.estimate if result is fitting.result else estimate_of(planner, plan, limit)
     return FoundPlan(
         planner=planner,
@@ -167,9 +176,25 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
         result=result,
         plan=plan,
         memory=memory_words(estimate),
+        precision_note=precision.note,
         restricted=(*restricted, *fitting.notes),
         compared=compared if compared is None else (replace(compared[0], plan=plan), *compared[1:]),
     )
+
+
+def _rivals(network: NetworkRequest) -> "dict[str, ModelSpec]":
+    """The network in the precision of tools that train in bfloat16 in another way than was asked for."""
+    from lightning_mist.explain import REST, WITH_AUTOCAST
+
+    if network.master_weights:
+        mixed = describe_network(replace(network, precision="bf16-mixed", master_weights=False))
+        return dict.fromkeys(WITH_AUTOCAST, mixed)
+    if network.precision != "bf16-mixed":
+        return {}
+    own = describe_network(network)
+    return dict.fromkeys(WITH_AUTOCAST, own) | {
+        REST: describe_network(replace(network, precision="bf16-true", master_weights=True))
+    }
 
 
 def _degrees(search: SearchSpace, machine: "AnyCluster") -> tuple[int, ...]:
@@ -187,12 +212,12 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
         more: dict[str, Any] = {"explanation": explanation_data(why)} if explain else {}
         if found.compared is not None:
             more["compare"] = comparison_json(found.compared)
-        notes = (*_not_executed(found.plan), *found.result.proof, *found.result.compared, *found.notes)
+        notes = (*_not_executed(found), *found.result.proof, *found.result.compared, *found.notes)
         print_json(found.plan, memory=found.memory, search=_search_data(found.result), notes=notes, **more)
         return
     show_text(_subject(found))
     show_plan(found.plan, devices_of(found.plan, found.planner.cluster))
-    for line in (found.memory, *_not_executed(found.plan)):
+    for line in (found.memory, *_not_executed(found)):
         show_text(line)
     print()
     show_explanation(why, full=explain)
@@ -215,16 +240,14 @@ def _subject(found: FoundPlan) -> str:
     size = "" if parameters is None else f" ({int(parameters):,} parameters)"
     rows = counted(found.plan.global_batch_size, "row")
     tokens = "" if spec.sequence_length is None else f" of {spec.sequence_length:,} tokens"
-    return (
-        f"{spec.name}{size} in {spec.precision} with {spec.optimizer.name} on {cluster.text}: {rows}{tokens} per step"
-    )
+    return f"{spec.name}{size} in {spec.precision_text}{found.precision_note} with {spec.optimizer.name} on {cluster.text}: {rows}{tokens} per step"
 
 
-def _not_executed(found: "Plan") -> tuple[str, ...]:
+def _not_executed(found: FoundPlan) -> tuple[str, ...]:
     """What the runtime does not execute yet of a plan, in one line."""
     from lightning_mist.runtime.support import unsupported
 
-    said = unsupported(found)
+    said = unsupported(found.plan, master_weights=found.spec.master_weights)
     return (f"a forecast: this version does not execute yet {'; '.join(said)}",) if said else ()
 
 
@@ -242,9 +265,14 @@ def _search_data(result: "TuneResult") -> dict[str, Any]:
     }
 
 
-def _made_for(spec: "ModelSpec", machine: "AnyCluster", rows: int, precision: str) -> tuple[tuple[str, str], ...]:
+def _made_for(spec: "ModelSpec", machine: "AnyCluster", rows: int) -> tuple[tuple[str, str], ...]:
     versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
     made_for = fingerprint_of(
-        spec.module_map, world_size=machine.world_size, batch_rows=rows, precision=precision, versions=versions
+        spec.module_map,
+        world_size=machine.world_size,
+        batch_rows=rows,
+        precision=spec.precision,
+        master_weights=spec.master_weights,
+        versions=versions,
     )
     return made_for.pairs()

@@ -36,7 +36,7 @@ def estimate_plan(
         cluster=describe_cluster(cluster),
         memory_limit=limit,
         plan=plan,
-        precision=spec.precision,
+        precision=spec.precision_text,
         optimizer=spec.optimizer.name,
         stages=stages,
         source=estimator.source,

@@ -27,8 +27,9 @@ nothing.
     The published space of Zhu et al., 2025 (:mod:`lightning_mist.explain.published_space`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lightning_mist.cost import MixedCostModel, Profiles, profiles_of
 from lightning_mist.cost.time import copy_rates
@@ -87,6 +88,13 @@ _LEAST_OF_MIST = UniformPlans(
 _LEAST_WITHOUT_OFFLOAD = replace(_LEAST_OF_MIST, offloads=(OffloadRatios(),))
 """The same where nothing can be offloaded."""
 
+REST = "all others"
+"""In the place of a name: every baseline that is not named."""
+
+WITH_AUTOCAST = ("DDP", "DDP, tuned")
+"""Baselines whose tool keeps weights in 32 bits and casts them for use; those of all others keep weights in 16 bits,
+and masters in 32 (FSDP2's mixed precision, DeepSpeed, Megatron-LM, on which Aceso and Mist are built)."""
+
 MIST = "Mist paper's space"
 
 UNDIVIDED = "no number of microbatches or stages that it allows divides this batch"
@@ -108,6 +116,7 @@ class Baseline:
         reason: Why there is none; empty if there is one.
         note: What to know of the search for it.
         stack: Whose kernels it is priced with, if not with those of the plan that it is compared with.
+        precision: What its tool computes in, for people, if that is another precision than the plan's.
     """
 
     name: str
@@ -115,6 +124,7 @@ class Baseline:
     reason: str = ""
     note: str = ""
     stack: str = ""
+    precision: str = ""
 
 
 def baselines(
@@ -157,6 +167,7 @@ def baselines_with(
     host_memory_limit: int | None = None,
     search: SearchSpace | None = None,
     tell: Callable[[str], None] | None = None,
+    others: Mapping[str, Planner] = MappingProxyType({}),
 ) -> tuple[Baseline, ...]:
     """As :func:`baselines`, with a planner that exists already.
 
@@ -166,6 +177,8 @@ def baselines_with(
         host_memory_limit: Bytes of host memory of each node that offloading may take.
         search: Limits; see :func:`baselines`.
         tell: Is told what is being looked at.
+        others: Planners of the same network in another precision, by the names of the baselines whose tools use it;
+            under :data:`REST` that of all others.
     """
     given, say = search or SearchSpace(), tell or _silent
     asked = Asked(
@@ -181,18 +194,22 @@ def baselines_with(
         ),
     )
     result = []
-    refused, fused = _why_no_offload(planner), _fused(planner)
+    refused = _why_no_offload(planner)
     for name, family in FAMILIES:
         say(f"comparing with {name}")
         if refused and family.is_offloaded:
             result.append(Baseline(name=name, plan=None, reason=refused))
             continue
-        own = fused if name in FUSED and fused is not None else planner
-        plan, shortage = _uniform(own, asked, family)
-        stack = "" if own is planner else "fused"
-        result.append(Baseline(name=name, plan=plan, reason="" if plan else _why(shortage), stack=stack))
+        own = others.get(name, others.get(REST, planner))
+        fused = _fused(own) if name in FUSED else None
+        plan, shortage = _uniform(fused or own, asked, family)
+        found = Baseline(
+            name=name, plan=plan, reason="" if plan else _why(shortage), stack="" if fused is None else "fused"
+        )
+        result.append(_told(found, own, planner))
     say("comparing with Aceso")
-    result.append(_aceso(planner, asked))
+    rest = others.get(REST, planner)
+    result.append(_told(_aceso(rest, asked), rest, planner))
     say("comparing with the Mist paper's space")
     if refused:
         asked, least = replace(asked, search=replace(asked.search, offload=())), _LEAST_WITHOUT_OFFLOAD
@@ -201,7 +218,7 @@ def baselines_with(
     if isinstance(planner.cluster, MixedCluster):
         result.append(Baseline(name=MIST, plan=None, reason="not for unlike devices: all its stages have the same"))
     else:
-        result.append(_published(planner, asked, least))
+        result.append(_told(_published(rest, asked, least), rest, planner))
     return tuple(result)
 
 
@@ -213,6 +230,12 @@ def _fused(planner: Planner) -> Planner | None:
     if not profile.source.startswith("catalog") or planner.spec.seconds:
         return None
     return Planner(planner.spec, planner.cluster, profile=with_stack(profile, "fused"))
+
+
+def _told(found: Baseline, own: Planner, planner: Planner) -> Baseline:
+    """A baseline that says its precision, if that is not the plan's."""
+    text = own.spec.precision_text
+    return found if text == planner.spec.precision_text else replace(found, precision=text)
 
 
 def _uniform(planner: Planner, asked: Asked, family: UniformPlans) -> tuple[Plan | None, Shortage | None]:

@@ -25,6 +25,7 @@ class ComparedPlan:
         ratio: How many times as long as the plan that all are compared with.
         outside: What the plan has that the search for the first one does not look at.
         stack: Whose kernels it is priced with, if not with those of the first one.
+        precision: What it computes in, if that is another precision than the first one's.
     """
 
     name: str
@@ -39,10 +40,12 @@ class ComparedPlan:
     peak_bytes: int | None = None
     outside: tuple[str, ...] = ()
     stack: str = ""
+    precision: str = ""
 
     def noted(self, text: str) -> str:
         """What is said of it, with its note."""
-        return f"{text} ({self.note})" if self.note else text
+        notes = [note for note in (self.precision and f"in {self.precision}", self.note) if note]
+        return f"{text} ({', '.join(notes)})" if notes else text
 
 
 def compare_plans(
@@ -67,8 +70,10 @@ def compare_plans(
 
 
 def _placed(line: ComparedPlan, outside: tuple[str, ...]) -> ComparedPlan:
+    """A plan with what the search does not look at; one in another precision or stack never takes the first's place."""
     kernels = (f"the kernels of another stack ({line.stack})",) if line.stack else ()
-    return replace(line, outside=(*kernels, *outside))
+    precision = (line.precision,) if line.precision else ()
+    return replace(line, outside=(*kernels, *outside, *precision))
 
 
 def faster_plan(items: Sequence[ComparedPlan]) -> ComparedPlan | None:
@@ -163,7 +168,7 @@ def closed_form_of(plan: Plan) -> float:
 def _compared(item: Baseline, seconds: float) -> ComparedPlan:
     plan = item.plan
     if plan is None or plan.predicted is None:
-        return ComparedPlan(name=item.name, plan=None, reason=item.reason, note=item.note)
+        return ComparedPlan(name=item.name, plan=None, reason=item.reason, note=item.note, precision=item.precision)
     found = plan.predicted.step_seconds
     rates = step_rates(plan, found)
     return ComparedPlan(
@@ -172,6 +177,7 @@ def _compared(item: Baseline, seconds: float) -> ComparedPlan:
         settings=settings_of(plan),
         note=item.note,
         stack=item.stack,
+        precision=item.precision,
         step_seconds=found,
         ratio=found / seconds,
         rows_per_second=None if rates is None else rates.rows_per_second,

@@ -65,6 +65,7 @@ def fingerprint_of(
     world_size: int,
     batch_rows: int | None,
     precision: str,
+    master_weights: bool = False,
     versions: Iterable[tuple[str, str]] = (),
 ) -> Fingerprint:
     """The fingerprint of a module on a number of devices."""
@@ -76,7 +77,7 @@ def fingerprint_of(
         layer_kinds=_layer_kinds(module_map),
         num_parameters=sum(prod(use.shape) for use in module_map.parameters),
         parameters_hash=sha256(repr(described).encode()).hexdigest()[:16],
-        precision=precision,
+        precision=f"{precision} with master weights" if master_weights else precision,
         versions=tuple(versions),
     )
 

@@ -54,7 +54,7 @@ def check_supported(plan: Plan, module_map: ModuleMap, *, master_weights: bool =
         check_split(index, stage, module_map)
 
 
-def unsupported(plan: Plan) -> tuple[str, ...]:
+def unsupported(plan: Plan, *, master_weights: bool = False) -> tuple[str, ...]:
     """What the runtime does not execute yet of a plan, for people; empty if it executes all of it.
 
     How a module can be split is another question: :func:`check_supported` asks it too.
@@ -64,6 +64,9 @@ def unsupported(plan: Plan) -> tuple[str, ...]:
     for index, stage in enumerate(plan.stages):
         if stage.mesh.context_parallel_degree > 1:
             stages_of.setdefault("context_parallel_degree above 1", []).append(index)
+        for name in STATE if master_weights else ():
+            if getattr(stage.offload, name) > 0.0:
+                stages_of.setdefault(f"offload.{name} with master weights", []).append(index)
     many = plan.num_stages > 1
     found += [f"{what}{_on(stages) if many else ''}" for what, stages in stages_of.items()]
     return tuple(found)

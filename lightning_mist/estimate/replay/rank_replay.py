@@ -150,7 +150,7 @@ def replay_rank(
     mesh = plan.stages[plan.stage_of(rank)].mesh
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
     view = RankView(part, spec, plan, rank)
-    in_buckets = plan.is_plain if plain is None else plain
+    in_buckets = (plan.is_plain and not spec.master_weights) if plain is None else plain
     schedule = _schedule(plan, spec, shorten=shorten)
     tape, begin = Run(view, schedule, {} if known is None else known, in_buckets=in_buckets).play()
     return Replay(rank, tape, begin)

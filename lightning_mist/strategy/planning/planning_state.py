@@ -388,7 +388,8 @@ class Planner:
             found,
             world_size=self.strategy.world_size,
             batch_rows=batch_rows(self.batch),
-            precision=str(self.trainer.precision) + " with master weights" * self.request.master_weights,
+            precision=str(self.trainer.precision),
+            master_weights=self.request.master_weights,
             versions=[(name, version(name)) for name in ("lightning-mist", "torch")],
         )
 
