@@ -240,7 +240,8 @@ def _subject(found: FoundPlan) -> str:
     size = "" if parameters is None else f" ({int(parameters):,} parameters)"
     rows = counted(found.plan.global_batch_size, "row")
     tokens = "" if spec.sequence_length is None else f" of {spec.sequence_length:,} tokens"
-    return f"{spec.name}{size} in {spec.precision_text}{found.precision_note} with {spec.optimizer.name} on {cluster.text}: {rows}{tokens} per step"
+    precision = f"{spec.precision_text}{found.precision_note}"
+    return f"{spec.name}{size} in {precision} with {spec.optimizer.name} on {cluster.text}: {rows}{tokens} per step"
 
 
 def _not_executed(found: FoundPlan) -> tuple[str, ...]:

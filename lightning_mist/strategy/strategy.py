@@ -13,7 +13,7 @@ from lightning_mist.model.initialization import load_hollow
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
-from lightning_mist.strategy.master_weights import check_master_weights, take_masters
+from lightning_mist.strategy.master_precision import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
@@ -204,8 +204,7 @@ class MistBase(ActingRank, PlanInstallation):
         self._state_afterwards = None
         accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
-        has_masters = self._request.master_weights
-        if not has_masters:
+        if not (has_masters := self._request.master_weights):
             self.precision_plugin.convert_module(module)
         limit = empty_parameters.device_limit(self._request.memory_limit, self.root_device)
         self._initial = empty_parameters.initial_values(module, self.root_device, limit)
@@ -214,8 +213,7 @@ class MistBase(ActingRank, PlanInstallation):
         self.model_to_device()
         all_ranks.same_start(module, () if self._initial is None else self._initial.names)
         if has_masters:
-            self._masters = take_masters(module)
-            self.precision_plugin.convert_module(module)
+            self._masters = take_masters(module, self.precision_plugin)
         self.setup_optimizers(trainer)
         with self._planning():
             self._decision = decide(

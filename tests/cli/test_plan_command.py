@@ -201,6 +201,7 @@ def test_forecasts_look_at_offload_and_are_not_marked_for_it(tmp_path, capsys):
     """AdamW's state of 1.4 billion parameters in 32 bits fits into no L4 beside them."""
     out = tmp_path / "plan.json"
     preset = ("--model", "gpt3-1.3b", "--seq-len", 256, "--cluster", "1x1xL4", "--global-batch-size", 1)
+    preset = (*preset, "--precision", "32-true")
     run("plan", *preset, "--schedules", "1f1b", "--out", out)
     assert load(out).stages[0].offload.optimizer > 0
     said = " ".join(capsys.readouterr().out.split())
@@ -210,6 +211,33 @@ def test_forecasts_look_at_offload_and_are_not_marked_for_it(tmp_path, capsys):
     text = refused(capsys, "plan", *preset, "--offload", "[]")
     assert "no plan fits. The least that any plan without offload needs is" in text
     assert "Use devices with" in text
+
+
+def test_a_forecast_is_in_what_people_train_in(tmp_path, capsys):
+    """bf16 with fp32 masters where devices multiply in it, in which state that is updated stays on them."""
+    out = tmp_path / "plan.json"
+    preset = ("--model", "gpt3-1.3b", "--seq-len", 256, "--global-batch-size", 8, "--schedules", "1f1b")
+    run("plan", *preset, "--cluster", "1x8xL4", "--out", out)
+    first = " ".join(capsys.readouterr().out.split())
+    assert "in bf16-true with fp32 master weights (no --precision was given) with AdamW" in first
+    assert dict(load(out).fingerprint)["precision"] == "bf16-true with master weights"
+    assert all(stage.offload.optimizer == 0 for stage in load(out).stages)
+    run("plan", *preset, "--cluster", "1x8xL4", "--precision", "bf16-true", "--master-weights", "--out", out)
+    assert "in bf16-true with fp32 master weights with AdamW" in " ".join(capsys.readouterr().out.split())
+    text = refused(capsys, "plan", *preset, "--cluster", "1x8xL4", "--precision", "bf16-mixed", "--master-weights")
+    assert "--master-weights with --precision bf16-mixed" in text
+
+
+def test_others_are_priced_in_the_precision_of_their_tools(capsys):
+    preset = ("--model", "gpt3-1.3b", "--seq-len", 256, "--global-batch-size", 64, "--cluster", "1x8xA100-80")
+    run("plan", *preset, "--compare", "--json")
+    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["compare"]}
+    assert lines["DDP"]["precision"] == "bf16-mixed"
+    assert lines["FSDP"]["precision"] == lines["Megatron-LM, tuned"]["precision"] == ""
+    run("plan", *preset, "--precision", "bf16-mixed", "--compare", "--json")
+    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["compare"]}
+    assert lines["DDP"]["precision"] == ""
+    assert lines["FSDP"]["precision"] == "bf16-true with fp32 master weights"
 
 
 PRESET = ("--model", "gpt3-1.3b", "--seq-len", "512", "--precision", "bf16-true")

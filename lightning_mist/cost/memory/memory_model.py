@@ -180,20 +180,13 @@ class MemoryModel:
             split_backward = self._split_backward.of(self.costs(rows), int(rows)) if exact else None
             table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
             made = self.costs(rows, context), table.single_R, sharding, split_backward
-            self._working[key] = WorkingSets(*made, accumulated=self._accumulated())
+            self._working[key] = WorkingSets(*made, accumulated=Accumulated.of(self.spec.optimizer, table))
         if self._is_variant:
             # What was asked for last comes last.
             self._working[key] = self._working.pop(key)
             while len(self._working) > MOST_TABLES:
                 del self._working[next(iter(self._working))]
         return self._working[key]
-
-    def _accumulated(self) -> Accumulated | None:
-        factor, table = self.spec.optimizer.gradient_bytes_per_parameter_byte, self.holdings.table
-        if factor == 1.0:
-            return None
-        largest_R = (table.trainable_P[:, None] * (np.diff(table.uses_PR, axis=1) > 0)).max(axis=0, initial=0.0)
-        return Accumulated(factor=factor, largest_R=largest_R)
 
     def _sharding(self, degree: int) -> Sharding:
         return Sharding(

@@ -22,8 +22,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, RegionCosts, prefix_sums
+from lightning_mist.cost.inputs import (
+    ArrayRecord,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    ParameterTable,
+    RegionCosts,
+    prefix_sums,
+)
 from lightning_mist.cost.memory.split_backward import SplitBackward
+from lightning_mist.model.spec import OptimizerSpec
 
 
 def run_levels(count: int) -> tuple[IntArray, IntArray]:
@@ -125,6 +134,15 @@ class Accumulated:
 
     factor: float
     largest_R: FloatArray
+
+    @classmethod
+    def of(cls, optimizer: OptimizerSpec, table: ParameterTable) -> "Accumulated | None":
+        """What an optimizer has of a network's gradients; None where the type is one."""
+        factor = optimizer.gradient_bytes_per_parameter_byte
+        if factor == 1.0:
+            return None
+        used_PR = np.diff(table.uses_PR, axis=1) > 0
+        return cls(factor=factor, largest_R=(table.trainable_P[:, None] * used_PR).max(axis=0, initial=0.0))
 
     def added_to(self, costs: RegionCosts, made_R: FloatArray) -> RegionCosts:
         """Costs with sums that regions make, or with what is added to sums beside its cast."""

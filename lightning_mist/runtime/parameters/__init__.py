@@ -18,7 +18,7 @@ from lightning_mist.runtime.parameters.buckets import (
 from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
-from lightning_mist.runtime.parameters.master_weights import MasterWeights, check_gradient_types, computing
+from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradient_types, computing
 from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
     clip_by_value,

@@ -152,7 +152,7 @@ class UnitShards:
 
     Attributes:
         masters: What this rank's own are cast from, by canonical name; see
-            :class:`~lightning_mist.runtime.parameters.master_weights.MasterWeights`.
+            :class:`~lightning_mist.runtime.parameters.masters.MasterWeights`.
         is_engaged: Whether values are away; before :meth:`engage` every rank has all.
     """
 

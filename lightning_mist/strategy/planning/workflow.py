@@ -29,7 +29,7 @@ from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
-from lightning_mist.strategy.master_weights import refuse_plain
+from lightning_mist.strategy.master_precision import refuse_plain
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlanRequest
@@ -79,8 +79,7 @@ def decide(
     is_auto, reason = request.plan == "auto", None
     if is_auto and initial is None:
         reason = _at_once_reason(trainer, request, plain)
-    if request.master_weights and (only := reason or plain) is not None:
-        raise refuse_plain(only)
+    refuse_plain((reason or plain) if request.master_weights else None)
     if reason is None:
         try:
             # Trials look at operators, and nothing must be compiled for them.
@@ -160,7 +159,6 @@ def _replanned(planner: Planner, names: Namespace, limit: int, batch: Any) -> De
 def _made(planner: Planner, names: Namespace, started: float) -> Decision:
     call, is_auto = planner.call, planner.request.plan == "auto"
     # A model that no device holds whole cannot be made whole to plan for it again.
-    # Nor are masters put together again that an engine has taken over.
     is_fixed = planner.initial is not None or planner.request.master_weights
     is_alone = is_auto and planner.strategy.world_size == 1 and not is_fixed
     found = call.rule_out(everywhere(planner.map))

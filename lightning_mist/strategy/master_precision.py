@@ -1,5 +1,7 @@
 """Master weights under Lightning: which precisions have them, and where they are before training begins."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError
@@ -32,18 +34,22 @@ def check_master_weights(precision: str, *, has_values: bool) -> None:
         )
 
 
-def take_masters(module: nn.Module) -> dict[str, Tensor]:
-    """The values of trained parameters in 32 bits, by canonical name, before the module is converted."""
-    return {
+def take_masters(module: nn.Module, plugin: Any) -> dict[str, Tensor]:
+    """The values of trained parameters in 32 bits, by canonical name; the module is converted to its precision."""
+    masters = {
         name: parameter.data.float()
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and parameter.is_floating_point()
     }
+    plugin.convert_module(module)
+    return masters
 
 
-def refuse_plain(reason: str) -> PlanError:
-    """The error where only torch's own data parallelism could train."""
-    return PlanError(
+def refuse_plain(reason: str | None) -> None:
+    """Refuse master weights where only torch's own data parallelism could train, for a reason."""
+    if reason is None:
+        return
+    raise PlanError(
         f"master_weights=True: {reason}, so only torch's DistributedDataParallel could train this, which keeps no "
         f"masters; change that, or use precision='bf16-mixed' without master_weights"
     )
