@@ -79,12 +79,10 @@ class Executor:
         place = host or HostPlace()
         self.pool = HostPool(self.streams.ops, place.budget)
         self.state_pool = HostPool(self.streams.ops, place.budget, place.directory) if place.directory else self.pool
-        module = stages[0].module
-        held = (*module.parameters(), *module.buffers())
         self._runner = make_unit_runner(
             *(self.mesh, module_map, self.parameters, transport, self.actions, device, self.streams),
             pools=(self.pool, self.state_pool),
-            held=held,
+            held=(*stages[0].module.parameters(), *stages[0].module.buffers()),
             has_masters=masters is not None,
         )
         self.shards = None if self._runner is None else self._runner.shards

@@ -17,7 +17,7 @@ from lightning_mist.strategy.master_precision import check_master_weights, take_
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
-from lightning_mist.strategy.plan_installation import PlanInstallation
+from lightning_mist.strategy.plan_installation import PlanInstallation, refuse_directories
 from lightning_mist.strategy.planning import PlanRequest, decide, whole_module_reason, write_plan
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
 from lightning_mist.units import parse_bytes
@@ -158,8 +158,7 @@ class MistBase(ActingRank, PlanInstallation):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        if save_distributed_checkpoint:
-            raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")
+        refuse_directories(save_distributed_checkpoint)
         super().__init__(
             *(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin),
             *(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period),

@@ -82,7 +82,7 @@ def _step(
 
 
 def _copies(
-    optimizer: Optimizer, device: torch.device, largest_bytes: int, dtype: torch.dtype | None
+    optimizer: Optimizer, device: torch.device, largest_bytes: int, dtype: torch.dtype | None = None
 ) -> tuple[list[dict[str, Any]], int]:
     groups: list[dict[str, Any]] = []
     total = 0
