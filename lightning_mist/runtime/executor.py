@@ -98,7 +98,6 @@ class Executor:
         )
         tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
-        # Last: buffers and shards are of the type that is computed in.
         self.masters = None if masters is None else MasterWeights(self.mesh, self.stages.every, masters, self.shards)
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []

@@ -165,8 +165,7 @@ class MistBase(ActingRank, PlanInstallation):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            **kwargs,
+            **{"gradient_as_bucket_view": gradient_as_bucket_view, **kwargs},
         )
         self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
