@@ -9,7 +9,7 @@ from lightning_mist.strategy.planning.memory_budget import Budget
 from lightning_mist.strategy.planning.planning_state import Planner
 
 
-def fits(answer):
+def fits(answer, *, masters=False):
     def tried(work):
         if isinstance(answer, Exception):
             raise answer
@@ -20,6 +20,7 @@ def fits(answer):
         module=torch.nn.Linear(5, 2, bias=False),  # 40 bytes, counted four times
         tried=tried,
         step_bytes=[],
+        request=SimpleNamespace(master_weights=masters),
     )
     planner._counted = lambda: Planner._counted(planner)
     return Planner._fits_plainly(planner)
@@ -28,6 +29,9 @@ def fits(answer):
 def test_what_cannot_be_counted_quickly_does_not_fit_for_certain():
     assert fits(340)
     assert not fits(341)
+    # Nine times with masters, of which sums and state are twice as large as weights.
+    assert fits(140, masters=True)
+    assert not fits(141, masters=True)
     # A step that reads values back does not run on fakes; it is searched for, and not trained plainly for that.
     assert not fits(TraceError("the step does not run on fake tensors"))
     with pytest.raises(InfeasibleError):
