@@ -104,6 +104,7 @@ def _stage_document(stage: StagePlan) -> dict[str, object]:
         "sequence_parallel": stage.mesh.sequence_parallel,
         "zero_stage": int(stage.zero_stage),
         "checkpointed_layers": stage.checkpointing.layers,
+        **({} if stage.checkpointing.kind == "full" else {"checkpointing": stage.checkpointing.kind}),
         "offload": asdict(stage.offload),
     }
 
@@ -274,6 +275,7 @@ _STAGE: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "sequence_parallel": (_truth, False),
     "zero_stage": (_zero_stage, ZeroStage.NONE),
     "checkpointed_layers": (_integer, 0),
+    "checkpointing": (_text, "full"),
     "offload": (_record(OffloadRatios), OffloadRatios()),
 }
 """What reads each key of a stage, and the default of those that may be left out."""
@@ -284,8 +286,8 @@ def _stage(value: object, path: str) -> StagePlan:
     reader.only(*_STAGE)
     values = {key: reader.get(key, read, default) for key, (read, default) in _STAGE.items()}
     mesh = {field.name: values.pop(field.name) for field in fields(StageMesh)}
-    layers = values.pop("checkpointed_layers")
-    return reader.build(lambda: StagePlan(mesh=StageMesh(**mesh), checkpointing=Checkpointing(layers=layers), **values))
+    kept = {"layers": values.pop("checkpointed_layers"), "kind": values.pop("checkpointing")}
+    return reader.build(lambda: StagePlan(mesh=StageMesh(**mesh), checkpointing=Checkpointing(**kept), **values))
 
 
 def _predicted(value: object, path: str) -> Predicted | None:

@@ -6,7 +6,7 @@ from typing import Literal
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import Plan, ScheduleName, StagePlan
 from lightning_mist.plan.rank_order import rank_layout
-from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, StageMesh, ZeroStage
+from lightning_mist.plan.stage_settings import Checkpointing, CheckpointingKind, OffloadRatios, StageMesh, ZeroStage
 
 
 def plan_of(
@@ -24,6 +24,7 @@ def plan_of(
     microbatch_size: int | None = None,
     zero_stage: int = 0,
     checkpointed_layers: int | Literal["all"] = 0,
+    checkpointing: CheckpointingKind = "full",
     schedule: ScheduleName = "1f1b",
     offload: OffloadRatios | None = None,
     devices_per_node: int | None = None,
@@ -40,6 +41,7 @@ def plan_of(
             works on the same rows, since each of them brings a batch.
         microbatch_size: Rows of each part on one data-parallel rank; by default what ``num_microbatches`` leaves.
         checkpointed_layers: How many of the first layers of every stage are recomputed in backward, or ``"all"``.
+        checkpointing: What of these is recomputed, all or all but products, convolutions and attention.
         devices_per_node: Devices of each node, which tensor-parallel devices do not leave.
 
     Raises:
@@ -57,7 +59,9 @@ def plan_of(
         mesh=meshes[0],
         microbatch_size=rows,
         zero_stage=ZeroStage(zero_stage),
-        checkpointing=Checkpointing(layers=per_stage if checkpointed_layers == "all" else checkpointed_layers),
+        checkpointing=Checkpointing(
+            layers=per_stage if checkpointed_layers == "all" else checkpointed_layers, kind=checkpointing
+        ),
         offload=offload or OffloadRatios(),
     )
     stages = _stages_like(template, meshes)

@@ -18,6 +18,7 @@ Feature = Literal[
     "pipeline",
     "microbatches",
     "checkpointing",
+    "selective_checkpointing",
     "tensor",
     "sequence",
     "sharded_gradients",

@@ -142,6 +142,7 @@ _COLUMNS = (
     _Column("sequence parallel", lambda stage: "yes" if stage.mesh.sequence_parallel else "no", dull="no"),
     _Column("ZeRO", lambda stage: str(int(stage.zero_stage))),
     _Column("checkpointed", lambda stage: str(stage.checkpointing.layers)),
+    _Column("recomputed", lambda stage: stage.checkpointing.kind, dull="full"),
     _Column("offload", _offload, dull="none"),
 )
 """What a table shows of each stage, and what two plans are compared by."""

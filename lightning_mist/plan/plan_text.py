@@ -71,9 +71,11 @@ def _recomputed(plan: Plan) -> str:
     layers = _per_group(plan, lambda stage: stage.num_layers)
     if not any(counts):
         return ""
+    kinds = [stage.checkpointing.kind for stage in plan.stages if stage.checkpointing.layers]
+    what = "" if set(kinds) == {"full"} else f", {_listed(kinds)}"
     if counts == layers:
-        return "recompute all layers"
-    return f"recompute {_listed(counts)} of {_listed(layers)} layers"
+        return f"recompute all layers{what}"
+    return f"recompute {_listed(counts)} of {_listed(layers)} layers{what}"
 
 
 def _offloaded(stages: Sequence[StagePlan]) -> str:
@@ -134,7 +136,8 @@ def short_name(plan: Plan) -> str:
         parts.append(f"ZeRO {_each([int(stage.zero_stage) for stage in groups])}")
     recomputed = sum(stage.checkpointing.layers for stage in plan.stages)
     if recomputed:
-        parts.append(f"{recomputed} of {plan.num_layers} layers recomputed")
+        is_selective = any(stage.checkpointing.kind == "selective" for stage in plan.stages)
+        parts.append(f"{recomputed} of {plan.num_layers} layers recomputed" + (", selective" if is_selective else ""))
     if any(stage.offload.any for stage in groups):
         parts.append("offload")
     return ", ".join(parts)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal, get_args
 
 from lightning_mist.errors import PlanError
 
@@ -70,15 +71,30 @@ class OffloadRatios:
         return max(self.parameters, self.gradients, self.optimizer, self.activations) > 0.0
 
 
+CheckpointingKind = Literal["full", "selective"]
+"""What of a layer is recomputed: all of it, or all but its matrix products, convolutions and attention."""
+
+CHECKPOINTING_KINDS: tuple[CheckpointingKind, ...] = get_args(CheckpointingKind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointing:
-    """Activation checkpointing of a stage: its first ``layers`` layers keep only their inputs.
+    """Activation checkpointing of a stage: its first ``layers`` layers are recomputed in backward.
 
     The *first* layers are chosen because backward reaches them last, when the fewest other activations are alive.
+
+    Attributes:
+        kind: What such a layer keeps: under ``"full"`` only its inputs, under ``"selective"`` also what its matrix
+            products, convolutions and attention return. Without recomputed layers it is always ``"full"``.
     """
 
     layers: int = 0
+    kind: CheckpointingKind = "full"
 
     def __post_init__(self) -> None:
+        if self.kind not in CHECKPOINTING_KINDS:
+            raise PlanError(f"checkpointing = {self.kind!r}: known are {', '.join(CHECKPOINTING_KINDS)}")
+        if not self.layers:
+            object.__setattr__(self, "kind", "full")
         if self.layers < 0:
             raise PlanError(f"checkpointed_layers = {self.layers}: a count of layers is not negative")

@@ -20,6 +20,7 @@ from lightning_mist.model.spec.model_spec import (
     OperatorKind,
     OptimizerSpec,
     ParameterSpec,
+    SelectiveSpec,
     SplitSpec,
     TensorSpec,
 )

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 import sympy
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.spec.allocation_events import LayerEvents
-from lightning_mist.plan import ModuleMap
+from lightning_mist.model.spec.allocation_events import LayerEvents, PartEvents
+from lightning_mist.plan import CheckpointingKind, ModuleMap
 
 OperatorKind = Literal[
     "matmul", "attention", "causal_attention", "convolution", "elementwise", "reduction", "index", "copy"
@@ -96,6 +96,25 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveSpec:
+    """What a part costs where layers are recomputed by operator: products, convolutions and attention are kept.
+
+    Attributes:
+        saved_bytes: As :attr:`LayerSpec.checkpointed_saved_bytes`.
+        backward_peak_bytes, first_backward_peak_bytes: As :attr:`LayerSpec.recompute_backward_peak_bytes` and
+            :attr:`LayerSpec.first_recompute_backward_peak_bytes`.
+        work: What its repeated operators do.
+        events: Its events in a first backward and in a later one; ``None`` where they are not known one by one.
+    """
+
+    saved_bytes: sympy.Expr
+    backward_peak_bytes: sympy.Expr
+    first_backward_peak_bytes: sympy.Expr
+    work: tuple[OperatorCost, ...]
+    events: tuple[PartEvents, PartEvents] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One kind of layer (or the head, or the tail).
 
@@ -131,6 +150,8 @@ class LayerSpec:
         weight_flops: Floating-point operations of the gradients of its matrices, part of :attr:`backward_flops`: what a
             zero-bubble schedule puts off.
         weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
+        recompute_work: What its operators do when it is recomputed; ``None`` for all that its forward does.
+        selective: What is another thing if layers are recomputed by operator; ``None`` where that is not known.
         events: Every allocation, of which the bytes above are sums and peaks; ``None`` where allocations at different
             sizes cannot be matched one by one.
 
@@ -154,7 +175,24 @@ class LayerSpec:
     weight_bytes: sympy.Expr = sympy.S.Zero
     forward_collectives: tuple[CollectiveSpec, ...] = ()
     backward_collectives: tuple[CollectiveSpec, ...] = ()
+    recompute_work: tuple[OperatorCost, ...] | None = None
+    selective: SelectiveSpec | None = None
     events: LayerEvents | None = None
+
+    def by_operator(self, found: SelectiveSpec) -> "LayerSpec":
+        """The same part where layers are recomputed by operator."""
+        events = self.events
+        if events is not None and found.events is not None:
+            events = replace(events, recomputed_first=found.events[0], recomputed_later=found.events[1])
+        return replace(
+            self,
+            checkpointed_saved_bytes=found.saved_bytes,
+            recompute_backward_peak_bytes=found.backward_peak_bytes,
+            first_recompute_backward_peak_bytes=found.first_backward_peak_bytes,
+            recompute_work=found.work,
+            selective=None,
+            events=events,
+        )
 
     @property
     def forward_flops(self) -> sympy.Expr:
@@ -314,6 +352,30 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Number of repeated blocks."""
         return len(self.kinds)
+
+    @property
+    def recomputes_by_operator(self) -> bool:
+        """Whether it is known what layers cost that are recomputed by operator."""
+        return all(part.selective is not None for part in self._parts)
+
+    def recomputing(self, kind: CheckpointingKind) -> "ModelSpec":
+        """The network whose recomputed layers are recomputed in one of two ways; splits are asked for before.
+
+        Raises:
+            PlanError: If what that costs is not known.
+        """
+        if kind == "full":
+            return self
+        made = [part.by_operator(part.selective) for part in self._parts if part.selective is not None]
+        if len(made) < len(self._parts):
+            raise PlanError(
+                f"checkpointing = {kind!r}: what that costs is not known for {self.name}; use 'full', or trace the module"
+            )
+        return replace(self, head=made[0], layers=tuple(made[1:-1]), tail=made[-1], splits=())
+
+    @property
+    def _parts(self) -> tuple[LayerSpec, ...]:
+        return self.head, *self.layers, self.tail
 
     def split(self, degree: int, sequence_parallel: bool = False) -> "ModelSpec":
         """One tensor-parallel rank's part as a network by itself; measured seconds stay those of the whole.

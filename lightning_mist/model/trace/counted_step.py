@@ -106,18 +106,20 @@ def count_step(
     twins: Sequence[int | None],
     recompute: bool,
     gradients_exist: bool,
+    selective: bool = False,
     attribute: bool = False,
 ) -> StepCount:
     """Run a step once and count; a :class:`TraceError` if it returns no loss or leaves out a block.
 
-    ``twins`` are, for every block, the earlier one that it imitates, if any; ``gradients_exist`` adds to gradients.
+    ``twins`` are, for every block, the earlier one that it imitates, if any; ``gradients_exist`` adds to gradients;
+    where blocks are recomputed, ``selective`` keeps their products, convolutions and attention.
     """
     _set_gradients(subject, exist=gradients_exist)
     names = _parameter_names(subject.module) if attribute else {}
     origins = Origins(_module_names(subject.module), names) if attribute else None
     ledger = Ledger(len(subject.blocks) + 2, origins)
     operands = _weight_operands(subject, ledger, names) if attribute else None
-    walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute)
+    walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute, selective=selective)
     with walk.step(), torch.enable_grad(), ledger, _uncollected(), ExitStack() as stack:
         stack.enter_context(nullcontext() if operands is None else operands)
         stack.enter_context(LinearCounter(ledger, subject.parameters))
@@ -196,6 +198,7 @@ def _walk(
     twins: Sequence[int | None],
     *,
     recompute: bool,
+    selective: bool,
 ) -> Walk:
     @contextmanager
     def repeating(block: nn.Module) -> Iterator[None]:
@@ -217,6 +220,7 @@ def _walk(
         twins,
         ledger.enter,
         recompute=recompute,
+        selective=selective,
         mode=subject.mode,
         keep_values=False,
         view=view,

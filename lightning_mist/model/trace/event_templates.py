@@ -22,6 +22,14 @@ from lightning_mist.model.trace.modes import Way, Ways
 _Place = tuple[int, Direction, int]  # part, direction and position of a moment
 
 
+def selective_events(
+    ways: Ways, examples: Sequence[Example], *, is_fake: bool
+) -> list[tuple[PartEvents, PartEvents] | None]:
+    """The events of parts where layers are recomputed by operator, in a first backward and a later one."""
+    steps = [_Steps(ways, way, is_fake) for way in ways.selective or ()]
+    return [(steps[0].part_events(item), steps[1].part_events(item)) if steps else None for item in examples]
+
+
 def layer_events(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tuple[LayerEvents, ...]:
     """The events of parts in the four ways to run them; fakes tell which tensors only the batch shapes."""
     steps = [

@@ -20,12 +20,14 @@ from lightning_mist.model.spec import (
     MisfitError,
     OperatorCost,
     OperatorKind,
+    PartEvents,
+    SelectiveSpec,
     TensorSpec,
 )
 from lightning_mist.model.trace.block_kinds import Example
-from lightning_mist.model.trace.event_templates import layer_events
+from lightning_mist.model.trace.event_templates import layer_events, selective_events
 from lightning_mist.model.trace.ledger import PhaseCount
-from lightning_mist.model.trace.modes import Way, Ways
+from lightning_mist.model.trace.modes import Way, Ways, places_among
 from lightning_mist.plan import LiveTensor, ModuleMap
 
 
@@ -33,8 +35,39 @@ def layer_specs(ways: Ways, examples: Sequence[Example], *, is_fake: bool) -> tu
     """What parts of a step cost; a :class:`MisfitError` if a count is no polynomial of the sizes."""
     lines = [_peaks(ways.basis, w) for w in (ways.first, ways.later, ways.recomputed_first, ways.recomputed_later)]
     events = layer_events(ways, examples, is_fake=is_fake)
-    found = [_layer_spec(ways, lines, *pair) for pair in zip(examples, events, strict=True)]
-    return tuple(part if part.example else not_recomputed(part) for part in found)
+    again = selective_events(ways, examples, is_fake=is_fake)
+    kept = [_peaks(ways.basis, way) for way in ways.selective or ()]
+    found = []
+    for example, event, pair in zip(examples, events, again, strict=True):
+        part = _layer_spec(ways, lines, example, event)
+        if pair is not None:
+            part = replace(part, selective=_selective(ways, kept, example, pair))
+        found.append(part if part.example else not_recomputed(part))
+    return tuple(found)
+
+
+def _selective(
+    ways: Ways, lines: Sequence[StepPeaks], example: Example, events: tuple[PartEvents, PartEvents]
+) -> SelectiveSpec:
+    """What a part costs where layers are recomputed by operator."""
+    part, basis = example.part, ways.basis
+    return SelectiveSpec(
+        saved_bytes=basis.expression(lines[0].saved[part]),
+        backward_peak_bytes=lines[1].backward_peak(part),
+        first_backward_peak_bytes=lines[0].backward_peak(part),
+        work=fit_work(basis, _repeated(ways, part), f"{example.label}'s repeated forward"),
+        events=events,
+    )
+
+
+def _repeated(ways: Ways, part: int) -> list[PhaseCount]:
+    """What a part repeats, at every size: as counted, or where it was at two of them, found among its forwards."""
+    assert ways.selective is not None
+    runs, forward = ways.selective[0].runs, [run.forward[part] for run in ways.first.runs]
+    if len(runs) == len(forward):
+        return [PhaseCount(work=run.backward[part].repeated) for run in runs]
+    places = places_among(runs[0].backward[part].repeated, forward[0].work) or ()
+    return [PhaseCount(work=[phase.work[place] for place in places]) for phase in forward]
 
 
 def _layer_spec(ways: Ways, lines: Sequence[StepPeaks], example: Example, events: LayerEvents) -> LayerSpec:
@@ -63,8 +96,16 @@ def _layer_spec(ways: Ways, lines: Sequence[StepPeaks], example: Example, events
 
 def not_recomputed(part: LayerSpec) -> LayerSpec:
     """The head or the tail. What the head keeps may still depend on whether layers recompute."""
+    found = part.selective
+    if found is not None:
+        found = replace(
+            found,
+            backward_peak_bytes=part.backward_peak_bytes,
+            first_backward_peak_bytes=part.first_backward_peak_bytes,
+        )
     return replace(
         part,
+        selective=found,
         recompute_backward_peak_bytes=part.backward_peak_bytes,
         first_recompute_backward_peak_bytes=part.first_backward_peak_bytes,
     )

@@ -40,10 +40,12 @@ class PhaseCount:
     """What happened in one direction of one part of a step.
 
     Attributes:
+        repeated: Those of its operators that repeated a forward.
         timeline: Bytes alive on entry and after every operator (counted operators only: views change nothing).
     """
 
     work: list[Work] = field(default_factory=list)
+    repeated: list[Work] = field(default_factory=list)
     weight_flops: int = 0
     weight_bytes: int = 0
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -219,7 +221,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = kind_of(func, args, kwargs)
         if kind in ("attention", "causal_attention") and not self._is_backward:
             self.head_width = max(self.head_width, int(args[0].shape[-1]))
-        self._phase.work.append((kind, flops(func, args, kwargs, result), moved))
+        work = kind, flops(func, args, kwargs, result), moved
+        self._phase.work.append(work)
+        if self._recomputes:
+            self._phase.repeated.append(work)
         self._take_in(func, inputs, outputs)
         self._use(func, workspace_bytes(func, args, kwargs))
         self._read()

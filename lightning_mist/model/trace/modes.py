@@ -7,13 +7,14 @@ run at every size too.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_mist.model.fakes import batch_tensors
 from lightning_mist.model.spec import Basis, Coefficients, MisfitError, Point
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
-from lightning_mist.model.trace.ledger import PhaseCount, Storage
+from lightning_mist.model.trace.ledger import PhaseCount, Storage, Work
 
 Sized = Callable[[Point], Any]
 """Makes the batch of a size."""
@@ -34,25 +35,38 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """The four ways to run a step: layers kept or recomputed, gradients to be made or there already."""
+    """The ways to run a step: layers kept or recomputed, all or by operator, gradients to be made or there already."""
 
     basis: Basis
     first: Way
     later: Way
     recomputed_first: Way
     recomputed_later: Way
+    selective: tuple[Way, Way] | None  # as the two before, by operator; None where that is not known
     batch_bytes: tuple[int, ...]  # bytes of the batch of each size
     twins: tuple[int | None, ...]  # for every block ``None`` if it ran, else the position of the block that it imitated
 
 
-def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int | None], *, recomputes: bool) -> Ways:
-    """Run a step in all ways, those to recompute as those without where blocks cannot be recomputed."""
+def run_ways(
+    subject: Subject,
+    basis: Basis,
+    sized: Sized,
+    twins: Sequence[int | None],
+    *,
+    recomputes: bool,
+    selective: bool = False,
+) -> Ways:
+    """Run a step in all ways, those to recompute as those without where blocks cannot be recomputed.
+
+    Args:
+        selective: Whether also those in which blocks are recomputed by operator.
+    """
     batches = {point: sized(point) for point in basis.sizes}
     ends = tuple(dict.fromkeys((basis.sizes[0], basis.sizes[-1])))
 
     usual: list[int] = []
 
-    def run(point: Point, recompute: bool, gradients_exist: bool) -> StepCount:
+    def run(point: Point, recompute: bool, gradients_exist: bool, by_operator: bool = False) -> StepCount:
         # The first run at a size may fill a cache of the user's module; all but the first step of training find it
         # there.
         for _ in range(2):
@@ -62,6 +76,7 @@ def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int |
                 twins=twins,
                 recompute=recompute,
                 gradients_exist=gradients_exist,
+                selective=by_operator,
                 attribute=point == ends[0],
             )
             if _operators(count) == usual:
@@ -72,15 +87,19 @@ def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int |
     runs = tuple(run(point, False, False) for point in basis.sizes)
     first = Way(runs=runs, sizes=_fit_sizes(basis, runs))
 
-    def other(recompute: bool, gradients_exist: bool) -> Way:
-        found = tuple(run(point, recompute, gradients_exist) for point in ends)
+    def other(recompute: bool, gradients_exist: bool, by_operator: bool = False) -> Way:
+        found = tuple(run(point, recompute, gradients_exist, by_operator) for point in ends)
         sizes = _found_again(basis, first, found)
-        if sizes is not None:
+        if sizes is not None and (not by_operator or _repeats_some(first, found)):
             return Way(runs=found, sizes=sizes)
-        every = tuple(run(point, recompute, gradients_exist) for point in basis.sizes)
+        every = tuple(run(point, recompute, gradients_exist, by_operator) for point in basis.sizes)
         return Way(runs=every, sizes=_fit_sizes(basis, every))
 
     later = other(False, True)
+    by_operator = None
+    if subject.blocks and selective:
+        with suppress(MisfitError):  # then nobody knows what that costs
+            by_operator = other(True, False, True), other(True, True, True)
     again = (other(True, False), other(True, True)) if subject.blocks and recomputes else (first, later)
     return Ways(
         basis=basis,
@@ -88,6 +107,7 @@ def run_ways(subject: Subject, basis: Basis, sized: Sized, twins: Sequence[int |
         later=later,
         recomputed_first=again[0],
         recomputed_later=again[1],
+        selective=by_operator,
         batch_bytes=tuple(_bytes(batches[point]) for point in basis.sizes),
         twins=tuple(twins),
     )
@@ -146,7 +166,10 @@ def _found_again(basis: Basis, first: Way, ends: Sequence[StepCount]) -> tuple[C
             cause = "forward" if mine.cause == "recompute" else mine.cause
             source = sources.setdefault((mine.part, mine.cause), iter(grouped[mine.part, cause]))
             same, size = next(source, (other, ()))
-            if not size or (same.operator, same.bytes) != (mine.operator, mine.bytes):
+            # By operator only some of a forward is repeated.
+            while size and mine.cause == "recompute" and not _is_alike(same, mine):
+                same, size = next(source, (other, ()))
+            if not size or not _is_alike(same, mine):
                 return None
             if mine.cause == "recompute":  # repeated inside backward, where callers of blocks are not seen
                 mine.origin = same.origin
@@ -154,6 +177,32 @@ def _found_again(basis: Basis, first: Way, ends: Sequence[StepCount]) -> tuple[C
             return None
         found.append(size)
     return tuple(found)
+
+
+def _is_alike(one: Storage, other: Storage) -> bool:
+    return (one.operator, one.bytes) == (other.operator, other.bytes)
+
+
+def _repeats_some(first: Way, ends: Sequence[StepCount]) -> bool:
+    """Whether at both sizes the operators that every part repeats are the same ones of its forward."""
+    for part, phase in enumerate(first.run.forward):
+        places = places_among(ends[0].backward[part].repeated, phase.work)
+        last = first.runs[-1].forward[part].work
+        if places is None or [last[place] for place in places] != ends[-1].backward[part].repeated:
+            return False
+    return True
+
+
+def places_among(some: Sequence[Work], work: Sequence[Work]) -> list[int] | None:
+    """Where operators are found, in their order, among others; ``None`` if one is not."""
+    found: list[int] = []
+    for item in some:
+        start = found[-1] + 1 if found else 0
+        place = next((index for index in range(start, len(work)) if work[index] == item), None)
+        if place is None:
+            return None
+        found.append(place)
+    return found
 
 
 def _phases(run: StepCount) -> tuple[PhaseCount, ...]:

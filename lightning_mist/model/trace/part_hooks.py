@@ -20,6 +20,7 @@ from lightning_mist.model.fakes import OwnFunction, intercepted
 from lightning_mist.model.trace.rank_step import Dims, RankView, dims_of, parts_of
 from lightning_mist.model.trace.twins import Answer, imitate, record_answer
 from lightning_mist.plan.calls import without_caches
+from lightning_mist.recomputation import selective_contexts
 
 InputSignature = tuple[object, ...]
 """Shape, strides, type and need of a gradient of every tensor that enters a block; plain values as they are."""
@@ -32,6 +33,7 @@ class Walk:
         twins: For every block ``None`` to run it, or the position of an earlier block to imitate.
         enter: Told ``(part, backward)`` when a part begins; the first forward part is not announced.
         given: Told ``(tensor, part, is gradient, index)`` of every tensor that enters a part, forward and backward.
+        selective: Whether products, convolutions and attention are kept where blocks are recomputed.
         repeating: Makes the context in which the forward of a block is repeated.
     """
 
@@ -42,6 +44,7 @@ class Walk:
         enter: Callable[[int, bool], None],
         *,
         recompute: bool,
+        selective: bool = False,
         mode: FakeTensorMode | None,
         keep_values: bool,
         view: RankView | None = None,
@@ -53,6 +56,7 @@ class Walk:
         self.answers: dict[int, Answer | None] = {}
         self._blocks, self._twins, self._enter = blocks, twins, enter
         self._recompute, self._mode, self._keep_values = recompute, mode, keep_values
+        self._contexts = {"context_fn": selective_contexts} if selective else {}
         self._view, self._given, self._repeating = view, given, repeating
         self._shared: dict[int, Dims] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -118,7 +122,9 @@ class Walk:
             with self._repeating(self._blocks[position]):
                 return original(*positional, **named)
 
-        return checkpoint(OwnFunction(block), *leaves, use_reentrant=False, preserve_rng_state=True)
+        return checkpoint(
+            OwnFunction(block), *leaves, use_reentrant=False, preserve_rng_state=True, **self._contexts
+        )
 
     def _watch(self, leaves: Sequence[Any], part: int) -> None:
         """What leaves ``part`` enters the next; once its gradient is complete, the backward of ``part`` begins."""

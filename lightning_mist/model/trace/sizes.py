@@ -58,6 +58,7 @@ class Blocks:
     kinds: Kinds  # which of them cost the same
     twins: tuple[int | None, ...]  # for every block ``None`` if it runs itself, else which block answers for it
     recompute_failure: str | None  # why they cannot be recomputed, if so
+    selective_failure: str | None  # why not by operator, if so
     kept_bytes: int  # bytes of tensors that the module keeps as plain attributes from its first step on
     timeline: list[int]  # bytes alive at every reading of a whole run at the first size
 

@@ -72,7 +72,7 @@ def _trace_split(
     with step.subject(mode) as whole, functions_of_wholes(), operators:
         parts = present_parts(step.module, whole.parameters, module_map, split, view.context, mode)
         subject = replace(whole, parameters=parts, view=view)
-        ways = run_ways(subject, basis, step.sized(basis), counted.blocks.twins, recomputes=counted.blocks.recomputes)
+        ways = _run_ways(subject, basis, step, counted.blocks)
     head, *layers, tail = layer_specs(ways, counted.blocks.kinds.parts(module_map.blocks), is_fake=True)
     return SplitSpec(
         degree=split.degree,
@@ -130,14 +130,14 @@ def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_al
     alone = [last_alone and index == len(outside) - 1 for index in range(len(outside))]
     whole = (None,) * len(subject.blocks)
 
-    def run(recompute: bool, gradients_exist: bool, twins: tuple[int | None, ...] = whole) -> StepCount:
-        return count_step(subject, batch, twins=twins, recompute=recompute, gradients_exist=gradients_exist)
+    def run(recompute: bool, gradients_exist: bool, twins: tuple[int | None, ...] = whole, **how: bool) -> StepCount:
+        return count_step(subject, batch, twins=twins, recompute=recompute, gradients_exist=gradients_exist, **how)
 
     plain = run(False, False)
     kept = _kept_bytes(subject.module)
     if not subject.blocks:
         settled = run(False, False).timeline
-        return Blocks(kinds=group((), ()), twins=(), recompute_failure=None, kept_bytes=kept, timeline=settled)
+        return Blocks(kinds=group((), ()), twins=(), recompute_failure=None, selective_failure=None, kept_bytes=kept, timeline=settled)
     names = [type(block).__name__ for block in subject.blocks]
     for attempt in range(2):
         kinds = group(names, list(zip(cost_keys(subject.blocks, [plain]), outside, alone, strict=True)))
@@ -149,12 +149,23 @@ def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_al
             plain = run(False, False)
     else:
         twins = whole
-    try:
-        run(True, True, twins)
-        failure = None
-    except Exception as error:
-        failure = f"a block cannot be run a second time in backward: {type(error).__name__}: {error}"
-    return Blocks(kinds=kinds, twins=twins, recompute_failure=failure, kept_bytes=kept, timeline=plain.timeline)
+
+    def failure(**how: bool) -> str | None:
+        try:
+            run(True, True, twins, **how)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    again, by_operator = failure(), failure(selective=True)
+    return Blocks(
+        kinds=kinds,
+        twins=twins,
+        recompute_failure=again and f"a block cannot be run a second time in backward: {again}",
+        selective_failure=by_operator and f"some operators of a block cannot be run a second time: {by_operator}",
+        kept_bytes=kept,
+        timeline=plain.timeline,
+    )
 
 
 def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds, twins: tuple[int | None, ...]) -> bool:
@@ -218,6 +229,17 @@ def _trace(subject: Subject, step: Step) -> tuple[_Traced, list[str]]:
     raise TraceError(f"the step of {step.module_map.step} has no cost expressions: {'; '.join(failures)}")
 
 
+def _run_ways(subject: Subject, basis: Basis, step: Step, blocks: Blocks) -> Ways:
+    return run_ways(
+        subject,
+        basis,
+        step.sized(basis),
+        blocks.twins,
+        recomputes=blocks.recomputes,
+        selective=blocks.recomputes and blocks.selective_failure is None,
+    )
+
+
 def _count(subject: Subject, step: Step, basis: Basis) -> _Traced:
     """Count over one set of sizes, and fit.
 
@@ -227,7 +249,7 @@ def _count(subject: Subject, step: Step, basis: Basis) -> _Traced:
     first = sized(step.batch, basis, basis.points[0], step.resize)
     for last_alone in (False, True):
         blocks = _find_blocks(subject, first, step.module_map, last_alone=last_alone)
-        ways = run_ways(subject, basis, step.sized(basis), blocks.twins, recomputes=blocks.recomputes)
+        ways = _run_ways(subject, basis, step, blocks)
         found = _fit(ways, blocks, step, is_fake=subject.mode is not None)
         if not found.notes or blocks.kinds.of.count(blocks.kinds.of[-1]) == 1:
             break
@@ -272,6 +294,8 @@ def _exclusions(module_map: ModuleMap, traced: _Traced, failures: list[str]) -> 
     failure = traced.blocks.recompute_failure
     if failure is not None and not module_map.excludes("checkpointing"):
         found.append(Exclusion(feature="checkpointing", reason=failure))
+    elif traced.blocks.selective_failure is not None:
+        found.append(Exclusion(feature="selective_checkpointing", reason=traced.blocks.selective_failure))
     return replace(module_map, exclusions=(*module_map.exclusions, *found)) if found else module_map
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_mist.plan import CheckpointingKind
+from lightning_mist.recomputation import selective_contexts
 from lightning_mist.runtime.parameters import no_kept_casts
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage.stage_split import StageSplit
@@ -87,6 +89,7 @@ def checkpoint_block(
     kwargs: dict[str, Any],
     split: StageSplit | None = None,
     *,
+    kind: CheckpointingKind = "full",
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
     """Run a block so that only its arguments are kept for backward, which runs it again with the same random numbers.
@@ -96,9 +99,11 @@ def checkpoint_block(
 
     Args:
         split: The split of the block's stage; recomputation repeats its collectives in the same order on all ranks.
+        kind: Whether also what products, convolutions and attention return is kept.
         within: A context in which it runs, also when it runs again.
     """
     leaves, form = tree_flatten((args, kwargs))
     block = _Block(function, leaves, form, split, within)
     parts = [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves]
-    return torch.utils.checkpoint.checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=True)
+    contexts = {"context_fn": selective_contexts} if kind == "selective" else {}
+    return torch.utils.checkpoint.checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=True, **contexts)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten
 
 from lightning_mist.errors import TraceError
+from lightning_mist.plan import Checkpointing
 from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.gradients import WeightGradients
@@ -48,7 +49,7 @@ class PipelineStage:
 
     Args:
         bounds: The layer range of every stage.
-        checkpointed_layers: How many of the stage's first blocks are recomputed in backward.
+        checkpointing: How many of the stage's first blocks are recomputed in backward, and what of them.
         split: How the stage is split over tensor-parallel ranks; its parameters must be this rank's parts while it is
             attached. None if it is not.
 
@@ -74,14 +75,15 @@ class PipelineStage:
         bounds: tuple[tuple[int, int], ...],
         index: int,
         *,
-        checkpointed_layers: int = 0,
+        checkpointing: Checkpointing | None = None,
         split: StageSplit | None = None,
     ) -> None:
         self.module, self._map, self._bounds, self.index = module, module_map, bounds, index
         self.split = split
         self._first, self._end = bounds[index]
         self._num_stages = len(bounds)
-        self._checkpointed = range(self._first, self._first + checkpointed_layers)
+        self._checkpointing = checkpointing or Checkpointing()
+        self._checkpointed = range(self._first, self._first + self._checkpointing.layers)
         self._check()
         named = dict(module.named_parameters())
         owners = module_map.owners(bounds)
@@ -307,7 +309,9 @@ class PipelineStage:
                     context = (self._blocks[position].training, *self._context())
                     output = self._skipped.answer(position, original, args, kwargs, context)
                 elif position in self._checkpointed and torch.is_grad_enabled():
-                    output = checkpoint_block(original, args, kwargs, self.split, within=self._deferring)
+                    output = checkpoint_block(
+                        original, args, kwargs, self.split, kind=self._checkpointing.kind, within=self._deferring
+                    )
                 else:
                     output = original(*args, **kwargs)
         finally:

@@ -94,7 +94,7 @@ def make_stages(
             module_map,
             plan.bounds,
             index,
-            checkpointed_layers=plan.stages[index].checkpointing.layers,
+            checkpointing=plan.stages[index].checkpointing,
             split=split,
         )
         for index in plan.chunks(group)

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.mapping import map_module
+from lightning_mist.plan import Checkpointing
 from lightning_mist.runtime.stage.fake_parameters import free_parameters
 from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
 from lightning_mist.tensors import copy_batch, slice_rows
@@ -34,14 +35,20 @@ def calls(modules, batch):
 class Pipeline:
     """All stages in one process, each with its own copy of the module, foreign parameters hollow."""
 
-    def __init__(self, name, stages, checkpointed=0, batch=None, bounds=None):
+    def __init__(self, name, stages, checkpointed=0, batch=None, bounds=None, kind="full"):
         self.module, make_batch = zoo.make(name)
         self.batch = make_batch(4) if batch is None else batch
         self.map = map_module(self.module, zoo.step(self.module), self.batch, second_batch=slice_rows(self.batch, 0, 3))
         self.bounds = bounds or bounds_of(len(self.map.blocks), stages)
         self.modules = [zoo.make(name)[0] for _ in self.bounds]
         self.stages = [
-            PipelineStage(module, self.map, self.bounds, index, checkpointed_layers=min(checkpointed, end - first))
+            PipelineStage(
+                module,
+                self.map,
+                self.bounds,
+                index,
+                checkpointing=Checkpointing(layers=min(checkpointed, end - first), kind=kind),
+            )
             for index, (module, (first, end)) in enumerate(zip(self.modules, self.bounds, strict=True))
         ]
         for stage in self.stages:
@@ -93,13 +100,13 @@ def assert_equal_gradients(found, expected):
         assert difference <= TOLERANCE, (name, float(difference))
 
 
-def assert_parity(name, stages, checkpointed):
+def assert_parity(name, stages, checkpointed, kind="full"):
     torch.manual_seed(3)
     _, make_batch = zoo.make(name)
     batches = [make_batch(4), make_batch(3)]
     torch.manual_seed(5)
     losses, expected = plain_gradients(zoo.make(name)[0], batches)
-    pipeline = Pipeline(name, stages, checkpointed, batch=batches[0])
+    pipeline = Pipeline(name, stages, checkpointed, batch=batches[0], kind=kind)
     torch.manual_seed(5)
     runs = [pipeline.forward(batch, index) for index, batch in enumerate(batches)]
     for run, loss in zip(runs, losses, strict=True):
@@ -133,9 +140,10 @@ CHECKPOINTED = (
 
 
 @pytest.mark.sample
+@pytest.mark.parametrize("kind", ["full", "selective"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_two_stages_with_checkpointing_equal_the_whole(name):
-    assert_parity(name, stages=2, checkpointed=9)
+def test_two_stages_with_checkpointing_equal_the_whole(name, kind):
+    assert_parity(name, stages=2, checkpointed=9, kind=kind)
 
 
 @pytest.mark.combinations
@@ -422,7 +430,7 @@ def test_what_the_map_excludes_is_refused():
     module, make_batch = zoo.make("closure")
     found = map_module(module, zoo.step(module), make_batch(3))
     with pytest.raises(TraceError, match=r"checkpointed_layers = 1: block blocks\.0 reads a tensor that is not one of"):
-        PipelineStage(module, found, ((0, 4),), 0, checkpointed_layers=1)
+        PipelineStage(module, found, ((0, 4),), 0, checkpointing=Checkpointing(layers=1))
 
 
 def test_a_map_of_another_module_is_refused():

@@ -1,0 +1,110 @@
+"""Recomputation by operator: products, convolutions and attention are kept, everything else runs again in backward.
+
+The contexts are for ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, as those of torch's
+``create_selective_checkpoint_contexts`` are, which keeps the same operators under the same policy. These do two things
+that torch's do not: what is changed in place after it was kept is kept as it was before (torch's refuse it in backward),
+and a forward that calls other products when it is repeated is refused (torch's hand out what has the same number).
+"""
+
+from collections import deque
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from lightning_mist.errors import TraceError
+
+_Signature = tuple[Any, tuple[tuple[int, ...], ...]]
+
+
+def is_kept(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what an operator returns is kept.
+
+    Attention that draws random numbers is not: if it did not run again, what draws after it would draw others.
+    """
+    if not _multiplies(operator):
+        return False
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            return not (args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
+
+
+@cache
+def _multiplies(operator: Any) -> bool:
+    """Whether it is a product, a convolution or attention that writes a result of its own."""
+    name = operator._overloadpacket.__name__ if isinstance(operator, torch._ops.OpOverload) else ""
+    if not name or operator._schema.is_mutable:
+        return False
+    return operator._overloadpacket in flop_registry or "attention" in name or "convolution" in name
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts for the forward of one block and for repeating it in backward, once."""
+    kept: deque[tuple[_Signature, Any]] = deque()
+    return _Keeping(kept), _Returning(kept)
+
+
+def _signature(operator: Any, args: tuple[Any, ...]) -> _Signature:
+    return operator, tuple(tuple(leaf.shape) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+
+
+def _storages(value: Any) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+
+
+def _detached(value: Any) -> Any:
+    # The result itself refers to its graph, which refers to what is kept.
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: deque[tuple[_Signature, Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._kept and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            self._keep_apart(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if is_kept(func, args, kwargs):
+            self._kept.append((_signature(func, args), _detached(result)))
+        return result
+
+    def _keep_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy what was kept and is about to be changed."""
+        changed: set[int] = set()
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                changed |= _storages(args[position] if position < len(args) else kwargs.get(argument.name))
+        for index, (signature, result) in enumerate(self._kept):
+            if changed & _storages(result):
+                self._kept[index] = signature, tree_map_only(torch.Tensor, torch.clone, result)
+
+
+class _Returning(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: deque[tuple[_Signature, Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_kept(func, args, kwargs):
+            return func(*args, **kwargs)
+        signature, result = self._kept.popleft() if self._kept else ((None, ()), None)
+        if signature != _signature(func, args):
+            raise TraceError(
+                f"{func} on tensors of {[*_signature(func, args)[1]]} in a repeated forward, where {signature[0]} on "
+                f"{[*signature[1]]} ran before: a layer that is recomputed by operator does the same each time, once; "
+                "use checkpointing 'full', or checkpointed_layers = 0"
+            )
+        return result
