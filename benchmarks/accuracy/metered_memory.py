@@ -41,6 +41,8 @@ MORE_LAYOUTS: dict[str, Layout] = {
     "one device": Layout(),
     "one device, some recomputed": Layout(groups=(Group(checkpointed=2),), parts=2),
     "one device, all recomputed": Layout(groups=(Group(checkpointed=99),), parts=3),
+    "one device, some recomputed by operator": Layout(groups=(Group(checkpointed=2, kind="selective"),), parts=2),
+    "one device, all recomputed by operator": Layout(groups=(Group(checkpointed=99, kind="selective"),), parts=3),
     "dp 2, ZeRO 0, whole batches": Layout(groups=(Group(dp=2),), parts=3),
     "dp 3, ZeRO 1, whole batches": Layout(groups=(Group(dp=3, zero=1),)),
     "dp 4, ZeRO 2, all recomputed": Layout(groups=(Group(dp=4, zero=2, checkpointed=99),), parts=3),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 
-from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Checkpointing, CheckpointingKind, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 
 ROWS = 12
 """Rows of every rank's batch: 2, 3, 4 and 6 parts of one batch have the same number of rows."""
@@ -18,6 +18,7 @@ class Group:
     tp: int = 1
     zero: int = 0
     checkpointed: int = 0
+    kind: CheckpointingKind = "full"
     sequence: bool = False
     offload: OffloadRatios = field(default_factory=OffloadRatios)
 
@@ -77,7 +78,7 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
                 ),
                 microbatch_size=rows * world // (group.dp * count),
                 zero_stage=ZeroStage(group.zero),
-                checkpointing=Checkpointing(layers=min(size, group.checkpointed)),
+                checkpointing=Checkpointing(layers=min(size, group.checkpointed), kind=group.kind),
                 offload=group.offload,
             )
         )
@@ -97,7 +98,7 @@ def layers_of(count: int, stages: int, *, uneven: bool = False) -> list[int]:
     return [count * (index + 1) // stages - count * index // stages for index in range(stages)]
 
 
-def _same(count: int, **options: int | bool) -> tuple[Group, ...]:
+def _same(count: int, **options: int | bool | str) -> tuple[Group, ...]:
     return (Group(**options),) * count  # type: ignore[arg-type]
 
 
@@ -133,6 +134,13 @@ LAYOUTS: dict[str, Layout] = {
     "zero bubble, pp 2 x tp 2": _layouts(_same(2, tp=2), schedule="zb-h1"),
     "zero bubble, pp 2, all offloaded": _layouts([Group(offload=_ALL)] * 2, schedule="zb-h1", parts=2),
     "interleaved, all offloaded": _layouts([Group(offload=_ALL)] * 2, schedule="interleaved-1f1b", chunks=2),
+    "dp 2, ZeRO 3, all recomputed by operator": _layouts(_same(1, dp=2, zero=3, checkpointed=99, kind="selective")),
+    "pp 2 x tp 2, sequence, some recomputed by operator": _layouts(
+        [Group(tp=2, sequence=True, checkpointed=1, kind="selective"), Group(tp=2, sequence=True, checkpointed=1)]
+    ),
+    "zero bubble, pp 2, some recomputed by operator": _layouts(
+        _same(2, checkpointed=1, kind="selective"), schedule="zb-h1", parts=2
+    ),
     "all of it together": _layouts(
         [Group(dp=2, tp=2, zero=3, checkpointed=1, sequence=True), Group(dp=4, zero=2)], parts=2
     ),

@@ -33,7 +33,7 @@ from lightning_mist.cost.memory import (
     situations_of_groups,
 )
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, ZeroStage
+from lightning_mist.plan import CheckpointingKind, Plan, ZeroStage
 
 ROUNDS = 4
 """Microbatches that are looked at, in rounds of as many as there are groups: warm-up takes at most two, and by the end
@@ -45,12 +45,12 @@ NEAR_BYTES = len(TERMS)
 
 def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
     """The peak memory of every stage of a plan, by term; of chunks that share devices, that of these devices."""
-    models: dict[tuple[int, bool], MemoryModel] = {}
+    models: dict[tuple[int, bool, CheckpointingKind], MemoryModel] = {}
 
     def model(slot: StageSlot) -> MemoryModel:
-        key = (slot.tensor_parallel_degree, slot.sequence_parallel)
+        key = (slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing)
         if key not in models:
-            models[key] = MemoryModel(spec.split(*key))
+            models[key] = MemoryModel(spec.split(*key[:2]).recomputing(key[2]))
         return models[key]
 
     return plan_memory(model, plan)

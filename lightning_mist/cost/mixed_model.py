@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray, Placed, StageCandidates, StageSlot
 from lightning_mist.cost.memory import MemoryModel
-from lightning_mist.cost.stage_model import PlanCosts, StageCostModel
+from lightning_mist.cost.stage_model import PlanCosts, StageCostModel, Variant
 from lightning_mist.cost.time import RegionSeconds, StageSeconds, Unsharding
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import (
@@ -26,6 +26,7 @@ from lightning_mist.hardware import (
     catalog_profile,
 )
 from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import CheckpointingKind
 
 Profiles: TypeAlias = HardwareProfile | Sequence[HardwareProfile] | None
 """How fast a machine is: of a cluster of unlike devices one profile for every part; ``None`` for the catalog's."""
@@ -52,7 +53,7 @@ class MixedCostModel(PlanCosts):
             _catalogued(part) if profile is None else profile
             for part, profile in zip(cluster.parts, given, strict=True)
         )
-        memories: dict[tuple[int, bool], MemoryModel] = {}
+        memories: dict[Variant, MemoryModel] = {}
         seams = [_outside(part, profile, cluster) for part, profile in zip(cluster.parts, given, strict=True)]
         self.parts = tuple(
             StageCostModel(spec, profile, part, seams=[found for found, _ in seams], memories=memories)
@@ -73,13 +74,16 @@ class MixedCostModel(PlanCosts):
         """The models of the devices that run a slot: one, or those of all parts."""
         return (self.parts[slot.part],) if slot.parts else self._together
 
-    def region_seconds(self, rows: float, degree: int = 1, sequence: bool = False) -> RegionSeconds:
+    def region_seconds(
+        self, rows: float, degree: int = 1, sequence: bool = False, checkpointing: CheckpointingKind = "full"
+    ) -> RegionSeconds:
         """Seconds of every region where it takes longest, at a number of rows; as of a :class:`StageCostModel`."""
-        found = [model.region_seconds(rows, degree, sequence) for model in self._together]
+        found = [model.region_seconds(rows, degree, sequence, checkpointing) for model in self._together]
         order = ("rates", "extrapolated", "measured")
         return RegionSeconds(
             forward_R=np.maximum.reduce([item.forward_R for item in found]),
             backward_R=np.maximum.reduce([item.backward_R for item in found]),
+            recompute_R=np.maximum.reduce([item.recompute_R for item in found]),
             source=min((item.source for item in found), key=order.index),
         )
 

@@ -23,7 +23,7 @@ Array axes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -65,12 +65,16 @@ from lightning_mist.cost.time import (
 )
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, Predicted, ZeroStage
+from lightning_mist.plan import CheckpointingKind, Plan, Predicted, ZeroStage
 
 __all__ = ["StageCostModel", "StageCosts", "StageSeconds"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
+
+
+Variant: TypeAlias = tuple[int, bool, CheckpointingKind]
+"""What a stage's ranks do of a network: tensor-parallel degree, sequence parallelism, kind of recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class StageCostModel(PlanCosts):
     Args:
         seams: If the machine is one part of a cluster of unlike devices: what devices of every part do with nodes of
             other parts.
-        memories: What stages hold by tensor and sequence parallelism, shared with models of other machines.
+        memories: What stages hold by tensor and sequence parallelism and kind of recomputation, shared with models of other machines.
     """
 
     def __init__(
@@ -151,25 +155,26 @@ class StageCostModel(PlanCosts):
         cluster: Cluster,
         *,
         seams: Sequence[HardwareProfile] = (),
-        memories: dict[tuple[int, bool], MemoryModel] | None = None,
+        memories: dict[Variant, MemoryModel] | None = None,
     ) -> None:
         super().__init__()
         self.spec, self.profile, self.cluster, self.seams = spec, profile, cluster, tuple(seams)
         self._machine = profile, cluster
         self._memories = {} if memories is None else memories
-        self._ranks: dict[tuple[int, bool], _Rank] = {}
+        self._ranks: dict[Variant, _Rank] = {}
 
-    def _rank(self, degree: int, sequence: bool) -> _Rank:
-        key = (degree, sequence)
+    def _rank(self, degree: int, sequence: bool, checkpointing: CheckpointingKind = "full") -> _Rank:
+        key = (degree, sequence, checkpointing)
         if key not in self._ranks:
-            spec = self.spec.split(degree, sequence)
+            spec = self.spec.split(degree, sequence).recomputing(checkpointing)
             if key not in self._memories:
-                self._memories[key] = MemoryModel(spec, self._memories.get((degree, not sequence)))
+                like = (degree, not sequence, checkpointing) if checkpointing == "full" else (degree, sequence, "full")
+                self._memories[key] = MemoryModel(spec, self._memories.get(like))
             self._ranks[key] = _Rank(spec, self._memories[key])
         return self._ranks[key]
 
     def _of(self, slot: StageSlot) -> _Rank:
-        return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel)
+        return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing)
 
     def memory(self, slot: StageSlot) -> MemoryModel:
         """What stages of a slot's tensor-parallel degree hold."""
@@ -180,13 +185,15 @@ class StageCostModel(PlanCosts):
         """What the network holds and does where nothing is split."""
         return self._rank(1, False).memory
 
-    def region_seconds(self, rows: float, degree: int = 1, sequence: bool = False) -> RegionSeconds:
+    def region_seconds(
+        self, rows: float, degree: int = 1, sequence: bool = False, checkpointing: CheckpointingKind = "full"
+    ) -> RegionSeconds:
         """Seconds of every region at a number of rows.
 
         Args:
             degree: Tensor-parallel ranks, whose exchanges are included.
         """
-        rank = self._rank(degree, sequence)
+        rank = self._rank(degree, sequence, checkpointing)
 
         def find() -> RegionSeconds:
             costs, whole = rank.memory.costs(rows), self.whole.costs(rows)
@@ -229,7 +236,7 @@ class StageCostModel(PlanCosts):
         self, slot: StageSlot, candidates: StageCandidates
     ) -> tuple[StageSeconds, CopyStages, Unsharding]:
         """Seconds of candidates as if nothing were offloaded and nothing corrected, and what copies depend on."""
-        compute = self.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        compute = self.region_seconds(*slot.computed)
         memory, regions = self.memory(slot), StageRegions.of(self.spec, candidates)
         terms = self._sums(slot, compute).terms(regions)
         units, shards, scatter_K = self._shards(slot, candidates, compute, regions)
@@ -328,7 +335,8 @@ class StageCostModel(PlanCosts):
         """What context-parallel ranks wait for in one forward, and in one microbatch."""
         if slot.context_parallel_degree == 1:
             return (np.zeros(len(regions)),) * 2
-        return stage_ring_seconds(ring_seconds(*self._machine, slot, self.memory(slot), compute), regions)
+        ring = ring_seconds(*self._machine, slot, self.memory(slot), compute)
+        return stage_ring_seconds(ring, regions, repeats=slot.checkpointing == "full")
 
     def _copies(self, stages: Sequence[CopyStages]) -> list[CopySeconds | None]:
         """What copies between device and host do; ``None`` where nothing may be offloaded."""

@@ -9,7 +9,7 @@ from lightning_mist.cost.inputs.arrays import ArrayRecord
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.inputs.placement import Placement, parts_of, placements_of
 from lightning_mist.hardware import AnyCluster, MixedCluster
-from lightning_mist.plan import OffloadRatios, Plan, ScheduleName
+from lightning_mist.plan import CheckpointingKind, OffloadRatios, Plan, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class StageSlot:
         replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
             the more ranks exchange their batches.
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
+        checkpointing: What of recomputed layers is recomputed.
         context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
         parts: The part of a cluster of unlike devices in which each stage of the pipeline lies; nothing if devices are
             alike, or the only stage has all of them.
@@ -38,6 +39,7 @@ class StageSlot:
     schedule: ScheduleName = "1f1b"
     tensor_parallel_degree: int = 1
     sequence_parallel: bool = False
+    checkpointing: CheckpointingKind = "full"
     context_parallel_degree: int = 1
     parts: tuple[int, ...] = ()
     placement: Placement | None = None
@@ -52,6 +54,11 @@ class StageSlot:
     def stages_behind(self) -> int:
         """Stages behind this one."""
         return self.num_stages - 1 - self.stage_index if self.behind is None else self.behind
+
+    @property
+    def computed(self) -> tuple[float, int, bool, CheckpointingKind]:
+        """What seconds of its regions depend on."""
+        return self.whole_rows, self.tensor_parallel_degree, self.sequence_parallel, self.checkpointing
 
     @property
     def devices(self) -> int:
@@ -183,6 +190,7 @@ def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot
                 schedule=plan.schedule,
                 tensor_parallel_degree=stage.mesh.tensor_parallel_degree,
                 sequence_parallel=stage.mesh.sequence_parallel,
+                checkpointing=stage.checkpointing.kind,
                 context_parallel_degree=stage.mesh.context_parallel_degree,
                 parts=parts,
             ),

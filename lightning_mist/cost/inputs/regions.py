@@ -19,6 +19,7 @@ stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import sympy
@@ -33,6 +34,7 @@ from lightning_mist.model.spec import (
     CollectiveSpec,
     LayerSpec,
     ModelSpec,
+    OperatorCost,
     OperatorKind,
     TensorSpec,
 )
@@ -142,6 +144,7 @@ class RegionCosts:
     backward_moved_R: FloatArray
     forward_work: RegionWork
     backward_work: RegionWork
+    recompute_work: RegionWork
     weight_flops_R: FloatArray
     weight_R: FloatArray
     handed_R: FloatArray
@@ -164,12 +167,18 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     kinds = (spec.head, *spec.layers, spec.tail)
     kind_R = np.array([0, *(1 + kind for kind in spec.kinds), len(kinds) - 1], dtype=np.int64)
     layer_expressions = [getattr(kind, name) for name in _LAYER_ARRAYS.values() for kind in kinds]
+    layer_expressions += [
+        kind.forward_peak_bytes if kind.recompute_forward_peak_bytes is None else kind.recompute_forward_peak_bytes
+        for kind in kinds
+    ]
     layer_expressions += [_handed(kind, recomputed=recomputed) for recomputed in (False, True) for kind in kinds]
     cuts: list[Sequence[TensorSpec]] = [(), *spec.boundaries, ()] if spec.num_layers else [()]
     crossing = [_bytes(tensors) for tensors in cuts]
     crossing += [_bytes([tensor for tensor in tensors if tensor.requires_grad]) for tensors in cuts]
     collectives = [_collectives(kinds, direction) for direction in ("forward", "backward")]
-    works = [[item for kind in kinds for item in getattr(kind, f"{name}_work")] for name in ("forward", "backward")]
+    is_partial = any(kind.recompute_work is not None for kind in kinds)
+    passes = _PASSES if is_partial else _PASSES[:2]
+    works = [[item for kind in kinds for item in _work(kind, name)] for name in passes]
     operators = [size for work in works for item in work for size in (item.flops, item.moved_bytes)]
     exchanged = [bytes_ for found in collectives for _, sizes, _ in found for bytes_ in sizes]
     every = (*operators, *layer_expressions, *crossing, *exchanged, spec.batch_bytes, spec.shared_saved_bytes)
@@ -186,16 +195,17 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
         ]
         arrays = dict(
             zip(
-                (*_LAYER_ARRAYS, "handed_R", "checkpointed_handed_R"),
+                (*_LAYER_ARRAYS, "recompute_forward_peak_R", "handed_R", "checkpointed_handed_R"),
                 layers.reshape(-1, len(kinds))[:, kind_R],
                 strict=True,
             )
         )
+        ends = accumulate(map(len, works), initial=0)
+        parts = dict(zip(passes, (worked[:, begin:end] for begin, end in pairwise(ends)), strict=True))
+        done = {f"{name}_work": _region_work(kinds, kind_R, name, part) for name, part in parts.items()}
         found = RegionCosts(
             **arrays,
-            recompute_forward_peak_R=arrays["forward_peak_R"],
-            forward_work=_region_work(kinds, kind_R, "forward", worked[:, : len(works[0])]),
-            backward_work=_region_work(kinds, kind_R, "backward", worked[:, len(works[0]) :]),
+            **done if is_partial else {**done, "recompute_work": done["forward_work"]},
             boundary_B=rest[: len(cuts)],
             gradient_boundary_B=rest[len(cuts) : 2 * len(cuts)],
             forward_collectives=exchanges[0],
@@ -208,9 +218,18 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     return at
 
 
+_PASSES = ("forward", "backward", "recompute")
+
+
+def _work(kind: LayerSpec, direction: str) -> tuple[OperatorCost, ...]:
+    if direction == "recompute":
+        return kind.forward_work if kind.recompute_work is None else kind.recompute_work
+    return kind.forward_work if direction == "forward" else kind.backward_work
+
+
 def _region_work(kinds: Sequence[LayerSpec], kind_R: IntArray, direction: str, sizes: FloatArray) -> RegionWork:
     """The work of one direction, given FLOPs and bytes of its entries."""
-    items = [(index, item) for index, kind in enumerate(kinds) for item in getattr(kind, f"{direction}_work")]
+    items = [(index, item) for index, kind in enumerate(kinds) for item in _work(kind, direction)]
     return RegionWork(
         kinds=tuple(item.kind for _, item in items),
         of_E=np.array([index for index, _ in items], dtype=np.int64),

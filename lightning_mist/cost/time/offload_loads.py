@@ -97,6 +97,7 @@ class CopyStages(ArrayRecord):
 NAMES = (
     "forward",
     "backward",
+    "again",
     "update",
     "unshard",
     "scatter",
@@ -122,8 +123,8 @@ _PLACE = {name: place for place, name in enumerate(NAMES)}
 class Loads:
     """Seconds of every unit by question, padded; what a unit does not have is 0.
 
-    ``forward``, ``backward``, ``update``
-        Computing its forward, its backward and its update.
+    ``forward``, ``backward``, ``again``, ``update``
+        Computing its forward, its backward, its forward again in backward, and its update.
     ``unshard``, ``scatter``
         Giving out its parameters, and reducing its gradients, in every microbatch.
     ``reduce``, ``gather``
@@ -244,6 +245,7 @@ class _Questions:
         found = {
             "forward": np.stack([item.forward_R for item in computes])[self.place_Q],
             "backward": np.stack([item.backward_R for item in computes])[self.place_Q],
+            "again": np.stack([item.recompute_R for item in computes])[self.place_Q],
             "update": update_Q * trained_QR,
             "unshard": (zero_Q >= ZeroStage.PARAMETERS)[:, None] * unshard_QR,
             "scatter": (zero_Q >= ZeroStage.GRADIENTS)[:, None] * reduce_QR,

@@ -228,7 +228,7 @@ class Passes:
         # Of each candidate the unit above the recomputed layers twice, with what the one below it keeps and without,
         # the first and the last.
         asked, at = self.backwards, self._behind(self.backwards.place_I)
-        compute = at("backward") + at("forward") * asked.recomputed_I
+        compute = at("backward") + at("again") * asked.recomputed_I
         above = at("scatter", 1) + at("reduce", 1) if edge else at("scatter", 1)
         network = at("unshard", -1) * asked.below_I + above * asked.next_I
         if not copies:

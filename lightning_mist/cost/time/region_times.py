@@ -29,12 +29,14 @@ class RegionSeconds:
     """Seconds of every region at one number of rows.
 
     Attributes:
+        recompute_R: Of repeating forwards in backward.
         source: Where they come from; the least certain source counts.
         exchange: The parts of both in which tensor-parallel ranks exchange; ``None`` without such ranks.
     """
 
     forward_R: FloatArray
     backward_R: FloatArray
+    recompute_R: FloatArray
     source: TimeSource
     exchange: tuple[FloatArray, FloatArray] | None = None
 
@@ -51,6 +53,7 @@ class RegionSums:
     forward: FloatArray
     backward: FloatArray
     weight: FloatArray
+    recompute: FloatArray
     exchange: tuple[FloatArray, FloatArray] | None
 
     @classmethod
@@ -61,6 +64,7 @@ class RegionSums:
             forward=prefix_sums(compute.forward_R),
             backward=prefix_sums(compute.backward_R),
             weight=prefix_sums(weight_R * compute.backward_R),
+            recompute=prefix_sums(compute.recompute_R),
             exchange=compute.exchange and (prefix_sums(compute.exchange[0]), prefix_sums(compute.exchange[1])),
         )
 
@@ -73,7 +77,7 @@ class RegionSums:
         return {
             "forward_K": regions.sums(self.forward),
             "backward_K": regions.sums(self.backward),
-            "recompute_K": regions.recomputed_sums(self.forward),
+            "recompute_K": regions.recomputed_sums(self.recompute),
             "weight_K": regions.sums(self.weight),
             "exchange_K": exchange_K,
             "recompute_exchange_K": recompute_exchange_K,
@@ -120,6 +124,7 @@ def split_seconds(
     return RegionSeconds(
         forward_R=scaled("forward_R") + exchange[0] + split_R,
         backward_R=scaled("backward_R") + exchange[1] + SPLIT_BACKWARD * split_R,
+        recompute_R=scaled("recompute_R") + exchange[0] + split_R,
         source=whole.source,
         exchange=exchange,
     )
@@ -128,7 +133,10 @@ def split_seconds(
 def region_seconds(
     spec: ModelSpec, profile: HardwareProfile, cluster: Cluster, costs: RegionCosts, rows: float
 ) -> RegionSeconds:
-    """Seconds of one forward and one backward (without recomputation) of every region.
+    """Seconds of one forward, one backward (without recomputation) and one recomputation of every region.
+
+    Measured layers were not timed when they are recomputed: that is as much of their forward as follows from what both
+    do.
 
     Args:
         spec: The network, perhaps with measured seconds of its kinds of layers.
@@ -139,24 +147,30 @@ def region_seconds(
     """
     measured = {seconds.kind: seconds for seconds in spec.seconds}
     regions = regions_of(spec)
-    forward_R, backward_R = np.zeros(len(regions)), np.zeros(len(regions))
+    forward_R, backward_R, recompute_R = np.zeros((3, len(regions)))
+    is_partial = costs.recompute_work is not costs.forward_work
     sources: set[TimeSource] = set()
-    if any(region.kind not in measured for region in regions):
+    if is_partial or any(region.kind not in measured for region in regions):
         dtype, ahead = compute_dtype(spec.precision), cluster.device.kind == "cuda"
         options: dict[str, Any] = {"launches_ahead": ahead, "head_width": spec.head_width}
         forward_R[:] = work_seconds(profile, costs.forward_work, dtype, "forward", **options)
         backward_R[:] = work_seconds(profile, costs.backward_work, dtype, "backward", **options)
+        recompute_R[:] = forward_R
+        if is_partial:
+            recompute_R[:] = work_seconds(profile, costs.recompute_work, dtype, "forward", **options)
+    again_R = np.divide(recompute_R, forward_R, out=np.ones(len(regions)), where=forward_R > 0)
     for index, region in enumerate(regions):
         if region.kind in measured:
             seconds = measured[region.kind]
             forward_R[index] = interpolate(seconds.rows, seconds.forward, rows)
             backward_R[index] = interpolate(seconds.rows, seconds.backward, rows)
+            recompute_R[index] = again_R[index] * forward_R[index]
             sources.add(_source(seconds, rows))
         elif region.forward_work:
             sources.add("rates")
     order: tuple[TimeSource, ...] = ("rates", "extrapolated", "measured")
     worst: TimeSource = next((source for source in order if source in sources), "measured")
-    return RegionSeconds(forward_R=forward_R, backward_R=backward_R, source=worst)
+    return RegionSeconds(forward_R=forward_R, backward_R=backward_R, recompute_R=recompute_R, source=worst)
 
 
 def _source(seconds: LayerSeconds, rows: float) -> TimeSource:

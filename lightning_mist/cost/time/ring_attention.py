@@ -65,12 +65,16 @@ def ring_nodes(cluster: Cluster, slot: StageSlot) -> int:
     return -(-slot.context_parallel_degree * slot.tensor_parallel_degree // cluster.devices_per_node)
 
 
-def stage_ring_seconds(seconds: tuple[FloatArray, FloatArray], regions: StageRegions) -> tuple[FloatArray, FloatArray]:
-    """What stages wait for in one forward, and in one microbatch; what they recompute goes around again.
+def stage_ring_seconds(
+    seconds: tuple[FloatArray, FloatArray], regions: StageRegions, *, repeats: bool
+) -> tuple[FloatArray, FloatArray]:
+    """What stages wait for in one forward, and in one microbatch.
 
     Args:
         seconds: Of every region's forward and backward.
+        repeats: Whether attention is recomputed with the rest, so that its keys and values go around again.
     """
     forward, backward = map(prefix_sums, seconds)
     forward_K = regions.sums(forward)
-    return forward_K, forward_K + backward[regions.high_K] - backward[regions.low_K] + regions.recomputed_sums(forward)
+    both_K = forward_K + backward[regions.high_K] - backward[regions.low_K]
+    return forward_K, both_K + regions.recomputed_sums(forward) if repeats else both_K

@@ -133,6 +133,7 @@ def corrected_regions(spec: ModelSpec, profile: HardwareProfile, seconds: Region
         seconds,
         forward_R=seconds.forward_R * forward,
         backward_R=seconds.backward_R * backward,
+        recompute_R=seconds.recompute_R * forward,
         exchange=None if exchange is None else (exchange[0] * forward, exchange[1] * backward),
     )
 

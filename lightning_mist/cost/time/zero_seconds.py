@@ -99,7 +99,7 @@ class UnitSums:
     def of(cls, compute: RegionSeconds, unshard_R: FloatArray, reduce_R: FloatArray, beyond: "_Beyond") -> "UnitSums":
         """The sums of a network."""
         above_R, below_R = np.append(reduce_R[1:], 0.0), np.append(0.0, unshard_R[:-1])
-        backward_R, both_R = compute.backward_R, compute.backward_R + compute.forward_R
+        backward_R, both_R = compute.backward_R, compute.backward_R + compute.recompute_R
         fetched_R = beyond(compute.forward_R, np.append(unshard_R[1:], 0.0))
         reduced_R, reduced_recomputed_R = beyond(backward_R, above_R), beyond(both_R, above_R)
         added_R = beyond(backward_R, below_R + above_R) - reduced_R
@@ -233,7 +233,7 @@ def _outermost(beside: Beside, row: int, some: StageRegions, *, takes_turns: boo
 
     def backward(unit_K: IntArray) -> FloatArray:
         is_recomputed_K = (unit_K >= some.first_K) & (unit_K < some.middle_K)
-        return compute.backward_R[unit_K] + is_recomputed_K * compute.forward_R[unit_K]
+        return compute.backward_R[unit_K] + is_recomputed_K * compute.recompute_R[unit_K]
 
     fetched_K = beside.sums_of(row).fetched_R[low_K] * (second_K > low_K)
     forward_K = beside.beyond(compute.forward_R[last_K], unshard_R[low_K]) + fetched_K

@@ -42,9 +42,10 @@ class Run:
         shape = StageShape(
             first=plan.layers[0], end=plan.layers[1], checkpointed=plan.checkpointing.layers, rows=plan.microbatch_size
         )
-        key = (shape, plan.mesh.tensor_parallel_degree, plan.mesh.sequence_parallel)
+        kind = plan.checkpointing.kind
+        key = (shape, plan.mesh.tensor_parallel_degree, plan.mesh.sequence_parallel, kind)
         if key not in known:
-            known[key] = stack(view.spec, shape, tied=tied)
+            known[key] = stack(view.spec.recomputing(kind), shape, tied=tied)
         return known[key]
 
     def play(self) -> tuple[Tape, int]:

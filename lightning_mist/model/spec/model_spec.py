@@ -101,6 +101,7 @@ class SelectiveSpec:
 
     Attributes:
         saved_bytes: As :attr:`LayerSpec.checkpointed_saved_bytes`.
+        forward_peak_bytes: As :attr:`LayerSpec.forward_peak_bytes`; more where products return what nobody needs.
         backward_peak_bytes, first_backward_peak_bytes: As :attr:`LayerSpec.recompute_backward_peak_bytes` and
             :attr:`LayerSpec.first_recompute_backward_peak_bytes`.
         work: What its repeated operators do.
@@ -108,6 +109,7 @@ class SelectiveSpec:
     """
 
     saved_bytes: sympy.Expr
+    forward_peak_bytes: sympy.Expr
     backward_peak_bytes: sympy.Expr
     first_backward_peak_bytes: sympy.Expr
     work: tuple[OperatorCost, ...]
@@ -150,6 +152,8 @@ class LayerSpec:
         weight_flops: Floating-point operations of the gradients of its matrices, part of :attr:`backward_flops`: what a
             zero-bubble schedule puts off.
         weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
+        recompute_forward_peak_bytes: Its forward peak if it is recomputed in backward; ``None`` for the plain one, which
+            is an upper bound where nothing but inputs is kept.
         recompute_work: What its operators do when it is recomputed; ``None`` for all that its forward does.
         selective: What is another thing if layers are recomputed by operator; ``None`` where that is not known.
         events: Every allocation, of which the bytes above are sums and peaks; ``None`` where allocations at different
@@ -175,6 +179,7 @@ class LayerSpec:
     weight_bytes: sympy.Expr = sympy.S.Zero
     forward_collectives: tuple[CollectiveSpec, ...] = ()
     backward_collectives: tuple[CollectiveSpec, ...] = ()
+    recompute_forward_peak_bytes: sympy.Expr | None = None
     recompute_work: tuple[OperatorCost, ...] | None = None
     selective: SelectiveSpec | None = None
     events: LayerEvents | None = None
@@ -189,6 +194,7 @@ class LayerSpec:
             checkpointed_saved_bytes=found.saved_bytes,
             recompute_backward_peak_bytes=found.backward_peak_bytes,
             first_recompute_backward_peak_bytes=found.first_backward_peak_bytes,
+            recompute_forward_peak_bytes=found.forward_peak_bytes,
             recompute_work=found.work,
             selective=None,
             events=events,

@@ -53,6 +53,7 @@ def _selective(
     part, basis = example.part, ways.basis
     return SelectiveSpec(
         saved_bytes=basis.expression(lines[0].saved[part]),
+        forward_peak_bytes=lines[0].forward_peak(part),
         backward_peak_bytes=lines[1].backward_peak(part),
         first_backward_peak_bytes=lines[0].backward_peak(part),
         work=fit_work(basis, _repeated(ways, part), f"{example.label}'s repeated forward"),
@@ -100,6 +101,7 @@ def not_recomputed(part: LayerSpec) -> LayerSpec:
     if found is not None:
         found = replace(
             found,
+            forward_peak_bytes=part.forward_peak_bytes,
             backward_peak_bytes=part.backward_peak_bytes,
             first_backward_peak_bytes=part.first_backward_peak_bytes,
         )

@@ -138,7 +138,7 @@ class _Arranged:
         self.memory = model.memory(slot)
         self.holdings, self.degree = self.memory.holdings, slot.shard_degree
         self.nodes = shard_nodes(model.cluster, slot)
-        self.compute = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        self.compute = model.region_seconds(*slot.computed)
         both_L = _of_layers(self.compute.forward_R + self.compute.backward_R)
         most = min(int(np.searchsorted(both_L, bottleneck * ROOM, side="right")) - 1, space.num_layers - 1)
         index_K, self.recomputed_K = space.recomputed(np.arange(1, most + 1))

@@ -165,7 +165,7 @@ class _Lines:
 
     def least(self, model: CostModel, slot: StageSlot) -> FloatArray:
         """Seconds that each computes at least per microbatch, recomputation included."""
-        seconds = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        seconds = model.region_seconds(*slot.computed)
         forward, both = prefix_sums(seconds.forward_R), prefix_sums(seconds.forward_R + seconds.backward_R)
         first_E = self.start_E + 1
         recomputed_E = forward[first_E + self.checkpointed_E] - forward[first_E]

@@ -110,7 +110,7 @@ class _Floors:
         machine = model.profile, model.cluster
         rates, across = copy_rates(*machine), shard_nodes(model.cluster, slot) > 1
         forward_WC, backward_WC = weights_of_passes(interference_of(*machine), across)
-        compute = model.region_seconds(slot.whole_rows, slot.tensor_parallel_degree, slot.sequence_parallel)
+        compute = model.region_seconds(*slot.computed)
         forward, backward = prefix_sums(compute.forward_R), prefix_sums(compute.backward_R)
         low_B, high_B = covered(model.spec, candidates.start_K, candidates.end_K)
         recomputed_B = forward[1 + candidates.start_K + candidates.checkpointed_K] - forward[1 + candidates.start_K]

@@ -24,7 +24,10 @@ from tests.specs import profile, spec
 
 NETWORK = spec(3)
 COMPUTE = RegionSeconds(
-    forward_R=np.array([1.0, 2.0, 3.0, 2.0, 1.0]), backward_R=np.array([2.0, 4.0, 6.0, 4.0, 2.0]), source="measured"
+    forward_R=np.array([1.0, 2.0, 3.0, 2.0, 1.0]),
+    backward_R=np.array([2.0, 4.0, 6.0, 4.0, 2.0]),
+    recompute_R=np.array([1.0, 2.0, 3.0, 2.0, 1.0]),
+    source="measured",
 )
 UNITS = UnitSeconds(
     unshard_R=np.array([3.0, 5.0, 1.0, 4.0, 2.0]),
