@@ -1,9 +1,10 @@
 """Recomputation by operator: products, convolutions and attention are kept, everything else runs again in backward.
 
 The contexts are for ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, as those of torch's
-``create_selective_checkpoint_contexts`` are, which keeps the same operators under the same policy. These do two things
-that torch's do not: what is changed in place after it was kept is kept as it was before (torch's refuse it in backward),
-and a forward that calls other products when it is repeated is refused (torch's hand out what has the same number).
+``create_selective_checkpoint_contexts`` are, which keep the same operators under the same policy. These do two things
+that torch's do not: what is changed in place after it was kept is kept as it was before (torch's refuse it in
+backward), and a forward that calls other products when it is repeated is refused (torch's hand out what has the same
+number).
 """
 
 from collections import deque

@@ -13,6 +13,7 @@ from lightning_mist.model.spec.model_spec import (
     OperatorCost,
     OptimizerSpec,
     ParameterSpec,
+    SelectiveSpec,
     SplitSpec,
     TensorSpec,
 )
@@ -44,6 +45,13 @@ def layer(kind="Block", *, width=1000, flops=1e8, operators=20, gradients=0, fix
         first_backward_peak_bytes=whole(2) + gradients,
         recompute_backward_peak_bytes=whole(12) + gradients // 2,
         first_recompute_backward_peak_bytes=whole(11) + gradients,
+        selective=SelectiveSpec(
+            saved_bytes=whole(5),
+            forward_peak_bytes=whole(13),
+            backward_peak_bytes=whole(8) + gradients // 2,
+            first_backward_peak_bytes=whole(7) + gradients,
+            work=(OperatorCost(kind="elementwise", flops=sympy.S.Zero, moved_bytes=whole(24), calls=operators - 2),),
+        ),
     )
 
 
@@ -58,7 +66,8 @@ def _work(flops, moved, operators):
 def edge(kind, **options):
     """Head or tail: never recomputed, and keeping the same whether layers are."""
     made = not_recomputed(layer(kind, example="", **options))
-    return dataclasses.replace(made, checkpointed_saved_bytes=made.saved_bytes)
+    selective = dataclasses.replace(made.selective, saved_bytes=made.saved_bytes)
+    return dataclasses.replace(made, checkpointed_saved_bytes=made.saved_bytes, selective=selective)
 
 
 def spec(
@@ -171,7 +180,10 @@ def _split(network, degree, sequence):
     exchanged = sympy.Integer(2000) * b
     names = ("all_gather", "reduce_scatter") if sequence else ("all_reduce",)
     collectives = tuple(CollectiveSpec(operation=name, calls=2, bytes=exchanged) for name in names)
-    scaled = [field.name for field in dataclasses.fields(LayerSpec) if field.name.endswith(("_bytes", "_flops"))]
+
+    def sizes_of(item):
+        names = [field.name for field in dataclasses.fields(item) if field.name.endswith(("_bytes", "_flops"))]
+        return {name: getattr(item, name) / degree for name in names if getattr(item, name) is not None}
 
     def less(work):
         sizes = ("flops", "moved_bytes")
@@ -180,7 +192,8 @@ def _split(network, degree, sequence):
         )
 
     def part(item, exchanges):
-        changes = {name: getattr(item, name) / degree for name in scaled}
+        again = dataclasses.replace(item.selective, **sizes_of(item.selective), work=less(item.selective.work))
+        changes = sizes_of(item) | {"selective": again}
         changes |= {name: less(getattr(item, name)) for name in ("forward_work", "backward_work")}
         return dataclasses.replace(item, **changes, forward_collectives=exchanges, backward_collectives=exchanges)
 

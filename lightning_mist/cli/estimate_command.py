@@ -9,7 +9,7 @@ from lightning_mist.cli.cluster_input import oldest_capability, open_cluster, pr
 from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
 from lightning_mist.cli.output import say, terminal_width
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.plan import OffloadRatios, Plan, ScheduleName, load, plan_of
+from lightning_mist.plan import CheckpointingKind, OffloadRatios, Plan, ScheduleName, load, plan_of
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import Estimator, SweepPoint
@@ -32,6 +32,8 @@ class Degrees:
         microbatch_size: Rows of each part on one data-parallel device.
         zero_stage: What data-parallel devices share out, 0 to 3.
         checkpointed_layers: How many of every stage's first layers are recomputed in backward, or all.
+        checkpointing: What of these is recomputed: full, or selective for all but matrix products, convolutions and
+            attention.
         schedule: Of 1f1b, gpipe, interleaved-1f1b and zb-h1.
         offload: What lives in host memory, such as "optimizer=1 activations=0.5".
     """
@@ -46,6 +48,7 @@ class Degrees:
     microbatch_size: int | None = None
     zero_stage: int = 0
     checkpointed_layers: str = "0"
+    checkpointing: CheckpointingKind = "full"
     schedule: ScheduleName = "1f1b"
     offload: str = ""
 
@@ -243,6 +246,7 @@ def _plan(num_layers: int, cluster: "AnyCluster", values: Mapping[str, Any]) -> 
         devices_per_node=cluster.devices_per_node,
         sequence_parallel=_truth(values["sequence_parallel"]),
         checkpointed_layers="all" if layers == "all" else _number("checkpointed_layers", layers),
+        checkpointing=values["checkpointing"],
         schedule=values["schedule"],
         offload=_offload(values["offload"]),
         **{name: None if value is None else _number(name, value) for name, value in numbers.items()},  # type: ignore[arg-type]

@@ -145,7 +145,8 @@ class StageCostModel(PlanCosts):
     Args:
         seams: If the machine is one part of a cluster of unlike devices: what devices of every part do with nodes of
             other parts.
-        memories: What stages hold by tensor and sequence parallelism and kind of recomputation, shared with models of other machines.
+        memories: What stages hold by tensor and sequence parallelism and kind of recomputation, shared with models of
+            other machines.
     """
 
     def __init__(
@@ -183,7 +184,11 @@ class StageCostModel(PlanCosts):
     @property
     def whole(self) -> MemoryModel:
         """What the network holds and does where nothing is split."""
-        return self._rank(1, False).memory
+        return self.rank_memory("full")
+
+    def rank_memory(self, checkpointing: CheckpointingKind) -> MemoryModel:
+        """The same with one kind of recomputation."""
+        return self._rank(1, False, checkpointing).memory
 
     def region_seconds(
         self, rows: float, degree: int = 1, sequence: bool = False, checkpointing: CheckpointingKind = "full"

@@ -11,7 +11,7 @@ from lightning_mist.estimate.estimate_data import Change, verdict_of, worst_of
 from lightning_mist.estimate.stage_estimates import Estimator, Replaying, what_is_not_run
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import Cluster, single
-from lightning_mist.plan import Checkpointing, Feature, Plan, StagePlan, ZeroStage, plan_of
+from lightning_mist.plan import Feature, Plan, StagePlan, ZeroStage, plan_of
 
 SHOWN = 6
 """Changes that are kept at most."""
@@ -163,7 +163,9 @@ class _Steps:
         """More of optimizer state in host memory, then of everything."""
         have = min((stage.offload for stage in self._plan.stages), key=lambda ratios: ratios.optimizer)
         for kind, words in (("optimizer", "optimizer state"), ("activations", "the activations")):
-            if kind == "optimizer" or not have.activations:
+            # What recomputation by operator keeps stays on the device.
+            stays = any(stage.checkpointing.kind == "selective" for stage in self._plan.stages)
+            if kind == "optimizer" or not (have.activations or stays):
                 yield [
                     self._trial(f"{ratio:.0%} of {words} in host memory", _offloading(self._plan, kind, ratio))
                     for ratio in OFFLOAD_RATIOS
@@ -223,7 +225,7 @@ def _with_stages(plan: Plan, change: Callable[[StagePlan], StagePlan]) -> Plan:
 def _recomputing(plan: Plan, layers: int) -> Plan:
     def change(stage: StagePlan) -> StagePlan:
         wanted = max(stage.checkpointing.layers, min(layers, stage.num_layers))
-        return replace(stage, checkpointing=Checkpointing(layers=wanted))
+        return replace(stage, checkpointing=replace(stage.checkpointing, layers=wanted))
 
     return _with_stages(plan, change)
 
@@ -259,6 +261,7 @@ def _shape_of(plan: Plan) -> dict[str, Any] | None:
         "microbatch_size": stage.microbatch_size,
         "zero_stage": int(stage.zero_stage),
         "checkpointed_layers": "all" if stage.checkpointing.layers == stage.num_layers else stage.checkpointing.layers,
+        "checkpointing": stage.checkpointing.kind,
         "schedule": plan.schedule,
         "offload": stage.offload,
     }

@@ -96,13 +96,20 @@ def one_stage(plan: Plan, ground: Ground) -> Plan:
         layers=(0, plan.num_layers),
         mesh=StageMesh(devices=tuple(range(plan.world_size)), data_parallel_degree=plan.world_size),
         zero_stage=max(stage.zero_stage for stage in plan.stages),
-        checkpointing=Checkpointing(layers=sum(stage.checkpointing.layers for stage in plan.stages)),
+        checkpointing=_joined(plan.stages),
         offload=replace(plan.stages[0].offload, **most),
     )
     data, rest = divmod(plan.world_size, tensor)
     if rest:
         raise PlanError(f"tensor-parallel degree {tensor} does not divide {plan.world_size} devices")
     return _rearranged(without_chunks(plan), (stage,), [(data, tensor, sequence)], ground)
+
+
+def _joined(stages: Sequence[StagePlan]) -> Checkpointing:
+    """What one stage recomputes in place of several: as many layers, by operator if that is enough for all."""
+    kinds = [stage.checkpointing.kind for stage in stages if stage.checkpointing.layers]
+    layers = sum(stage.checkpointing.layers for stage in stages)
+    return Checkpointing(layers=layers, kind="selective" if set(kinds) == {"selective"} else "full")
 
 
 def without_chunks(plan: Plan) -> Plan:
@@ -113,7 +120,7 @@ def without_chunks(plan: Plan) -> Plan:
     for group in range(plan.num_groups):
         chunks = [plan.stages[index] for index in plan.chunks(group)]
         end = first + sum(chunk.num_layers for chunk in chunks)
-        kept = Checkpointing(layers=sum(chunk.checkpointing.layers for chunk in chunks))
+        kept = _joined(chunks)
         stages.append(replace(chunks[0], layers=(first, end), checkpointing=kept))
         first = end
     return replace(plan, stages=tuple(stages), schedule="1f1b", predicted=None)
@@ -155,7 +162,7 @@ def with_lengths(plan: Plan, lengths: Sequence[int]) -> Plan:
     """The same plan with other numbers of layers per stage; of recomputed ones as many as there are then."""
     stages, first = [], 0
     for stage, length in zip(plan.stages, lengths, strict=True):
-        kept = Checkpointing(layers=min(length, stage.checkpointing.layers))
+        kept = replace(stage.checkpointing, layers=min(length, stage.checkpointing.layers))
         stages.append(replace(stage, layers=(first, first + length), checkpointing=kept))
         first += length
     return replace(plan, stages=tuple(stages), predicted=None)

@@ -16,7 +16,7 @@ from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
 from lightning_mist.explain.explanation import Finding, Version, in_words, state_in_words
-from lightning_mist.plan import OFFLOADED, Checkpointing, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import OFFLOADED, Plan, StagePlan, ZeroStage
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_rate, format_seconds
@@ -107,7 +107,8 @@ def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[tuple[str, S
     """Versions of a stage that each save one step less of memory, with words for them."""
     kept = stage.checkpointing.layers
     if kept:
-        yield "with one layer fewer recomputed", replace(stage, checkpointing=Checkpointing(layers=kept - 1))
+        fewer = replace(stage.checkpointing, layers=kept - 1)
+        yield "with one layer fewer recomputed", replace(stage, checkpointing=fewer)
     if stage.zero_stage:
         lower = ZeroStage(stage.zero_stage - 1)
         text = f"with ZeRO-{int(lower)} in place of ZeRO-{int(stage.zero_stage)}"

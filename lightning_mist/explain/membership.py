@@ -1,6 +1,7 @@
 """Whether a plan is one of those that a search looks at, by its settings and not by its seconds."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def _of_plan(plan: Plan, space: Space) -> Iterator[str]:
 
 def _of_stage(stage: StagePlan, plan: Plan, space: Space) -> Iterator[str]:
     mesh, search, recomputed = stage.mesh, space.search, stage.checkpointing.layers
-    shape = Shape(mesh.data_parallel_degree, mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    shape = replace(Shape.of(stage), checkpointing=space.checkpointing_kinds[0])
     if mesh.context_parallel_degree > 1:
         yield "context parallelism"
     elif shape not in space.shapes(plan.num_microbatches):
@@ -67,6 +68,8 @@ def _of_stage(stage: StagePlan, plan: Plan, space: Space) -> Iterator[str]:
     _, allowed = space.recomputed(np.array([stage.num_layers]))
     if recomputed not in allowed:
         yield f"{recomputed} recomputed layers"
+    if recomputed and stage.checkpointing.kind not in space.checkpointing_kinds:
+        yield f"{stage.checkpointing.kind} recomputation"
     for kind in OFFLOADED:
         ratio = getattr(stage.offload, kind)
         if ratio and (kind not in search.offloaded or ratio not in space.offload_ratios):

@@ -117,12 +117,13 @@ def _zero(level: int) -> Technique:
 
 
 def _use_checkpointing(plan: Plan) -> str:
-    def told(kind: tuple[int, int]) -> str:
-        where = places(plan, lambda stage: (stage.checkpointing.layers, stage.num_layers) == kind)
-        return f"{kind[0]} of {kind[1]} layers on {where}"
+    def told(kept: Checkpointing, layers: int) -> str:
+        where = places(plan, lambda stage: (stage.checkpointing, stage.num_layers) == (kept, layers))
+        what = ", but for products, convolutions and attention," if kept.kind == "selective" else ""
+        return f"{kept.layers} of {layers} layers{what} on {where}"
 
-    kinds = {(stage.checkpointing.layers, stage.num_layers): None for stage in plan.stages}
-    return "; ".join(told(kind) for kind in kinds if kind[0])
+    kinds = {(stage.checkpointing, stage.num_layers): None for stage in plan.stages}
+    return "; ".join(told(*kind) for kind in kinds if kind[0].layers)
 
 
 _CHECKPOINTING = Technique(

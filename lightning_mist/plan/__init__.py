@@ -17,6 +17,13 @@ from lightning_mist.plan.plan import (
 from lightning_mist.plan.plan_tables import describe_changes, render, split_notes
 from lightning_mist.plan.rows import RowSlice, replica_of, replica_ranks, row_slice
 from lightning_mist.plan.search_space import COUNTS, OFFLOADED, SearchSpace
-from lightning_mist.plan.stage_settings import CHECKPOINTING_KINDS, Checkpointing, CheckpointingKind, OffloadRatios, StageMesh, ZeroStage
+from lightning_mist.plan.stage_settings import (
+    CHECKPOINTING_KINDS,
+    Checkpointing,
+    CheckpointingKind,
+    OffloadRatios,
+    StageMesh,
+    ZeroStage,
+)
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit, TensorSplit
 from lightning_mist.plan.throughput import StepRates, step_rates

@@ -49,6 +49,11 @@ class StagePlan:
                 f"checkpointed_layers = {self.checkpointing.layers} in a stage of {self.num_layers} layers: "
                 f"at most {self.num_layers} can be checkpointed"
             )
+        if self.checkpointing.kind == "selective" and self.offload.activations:
+            raise PlanError(
+                f"offload.activations = {self.offload.activations} with checkpointing = 'selective': what that keeps "
+                "stays on the device; use 0, or checkpointing = 'full'"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from lightning_mist.plan import ScheduleName
 from lightning_mist.plan.plan import SCHEDULES
+from lightning_mist.plan.stage_settings import CHECKPOINTING_KINDS, CheckpointingKind
 
 OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
 """Kinds of state that may be in host memory."""
@@ -21,7 +22,10 @@ COUNTS = (
 """Limits that are numbers of something, or ``None``."""
 
 
-_OTHERS = ("layer_cuts", "zero_stages", "checkpointed_shares", "offload", "offload_ratios", "schedules", "chunks")
+_OTHERS = (
+    *("layer_cuts", "zero_stages", "checkpointed_shares", "checkpointing_kinds"),
+    *("offload", "offload_ratios", "schedules", "chunks"),
+)
 """Limits that are several of something else."""
 
 
@@ -56,6 +60,9 @@ class SearchSpace:
         checkpointed_shares: Which parts of each stage's layers may be recomputed, fractions in [0, 1], to the nearest
             layer: 0,1 for none or all; by default any number of layers. With shares other than 1 alone stages are not
             dealt out in chunks.
+        checkpointing_kinds: What of recomputed layers may be recomputed, of full (everything) and selective (all but
+            matrix products, convolutions and attention, whose results are kept); stages of one plan may differ. Both
+            together take up to twice as long to search.
         offload: Which kinds of state may be in host memory, of parameters, gradients, optimizer and activations; [] for
             none. By default all of them on devices with memory of their own whose copies from and to the host have
             known rates, and none on others. In training on CPUs, whose memory is the host's, parameters and optimizer
@@ -82,6 +89,7 @@ class SearchSpace:
     sequence_parallel: bool | None = None
     checkpointing: bool = True
     checkpointed_shares: tuple[float, ...] | None = None
+    checkpointing_kinds: tuple[CheckpointingKind, ...] = ("full",)
     offload: tuple[str, ...] | None = None
     offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
@@ -109,6 +117,11 @@ class SearchSpace:
         self._check_shares()
         if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
             raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
+        if not self.checkpointing_kinds or not set(self.checkpointing_kinds) <= set(CHECKPOINTING_KINDS):
+            raise ValueError(
+                f"checkpointing_kinds={self.checkpointing_kinds}: give at least one; known are "
+                f"{', '.join(CHECKPOINTING_KINDS)}"
+            )
         if not self.schedules or not set(self.schedules) <= set(SCHEDULES):
             raise ValueError(f"schedules={self.schedules}: give at least one; known are {', '.join(SCHEDULES)}")
         if not self.solver_seconds > 0:

@@ -23,7 +23,7 @@ from lightning_mist.cost import StageSlot
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.memory import PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, stage_phases
 from lightning_mist.plan import OFFLOADED
-from lightning_mist.tuner.candidates import IntraStage, SlotChoices, Table, non_dominated
+from lightning_mist.tuner.candidates import IntraStage, SlotChoices, Table, may_offload, non_dominated
 from lightning_mist.tuner.space import Role, role_of
 
 MOST = 1 << 15
@@ -103,6 +103,7 @@ class LeastMemory:
     def _evaluate(self, intra: IntraStage, slot: StageSlot) -> _Known:
         table, memory = intra.everything(slot), intra.model.memory(slot)
         offload_CO, is_coarse = _shares(intra, len(table))
+        offload_CO = offload_CO[may_offload(slot, offload_CO)]
         index_J = np.repeat(np.arange(len(table)), len(offload_CO))
         offload_JO = np.tile(offload_CO, (len(table), 1))
         ratios = {f"{name}_K": offload_JO[:, place] for place, name in enumerate(OFFLOADED)}

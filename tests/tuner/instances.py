@@ -75,6 +75,7 @@ def _search(rng, layers, devices, offloading):
         "checkpointed_shares": (0.0, float(rng.choice([0.5, 1.0]))),
     }
     limits = {name: value for name, value in limits.items() if rng.random() < LIMITED}
+    kinds = tuple(kind for kind in ("full", "selective") if rng.random() < 0.6) or ("full",)
     cuts = sorted({int(cut) for cut in rng.integers(1, max(2, layers), size=int(rng.integers(0, 3)))})
     if rng.random() < LIMITED and layers > max(cuts, default=0) and len(cuts) < devices:
         limits = {**limits, "layer_cuts": tuple(cuts)}
@@ -85,6 +86,7 @@ def _search(rng, layers, devices, offloading):
         offload=offload,
         offload_ratios=ratios,
         schedules=("1f1b",),
+        checkpointing_kinds=kinds,
         **limits,
     )
 

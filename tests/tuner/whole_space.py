@@ -133,6 +133,7 @@ class Kind:
     data: int
     tensor: int
     sequence: bool
+    checkpointing: str = "full"
 
     @property
     def devices(self):
@@ -160,7 +161,8 @@ def kinds_of(instance, count, part):
         if count * data % world or instance.rows % (count * data // world):
             continue
         if among(instance.global_batch_size // (count * data), search.microbatch_sizes):
-            found.append(Kind(data=data, tensor=tensor, sequence=sequence))
+            kinds = search.checkpointing_kinds if search.checkpointing and instance.network.num_layers else ("full",)
+            found += [Kind(data=data, tensor=tensor, sequence=sequence, checkpointing=kind) for kind in kinds]
     return found
 
 
@@ -230,6 +232,7 @@ def slot_of(instance, count, parts, index, kind):
         replicas=kind.data if len(parts) == 1 else gcd(*datas),
         tensor_parallel_degree=kind.tensor,
         sequence_parallel=kind.sequence,
+        checkpointing=kind.checkpointing,
         parts=parts if len(everywhere) > 1 and len(parts) > 1 else (),
     )
 
@@ -238,7 +241,9 @@ def candidates_of(instance, stages, index, kind):
     """Every range of layers that leaves one for each other stage, recomputed layers, ZeRO stages, offloaded shares."""
     layers, search = instance.network.num_layers, instance.search
     shares = tuple(sorted({0.0, *search.offload_ratios}))
-    offload = list(itertools.product(*(shares if name in search.offload else (0.0,) for name in OFFLOADED)))
+    stays = ("activations",) if kind.checkpointing == "selective" else ()
+    moved = [name for name in search.offload if name not in stays]
+    offload = list(itertools.product(*(shares if name in moved else (0.0,) for name in OFFLOADED)))
     rows = []
     for start, end in itertools.combinations_with_replacement(range(layers + 1), 2):
         if (start == end and layers) or (start == 0) != (index == 0) or (end == layers) != (index == stages - 1):

@@ -168,7 +168,7 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     kind_R = np.array([0, *(1 + kind for kind in spec.kinds), len(kinds) - 1], dtype=np.int64)
     layer_expressions = [getattr(kind, name) for name in _LAYER_ARRAYS.values() for kind in kinds]
     layer_expressions += [
-        kind.forward_peak_bytes if kind.recompute_forward_peak_bytes is None else kind.recompute_forward_peak_bytes
+        kind.forward_peak_bytes if kind.forward_peak_if_recomputed is None else kind.forward_peak_if_recomputed
         for kind in kinds
     ]
     layer_expressions += [_handed(kind, recomputed=recomputed) for recomputed in (False, True) for kind in kinds]
@@ -202,10 +202,12 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
         )
         ends = accumulate(map(len, works), initial=0)
         parts = dict(zip(passes, (worked[:, begin:end] for begin, end in pairwise(ends)), strict=True))
-        done = {f"{name}_work": _region_work(kinds, kind_R, name, part) for name, part in parts.items()}
+        done = {name: _region_work(kinds, kind_R, name, part) for name, part in parts.items()}
         found = RegionCosts(
             **arrays,
-            **done if is_partial else {**done, "recompute_work": done["forward_work"]},
+            forward_work=done["forward"],
+            backward_work=done["backward"],
+            recompute_work=done["recompute" if is_partial else "forward"],
             boundary_B=rest[: len(cuts)],
             gradient_boundary_B=rest[len(cuts) : 2 * len(cuts)],
             forward_collectives=exchanges[0],

@@ -152,8 +152,8 @@ class LayerSpec:
         weight_flops: Floating-point operations of the gradients of its matrices, part of :attr:`backward_flops`: what a
             zero-bubble schedule puts off.
         weight_bytes: Bytes that are kept for them meanwhile: inputs of its linear operations and gradients of outputs.
-        recompute_forward_peak_bytes: Its forward peak if it is recomputed in backward; ``None`` for the plain one, which
-            is an upper bound where nothing but inputs is kept.
+        forward_peak_if_recomputed: Its forward peak if it is recomputed in backward; ``None`` for the plain one,
+            which is an upper bound where nothing but inputs is kept.
         recompute_work: What its operators do when it is recomputed; ``None`` for all that its forward does.
         selective: What is another thing if layers are recomputed by operator; ``None`` where that is not known.
         events: Every allocation, of which the bytes above are sums and peaks; ``None`` where allocations at different
@@ -179,7 +179,7 @@ class LayerSpec:
     weight_bytes: sympy.Expr = sympy.S.Zero
     forward_collectives: tuple[CollectiveSpec, ...] = ()
     backward_collectives: tuple[CollectiveSpec, ...] = ()
-    recompute_forward_peak_bytes: sympy.Expr | None = None
+    forward_peak_if_recomputed: sympy.Expr | None = None
     recompute_work: tuple[OperatorCost, ...] | None = None
     selective: SelectiveSpec | None = None
     events: LayerEvents | None = None
@@ -194,7 +194,7 @@ class LayerSpec:
             checkpointed_saved_bytes=found.saved_bytes,
             recompute_backward_peak_bytes=found.backward_peak_bytes,
             first_recompute_backward_peak_bytes=found.first_backward_peak_bytes,
-            recompute_forward_peak_bytes=found.forward_peak_bytes,
+            forward_peak_if_recomputed=found.forward_peak_bytes,
             recompute_work=found.work,
             selective=None,
             events=events,
@@ -375,7 +375,8 @@ class ModelSpec:
         made = [part.by_operator(part.selective) for part in self._parts if part.selective is not None]
         if len(made) < len(self._parts):
             raise PlanError(
-                f"checkpointing = {kind!r}: what that costs is not known for {self.name}; use 'full', or trace the module"
+                f"checkpointing = {kind!r}: what that costs is not known for {self.name}; use 'full', or trace the "
+                "module"
             )
         return replace(self, head=made[0], layers=tuple(made[1:-1]), tail=made[-1], splits=())
 

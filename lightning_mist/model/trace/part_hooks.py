@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import OwnFunction, intercepted
@@ -56,7 +56,7 @@ class Walk:
         self.answers: dict[int, Answer | None] = {}
         self._blocks, self._twins, self._enter = blocks, twins, enter
         self._recompute, self._mode, self._keep_values = recompute, mode, keep_values
-        self._contexts = {"context_fn": selective_contexts} if selective else {}
+        self._contexts = selective_contexts if selective else noop_context_fn
         self._view, self._given, self._repeating = view, given, repeating
         self._shared: dict[int, Dims] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -123,7 +123,7 @@ class Walk:
                 return original(*positional, **named)
 
         return checkpoint(
-            OwnFunction(block), *leaves, use_reentrant=False, preserve_rng_state=True, **self._contexts
+            OwnFunction(block), *leaves, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts
         )
 
     def _watch(self, leaves: Sequence[Any], part: int) -> None:

@@ -137,7 +137,14 @@ def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_al
     kept = _kept_bytes(subject.module)
     if not subject.blocks:
         settled = run(False, False).timeline
-        return Blocks(kinds=group((), ()), twins=(), recompute_failure=None, selective_failure=None, kept_bytes=kept, timeline=settled)
+        return Blocks(
+            kinds=group((), ()),
+            twins=(),
+            recompute_failure=None,
+            selective_failure=None,
+            kept_bytes=kept,
+            timeline=settled,
+        )
     names = [type(block).__name__ for block in subject.blocks]
     for attempt in range(2):
         kinds = group(names, list(zip(cost_keys(subject.blocks, [plain]), outside, alone, strict=True)))

@@ -105,5 +105,7 @@ def checkpoint_block(
     leaves, form = tree_flatten((args, kwargs))
     block = _Block(function, leaves, form, split, within)
     parts = [leaf.local if isinstance(leaf, SplitTensor) else leaf for leaf in leaves]
-    contexts = {"context_fn": selective_contexts} if kind == "selective" else {}
-    return torch.utils.checkpoint.checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=True, **contexts)
+    contexts = selective_contexts if kind == "selective" else torch.utils.checkpoint.noop_context_fn
+    return torch.utils.checkpoint.checkpoint(
+        block, *parts, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
+    )

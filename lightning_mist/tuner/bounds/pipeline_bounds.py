@@ -162,7 +162,7 @@ class PipelineBounds:
             rates=copy_rates(*machine) if self.kinds else None,
             interference=interference_of(*machine),
             num_microbatches=num_microbatches,
-            is_alike=is_alike(self.model),
+            is_alike=is_alike(self.model, self.space),
         )
 
 
@@ -221,5 +221,6 @@ def _as_choices(bounds: StageBounds) -> SlotChoices:
         zero_stage_K=zero_K,
         tensor_K=zero_K + 1,
         sequence_K=zero_K,
+        selective_K=zero_K,
         offload_KO=np.zeros((len(bounds), len(OFFLOADED))),
     )

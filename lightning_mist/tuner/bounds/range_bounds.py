@@ -123,10 +123,11 @@ def slots_of(
     return tuple(slot_of(1, 2, num_microbatches, shape) for shape in shapes)
 
 
-def is_alike(model: StageCostModel) -> bool:
+def is_alike(model: StageCostModel, space: Space) -> bool:
     """Whether every layer is like any other, as far as bytes are concerned."""
     costs, table = model.whole.costs(1), model.whole.holdings.table
-    every = (costs.saved_R, costs.checkpointed_saved_R, table.used_R, table.trained_R)
+    kept = [model.rank_memory(kind).costs(1).checkpointed_saved_R for kind in space.checkpointing_kinds]
+    every = (costs.saved_R, *kept, table.used_R, table.trained_R)
     return not any(np.ptp(values_R[1:-1]) for values_R in every if len(values_R) > 2)
 
 
@@ -149,7 +150,7 @@ class _Arranged:
     def of_any_zero(self) -> dict[str, Any]:
         """What :class:`RangeBounds` has of them under any ZeRO stage."""
         count = len(self.layers_K)
-        again_K = _of_layers(self.compute.forward_R)[self.recomputed_K]
+        again_K = _of_layers(self.compute.recompute_R)[self.recomputed_K]
         return {
             "layers_R": self.layers_K,
             "devices_R": np.full(count, self.slot.devices),

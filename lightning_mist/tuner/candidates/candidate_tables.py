@@ -128,6 +128,7 @@ class Table:
             zero_stage_K=self.zero_stage_K[index_K],
             tensor_K=tensor_S[shape_K],
             sequence_K=sequence_S[shape_K],
+            selective_K=np.array([slot.checkpointing == "selective" for slot in self.slots], dtype=np.int64)[shape_K],
             offload_KO=ratios_JO[of_K],
         )
 
@@ -166,9 +167,9 @@ class _Lines:
     def least(self, model: CostModel, slot: StageSlot) -> FloatArray:
         """Seconds that each computes at least per microbatch, recomputation included."""
         seconds = model.region_seconds(*slot.computed)
-        forward, both = prefix_sums(seconds.forward_R), prefix_sums(seconds.forward_R + seconds.backward_R)
+        again, both = prefix_sums(seconds.recompute_R), prefix_sums(seconds.forward_R + seconds.backward_R)
         first_E = self.start_E + 1
-        recomputed_E = forward[first_E + self.checkpointed_E] - forward[first_E]
+        recomputed_E = again[first_E + self.checkpointed_E] - again[first_E]
         result_E: FloatArray = both[self.high_E] - both[self.low_E] + recomputed_E
         return result_E
 
@@ -259,7 +260,11 @@ def make_tables(
         lines = _Lines.of(model.spec, space, ranges)
         for index in np.flatnonzero(fast_WS.any(axis=0)).tolist():
             slot = slots[index]
-            at_J = np.flatnonzero(fast_WS[lines.range_E, index] & (lines.least(model, slot) <= bottleneck * ROOM))
+            fast_E = fast_WS[lines.range_E, index] & (lines.least(model, slot) <= bottleneck * ROOM)
+            if slot.checkpointing != space.checkpointing_kinds[0]:
+                # Without recomputed layers it is that of the first kind.
+                fast_E &= lines.checkpointed_E > 0
+            at_J = np.flatnonzero(fast_E)
             if len(at_J):
                 found, range_C = lines.candidates(slot, at_J)
                 asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, range_C=range_C))
@@ -276,8 +281,8 @@ def _evaluate(model: CostModel, asked: Sequence[_Arrangement]) -> list[_Figures]
     alike: dict[Hashable, list[int]] = {}
     for place, item in enumerate(asked):
         slot = item.slot
-        devices = slot.rows, slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel
-        alike.setdefault((slot.num_stages == 1, slot.part, devices), []).append(place)
+        devices = slot.data_parallel_degree, *slot.computed
+        alike.setdefault((slot.num_stages == 1, slot.part, slot.rows, devices), []).append(place)
     found: dict[int, _Figures] = {}
     for places in alike.values():
         candidates = StageCandidates.joined([asked[place].candidates for place in places])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
-from lightning_mist.plan import OFFLOADED, OffloadRatios
+from lightning_mist.plan import OFFLOADED, CheckpointingKind, OffloadRatios
 from lightning_mist.tuner.space import Shape
 
 EVERY_PART = -1
@@ -27,6 +27,7 @@ class SlotChoices(ArrayRecord):
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         peak_K: Peak bytes.
+        selective_K: 1 if recomputed layers keep what products, convolutions and attention return, else 0.
         sequence_K: 1 if tensor-parallel devices are sequence-parallel too, else 0.
         offload_KO: What part of parameters, gradients, optimizer state and activations is in host memory.
     """
@@ -42,12 +43,14 @@ class SlotChoices(ArrayRecord):
     zero_stage_K: IntArray
     tensor_K: IntArray
     sequence_K: IntArray
+    selective_K: IntArray
     offload_KO: FloatArray
 
     def shape(self, index: int) -> Shape:
         """How the devices of one choice are arranged."""
         tensor = int(self.tensor_K[index])
-        return Shape(int(self.devices_K[index]) // tensor, tensor, bool(self.sequence_K[index]))
+        kind: CheckpointingKind = "selective" if self.selective_K[index] else "full"
+        return Shape(int(self.devices_K[index]) // tensor, tensor, bool(self.sequence_K[index]), kind)
 
     def offload(self, index: int) -> OffloadRatios:
         """What one choice keeps in host memory."""

@@ -227,6 +227,7 @@ class IntraStage:
             schedule=self.space.schedule,
             tensor_parallel_degree=shape.tensor,
             sequence_parallel=shape.sequence,
+            checkpointing=shape.checkpointing,
             parts=pipeline,
         )
 

@@ -111,9 +111,9 @@ class _Floors:
         rates, across = copy_rates(*machine), shard_nodes(model.cluster, slot) > 1
         forward_WC, backward_WC = weights_of_passes(interference_of(*machine), across)
         compute = model.region_seconds(*slot.computed)
-        forward, backward = prefix_sums(compute.forward_R), prefix_sums(compute.backward_R)
+        forward, backward, again = map(prefix_sums, (compute.forward_R, compute.backward_R, compute.recompute_R))
         low_B, high_B = covered(model.spec, candidates.start_K, candidates.end_K)
-        recomputed_B = forward[1 + candidates.start_K + candidates.checkpointed_K] - forward[1 + candidates.start_K]
+        recomputed_B = again[1 + candidates.start_K + candidates.checkpointed_K] - again[1 + candidates.start_K]
         backward_B = backward[high_B] - backward[low_B] + recomputed_B
         in_WC, out_WC = backward_WC / rates.to_device, forward_WC / rates.to_host
         parameters_BH = np.maximum(parts.host_parameters_BH - BUFFERS * parts.third_BH, 0.0)
@@ -167,6 +167,7 @@ def feasible(
             for first in range(0, len(inside_B), most):
                 at_B = inside_B[first : first + most]
                 peak_BC, fits_BC = _fitting(points, some_B[at_B], parts, row_B[at_B] - begin, limits)
+                fits_BC &= may_offload(slot, grid.offload_CO)
                 fits_BC = _minimal(model, grid, slot, fits_BC, table.zero_stage_K[index_U[row_B[at_B]]])
                 of_J, combination_J = np.nonzero(fits_BC)
                 if floors is not None:
@@ -176,6 +177,12 @@ def feasible(
                 yield Feasible(
                     point_J=some_B[at_B[of_J]], combination_J=combination_J, peak_J=peak_BC[of_J, combination_J]
                 )
+
+
+def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:
+    """Which combinations a stage may have: what recomputation by operator keeps stays on the device."""
+    allowed_C: BoolArray = (offload_CO[:, OFFLOADED.index("activations")] == 0) | (slot.checkpointing == "full")
+    return allowed_C
 
 
 def _fitting(

@@ -57,8 +57,7 @@ def _arrangements(space: Space) -> Iterator[tuple[int, int, Shape]]:
 
 def _least_seconds_of(stages: IntraStage, plan: Plan) -> float:
     """Seconds that a plan of equal stages takes at least in chunks."""
-    mesh, recomputed = plan.stages[0].mesh, min(stage.checkpointing.layers for stage in plan.stages)
-    shape = Shape(mesh.data_parallel_degree, mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    recomputed, shape = min(stage.checkpointing.layers for stage in plan.stages), Shape.of(plan.stages[0])
     return _least_seconds(stages, plan.num_stages, plan.num_microbatches, shape, recomputed)
 
 
@@ -72,15 +71,15 @@ def _least_seconds(
     """
     space = stages.space
     rows = space.rows(num_microbatches, shape.data)
-    seconds = stages.model.region_seconds(rows, shape.tensor, shape.sequence)
-    forward_R, both_R = (
+    seconds = stages.model.region_seconds(rows, shape.tensor, shape.sequence, shape.checkpointing)
+    forward_R, both_R, again_R = (
         np.concatenate([[0.0], np.cumsum(each_R)])
-        for each_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R)
+        for each_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R, seconds.recompute_R)
     )
     # Head and tail are regions of their own.
     first_S = 1 + np.arange(num_stages) * (space.num_layers // num_stages)
     edge_S = np.concatenate([[0], first_S[1:], [space.num_layers + 2]])
-    busy_S = np.diff(both_R[edge_S]) + forward_R[first_S + recomputed] - forward_R[first_S]
+    busy_S = np.diff(both_R[edge_S]) + again_R[first_S + recomputed] - again_R[first_S]
     before_S = (np.cumsum(busy_S) - busy_S) / max(space.search.chunks)
     return float((before_S + (num_microbatches - 1) * busy_S + np.diff(forward_R[edge_S])).max())
 
@@ -99,7 +98,7 @@ def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -
                     mesh=shape.mesh(devices),
                     microbatch_size=space.rows(num_microbatches, shape.data),
                     zero_stage=ZeroStage(level),
-                    checkpointing=Checkpointing(layers=recomputed),
+                    checkpointing=Checkpointing(layers=recomputed, kind=shape.checkpointing),
                 )
                 for stage, devices in enumerate(layout)
             ),

@@ -112,7 +112,8 @@ def _interleaved(plan: Plan, numbers: Sequence[int]) -> Iterator[Plan]:
         for chunk in range(chunks):
             for group, stage in enumerate(plan.stages):
                 end = first + layers[group][chunk]
-                kept = Checkpointing(layers=min(recomputed[group][chunk], layers[group][chunk]))
+                count = min(recomputed[group][chunk], layers[group][chunk])
+                kept = Checkpointing(layers=count, kind=stage.checkpointing.kind)
                 stages.append(replace(stage, layers=(first, end), checkpointing=kept))
                 first = end
         yield replace(plan, schedule="interleaved-1f1b", stages=tuple(stages), predicted=None)
@@ -184,5 +185,8 @@ def _recomputing(plan: Plan, more: int) -> Plan:
     if not more:
         return plan
     counts = zip(plan.stages, _recomputed(_groups(plan), more)[:, more].tolist(), strict=True)
-    stages = tuple(replace(stage, checkpointing=Checkpointing(layers=count)) for stage, count in counts)
+    stages = tuple(
+        replace(stage, checkpointing=Checkpointing(layers=count, kind=stage.checkpointing.kind))
+        for stage, count in counts
+    )
     return replace(plan, stages=stages)

@@ -302,7 +302,7 @@ def make_plan(
                 mesh=shape.mesh(devices),
                 microbatch_size=space.rows(problem.num_microbatches, shape.data),
                 zero_stage=ZeroStage(int(slot.zero_stage_K[index])),
-                checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index])),
+                checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index]), kind=shape.checkpointing),
                 offload=slot.offload(index),
             )
         )

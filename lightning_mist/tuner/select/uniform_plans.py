@@ -19,7 +19,7 @@ from lightning_mist.cost.inputs import FloatArray, OffloadCandidates
 from lightning_mist.cost.memory import host_bytes, stage_phases
 from lightning_mist.plan import OFFLOADED, Checkpointing, OffloadRatios, Plan, SearchSpace, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
-from lightning_mist.tuner.candidates import IntraStage
+from lightning_mist.tuner.candidates import IntraStage, may_offload
 from lightning_mist.tuner.inter_stage import Pipeline
 from lightning_mist.tuner.search import MixedStages, Stages, mixed_layout
 from lightning_mist.tuner.select.equal_stages import even_chunks
@@ -185,6 +185,7 @@ def _candidates(maker: IntraStage, slot: StageSlot, family: UniformPlans) -> Sta
     index_K, combination_K = np.repeat(order_K, len(every)), np.tile(np.arange(len(every)), len(table))
     is_all_K = table.checkpointed_K[index_K] == maker.space.num_layers // slot.num_stages
     kept_K = (combination_K < len(family.offloads)) | is_all_K
+    kept_K &= may_offload(slot, offload_CO)[combination_K]
     offload_KO = offload_CO[combination_K[kept_K]]
     ratios = {f"{name}_K": offload_KO[:, place] for place, name in enumerate(OFFLOADED)}
     offload = OffloadCandidates(**ratios) if offload_CO.any() else None
@@ -194,7 +195,7 @@ def _candidates(maker: IntraStage, slot: StageSlot, family: UniformPlans) -> Sta
 def _plan(stages: Stages, item: _Priced, index: int) -> Plan:
     space, candidates, offload = stages.space, item.candidates, item.candidates.offload
     slot, count = item.slots[0], len(item.slots)
-    shape = Shape(slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel)
+    shape = Shape(slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing)
     degrees = [(shape.data, shape.tensor)] * count
     if isinstance(stages, MixedStages) and slot.parts:
         layout = mixed_layout(stages.model.cluster, degrees, slot.parts)
@@ -210,7 +211,7 @@ def _plan(stages: Stages, item: _Priced, index: int) -> Plan:
                 mesh=shape.mesh(devices),
                 microbatch_size=slot.rows,
                 zero_stage=ZeroStage(int(candidates.zero_stage_K[index])),
-                checkpointing=Checkpointing(layers=int(candidates.checkpointed_K[index])),
+                checkpointing=Checkpointing(layers=int(candidates.checkpointed_K[index]), kind=shape.checkpointing),
                 offload=OffloadRatios(**ratios),
             )
             for stage, devices in enumerate(layout)

@@ -19,7 +19,7 @@ from lightning_mist.cost.inputs import IntArray
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Feature, ModuleMap, ScheduleName, StageMesh
+from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName, StageMesh, StagePlan
 from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
 
@@ -44,11 +44,20 @@ class Shape:
 
     Attributes:
         sequence: Whether tensor-parallel devices are sequence-parallel too.
+        checkpointing: What of recomputed layers they recompute.
     """
 
     data: int
     tensor: int = 1
     sequence: bool = False
+    checkpointing: CheckpointingKind = "full"
+
+    @classmethod
+    def of(cls, stage: StagePlan) -> "Shape":
+        """That of a stage."""
+        mesh = stage.mesh
+        degrees = mesh.data_parallel_degree, mesh.tensor_parallel_degree
+        return cls(*degrees, mesh.sequence_parallel, stage.checkpointing.kind)
 
     @property
     def devices(self) -> int:
@@ -73,6 +82,7 @@ class Space:
         batch_rows: Rows of the batch that each device loads.
         cuts_batches: Whether a batch may be cut.
         checkpointing: Whether layers may be recomputed.
+        checkpointing_kinds: What of them may be.
         tensor: Tensor-parallel degrees, each with and without sequence parallelism as far as possible.
         devices_per_node: Devices of each node, within which tensor-parallel devices lie.
         notes: What was ruled out and why, for people.
@@ -85,6 +95,7 @@ class Space:
     max_stages: int
     cuts_batches: bool
     checkpointing: bool
+    checkpointing_kinds: tuple[CheckpointingKind, ...]
     tensor: tuple[tuple[int, bool], ...]
     devices_per_node: int
     notes: tuple[str, ...]
@@ -204,7 +215,12 @@ def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
         if sizes is not None and (not parts or space.rows(num_microbatches, data) not in sizes):
             continue
         if rest == 0 and parts >= 1 and space.batch_rows % parts == 0 and (parts == 1 or space.cuts_batches):
-            found += [Shape(data, *kind) for kind in space.tensor if data * kind[0] in counts]
+            found += [
+                Shape(data, *kind, checkpointing)
+                for kind in space.tensor
+                if data * kind[0] in counts
+                for checkpointing in space.checkpointing_kinds
+            ]
     return tuple(sorted(found))
 
 
@@ -245,6 +261,8 @@ def apply(
     search = _without_ruled_out_sharding(search, spec.module_map, notes)
     per_node = world_size if devices_per_node is None else devices_per_node
     tensor, without = _tensor_kinds(search, spec, per_node)
+    kinds, excluded = _checkpointing_kinds(search, spec)
+    may_recompute = search.checkpointing and not ruled_out["checkpointing"] and spec.num_layers > 0 and bool(kinds)
     most = min(world_size, max(1, spec.num_layers), search.max_stages or world_size)
     return Space(
         search=search,
@@ -253,11 +271,26 @@ def apply(
         batch_rows=global_batch_size // world_size,
         max_stages=1 if ruled_out["pipeline"] else most,
         cuts_batches=not ruled_out["microbatches"],
-        checkpointing=search.checkpointing and not ruled_out["checkpointing"] and spec.num_layers > 0,
+        checkpointing=may_recompute,
+        checkpointing_kinds=kinds if may_recompute else ("full",),
         tensor=tensor,
         devices_per_node=per_node,
-        notes=(*notes, *without),
+        notes=(*notes, *without, *(excluded if search.checkpointing else ())),
     )
+
+
+def _checkpointing_kinds(search: SearchSpace, spec: ModelSpec) -> tuple[tuple[CheckpointingKind, ...], tuple[str, ...]]:
+    """What of layers may be recomputed, and what was ruled out and why."""
+    kinds = tuple(sorted(set(search.checkpointing_kinds)))
+    if "selective" not in kinds:
+        return kinds, ()
+    degrees = ((1, False), *((item.degree, item.sequence_parallel) for item in spec.splits))
+    known = all(spec.split(*degree).recomputes_by_operator for degree in degrees)
+    reasons = spec.module_map.excludes("selective_checkpointing")
+    if known and not reasons:
+        return kinds, ()
+    why = "; ".join(reasons) or f"what that costs is not known for {spec.name or 'the network'}"
+    return tuple(kind for kind in kinds if kind != "selective"), (f"without selective checkpointing: {why}",)
 
 
 def _notes(ruled_out: Mapping[Feature, tuple[str, ...]]) -> list[str]:

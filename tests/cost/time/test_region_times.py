@@ -178,7 +178,8 @@ def test_prefix_sums_count_what_lies_before():
 def test_sums_of_regions():
     forward, backward, share = np.array([1.0, 2.0, 4.0]), np.array([3.0, 5.0, 7.0]), np.array([0.0, 0.5, 1.0])
     costs = SimpleNamespace(weight_flops_R=4 * share, backward_flops_R=np.full(3, 4.0))
-    compute = RegionSeconds(forward_R=forward, backward_R=backward, recompute_R=forward, source="rates", exchange=(forward / 2, backward))
+    directions = {"forward_R": forward, "backward_R": backward, "recompute_R": forward}
+    compute = RegionSeconds(**directions, source="rates", exchange=(forward / 2, backward))
     sums = RegionSums.of(compute, costs)
     assert (sums.forward[-1], sums.backward[2] - sums.backward[1], sums.weight[-1]) == (7.0, 5.0, 9.5)
     # The only layer is region 1, between the head and the tail.
@@ -189,5 +190,5 @@ def test_sums_of_regions():
     assert (found["recompute_K"].tolist(), found["weight_K"].tolist()) == ([0.0, 2.0], [9.5, 9.5])
     assert found["exchange_K"].tolist() == [18.5, 18.5]
     assert found["recompute_exchange_K"].tolist() == [0.0, 1.0]
-    alone = RegionSums.of(RegionSeconds(forward_R=forward, backward_R=backward, recompute_R=forward, source="rates"), costs).terms(some)
+    alone = RegionSums.of(RegionSeconds(**directions, source="rates"), costs).terms(some)
     assert [alone[name].tolist() for name in ("exchange_K", "recompute_exchange_K")] == [[0.0, 0.0]] * 2
