@@ -12,7 +12,7 @@ compare the files with traces of other sizes and degrees.
 import argparse
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations
@@ -234,9 +234,9 @@ def encode_part(writer: Writer, name: str, parts: Sequence[LayerSpec]) -> dict[s
     def fit(attribute: str) -> int:
         return writer.form(name, [getattr(part, attribute) for part in parts])
 
-    def work(attribute: str) -> list[Any]:
+    def work(attribute: str, of: Sequence[Any] = parts) -> list[Any]:
         rows = []
-        for items in zip(*(getattr(part, attribute) for part in parts), strict=True):
+        for items in zip(*(getattr(part, attribute) for part in of), strict=True):
             kind, calls = (
                 same([getattr(item, key) for item in items], f"{name} {attribute} {key}") for key in ("kind", "calls")
             )
@@ -257,9 +257,10 @@ def encode_part(writer: Writer, name: str, parts: Sequence[LayerSpec]) -> dict[s
         ]
 
     ways: list[Any] = []
-    for way in ("first", "later", "recomputed_first", "recomputed_later"):
-        encoded = encode_way(writer, name, [getattr(part.events, way) for part in parts])
+    for item in events_of(parts):
+        encoded = encode_way(writer, name, item)
         ways.append(ways.index(encoded) if encoded in ways else encoded)
+    again = [part.selective for part in parts if part.selective is not None]
     return {
         "kind": same([part.kind for part in parts], "kind"),
         "example": same([part.example for part in parts], "example"),
@@ -272,7 +273,16 @@ def encode_part(writer: Writer, name: str, parts: Sequence[LayerSpec]) -> dict[s
         "forward_collectives": collectives("forward_collectives"),
         "backward_collectives": collectives("backward_collectives"),
         "ways": ways,
+        "selective": {"saved": writer.form(name, [item.saved_bytes for item in again]), "work": work("work", again)},
     }
+
+
+def events_of(parts: Sequence[LayerSpec]) -> Iterator[list[Any]]:
+    """What every trace says of each way to run a part, of those by operator last."""
+    for way in ("first", "later", "recomputed_first", "recomputed_later"):
+        yield [getattr(part.events, way) for part in parts]
+    for index in range(2):
+        yield [part.selective.events[index] for part in parts]  # type: ignore[union-attr, index]
 
 
 def encode_way(writer: Writer, name: str, ways: Sequence[Any]) -> dict[str, Any]:
@@ -352,7 +362,7 @@ def main() -> None:
     parser.add_argument("--precision")
     parser.add_argument("--device", choices=tuple(CAPABILITIES))
     chosen = parser.parse_args()
-    folder = Path(package.__file__).parent / "data"
+    folder = Path(package.__file__).parents[1] / "data"
     for family in FAMILIES if chosen.family is None else (chosen.family,):
         for precision, device in KEPT:
             if chosen.precision in (None, precision) and chosen.device in (None, device):

@@ -187,6 +187,12 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
             "use checkpointed_layers = 0 on every stage",
         ),
         (
+            "selective_checkpointing",
+            any(stage.checkpointing.kind == "selective" for stage in plan.stages),
+            "checkpointing of 'selective'",
+            "use checkpointing = 'full' on every stage",
+        ),
+        (
             "sharded_gradients",
             any(zero),
             f"zero_stage of {', '.join(map(str, zero))}",

@@ -169,3 +169,15 @@ def test_file_errors_begin_with_the_path(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"binary\.json' cannot be read \(it is not UTF-8"):
         load(tmp_path / "binary.json")
+
+
+def test_what_of_layers_is_recomputed_is_written_where_it_is_not_everything():
+    assert '"checkpointing"' not in TEXT
+    text = TEXT.replace('"checkpointed_layers": 5,', '"checkpointed_layers": 5,\n   "checkpointing": "selective",')
+    plan = from_json(text)
+    assert [stage.checkpointing.kind for stage in plan.stages][:1] == ["selective"]
+    assert to_json(plan) == text
+    with pytest.raises(PlanError, match=r"stages\[0\]: checkpointing = 'some': known are full, selective"):
+        from_json(text.replace("selective", "some"))
+    with pytest.raises(PlanError, match=r"offload\.activations = 0\.5 with checkpointing = 'selective'"):
+        from_json(text.replace('"activations": 0.0', '"activations": 0.5'))

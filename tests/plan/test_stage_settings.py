@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import StageMesh
+from lightning_mist.plan import Checkpointing, StageMesh
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,8 @@ def test_degrees_cover_the_devices():
         sequence_parallel=True,
     )
     assert len(mesh.devices) == 8
+
+
+def test_without_recomputed_layers_there_is_nothing_to_tell_apart():
+    assert Checkpointing(kind="selective") == Checkpointing()
+    assert Checkpointing(layers=1, kind="selective") != Checkpointing(layers=1)

@@ -25,6 +25,7 @@ def slot(start, layers, devices, steady, boundary, part=None):
         zero_stage_K=zeros,
         tensor_K=zeros + 1,
         sequence_K=zeros,
+        selective_K=zeros,
         offload_KO=np.zeros((len(start), 4)),
     )
 

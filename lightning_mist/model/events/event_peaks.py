@@ -24,6 +24,19 @@ def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> list
     return [peaks_of(part, kept, kept_later, *redone) for part, redone in ways.items()]
 
 
+def selective_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> dict[str, Any]:
+    """Peaks of the layer of such a network that is recomputed by operator, as its events say, as fields of
+    :class:`~lightning_mist.model.spec.SelectiveSpec`.
+    """
+    ways = ([item.way(recomputed=True, first=first) for item in (head, layer, layer, tail)] for first in (True, False))
+    again, again_later = map(_step_peaks, ways)
+    return {
+        "forward_peak_bytes": again.forward_peak(1),
+        "backward_peak_bytes": again_later.backward_peak(1),
+        "first_backward_peak_bytes": again.backward_peak(1),
+    }
+
+
 class Lifetime(NamedTuple):
     """An allocation of a step.
 

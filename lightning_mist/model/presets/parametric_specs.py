@@ -13,7 +13,7 @@ copies of keys and values fewer. Forms count them, which is less than 2 % of a l
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.resources import files
 from math import lcm
@@ -21,7 +21,7 @@ from typing import Any
 
 import sympy
 
-from lightning_mist.model.events import part_peaks
+from lightning_mist.model.events import part_peaks, selective_peaks
 from lightning_mist.model.presets.shapes import LanguageModelShape
 from lightning_mist.model.spec import (
     Allocation,
@@ -33,6 +33,7 @@ from lightning_mist.model.spec import (
     PartEvents,
     Polynomial,
     Release,
+    SelectiveSpec,
 )
 
 _GPT = {"feed_forward": "gelu", "norm": "layernorm", "parallel": False, "rotary_fraction": 0.0, "grouped": False}
@@ -120,6 +121,16 @@ class Forms:
         peaks = part_peaks(events[0], events[1], events[2])
         found = zip(_PARTS, events, peaks, strict=True)
         head, layer, tail = (filled.part(data[part], event, peak) for part, event, peak in found)
+        if any("selective" not in data[part] for part in _PARTS):
+            return Parts(head=head, layer=layer, tail=tail)
+        again = [filled.selective_events(data[part]["ways"], event) for part, event in zip(_PARTS, events, strict=True)]
+        names = ("forward_peak_bytes", "backward_peak_bytes", "first_backward_peak_bytes")
+        edges = [{name: peak[name] for name in names} for peak in peaks]
+        edges[1] = selective_peaks(*again)
+        head, layer, tail = (
+            replace(item, selective=filled.selective(data[part]["selective"], event, peak))
+            for part, item, event, peak in zip(_PARTS, (head, layer, tail), again, edges, strict=True)
+        )
         return Parts(head=head, layer=layer, tail=tail)
 
 
@@ -193,11 +204,27 @@ class _Filled:
         )
 
     def events(self, ways: Sequence[Any]) -> LayerEvents:
-        """Every allocation of a part, in the four ways to run it; a number stands for a way that was told before."""
+        """Every allocation of a part, in the first four ways to run it; a number stands for a way that was told before."""
         found: list[PartEvents] = []
-        for way in ways:
+        for way in ways[:4]:
             found.append(found[way] if isinstance(way, int) else self._way(way))
         return LayerEvents(first=found[0], later=found[1], recomputed_first=found[2], recomputed_later=found[3])
+
+    def selective_events(self, ways: Sequence[Any], events: LayerEvents) -> LayerEvents:
+        """The same where layers are recomputed by operator."""
+        found = [events.first, events.later, events.recomputed_first, events.recomputed_later]
+        for way in ways[len(found) :]:
+            found.append(found[way] if isinstance(way, int) else self._way(way))
+        return replace(events, recomputed_first=found[-2], recomputed_later=found[-1])
+
+    def selective(self, data: Mapping[str, Any], events: LayerEvents, peaks: Mapping[str, Any]) -> SelectiveSpec:
+        """What a part costs where layers are recomputed by operator."""
+        return SelectiveSpec(
+            saved_bytes=self.expression(data["saved"]),
+            **peaks,
+            work=self._work(data["work"]),
+            events=(events.recomputed_first, events.recomputed_later),
+        )
 
     def _way(self, data: Mapping[str, Any]) -> PartEvents:
         texts = self._texts

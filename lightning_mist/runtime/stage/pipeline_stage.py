@@ -123,6 +123,9 @@ class PipelineStage:
         reasons = self._map.excludes("checkpointing")
         if self._checkpointed and reasons:
             raise TraceError(f"checkpointed_layers = {len(self._checkpointed)}: {reasons[0]}. Use 0")
+        reasons = self._map.excludes("selective_checkpointing")
+        if self._checkpointing.kind == "selective" and reasons:
+            raise TraceError(f"checkpointing = 'selective': {reasons[0]}. Use 'full'")
         if self._num_stages > 1 and self._bounds[-1][1] != len(self._map.blocks):
             raise TraceError(
                 f"the stages hold {self._bounds[-1][1]} layers, the module has {len(self._map.blocks)}: they must agree"

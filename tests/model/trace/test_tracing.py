@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import nn
 
-from lightning_mist.errors import TraceError
+from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, OperatorCost, trace_model
 from lightning_mist.model.fakes.batches import resize_batch
 from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
@@ -381,3 +381,32 @@ def test_a_loop_that_waits_for_a_value_is_refused() -> None:
         TraceError, match=r"values into Python \d+ times at \S*test_tracing.py:\d+: a loop that ends by"
     ):
         trace_model(Waiting(), torch.randn(6, 4), optimizer=torch.optim.SGD)
+
+
+def test_layers_that_are_recomputed_by_operator_keep_what_products_return() -> None:
+    spec = trace_model(Stack(), torch.randn(6, 4), optimizer=torch.optim.SGD)
+    layer = spec.layers[0]
+    assert layer.selective is not None
+    # Both products, and the sum that the layer hands on; of the forward the ReLU is repeated.
+    assert layer.selective.saved_bytes == 4 * (INNER + 2 * WIDTH) * MICROBATCH
+    assert [(item.kind, item.calls) for item in layer.selective.work] == [("elementwise", 1)]
+    found = spec.recomputing("selective")
+    assert found.layers[0].checkpointed_saved_bytes == layer.selective.saved_bytes
+    assert found.layers[0].saved_bytes == layer.saved_bytes
+    assert spec.recomputing("full") is spec
+
+
+def test_blocks_that_multiply_otherwise_when_repeated_are_not_recomputed_by_operator() -> None:
+    class Forgetful(Perceptron):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch._C._current_graph_task_id() >= 0:
+                with torch.no_grad():
+                    self.seen = x @ x.T
+            return super().forward(x)
+
+    spec = trace_model(Stack(block=Forgetful), torch.randn(6, 4), optimizer=torch.optim.SGD)
+    assert not spec.module_map.excludes("checkpointing")
+    (reason,) = spec.module_map.excludes("selective_checkpointing")
+    assert reason.startswith("some operators of a block cannot be run a second time: TraceError: ")
+    with pytest.raises(PlanError, match=r"^checkpointing = 'selective': what that costs is not known"):
+        spec.recomputing("selective")
