@@ -14,8 +14,9 @@ from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_o
 MOST_CANDIDATES = 15_000
 """Stage candidates that an instance may have, so that each takes a fraction of a second."""
 
-OFFLOADING, UNLIKE, LIMITED = 0.5, 0.25, 0.12
-"""Share of instances whose spaces offload, whose devices are of two kinds, and which have each of the other limits."""
+OFFLOADING, UNLIKE, LIMITED, BY_OPERATOR = 0.5, 0.25, 0.12, 0.5
+"""Share of instances whose spaces offload, whose devices are of two kinds, which have each of the other limits, and
+whose layers may be recomputed by operator."""
 
 
 def size_of(instance):
@@ -27,7 +28,7 @@ def size_of(instance):
     )
 
 
-def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=False):
+def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=False, by_operator=BY_OPERATOR):
     """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met.
 
     Args:
@@ -35,10 +36,13 @@ def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=
         offloading: Share of spaces that offload.
         unlike: Share of machines with two kinds of devices.
         equal_stages: Whether all stages have equally many layers and devices.
+        by_operator: Share of spaces with recomputation by operator, half of them with nothing else.
     """
-    rng = np.random.default_rng(seed)
+    rng, other = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    kinds = (("full", "selective"), ("selective",))[other.integers(2)] if other.random() < by_operator else ("full",)
     while True:
         found = _random_instance(rng, offloading, unlike)
+        found = replace(found, search=replace(found.search, checkpointing_kinds=kinds))
         if equal_stages:
             found = replace(found, search=replace(found.search, layer_cuts=None, equal_stages=True))
         if size_of(found) <= MOST_CANDIDATES:
@@ -75,7 +79,6 @@ def _search(rng, layers, devices, offloading):
         "checkpointed_shares": (0.0, float(rng.choice([0.5, 1.0]))),
     }
     limits = {name: value for name, value in limits.items() if rng.random() < LIMITED}
-    kinds = tuple(kind for kind in ("full", "selective") if rng.random() < 0.6) or ("full",)
     cuts = sorted({int(cut) for cut in rng.integers(1, max(2, layers), size=int(rng.integers(0, 3)))})
     if rng.random() < LIMITED and layers > max(cuts, default=0) and len(cuts) < devices:
         limits = {**limits, "layer_cuts": tuple(cuts)}
@@ -86,7 +89,6 @@ def _search(rng, layers, devices, offloading):
         offload=offload,
         offload_ratios=ratios,
         schedules=("1f1b",),
-        checkpointing_kinds=kinds,
         **limits,
     )
 

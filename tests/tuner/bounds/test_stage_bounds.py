@@ -52,7 +52,7 @@ def prepared(found, maker, microbatches, position, kinds):
         rates=copy_rates(found.rates, found.machine) if kinds else None,
         interference=found.rates.interference if found.machine.device.kind == "cuda" else None,
         num_microbatches=microbatches,
-        is_alike=is_alike(maker.model),
+        is_alike=is_alike(maker.model, maker.space),
     )
     ranges = range_bounds(maker.model, maker.space, slots_of(maker.space, maker.slot, microbatches), np.inf)
     return position_bounds(ranges, position, setting, np.inf)
