@@ -25,9 +25,7 @@ def part_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> list
 
 
 def selective_peaks(head: LayerEvents, layer: LayerEvents, tail: LayerEvents) -> dict[str, Any]:
-    """Peaks of the layer of such a network that is recomputed by operator, as its events say, as fields of
-    :class:`~lightning_mist.model.spec.SelectiveSpec`.
-    """
+    """Peaks of the layer of such a network, recomputed by operator as its events say, for its ``SelectiveSpec``."""
     ways = ([item.way(recomputed=True, first=first) for item in (head, layer, layer, tail)] for first in (True, False))
     again, again_later = map(_step_peaks, ways)
     return {

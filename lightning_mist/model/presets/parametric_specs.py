@@ -204,7 +204,7 @@ class _Filled:
         )
 
     def events(self, ways: Sequence[Any]) -> LayerEvents:
-        """Every allocation of a part, in the first four ways to run it; a number stands for a way that was told before."""
+        """Every allocation of a part, in the first four ways to run it; a number stands for a way told before."""
         found: list[PartEvents] = []
         for way in ways[:4]:
             found.append(found[way] if isinstance(way, int) else self._way(way))
