@@ -1,7 +1,6 @@
 """What is searched: what a user leaves open, applied to a network, a batch and a machine."""
 
 from lightning_mist.tuner.space.applied_space import (
-    Shape,
     Space,
     apply,
     common_unit,
@@ -19,6 +18,7 @@ from lightning_mist.tuner.space.layer_ranges import (
     places_behind,
     role_of,
 )
+from lightning_mist.tuner.space.shape import Shape
 from lightning_mist.tuner.space.usable_memory import (
     USABLE_HOST_MEMORY,
     USABLE_MEMORY,

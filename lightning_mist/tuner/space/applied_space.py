@@ -19,9 +19,10 @@ from lightning_mist.cost.inputs import IntArray
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName, StageMesh, StagePlan
+from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName
 from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
+from lightning_mist.tuner.space.shape import Shape
 
 __all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]
 
@@ -36,42 +37,6 @@ _FEATURE_WORDS: dict[Feature, str] = {
 _MOST_SHARING = 8
 """The most devices that are tried to share layers. Narayanan et al., 2021, section 3, advise as many as a node has, and
 theirs have 8."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """How the devices of a stage are arranged.
-
-    Attributes:
-        sequence: Whether tensor-parallel devices are sequence-parallel too.
-        checkpointing: What of recomputed layers they recompute.
-    """
-
-    data: int
-    tensor: int = 1
-    sequence: bool = False
-    checkpointing: CheckpointingKind = "full"
-
-    @classmethod
-    def of(cls, stage: StagePlan) -> "Shape":
-        """That of a stage."""
-        mesh = stage.mesh
-        degrees = mesh.data_parallel_degree, mesh.tensor_parallel_degree
-        return cls(*degrees, mesh.sequence_parallel, stage.checkpointing.kind)
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return self.data * self.tensor
-
-    def mesh(self, devices: tuple[int, ...]) -> StageMesh:
-        """These devices so arranged."""
-        return StageMesh(
-            devices=devices,
-            data_parallel_degree=self.data,
-            tensor_parallel_degree=self.tensor,
-            sequence_parallel=self.sequence,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

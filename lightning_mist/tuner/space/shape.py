@@ -1,0 +1,41 @@
+"""How the devices of a stage are arranged, and what they recompute: what is settled before its layers are."""
+
+from dataclasses import dataclass
+
+from lightning_mist.plan import CheckpointingKind, StageMesh, StagePlan
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """How the devices of a stage are arranged.
+
+    Attributes:
+        sequence: Whether tensor-parallel devices are sequence-parallel too.
+        checkpointing: What of recomputed layers they recompute.
+    """
+
+    data: int
+    tensor: int = 1
+    sequence: bool = False
+    checkpointing: CheckpointingKind = "full"
+
+    @classmethod
+    def of(cls, stage: StagePlan) -> "Shape":
+        """That of a stage."""
+        mesh = stage.mesh
+        degrees = mesh.data_parallel_degree, mesh.tensor_parallel_degree
+        return cls(*degrees, mesh.sequence_parallel, stage.checkpointing.kind)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.data * self.tensor
+
+    def mesh(self, devices: tuple[int, ...]) -> StageMesh:
+        """These devices so arranged."""
+        return StageMesh(
+            devices=devices,
+            data_parallel_degree=self.data,
+            tensor_parallel_degree=self.tensor,
+            sequence_parallel=self.sequence,
+        )
