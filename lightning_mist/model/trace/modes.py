@@ -96,10 +96,6 @@ def run_ways(
         return Way(runs=every, sizes=_fit_sizes(basis, every))
 
     later = other(False, True)
-    by_operator = None
-    if subject.blocks and selective:
-        with suppress(MisfitError):  # then nobody knows what that costs
-            by_operator = other(True, False, True), other(True, True, True)
     again = (other(True, False), other(True, True)) if subject.blocks and recomputes else (first, later)
     return Ways(
         basis=basis,
@@ -107,10 +103,17 @@ def run_ways(
         later=later,
         recomputed_first=again[0],
         recomputed_later=again[1],
-        selective=by_operator,
+        selective=_unless_misfit(other) if subject.blocks and selective else None,
         batch_bytes=tuple(_bytes(batches[point]) for point in basis.sizes),
         twins=tuple(twins),
     )
+
+
+def _unless_misfit(run: Callable[[bool, bool, bool], Way]) -> tuple[Way, Way] | None:
+    """The ways by operator; ``None`` where what they allocate is no polynomial of the sizes."""
+    with suppress(MisfitError):
+        return run(True, False, True), run(True, True, True)
+    return None
 
 
 def _bytes(batch: Any) -> int:
