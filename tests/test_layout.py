@@ -13,7 +13,7 @@ ROOT = Path(lightning_mist.__file__).parent
 FOLDERS = sorted({path.parent for path in ROOT.rglob("*.py")})
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 400, 60, 12, 70_800
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 400, 60, 12, 72_500
 PAGE_LINES = 120
 """A module with fewer lines and one importer, in its folder, is a page of it where both are no more than a module."""
 
@@ -22,7 +22,6 @@ PAGES_WITH_A_REASON = {
     "lightning_mist.cli.simulate_command": "every command has a module",
     "lightning_mist.devices.accelerator": "one module for each kind of device",
     "lightning_mist.hardware.measure.device_bench": "runs on CUDA devices only",
-    "lightning_mist.model.trace.weight_operators": "users' lines are those above the file that runs the step",
 }
 """Modules that are kept apart from their only importer all the same, and why."""
 

@@ -18,12 +18,12 @@ from lightning_mist.model.spec.model_spec import (
     ModelSpec,
     OperatorCost,
     OperatorKind,
-    OptimizerSpec,
     ParameterSpec,
     SelectiveSpec,
     SplitSpec,
     TensorSpec,
 )
+from lightning_mist.model.spec.optimizer_spec import OptimizerSpec
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE, Polynomial, bytes_at, values_at
 from lightning_mist.model.spec.polynomial_fit import (
     BILINEAR,

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from lightning_mist.model.spec.model_spec import ModelSpec, OptimizerSpec
+from lightning_mist.model.spec.model_spec import ModelSpec
+from lightning_mist.model.spec.optimizer_spec import OptimizerSpec
 
 RATIO = 2
 """Bytes of a master, and of what is added up of its gradient, per byte of the parameter: 32 bits for 16."""
