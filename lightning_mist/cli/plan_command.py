@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import (
+    Precision,
     devices_of,
     in_stack,
     is_local,
@@ -141,19 +142,7 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
         raise ValueError(
             f"global_batch_size = {request.global_batch_size}: at least one row is needed; give a batch's rows"
         )
-    rows = max(1, request.global_batch_size // machine.world_size)  # that each device loads
-    network = NetworkRequest(
-        model=request.model,
-        rows=rows,
-        seq_len=request.seq_len,
-        precision=precision.name,
-        master_weights=precision.master_weights,
-        optimizer=request.optimizer,
-        degrees=_degrees(search, machine),
-        device_kind=machine.kind,
-        capability=oldest_capability(machine),
-        trace=request.trace,
-    )
+    network = _network(request, search, machine, precision)
     spec = describe_network(network)
     profile = in_stack(open_profile(request.cluster, machine, precision.name), machine, request.stack)
     planner = Planner(spec, machine, profile=profile)
@@ -168,7 +157,7 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     if request.compare:
         rivals = {name: Planner(other, machine, profile=profile) for name, other in _rivals(network).items()}
         result, compared = compare_with_others(planner, result, rivals=rivals, **limits)
-    plan = replace(result.plan, fingerprint=_made_for(spec, machine, rows))
+    plan = replace(result.plan, fingerprint=_made_for(spec, machine, network.rows))
     estimate = fitting.estimate if result is fitting.result else estimate_of(planner, plan, limit)
     return FoundPlan(
         planner=planner,
@@ -195,6 +184,22 @@ def _rivals(network: NetworkRequest) -> "dict[str, ModelSpec]":
     return dict.fromkeys(WITH_AUTOCAST, own) | {
         REST: describe_network(replace(network, precision="bf16-true", master_weights=True))
     }
+
+
+def _network(request: PlanRequest, search: SearchSpace, machine: "AnyCluster", precision: Precision) -> NetworkRequest:
+    """The network that a plan is asked for, on a machine."""
+    return NetworkRequest(
+        model=request.model,
+        rows=max(1, request.global_batch_size // machine.world_size),  # that each device loads
+        seq_len=request.seq_len,
+        precision=precision.name,
+        master_weights=precision.master_weights,
+        optimizer=request.optimizer,
+        degrees=_degrees(search, machine),
+        device_kind=machine.kind,
+        capability=oldest_capability(machine),
+        trace=request.trace,
+    )
 
 
 def _degrees(search: SearchSpace, machine: "AnyCluster") -> tuple[int, ...]:

@@ -201,12 +201,7 @@ def baselines_with(
             result.append(Baseline(name=name, plan=None, reason=refused))
             continue
         own = others.get(name, others.get(REST, planner))
-        fused = _fused(own) if name in FUSED else None
-        plan, shortage = _uniform(fused or own, asked, family)
-        found = Baseline(
-            name=name, plan=plan, reason="" if plan else _why(shortage), stack="" if fused is None else "fused"
-        )
-        result.append(_told(found, own, planner))
+        result.append(_told(_of_family(own, asked, name, family), own, planner))
     say("comparing with Aceso")
     rest = others.get(REST, planner)
     result.append(_told(_aceso(rest, asked), rest, planner))
@@ -220,6 +215,14 @@ def baselines_with(
     else:
         result.append(_told(_published(rest, asked, least), rest, planner))
     return tuple(result)
+
+
+def _of_family(own: Planner, asked: Asked, name: str, family: UniformPlans) -> Baseline:
+    """The best plan of a family, with the kernels of its tool."""
+    fused = _fused(own) if name in FUSED else None
+    plan, shortage = _uniform(fused or own, asked, family)
+    stack = "" if fused is None else "fused"
+    return Baseline(name=name, plan=plan, reason="" if plan else _why(shortage), stack=stack)
 
 
 def _fused(planner: Planner) -> Planner | None:
