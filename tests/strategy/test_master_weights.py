@@ -69,7 +69,9 @@ def clamp(weight):
     weight.clamp_(-0.1, 0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"batches": 2}, {"edit": clamp}], ids=repr)
+@pytest.mark.parametrize(
+    "options", [{}, {"clip": 0.1}, {"batches": 2}, {"edit": clamp}], ids=["plain", "clipped", "accumulated", "edited"]
+)
 def test_it_is_the_arithmetic_of_one_process(tmp_path, profiles, options):
     pl.seed_everything(1, verbose=False)
     module = Tied(options.get("edit", lambda weight: None))
