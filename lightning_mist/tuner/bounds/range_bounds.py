@@ -23,7 +23,7 @@ from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntAr
 from lightning_mist.cost.time import shard_nodes, transfers, unit_seconds
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.candidates import ROOM
+from lightning_mist.tuner.candidates import OUTERMOST, ROOM
 from lightning_mist.tuner.space import Shape, Space
 
 Position = Literal["first", "middle", "last"]
@@ -31,11 +31,6 @@ Position = Literal["first", "middle", "last"]
 
 POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
 """Positions, in the order of axis ``X``."""
-
-OUTERMOST = 4
-"""Units of a stage that a microbatch finds unsharded already, at most; see
-:mod:`lightning_mist.cost.time.zero_seconds`.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

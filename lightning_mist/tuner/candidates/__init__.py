@@ -3,6 +3,6 @@
 from lightning_mist.tuner.candidates.candidate_tables import ROOM, Table
 from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
-from lightning_mist.tuner.candidates.offload_feasible import may_offload
+from lightning_mist.tuner.candidates.offload_feasible import OUTERMOST, may_offload
 from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
 from lightning_mist.tuner.candidates.pareto import non_dominated

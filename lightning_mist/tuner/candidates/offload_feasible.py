@@ -42,12 +42,18 @@ from lightning_mist.cost.time import (
     copy_rates,
     interference_of,
     shard_nodes,
+    unit_seconds,
     weights_of_passes,
 )
 from lightning_mist.plan import OFFLOADED, ZeroStage
 from lightning_mist.tuner.candidates.candidate_tables import ROOM
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.stage_points import StagePoints
+
+OUTERMOST = 4
+"""Units of a stage that a microbatch finds unsharded already, at most; see
+:mod:`lightning_mist.cost.time.zero_seconds`.
+"""
 
 PAIRS_AT_ONCE = 1 << 14
 """Candidates with pairs of ratios whose bytes are worked out together: fast, and some megabytes."""
@@ -121,7 +127,8 @@ class _Floors:
         activations_BGA = parts.host_activations_K.reshape(*gradients_BG.shape, -1)
         return cls(
             compute_WB=np.outer(forward_WC[:, COMPUTE], forward[high_B] - forward[low_B])
-            + np.outer(backward_WC[:, COMPUTE], backward_B),
+            + np.outer(backward_WC[:, COMPUTE], backward_B)
+            - _found_unsharded(model, slot, candidates),
             parameters_WBH=np.multiply.outer(
                 in_WC[:, TO_DEVICE] + forward_WC[:, TO_DEVICE] / rates.to_device, parameters_BH
             ),
@@ -136,6 +143,15 @@ class _Floors:
         found_WJ += self.gradients_WBG[:, row_J, gradients_J] + self.activations_WBA[:, row_J, activations_J]
         least_J: FloatArray = found_WJ.max(axis=0)
         return least_J
+
+
+def _found_unsharded(model: StageCostModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+    """Seconds of unsharding by which copies may seem to add less than they do: it is there already, or once a batch."""
+    shards_B, holdings = candidates.zero_stage_K >= ZeroStage.PARAMETERS, model.memory(slot).holdings
+    if slot.shard_degree == 1 or not shards_B.any():
+        return np.zeros(len(candidates))
+    units = unit_seconds(model.profile, holdings.table, slot.shard_degree, shard_nodes(model.cluster, slot))
+    return np.where(shards_B, np.inf if holdings.is_one_unit else OUTERMOST * units.unshard_R.max(), 0.0)
 
 
 def feasible(
