@@ -63,11 +63,13 @@ def _detached(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, kept: deque[tuple[_Signature, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
+
+class _Keeping(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -90,11 +92,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kept[index] = signature, tree_map_only(torch.Tensor, torch.clone, result)
 
 
-class _Returning(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: deque[tuple[_Signature, Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-
+class _Returning(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

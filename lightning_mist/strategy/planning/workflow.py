@@ -388,10 +388,7 @@ def _publish(
 
 
 def _plan_file(trainer: Any, asked: str | None) -> Path | None:
-    """Where a plan that was made here is written; every rank asks at once.
-
-    Nowhere if Lightning itself leaves no files: in the logger's directory, if there is a logger that has one.
-    """
+    """Where a plan that was made here is written: as asked, or beside a logger's files, if any; every rank asks."""
     if asked is not None:
         return Path(asked)
     if not trainer.loggers:
