@@ -133,15 +133,16 @@ def _plan_peaks(
     return PlanPeaks(device_SW=np.rint(device_SW), host_SW=np.rint(host_SW))
 
 
-def last_stage_peaks(
-    model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple[Plan, IntArray]]
+def stage_peaks(
+    model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple[Plan, IntArray]], at: int
 ) -> list[FloatArray]:
-    """Bytes of the last stage's most loaded device with other numbers of recomputed layers; not of chunks.
+    """Bytes of one stage's most loaded device with other numbers of recomputed layers; not of chunks.
 
     Args:
-        plans: The plans, each with recomputed layers of its last stage; axis ``W``.
+        plans: The plans, each with recomputed layers of that stage; axis ``W``.
+        at: Which stage; ``-1`` is the last.
     """
-    placed = [_recomputing(slots_of(plan)[-1], checkpointed_W) for plan, checkpointed_W in plans]
+    placed = [_recomputing(slots_of(plan)[at], checkpointed_W) for plan, checkpointed_W in plans]
     held = held_of_stages(model, placed)
     return [item.peaks(slot)[0] for item, (slot, _) in zip(held, placed, strict=True)]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, predict, stage_memory
-from lightning_mist.cost.interleaved_memory import last_stage_peaks, plan_memory, plan_peaks
+from lightning_mist.cost.interleaved_memory import plan_memory, plan_peaks, stage_peaks
 from lightning_mist.cost.memory.held_parameters import Holdings
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from tests.specs import cluster, profile, spec
@@ -128,12 +128,13 @@ def _merged(plan):
     )
 
 
-def test_the_last_stage_by_itself_needs_what_it_needs_among_all():
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_stage_by_itself_needs_what_it_needs_among_all(at):
     network, plan = spec(6, widths=(3000,)), pipeline(*[{"layers": 2, "data": 2}] * 3, rows=8, schedule="zb-h1")
     model = StageCostModel(network, profile(), cluster(plan.world_size))
     counts_SW = np.array([[0, 1, 2]] * 3)
-    wanted_W = plan_peaks(model.memory, plan, counts_SW).device_SW[-1]
+    wanted_W = plan_peaks(model.memory, plan, counts_SW).device_SW[at]
     longer = pipeline({"layers": 6, "data": plan.world_size}, schedule=plan.schedule)
-    found_W, other_W = last_stage_peaks(model.memory, [(plan, counts_SW[-1]), (longer, np.array([4]))])
+    found_W, other_W = stage_peaks(model.memory, [(plan, counts_SW[at]), (longer, np.array([4]))], at)
     assert found_W.tolist() == wanted_W.tolist()
-    assert other_W.tolist() == plan_peaks(model.memory, longer, np.array([[4]])).device_SW[-1].tolist()
+    assert other_W.tolist() == plan_peaks(model.memory, longer, np.array([[4]])).device_SW[at].tolist()

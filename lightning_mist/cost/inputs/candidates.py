@@ -177,6 +177,7 @@ def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot
         PlanError: If one of several stages lies in several parts of the cluster.
     """
     parts = parts_of(plan, cluster) if isinstance(cluster, MixedCluster) else ()
+    batch_rows, replicas = max(1, plan.global_batch_size // plan.world_size), plan.num_replicas
     return tuple(
         (
             StageSlot(
@@ -185,8 +186,8 @@ def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot
                 num_microbatches=plan.num_microbatches,
                 data_parallel_degree=stage.data_parallel_degree,
                 rows=stage.microbatch_size,
-                batch_rows=max(1, plan.global_batch_size // plan.world_size),
-                replicas=plan.num_replicas,
+                batch_rows=batch_rows,
+                replicas=replicas,
                 schedule=plan.schedule,
                 tensor_parallel_degree=stage.mesh.tensor_parallel_degree,
                 sequence_parallel=stage.mesh.sequence_parallel,

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates import IntraStage
-from lightning_mist.tuner.select.schedule_variants import best_variant, fitted, has_chunks
+from lightning_mist.tuner.select.schedule_variants import best_variant, first_stages, fitted, has_chunks
 from lightning_mist.tuner.space import Shape, Space
 
 TRIED = 48
@@ -41,7 +41,10 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
         for plan in _plans(space, *arrangement)
     ]
     limits = stages.limits, stages.host_limits
-    fitting = [plan for plan in fitted(stages.model, space, *limits, whole) if plan is not None]
+    # In one piece no stage keeps more than the first.
+    more = zip(whole, first_stages(stages.model, space, stages.limits, whole), strict=True)
+    may_be_near = [plan for plan, count in more if count is not None and _least_seconds_of(stages, plan, count) < below]
+    fitting = [plan for plan in fitted(stages.model, space, *limits, may_be_near) if plan is not None]
     near = [plan for plan in fitting if _least_seconds_of(stages, plan) < below]
     return best_variant(stages.model, space, *limits, near, below=below, most=TRIED)
 
@@ -55,9 +58,10 @@ def _arrangements(space: Space) -> Iterator[tuple[int, int, Shape]]:
                 yield num_stages, num_microbatches, shape
 
 
-def _least_seconds_of(stages: IntraStage, plan: Plan) -> float:
-    """Seconds that a plan of equal stages takes at least in chunks."""
-    recomputed, shape = min(stage.checkpointing.layers for stage in plan.stages), Shape.of(plan.stages[0])
+def _least_seconds_of(stages: IntraStage, plan: Plan, more: int = 0) -> float:
+    """Seconds that a plan of equal stages takes at least in chunks if some more layers are recomputed."""
+    recomputed = min(min(stage.checkpointing.layers + more, stage.num_layers) for stage in plan.stages)
+    shape = Shape.of(plan.stages[0])
     return _least_seconds(stages, plan.num_stages, plan.num_microbatches, shape, recomputed)
 
 

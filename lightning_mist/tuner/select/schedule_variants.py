@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, least_seconds, predict_with, seconds_with
 from lightning_mist.cost.inputs import IntArray
-from lightning_mist.cost.interleaved_memory import last_stage_peaks, plans_peaks
+from lightning_mist.cost.interleaved_memory import plans_peaks, stage_peaks
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
@@ -131,7 +131,7 @@ def _may_fit(model: CostModel, space: Space, limits: Limits, plans: Sequence[Pla
         stage = plan.stages[-1]
         most = stage.checkpointing.layers + _most_more(space, plan)
         asked.append((plan, np.array([stage.checkpointing.layers, min(stage.num_layers, most)])))
-    peaks = iter(last_stage_peaks(model.memory, asked))
+    peaks = iter(stage_peaks(model.memory, asked, -1))
     return [plan.schedule != "zb-h1" or bool(next(peaks).min() <= limits(plan)[-1]) for plan in plans]
 
 
@@ -155,6 +155,14 @@ def fitted(
         fits_M = np.all(found.device_SW <= np.array(limits(plan))[:, None], axis=0)
         fits_M &= np.all(found.host_SW <= np.array(host_limits(plan))[:, None], axis=0)
         yield _recomputing(plan, int(fits_M.argmax())) if fits_M[0] or fits_M[-1] else None
+
+
+def first_stages(model: CostModel, space: Space, limits: Limits, plans: Sequence[Plan]) -> Iterator[int | None]:
+    """How many more layers :func:`fitted` recomputes of each plan at least, by its first stage alone; fast."""
+    asked = [(plan, _recomputed(_groups(plan), _most_more(space, plan))[0]) for plan in plans]
+    for plan, peak_M in zip(plans, stage_peaks(model.memory, asked, 0), strict=True):
+        fits_M = peak_M <= limits(plan)[0]
+        yield int(fits_M.argmax()) if fits_M[0] or fits_M[-1] else None
 
 
 _Groups: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
