@@ -46,6 +46,7 @@ class Table:
 
     Attributes:
         bottleneck: Bottleneck time up to which no candidate is missing, in seconds per microbatch.
+        among_NL: Of which numbers of devices and layers none is; of all if ``None``.
         slots: A slot for every arrangement of devices.
         range_K: Which layer range each candidate has.
         steady_K: Steady seconds.
@@ -56,6 +57,7 @@ class Table:
     """
 
     bottleneck: float
+    among_NL: BoolArray | None
     ranges: LayerRanges
     slots: tuple[StageSlot, ...]
     range_K: IntArray
@@ -236,8 +238,9 @@ class _Arrangement:
     range_C: IntArray
 
 
-Request = tuple[Sequence[StageSlot], LayerRanges]
-"""A table that is to be made: a slot of the role for every arrangement of devices, and the layer ranges of the role."""
+Request = tuple[Sequence[StageSlot], LayerRanges, BoolArray | None]
+"""A table that is to be made: a slot of the role for every arrangement of devices, the layer ranges of the role, and of
+which numbers of devices and layers it is (all if ``None``)."""
 
 
 def make_tables(
@@ -254,13 +257,15 @@ def make_tables(
         The tables, and how many candidates were evaluated for them.
     """
     asked: list[_Arrangement] = []
-    for number, (slots, ranges) in enumerate(requests):
+    for number, (slots, ranges, among_NL) in enumerate(requests):
         shape = len(ranges), len(slots)
         fast_WS = (_outside(model, space, slots, ranges) if alone else np.zeros(shape)) <= bottleneck * ROOM
         lines = _Lines.of(model.spec, space, ranges)
         for index in np.flatnonzero(fast_WS.any(axis=0)).tolist():
             slot = slots[index]
             fast_E = fast_WS[lines.range_E, index] & (lines.least(model, slot) <= bottleneck * ROOM)
+            if among_NL is not None:
+                fast_E &= among_NL[slot.devices, lines.layers_E]
             if slot.checkpointing != space.checkpointing_kinds[0]:
                 # Without recomputed layers it is that of the first kind.
                 fast_E &= lines.checkpointed_E > 0
@@ -298,7 +303,7 @@ def _table(
     model: CostModel, request: Request, items: Sequence[tuple[_Arrangement, _Figures]], bottleneck: float
 ) -> Table:
     """The candidates of all arrangements that are fast enough, by rising steady time."""
-    slots, ranges = request
+    slots, ranges, among_NL = request
     if not items:
         return _empty(request, bottleneck)
     figures = _Figures.joined([found for _, found in items])
@@ -315,6 +320,7 @@ def _table(
     batch_S = np.array([model.memory(slot).batch_bytes(slot) for slot in slots], dtype=np.float64)
     return Table(
         bottleneck=bottleneck,
+        among_NL=among_NL,
         ranges=ranges,
         slots=tuple(slots),
         range_K=np.concatenate([item.range_C for item, _ in items])[fast_K],
@@ -335,7 +341,15 @@ def _empty(request: Request, bottleneck: float) -> Table:
     columns: dict[str, Any] = {name: np.empty(0, dtype=np.int64) for name in numbers} | {
         name: np.empty(0) for name in seconds
     }
-    return Table(bottleneck=bottleneck, ranges=request[1], slots=tuple(request[0]), parts=PeakParts.none(), **columns)
+    slots, ranges, among_NL = request
+    return Table(
+        bottleneck=bottleneck,
+        among_NL=among_NL,
+        ranges=ranges,
+        slots=tuple(slots),
+        parts=PeakParts.none(),
+        **columns,
+    )
 
 
 def _devices(slots: Sequence[StageSlot], shape_K: IntArray) -> IntArray:

@@ -167,7 +167,10 @@ class IntraStage:
             bottleneck, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
             if bottleneck * ROOM < slowest or not covers(known_NL, found[1].among_NL):
                 wanted.setdefault(key[0], {})[key] = found
-        places = {key: next(place for place, _ in some.values()) for key, some in wanted.items()}
+        places = {
+            key: (next(place for place, _ in some.values()), either(*(stage.among_NL for _, stage in some.values())))
+            for key, some in wanted.items()
+        }
         self._make_tables(places, num_microbatches, slowest)
         shared = [(self._tables[key], [stage for _, stage in some.values()]) for key, some in wanted.items()]
         found_of_tables, evaluated = self._search.frontiers(shared, slowest)
@@ -197,7 +200,7 @@ class IntraStage:
 
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""
-        request = [slot], self._ranges_of(slot.stage_index, slot.num_stages)
+        request = [slot], self._ranges_of(slot.stage_index, slot.num_stages), None
         (table,), evaluated = make_tables(self.model, self.space, [request], np.inf)
         self.evaluated += evaluated
         return table
@@ -237,11 +240,14 @@ class IntraStage:
         settled = self.space.layer_range(stage_index, num_stages)
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 
-    def _make_tables(self, asked: Mapping[TableKey, Place], num_microbatches: int, bottleneck: float) -> None:
+    def _make_tables(
+        self, asked: Mapping[TableKey, tuple[Place, BoolArray | None]], num_microbatches: int, bottleneck: float
+    ) -> None:
         """The tables of some stages up to a bottleneck time, as far as they do not exist."""
         missing: dict[TableKey, Request] = {}
-        for key, (stage_index, num_stages, pipeline) in asked.items():
-            if key in self._tables and self._tables[key].bottleneck * ROOM >= bottleneck:
+        for key, ((stage_index, num_stages, pipeline), among_NL) in asked.items():
+            known = self._tables.get(key)
+            if known is not None and known.bottleneck * ROOM >= bottleneck and covers(known.among_NL, among_NL):
                 continue
             # What depends on the stages behind is counted when they are known.
             slots = [
@@ -249,7 +255,7 @@ class IntraStage:
                 for shape in self.space.shapes_of(num_stages, num_microbatches)
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
             ]
-            missing[key] = slots, self._ranges_of(stage_index, num_stages)
+            missing[key] = slots, self._ranges_of(stage_index, num_stages), among_NL
         # Of the devices of other parts nothing is known here.
         alone = not self._elsewhere
         tables, evaluated = make_tables(self.model, self.space, [*missing.values()], bottleneck * AHEAD, alone=alone)

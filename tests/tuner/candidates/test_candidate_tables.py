@@ -15,15 +15,15 @@ NETWORK = spec(5, kinds=(0, 1, 0, 0, 1), widths=(1000, 2500), measured=True)
 STAGES, MICROBATCHES = 3, 4
 
 
-def table(role="middle", bottleneck=np.inf, *, alone=True):
-    """Candidates of a role on up to four devices."""
+def table(role="middle", bottleneck=np.inf, *, alone=True, among=None):
+    """Candidates of a role on up to four devices, of all numbers of devices and layers or among some."""
     model = StageCostModel(NETWORK, profile(), cluster(4))
     space = apply(SearchSpace(schedules=("1f1b",), offload=()), NETWORK, 4, 16)
     maker = IntraStage(model, space, 1e12)
     index = {"first": 0, "middle": 1, "last": STAGES - 1}[role]
     slots = [maker.slot(index, STAGES, MICROBATCHES, shape) for shape in space.shapes(MICROBATCHES)]
     ranges = layer_ranges_of(role, NETWORK.num_layers, layer_classes(NETWORK))
-    (found,), evaluated = make_tables(model, space, [(slots, ranges)], bottleneck, alone=alone)
+    (found,), evaluated = make_tables(model, space, [(slots, ranges, among)], bottleneck, alone=alone)
     assert evaluated >= len(found)
     return model, found
 
@@ -103,6 +103,18 @@ def test_choices_may_have_other_seconds_and_move_something():
     assert (choices.offload_KO[choices.steady_K == 7.0] == ratios_JO[0]).all()
 
 
+def test_of_other_numbers_of_devices_and_layers_nothing_is_evaluated():
+    among = np.zeros((5, NETWORK.num_layers + 1), dtype=bool)
+    among[2, 1] = among[1, 2] = True
+    _, every = table()
+    _, found = table(among=among)
+    layers_K = every.ranges.layers_W[every.range_K]
+    kept_K = among[every.devices_K, layers_K]
+    assert 0 < kept_K.sum() < len(every)
+    wanted = [item for item, is_kept in zip(described(every), kept_K, strict=True) if is_kept]
+    assert sorted(described(found)) == sorted(wanted)
+
+
 def test_choices_leave_every_other_stage_a_layer_and_a_device():
     starts = [0, 1, 2, 3, ANYWHERE, ANYWHERE, 1]
     layers = [1, 1, 2, 2, 3, 4, 1]
@@ -117,7 +129,7 @@ def test_tables_of_several_roles_are_those_of_each_alone():
     maker = IntraStage(model, apply(SearchSpace(offload=()), NETWORK, 4, 16), 1e12)
     classes, shapes = layer_classes(NETWORK), maker.space.shapes(MICROBATCHES)
     requests = [
-        ([maker.slot(index, STAGES, MICROBATCHES, shape) for shape in shapes], layer_ranges_of(role, 5, classes))
+        ([maker.slot(index, STAGES, MICROBATCHES, shape) for shape in shapes], layer_ranges_of(role, 5, classes), None)
         for index, role in enumerate(("first", "middle", "last"))
     ]
     for bottleneck in (np.inf, 0.0):

@@ -42,7 +42,7 @@ def table_of(maker, index, stages, microbatches, bottleneck):
     """The table that a stage shares with others, up to a bottleneck."""
     place = index, stages, ()
     (key, _, _), _ = maker._frontier_key(place, microbatches)
-    maker._make_tables({key: place}, microbatches, bottleneck)
+    maker._make_tables({key: (place, None)}, microbatches, bottleneck)
     return maker._tables[key]
 
 
