@@ -88,9 +88,15 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
     return Answer(chosen=(), objective=np.inf, bound=objective)
 
 
-def solve_family(family: Family, *, below: float = np.inf, deadline: float = np.inf) -> FamilyAnswer:
-    """The best answer of any number of stages that takes less than ``below`` seconds; arguments as of :func:`solve`."""
-    return _Search(family, _Walks(family), below, deadline).run()
+def solve_family(
+    family: Family, *, below: float = np.inf, deadline: float = np.inf, tolerance: float = PRECISION
+) -> FamilyAnswer:
+    """The best answer of any number of stages that takes less than ``below`` seconds; arguments as of :func:`solve`.
+
+    Args:
+        tolerance: Share by which the answer may take longer than its bound says.
+    """
+    return _Search(family, _Walks(family), below, deadline, tolerance=tolerance).run()
 
 
 def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = np.inf) -> dict[int, Answer]:
@@ -182,8 +188,10 @@ class _Search:
         *,
         only: int | None = None,
         slowest: float = np.inf,
+        tolerance: float = PRECISION,
     ) -> None:
         self.family, self.below, self.deadline = family, below, deadline
+        self._tolerance = tolerance
         self.walks, self.suffixes, self.only = walks, walks.suffixes, only
         self.repeats = family.num_microbatches - 1
         self.objective = below
@@ -195,6 +203,11 @@ class _Search:
         self.bottlenecks_K = self.bottlenecks_K[self.bottlenecks_K * family.num_microbatches < below]
         # Bound on the objective, first and last bottleneck time, and bound on v at these bottleneck times.
         self.intervals: list[tuple[float, int, int, float]] = []
+
+    @property
+    def tolerance(self) -> float:
+        """Share by which what is found may take longer than is proven; that there is nothing is proven exactly."""
+        return self._tolerance if self.num_stages else PRECISION
 
     def run(self) -> FamilyAnswer:
         """The best answer below the given objective."""
@@ -220,7 +233,7 @@ class _Search:
         self._push(self._fastest(first, last, low), last, low)
         while self.intervals:
             bound_here, begin, end, low = heapq.heappop(self.intervals)
-            if bound_here >= self.objective * (1 - PRECISION) or perf_counter() > self.deadline:
+            if bound_here >= self.objective * (1 - self.tolerance) or perf_counter() > self.deadline:
                 return min(bound, bound_here)
             middle, end = self._middle(begin, end, low)
             value, reached, proven = self._value(middle, begin)
@@ -247,6 +260,8 @@ class _Search:
     def _fastest(self, first: int, last: int, low: float) -> int:
         """The least bottleneck time that can lead to a better answer; answers near it are good ones to begin with."""
         while first < last and self.repeats * float(self.bottlenecks_K[first]) + low < self.objective:
+            if self.repeats * np.ptp(self.bottlenecks_K[[first, last]]) < self.tolerance * self.objective:
+                break
             middle = (first + last) // 2
             walk = self._walk(float(self.bottlenecks_K[middle]))
             if walk.values:
@@ -292,7 +307,7 @@ class _Search:
         high, reached = self._note(walk)
         reached = max(begin, reached)
         is_best = True  # First ask whether anything beats what is there, then halve the difference, in turn.
-        while high - low > PRECISION * high and self.repeats * floor + low < self.objective * (1 - PRECISION):
+        while high - low > self.tolerance * high and self.repeats * floor + low < self.objective * (1 - self.tolerance):
             worth = self.objective - self.repeats * floor
             cap = min(high, worth) * (1 - PRECISION) if is_best else (low + min(high, worth)) / 2
             is_best = not is_best

@@ -309,23 +309,22 @@ class Suffixes:
         """Some options at a time, and for every state the one behind them."""
         step = max(1, _AT_ONCE // max(1, len(states.row_J)))
         offset_C = self._offsets(options)
-        used_PJ = self._used_PU[:, states.flat_J % self._combinations]
         for begin in range(0, len(options), step):
-            some = slice(begin, begin + step)
-            found = []
-            for offset, part, units, layers in zip(
-                offset_C[some],
-                options.part_C[some],
-                options.devices_C[some] // self.unit_P[options.part_C[some]],
-                options.layers_C[some],
-                strict=True,
-            ):
-                if int(offset) not in maps:
-                    fits_J = (states.row_J > layers) & (used_PJ[part] >= units)
-                    source_J = states.number[np.where(fits_J, states.flat_J - offset, 0)]
-                    maps[int(offset)] = np.where(fits_J, source_J, len(states.row_J))
-                found.append(maps[int(offset)])
-            yield options if len(found) == len(options) else options.take(some), np.stack(found)
+            some = options.take(slice(begin, begin + step)) if len(options) > step else options
+            offsets = offset_C[begin : begin + step].tolist()
+            if new_M := [place for place, offset in enumerate(offsets) if offset not in maps]:
+                maps |= zip((offsets[place] for place in new_M), self._behind(some, new_M, states), strict=True)
+            yield some, np.stack([maps[offset] for offset in offsets])
+
+    def _behind(self, options: SlotOptions, at_M: list[int], states: _States) -> IntArray:
+        """For every state the one behind some of the options; axes ``MJ``."""
+        part_M, layers_M = options.part_C[at_M], options.layers_C[at_M]
+        units_M = options.devices_C[at_M] // self.unit_P[part_M]
+        used_PJ = self._used_PU[:, states.flat_J % self._combinations]
+        fits_MJ = (states.row_J > layers_M[:, None]) & (used_PJ[part_M] >= units_M[:, None])
+        offset_M = layers_M * self._combinations + units_M * self._strides_P[part_M]
+        found_MJ = states.number[np.where(fits_MJ, states.flat_J - offset_M[:, None], 0)]
+        return np.where(fits_MJ, found_MJ, len(states.row_J))
 
 
 def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:

@@ -123,6 +123,23 @@ def test_a_family_is_as_good_as_the_best_of_its_problems(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
+def test_a_tolerance_is_the_most_that_bound_and_answer_differ_by(seed):
+    family, tolerance = random_family(seed), 0.05
+    least = solve_family(family).bound
+    found = solve_family(family, tolerance=tolerance)
+    if np.isinf(least):
+        assert np.isinf(found.bound)
+        return
+    objective = found.answers[found.num_stages].objective
+    assert objective * (1 - 2 * tolerance) <= found.bound <= least * (1 + PRECISION)
+    # That there is nothing is proven whatever the tolerance.
+    below = least * (1 - 0.5 * tolerance)
+    none = solve_family(family, below=below, tolerance=tolerance)
+    assert none.num_stages == 0
+    assert none.bound >= below * (1 - PRECISION)
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_each_number_of_stages_of_a_family_as_if_it_were_alone(seed):
     family = random_family(seed)
     alone = {count: solve(family.problem(count)) for count in family.heads}
