@@ -300,14 +300,14 @@ class StageCostModel(PlanCosts):
         zero_K = candidates.zero_stage_K
         if slot.shard_degree == 1 or zero_K.max(initial=0) < ZeroStage.GRADIENTS:
             return None, Unsharding.none(len(candidates)), np.zeros(len(candidates))
-        beside = self._beside(slot, compute)
+        beside = self.beside(slot, compute)
         return beside.units, unsharding(beside, slot, regions, zero_K), reduced_seconds(beside, regions, zero_K)
 
     def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
         rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)
         return _cached(rank.sums, key, lambda: RegionSums.of(compute, rank.memory.costs(slot.rows)))
 
-    def _beside(self, slot: StageSlot, compute: RegionSeconds) -> Beside:
+    def beside(self, slot: StageSlot, compute: RegionSeconds) -> Beside:
         """What ZeRO-2 and ZeRO-3 communicate beside computation."""
         rank, holdings = self._of(slot), self.memory(slot).holdings
         ranks = slot.shard_degree, shard_nodes(self.cluster, slot)

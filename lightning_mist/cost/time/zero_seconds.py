@@ -113,6 +113,11 @@ class UnitSums:
             bare=prefix_sums(unshard_R),
         )
 
+    def of_units(self, *, is_unsharded: bool) -> tuple[FloatArray, FloatArray]:
+        """What each unit between the outermost adds to a microbatch, if it is not recomputed, and if it is."""
+        plain = self.reduced + self.unsharded * is_unsharded
+        return np.diff(plain), np.diff(plain + self.reduced_recomputed + self.unsharded_recomputed * is_unsharded)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:

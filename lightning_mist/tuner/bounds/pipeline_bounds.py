@@ -41,6 +41,12 @@ from lightning_mist.tuner.space import ANYWHERE, Shape, Space
 ROUNDS = 3
 """How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
 
+TOLERANCE = 1e-3
+"""Share by which a bound may be less than what its dynamic program proves at most."""
+
+AHEAD = 1.05
+"""Multiple of a bottleneck time up to which stages are bounded: what is a little slower is asked for next."""
+
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
 
@@ -110,7 +116,9 @@ class PipelineBounds:
         if asked <= bound < below:
             family = self._family(counts, num_microbatches, below)
             # A pipeline with a stage that is left out takes at least as long.
-            bound = min(below, solve_family(family, below=below, deadline=deadline).bound) if family.heads else below
+            bound = below
+            if family.heads:
+                bound = min(below, solve_family(family, below=below, deadline=deadline, tolerance=TOLERANCE).bound)
             self._found[key] = bound, below
         return min(bound, below)
 
@@ -123,7 +131,7 @@ class PipelineBounds:
         bottleneck = below / num_microbatches * ROOM
         known = self._known.get((self.kinds, num_microbatches))
         if known is None or known.bottleneck < bottleneck:
-            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
+            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck * AHEAD)
 
         made: dict[tuple[Position, int], SlotChoices] = {}
 
@@ -163,6 +171,7 @@ class PipelineBounds:
             interference=interference_of(*machine),
             num_microbatches=num_microbatches,
             is_alike=is_alike(self.model, self.space),
+            least_ratio=min(self.space.offload_ratios, default=0.0),
         )
 
 

@@ -1,8 +1,8 @@
 """Lower bounds of what ranges of layers compute, exchange and hold, whatever layers they are.
 
 Of ``l`` layers the least sum over any ``l`` that follow each other counts, so that one entry stands for all of them.
-What is left out is never negative: temporaries, buffers of transfers, updates, averaging gradients after the last
-microbatch, what parameters that several regions use need. Batches are left out too.
+What is left out is never negative: temporaries but for those of the first backward, buffers of transfers, updates,
+averaging gradients after the last microbatch, what parameters that several regions use need. Batches are left out too.
 
 Array axes
     L  layers; lengths of ranges ``0 .. L``
@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.cost.time import shard_nodes, transfers, unit_seconds
+from lightning_mist.cost.time import Beside, shard_nodes, transfers
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.candidates import OUTERMOST, ROOM
@@ -41,11 +41,12 @@ class RangeBounds(ArrayRecord):
         backward_XR: Computing a backward, with what it recomputes.
         forward_network_R: Exchanging among ranks with the same parameters beside a forward.
         outer_R: The part of both that the outermost units may not take.
+        exposed_XR: What both take beyond computing, with nothing copied beside them.
         activations_R: What a microbatch keeps until its backward.
         kept_R: The same when its output has gone.
         top_R: The part of it that the last layer keeps.
         top_two_R: The part that the last two layers keep.
-        always_R: What is there whatever is offloaded.
+        always_XR: What is there whatever is offloaded: with temporaries of the first backward of a region.
         is_told_R: Whether it can be told what copies take.
         is_across_R: Whether ranks with the same parameters are on several nodes.
     """
@@ -59,6 +60,7 @@ class RangeBounds(ArrayRecord):
     forward_network_R: FloatArray
     backward_network_R: FloatArray
     outer_R: FloatArray
+    exposed_XR: FloatArray
     transfer_XR: FloatArray
     activations_R: FloatArray
     kept_R: FloatArray
@@ -67,7 +69,7 @@ class RangeBounds(ArrayRecord):
     parameters_XR: FloatArray
     gradients_XR: FloatArray
     optimizer_XR: FloatArray
-    always_R: FloatArray
+    always_XR: FloatArray
     is_told_R: BoolArray
     is_across_R: BoolArray
 
@@ -78,9 +80,12 @@ def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot]
     for slot in slots:
         arranged = _Arranged(model, space, slot, bottleneck)
         if len(arranged.layers_K):
-            zeros = sorted(set(space.search.zero_stages)) if slot.data_parallel_degree > 1 else [0]
+            zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
+            if ZeroStage.OPTIMIZER in zeros:
+                # In what is counted of time it is the same, in memory it is never more.
+                zeros -= {0}
             common = arranged.of_any_zero()
-            rows += [{**common, **arranged.of_zero(zero_stage)} for zero_stage in zeros]
+            rows += [{**common, **arranged.of_zero(zero_stage)} for zero_stage in sorted(zeros)]
     if not rows:
         return _no_ranges()
     arrays: dict[str, Any] = {
@@ -152,7 +157,7 @@ class _Arranged:
             "forward_XR": self._summed(self.compute.forward_R),
             "backward_XR": self._summed(self.compute.backward_R) + again_K,
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
-            "always_R": np.full(count, float(self.memory.spec.buffer_bytes)),
+            "always_XR": np.repeat(self._always()[:, None], count, axis=1),
             "is_across_R": np.full(count, self.nodes > 1),
             **self._activations(),
         }
@@ -185,19 +190,53 @@ class _Arranged:
     def _exchanged(self, zero_stage: int) -> dict[str, FloatArray]:
         """Seconds of communicating among ranks with the same parameters."""
         unshard_K = scatter_K = np.zeros(len(self.layers_K))
-        outer = 0.0
+        outer, exposed_XK = 0.0, np.zeros((len(POSITIONS), len(self.layers_K)))
         if self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS:
-            units = unit_seconds(self.model.profile, self.holdings.table, self.degree, self.nodes)
+            beside = self.model.beside(self.slot, self.compute)
+            units = beside.units
             scatter_K = _of_layers(units.reduce_FR.min(axis=0))[self.layers_K] * self.corrected
             # Where all parameters are one unit they are unsharded once per batch.
-            if zero_stage >= ZeroStage.PARAMETERS and not self.holdings.is_one_unit:
+            is_unsharded = zero_stage >= ZeroStage.PARAMETERS and not beside.is_one_unit
+            if is_unsharded:
                 unshard_K = _of_layers(units.unshard_R)[self.layers_K] * self.corrected
                 outer = OUTERMOST * float(units.unshard_R.max())
+            exposed_XK = self._exposed(beside, is_unsharded=is_unsharded) * self.corrected
         return {
             "forward_network_R": unshard_K,
             "backward_network_R": unshard_K + scatter_K,
             "outer_R": np.full(len(self.layers_K), outer),
+            "exposed_XR": exposed_XK,
         }
+
+    def _exposed(self, beside: Beside, *, is_unsharded: bool) -> FloatArray:
+        """What communication takes beyond computing (:mod:`lightning_mist.cost.time.zero_seconds`); axes ``XK``.
+
+        Behind the first unit's backward nothing hides its reduction. Beside the backward of any but the last unit that
+        above is reduced; beside that of any but the outermost two the one below is unsharded too.
+        """
+        units = beside.units
+        plain_R, again_R = np.min(
+            [beside.sums_of(row).of_units(is_unsharded=is_unsharded) for row in range(len(units.reduce_FR))], axis=0
+        )
+        # Those next to the head or the tail are never between two layers; without any there is none in between.
+        plain, again = (
+            float(np.min(values_R[1 + is_unsharded : -2])) if len(values_R) > 3 + is_unsharded else 0.0
+            for values_R in (plain_R, np.minimum(plain_R, again_R))
+        )
+        between_K = np.maximum(self.layers_K - 1 - is_unsharded, 0)
+        again_K = np.minimum(self.recomputed_K, between_K)
+        inside_K = (between_K - again_K) * plain + again_K * again
+        lowest_R = units.reduce_FR.min(axis=0)
+        lowest = float(lowest_R[1:-1].min(initial=np.inf))
+        exposed_XK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
+        return exposed_XK
+
+    def _always(self) -> FloatArray:
+        """Bytes that are there whatever is offloaded where a backward begins, with axis ``X``."""
+        costs = self.memory.costs(self.slot.rows)
+        temporary_R = np.minimum(costs.backward_peak_R, costs.recompute_backward_peak_R)
+        layer, tail = float(temporary_R[1:-1].min()), float(costs.saved_R[-1] + temporary_R[-1])
+        return self.memory.spec.buffer_bytes + np.array([layer, layer, tail])
 
     def _activations(self) -> dict[str, FloatArray]:
         """Bytes of what microbatches keep for backward."""
@@ -216,16 +255,25 @@ class _Arranged:
         }
 
     def _states(self, zero_stage: int) -> dict[str, FloatArray]:
-        """Bytes of parameters, gradients and optimizer state of the rank that has most."""
+        """Bytes of parameters, gradients and optimizer state of the rank that has most where a backward begins.
+
+        Those of others that are there: from ZeRO-2 on gradients of the first region, of the backward before; under
+        ZeRO-3 parameters of the region at hand and of that below, of which some rank lacks at least the mean.
+        """
         table, state = self.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
         held_XK = _edges(table.trained_R)[:, None] + _of_layers(table.single_R)[self.layers_K]
 
         def share(since: ZeroStage) -> float:
             return 1 / self.degree if zero_stage >= since else 1.0
 
+        lowest, layer = (float(values_R[1:-1].min()) for values_R in (table.trained_R, table.used_R))
+        pending_X = np.array([float(table.trained_R[0]), lowest, lowest]) * (share(ZeroStage.GRADIENTS) < 1)
+        # The tail and the layer below may use the same parameters.
+        units_XK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
+        away_XK = layer * units_XK * (1 - share(ZeroStage.PARAMETERS))
         return {
-            "parameters_XR": held_XK * share(ZeroStage.PARAMETERS),
-            "gradients_XR": held_XK * share(ZeroStage.GRADIENTS),
+            "parameters_XR": held_XK * share(ZeroStage.PARAMETERS) + away_XK,
+            "gradients_XR": held_XK * share(ZeroStage.GRADIENTS) + pending_X[:, None],
             "optimizer_XR": held_XK * state * share(ZeroStage.OPTIMIZER),
         }
 

@@ -1,8 +1,8 @@
 """Lower bounds of a stage under a memory limit: a fractional knapsack over what to offload, by weights of channels.
 
-What is counted of its memory is what is there around a backward: parameters, optimizer state and gradients, and what
-the microbatches in flight keep. What does not fit has to be offloaded in the cheapest way that there could be. To free
-a byte
+What is counted of its memory is what is there where a backward begins: parameters, optimizer state and gradients, what
+the microbatches in flight keep, and the temporaries of its first region. What does not fit has to be offloaded in the
+cheapest way that there could be. To free a byte
 
 * by *activations*, a microbatch's are copied away beside a forward and back beside a backward; as many are freed as
   microbatches are in flight, but for the last two layers' of the own one. Those of the last layer of a stage without
@@ -69,6 +69,7 @@ class OffloadBounds:
         activations_WR: Weighted seconds of copying all activations of a microbatch.
         gradients_WR: Weighted seconds per byte of gradients that is freed.
         parameters_WR: Weighted seconds per byte of parameters that is freed.
+        least_ratio: The least ratio of activations that are offloaded at all.
     """
 
     others_R: FloatArray
@@ -78,6 +79,7 @@ class OffloadBounds:
     activations_WR: FloatArray
     gradients_WR: FloatArray
     parameters_WR: FloatArray
+    least_ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,7 @@ class Setting:
         rates: How fast devices copy; ``None`` if nothing may be offloaded.
         interference: How channels slow each other down; ``None`` where they take turns.
         is_alike: Whether all layers keep and hold the same.
+        least_ratio: The least ratio of anything that is offloaded at all.
     """
 
     kinds: frozenset[str]
@@ -122,6 +125,7 @@ class Setting:
     interference: Interference | None
     num_microbatches: int
     is_alike: bool
+    least_ratio: float
 
 
 def in_flight(schedule: ScheduleName, behind: int, num_microbatches: int) -> int:
@@ -142,9 +146,9 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         bottleneck: The most steady seconds of a stage.
     """
     at = POSITIONS.index(position)
-    ranges = ranges.take(
-        np.flatnonzero((ranges.forward_XR + ranges.backward_XR + ranges.transfer_XR)[at] <= bottleneck)
-    )
+    alone_XR = ranges.forward_XR + ranges.backward_XR + ranges.transfer_XR + ranges.exposed_XR
+    alone_R = alone_XR[at, at_R := np.flatnonzero(alone_XR[at] <= bottleneck)]
+    ranges = ranges.take(at_R)
     forward_R, backward_R, transfer_R = ranges.forward_XR[at], ranges.backward_XR[at], ranges.transfer_XR[at]
     weights = _Weights(setting.interference, ranges)
     loads_WR = weights.sum(
@@ -166,8 +170,8 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         devices_V=ranges.devices_R[begins_V],
         begins_V=begins_V,
         pair_R=np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(ranges))),
-        steady_R=np.maximum(forward_R + backward_R + transfer_R, loads_WR.max(axis=0, initial=0.0)),
-        needed_R=ranges.always_R + ranges.parameters_XR[at] + ranges.activations_R + optimizer_R,
+        steady_R=np.maximum(alone_R, loads_WR.max(axis=0, initial=0.0)),
+        needed_R=ranges.always_XR[at] + ranges.parameters_XR[at] + ranges.activations_R + optimizer_R,
         gradients_R=ranges.gradients_XR[at],
         kept_R=ranges.kept_R,
         loads_WR=loads_WR,
@@ -208,6 +212,7 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
         activations_WR=weights.sum([(around, copied_R), ((to_host + to_device) * alone, ranges.is_told_R * alone_R)]),
         gradients_WR=per_byte(fetched * backward[..., TO_DEVICE] + to_host * backward[..., TO_HOST], fetched + to_host),
         parameters_WR=per_byte(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), 2 * to_device),
+        least_ratio=setting.least_ratio,
     )
 
 
@@ -246,29 +251,44 @@ def stage_bounds(
         at_M = np.flatnonzero(
             (excess_R > 0) & (found.steady_R <= bottleneck) & (found.steady_R < steady_V[found.pair_R])
         )
-        np.minimum.at(steady_V, found.pair_R[at_M], _offloaded(found, found.offload, excess_R[at_M], others, at_M))
+        # By one pair of weights alone most of it is already known to be too slow.
+        for weights in (slice(0, 1), slice(None)):
+            seconds_M = _offloaded(found, found.offload, excess_R[at_M], others, (weights, at_M))
+            fast_M = (seconds_M <= bottleneck) & (seconds_M < steady_V[found.pair_R[at_M]])
+            at_M, seconds_M = at_M[fast_M], seconds_M[fast_M]
+        np.minimum.at(steady_V, found.pair_R[at_M], seconds_M)
     bounds = StageBounds(layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V)
     return bounds.within(bottleneck)
 
 
 def _offloaded(
-    found: PositionBounds, offload: OffloadBounds, excess_M: FloatArray, others: int, at_M: IntArray
+    found: PositionBounds, offload: OffloadBounds, excess_M: FloatArray, others: int, at_WM: tuple[slice, IntArray]
 ) -> FloatArray:
-    """Lower bounds of ranges that have to free some bytes; infinite if offloading everything is too little."""
+    """Lower bounds of ranges that have to free some bytes; infinite if offloading everything is too little.
+
+    Args:
+        at_WM: Which pairs of weights count, and which ranges these are.
+    """
+    at_M = at_WM[1]
     activations_M = others * offload.others_R[at_M] + offload.own_R[at_M]
     gradients_M, parameters_M = offload.gradients_R[at_M], offload.parameters_R[at_M]
-    by_activations_WM = offload.activations_WR[:, at_M] / np.where(activations_M > 0, activations_M, np.inf)
-    freed_M = activations_M + gradients_M + parameters_M
-    copies_WM = knapsack(
-        [
-            (by_activations_WM, activations_M),
-            (offload.gradients_WR[:, at_M], gradients_M),
-            (offload.parameters_WR[:, at_M], parameters_M),
-        ],
-        np.minimum(excess_M, freed_M),
-    )
-    seconds_M = np.maximum((found.loads_WR[:, at_M] + copies_WM).max(axis=0), found.steady_R[at_M])
-    return np.where(freed_M >= excess_M * (1 - _NEXT_TO_NOTHING), seconds_M, np.inf)
+    activations_WM = offload.activations_WR[at_WM]
+    by_activations_WM = activations_WM / np.where(activations_M > 0, activations_M, np.inf)
+    states = [(offload.gradients_WR[at_WM], gradients_M), (offload.parameters_WR[at_WM], parameters_M)]
+
+    def seconds(copies_WM: FloatArray, freed_M: FloatArray) -> FloatArray:
+        found_M = np.maximum((found.loads_WR[at_WM] + copies_WM).max(axis=0), found.steady_R[at_M])
+        return np.where(freed_M >= excess_M * (1 - _NEXT_TO_NOTHING), found_M, np.inf)
+
+    def cheapest(kinds: Sequence[tuple[FloatArray, FloatArray]], freed_M: FloatArray) -> FloatArray:
+        return knapsack(kinds, np.minimum(excess_M, freed_M))
+
+    # Either activations stay, or as much of them is copied as by the least ratio.
+    freed_M = gradients_M + parameters_M
+    without_M = seconds(cheapest(states, freed_M), freed_M)
+    copies_WM = cheapest([(by_activations_WM, activations_M), *states], freed_M + activations_M)
+    with_M = seconds(np.maximum(copies_WM, offload.least_ratio * activations_WM), freed_M + activations_M)
+    return np.minimum(without_M, with_M)
 
 
 def knapsack(kinds: Sequence[tuple[FloatArray, FloatArray]], wanted_M: FloatArray) -> FloatArray:

@@ -35,9 +35,7 @@ def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: fl
     for group in pipelines.groups if pipelines.space.offload_ratios else ():
         keys = {group.pipeline(count): count for count in group.counts}
         counts = [count for key, count in keys.items() if key not in near and state.bounds[key] < cutoff]
-        # This bound is not one of what may be offloaded, so that it is not remembered.
-        bound = pipelines.lower_bound(group, cutoff, state.deadline) if counts and group.counts != (1,) else 0.0
-        if counts and bound < cutoff * (1 - PRECISION) and not state.is_late:
+        if counts and not state.is_late:
             found |= state.optima(group, counts, cutoff)
     return found
 

@@ -26,9 +26,9 @@ def test_least_sums_are_those_of_the_best_ranges(values):
 
 def test_every_range_is_there_by_devices_and_layers():
     found = bounds_of(spec(4))
-    # Of 1, 2 devices; 1 with one kind of ZeRO, 2 with four; so many ways to recompute.
+    # Of 1, 2 devices; 1 with one kind of ZeRO, 2 with three; so many ways to recompute.
     wanted = [(1, layers) for layers in range(1, 4) for _ in range(layers + 1)]
-    wanted += [(2, layers) for layers in range(1, 4) for _ in range(4 * (layers + 1))]
+    wanted += [(2, layers) for layers in range(1, 4) for _ in range(3 * (layers + 1))]
     assert list(zip(found.devices_R, found.layers_R, strict=True)) == wanted
 
 
@@ -45,8 +45,19 @@ def test_the_head_and_the_tail_add_to_the_ends():
         assert (values_XR[[0, 2]] > values_XR[1]).all()
 
 
-def test_zero_shares_state_out():
+def test_zero_shares_state_out_but_for_what_is_at_hand():
     found = bounds_of(spec(4), checkpointing=False)
-    here = (found.devices_R == 2) & (found.layers_R == 2)
-    for values_XR, wanted in ((found.optimizer_XR, [1, 0.5, 0.5, 0.5]), (found.parameters_XR, [1, 1, 1, 0.5])):
+    here = (found.devices_R == 2) & (found.layers_R == 3)
+    # Under ZeRO-3 the own half of three layers, and the other half of two of them.
+    parameters, gradients = [1, 1, (1.5 + 2 * 0.5) / 3], [1, 0.5 + 1 / 3, 0.5 + 1 / 3]
+    for values_XR, wanted in ((found.optimizer_XR, [1, 1, 1]), (found.parameters_XR, parameters)):
         np.testing.assert_allclose(values_XR[1, here] / values_XR[1, here][0], wanted)
+    np.testing.assert_allclose(found.gradients_XR[1, here] / found.gradients_XR[1, here][0], gradients)
+
+
+def test_what_cannot_hide_behind_computing_is_counted():
+    found = bounds_of(spec(4), checkpointing=False)
+    here = (found.devices_R == 2) & (found.layers_R == 3)
+    none, reduced, unsharded = found.exposed_XR[1, here]
+    assert none == 0 < reduced <= unsharded
+    assert reduced >= found.backward_network_R[here][1] / 3

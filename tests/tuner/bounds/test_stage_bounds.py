@@ -53,6 +53,7 @@ def prepared(found, maker, microbatches, position, kinds):
         interference=found.rates.interference if found.machine.device.kind == "cuda" else None,
         num_microbatches=microbatches,
         is_alike=is_alike(maker.model, maker.space),
+        least_ratio=min(maker.space.offload_ratios, default=0.0),
     )
     ranges = range_bounds(maker.model, maker.space, slots_of(maker.space, maker.slot, microbatches), np.inf)
     return position_bounds(ranges, position, setting, np.inf)
