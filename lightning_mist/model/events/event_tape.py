@@ -56,9 +56,9 @@ class Chunk:
     signs_E: IntArray
 
     @classmethod
-    def of(cls, events: Sequence[int]) -> "Chunk":
+    def of(cls, events: Sequence[int] | IntArray) -> "Chunk":
         """A chunk of signed slots."""
-        events_E = np.array(events, dtype=np.int64)
+        events_E = np.asarray(events, dtype=np.int64)
         return cls(events_E=events_E, signs_E=np.sign(events_E))
 
     def cut(self, start: int, end: int | None = None) -> "Chunk":

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from lightning_mist.model.events.event_tape import Chunk, Slots
 from lightning_mist.model.events.part_stack import Born, Stack, StageShape
 from lightning_mist.model.spec import ModelSpec, TensorSpec, bytes_at
@@ -143,7 +145,33 @@ def stack_inputs(spec: ModelSpec, rows: int) -> InputsTemplate:
     return _Laid(found, found.parts, {False: (begin, len(found.born))}, frozenset()).inputs()
 
 
-_Entries = dict[int, tuple[list[int], list[int]]]  # by position: the slots that die there, and those that are born
+class _Entries:
+    """What dies and what is born where in one part, in any order."""
+
+    def __init__(self) -> None:
+        self._moments: list[int] = []  # twice the position, and one more for births
+        self._events: list[int] = []
+
+    def add(self, position: int, slot: int, *, is_born: bool) -> None:
+        self._moments.append(2 * position + is_born)
+        self._events.append(slot + 1 if is_born else -(slot + 1))
+
+    def chunk(self, owned: Mapping[int, str] = MappingProxyType({})) -> tuple[Chunk, tuple[Made, ...]]:
+        """Events in order, what dies at a position before what is born there; and gradients of parameters, by slot."""
+        moment_E = np.array(self._moments, dtype=np.int64)
+        order_E = np.argsort(moment_E, kind="stable")
+        chunk = Chunk.of(np.array(self._events, dtype=np.int64)[order_E])
+        if not owned:
+            return chunk, ()
+        passed_E = np.searchsorted(moment_E[order_E], moment_E[order_E], side="right")
+        events = zip(chunk.events_E.tolist(), passed_E.tolist(), strict=True)
+        mortal = {-event - 1 for event in self._events if event < 0}
+        # A gradient that is added to another is freed then; one that stays has been accumulated once it is there.
+        return chunk, tuple(
+            Made(passed, owned[slot], slot)
+            for event, passed in events
+            if (slot := abs(event) - 1) in owned and (event < 0 or slot not in mortal)
+        )
 
 
 class _Laid:
@@ -208,19 +236,19 @@ class _Laid:
         return tuple(bytes_at(tensor.bytes, rows, spec.sequence_length or 1) for tensor in tensors)
 
     def _forward(self) -> dict[int, PartRun]:
-        at: dict[int, _Entries] = {part: {} for part in self._forwards}
+        at = {part: _Entries() for part in self._forwards}
         for item in self._forward_born:
-            _entry(at[item.part], item.allocation.born.position)[1].append(item.slot)
+            at[item.part].add(item.allocation.born.position, item.slot, is_born=True)
             place = self._found.death(item, first=True)
             if place is None:
                 self._kept.append(item.slot)
                 continue
             part, backward, position = place
             if not backward and part in at:
-                _entry(at[part], position)[0].append(item.slot)
+                at[part].add(position, item.slot, is_born=False)
             elif part not in self._found.inside:
                 self._left.append(item)
-        return {part: PartRun(chunk=_chunk(entries)[0]) for part, entries in at.items()}
+        return {part: PartRun(chunk=entries.chunk()[0]) for part, entries in at.items()}
 
     def _operands(self, way: bool) -> dict[int, tuple[str, ...]]:
         """By slot the weights whose gradients are made of it."""
@@ -257,7 +285,7 @@ class _Laid:
         """Events of every region's backward without later made ``operands``, what its end frees, and what leaves."""
         later = set().union(*operands.values())
         inside = self._found.inside
-        at: dict[int, _Entries] = {part: {} for part in self._found.parts}
+        at = {part: _Entries() for part in self._found.parts}
         ended = self._given_up(way, operands, at)
         leaving: list[Born] = []
         owned: dict[int, str] = {}
@@ -266,7 +294,7 @@ class _Laid:
             name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
             if name and name in later:
                 continue
-            _entry(at[item.part], item.allocation.born.position)[1].append(item.slot)
+            at[item.part].add(item.allocation.born.position, item.slot, is_born=True)
             if name:
                 owned[item.slot] = name
             if item.slot in operands or (name and (name in self._tied or way)):
@@ -274,12 +302,12 @@ class _Laid:
             if place is None:
                 ended.append(item.slot)
             elif place[0] in inside:
-                _entry(at[place[0]], place[2])[0].append(item.slot)
+                at[place[0]].add(place[2], item.slot, is_born=False)
             else:
                 leaving.append(item)
         runs = {}
         for part, entries in at.items():
-            chunk, made = _chunk(entries, owned)
+            chunk, made = entries.chunk(owned)
             runs[part] = PartRun(chunk=chunk, made=made)
         return runs, tuple(ended), leaving
 
@@ -289,34 +317,15 @@ class _Laid:
         for item in self._forward_born:
             place = found.death(item, first=way)
             if place is not None and place[1] and place[0] in found.inside and item.slot not in operands:
-                _entry(at[place[0]], place[2])[0].append(item.slot)
+                at[place[0]].add(place[2], item.slot, is_born=False)
         for slot in (slot for slot in found.arriving if slot not in operands):
             release = found.let_go(slot, first=way)
             place = None if release is None else found.absolute(release.dies, found.parts[-1])
             if place is not None and place[0] in found.inside:
-                _entry(at[place[0]], place[2])[0].append(slot)
+                at[place[0]].add(place[2], slot, is_born=False)
             else:
                 ended.append(slot)
         return ended
-
-
-def _entry(entries: _Entries, position: int) -> tuple[list[int], list[int]]:
-    return entries.setdefault(position, ([], []))
-
-
-def _chunk(entries: _Entries, owned: Mapping[int, str] = MappingProxyType({})) -> tuple[Chunk, tuple[Made, ...]]:
-    """Events in order, what dies at a position before what is born there; and gradients of parameters, by slot."""
-    events: list[int] = []
-    made: list[Made] = []
-    mortal = {slot for dead, _ in entries.values() for slot in dead}
-    for position in sorted(entries):
-        dead, born = entries[position]
-        events += [-(slot + 1) for slot in dead]
-        # A gradient that is added to another is freed then; one that stays has been accumulated once it is there.
-        made += [Made(len(events), owned[slot], slot) for slot in dead if slot in owned]
-        events += [slot + 1 for slot in born]
-        made += [Made(len(events), owned[slot], slot) for slot in born if slot in owned and slot not in mortal]
-    return Chunk.of(events), tuple(made)
 
 
 def _crossing(spec: ModelSpec, cut: int) -> tuple[TensorSpec, ...]:
