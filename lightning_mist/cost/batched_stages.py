@@ -84,6 +84,8 @@ def _own_slot(slot: StageSlot, candidates: StageCandidates) -> StageSlot:
     """A slot in which stages take as long, but for what they exchange with others."""
     # Unsharding depends on when which microbatch is run, and splitting backwards may take operators of its own.
     unshards = int(candidates.zero_stage_K.max(initial=0)) >= ZeroStage.PARAMETERS
+    # Groups of devices with several chunks, or all forwards first, unshard as often wherever they are.
+    is_anywhere = not unshards or slot.schedule in ("gpipe", "interleaved-1f1b")
     several = min(2, slot.num_stages)
     count = slot.num_microbatches if unshards else min(2, slot.num_microbatches)
     place = slot.placement
@@ -98,7 +100,7 @@ def _own_slot(slot: StageSlot, candidates: StageCandidates) -> StageSlot:
         schedule=slot.schedule if unshards or slot.schedule == "zb-h1" else "1f1b",
         parts=(slot.part,) * several if slot.parts else (),
         placement=place and replace(place, tied_nodes=1, share=1.0, before=None, behind=None),
-        behind=slot.stages_behind if unshards else 0,
+        behind=0 if is_anywhere else min(slot.stages_behind, slot.num_microbatches - 1),
     )
 
 
