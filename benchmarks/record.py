@@ -17,8 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 SCHEMA = 1
@@ -132,6 +130,9 @@ def versions() -> dict[str, str]:
 
 def hardware_name() -> str:
     """This machine in words for a file name: number and kind of its GPUs, or processor and cores."""
+    # Processes that search for a plan do without it, as the command's does.
+    import torch
+
     if torch.cuda.is_available():
         return slug(f"{torch.cuda.device_count()}x{torch.cuda.get_device_name(0).removeprefix('NVIDIA ')}")
     information = Path("/proc/cpuinfo")

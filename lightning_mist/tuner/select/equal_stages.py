@@ -92,6 +92,8 @@ def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -
     """Plans with equal stages in one piece, one for every ZeRO stage; with as few recomputed layers as there may be."""
     layout, count = rank_layout([(shape.data, shape.tensor)] * num_stages, space.devices_per_node), space.num_layers
     recomputed = int(space.recomputed(np.array([count // num_stages]))[1].min())
+    kept = Checkpointing(layers=recomputed, kind=shape.checkpointing)
+    rows, meshes = space.rows(num_microbatches, shape.data), [shape.mesh(devices) for devices in layout]
     for level in sorted(space.search.zero_stages) if shape.data > 1 else (0,):
         yield Plan(
             global_batch_size=space.batch_rows * space.world_size,
@@ -99,11 +101,11 @@ def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -
             stages=tuple(
                 StagePlan(
                     layers=(count * stage // num_stages, count * (stage + 1) // num_stages),
-                    mesh=shape.mesh(devices),
-                    microbatch_size=space.rows(num_microbatches, shape.data),
+                    mesh=mesh,
+                    microbatch_size=rows,
                     zero_stage=ZeroStage(level),
-                    checkpointing=Checkpointing(layers=recomputed, kind=shape.checkpointing),
+                    checkpointing=kept,
                 )
-                for stage, devices in enumerate(layout)
+                for stage, mesh in enumerate(meshes)
             ),
         )
