@@ -75,10 +75,15 @@ class RangeBounds(ArrayRecord):
 
 
 def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot], bottleneck: float) -> RangeBounds:
-    """Lower bounds of all ranges that compute for no longer than a bottleneck time."""
+    """Lower bounds of all ranges that compute for no longer than a bottleneck time, nor leave the others too much."""
+    if not slots:
+        return _no_ranges()
     rows: list[dict[str, Any]] = []
+    rest_L = _least_device_seconds(model, slots)[::-1]
     for slot in slots:
-        arranged = _Arranged(model, space, slot, bottleneck)
+        # Those that leave more than the other devices can compute in time are the first.
+        fewest = int((rest_L > bottleneck * ROOM * (space.world_size - slot.devices)).sum())
+        arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1))
         if len(arranged.layers_K):
             zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
             if ZeroStage.OPTIMIZER in zeros:
@@ -93,6 +98,13 @@ def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot]
     }
     found = RangeBounds(**arrays)
     return found.take(np.lexsort((found.layers_R, found.devices_R)))
+
+
+def _least_device_seconds(model: StageCostModel, slots: Sequence[StageSlot]) -> FloatArray:
+    """Seconds times devices that so many layers take at least, whichever they are, from none to all."""
+    found = [(model.region_seconds(*slot.computed), slot.devices) for slot in slots]
+    each_L = np.min([(item.forward_R + item.backward_R)[1:-1] * devices for item, devices in found], axis=0)
+    return np.concatenate([[0.0], np.cumsum(np.sort(each_L))])
 
 
 def _no_ranges() -> RangeBounds:
@@ -132,9 +144,9 @@ def is_alike(model: StageCostModel, space: Space) -> bool:
 
 
 class _Arranged:
-    """Ranges on one arrangement of devices."""
+    """Ranges on one arrangement of devices, of the fewest layers or more."""
 
-    def __init__(self, model: StageCostModel, space: Space, slot: StageSlot, bottleneck: float) -> None:
+    def __init__(self, model: StageCostModel, space: Space, slot: StageSlot, bottleneck: float, fewest: int) -> None:
         self.model, self.space, self.slot = model, space, slot
         self.memory = model.memory(slot)
         self.holdings, self.degree = self.memory.holdings, slot.shard_degree
@@ -142,8 +154,8 @@ class _Arranged:
         self.compute = model.region_seconds(*slot.computed)
         both_L = _of_layers(self.compute.forward_R + self.compute.backward_R)
         most = min(int(np.searchsorted(both_L, bottleneck * ROOM, side="right")) - 1, space.num_layers - 1)
-        index_K, self.recomputed_K = space.recomputed(np.arange(1, most + 1))
-        self.layers_K = index_K + 1
+        index_K, self.recomputed_K = space.recomputed(np.arange(fewest, most + 1))
+        self.layers_K = index_K + fewest
         # A correction says of communication how much longer what is exposed of it takes.
         self.corrected = min(1.0, factor_of(model.profile.corrections, "communication"))
 
