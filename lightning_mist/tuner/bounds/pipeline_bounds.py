@@ -41,7 +41,7 @@ from lightning_mist.tuner.space import ANYWHERE, Shape, Space
 ROUNDS = 3
 """How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
 
-TOLERANCE = 1e-3
+TOLERANCE = 3e-3
 """Share by which a bound may be less than what its dynamic program proves at most."""
 
 AHEAD = 1.05
