@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy.published_decoder import Decoder, DecoderSizes
+from benchmarks.accuracy.published_recompute import recomputed
 from benchmarks.accuracy.published_rows import UnpredictableError
 from benchmarks.accuracy.published_run_rows import PublishedRun
 from benchmarks.accuracy.published_sharing import evenly_shared, in_collectives
@@ -25,25 +26,25 @@ from lightning_mist.model import DeviceOperators, device_operators, trace_model
 from lightning_mist.model.presets import KNOWN_OPTIMIZERS, LanguageModelShape, preset_spec
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.sources.reference_decoder import hollow
-from lightning_mist.model.spec import ModelSpec, OptimizerSpec
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.model.spec import ModelSpec, with_master_weights
+from lightning_mist.plan import Checkpointing, CheckpointingKind, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.units import parse_rate
 
-MASTERS, WIDE = "float32 masters", "reductions in float32"
+WIDE = "reductions in float32"
 
-PRECISIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "bf16": ("bf16-true", ()),
-    "bf16 autocast": ("bf16-mixed", ()),
-    "bf16, float32 masters": ("bf16-true", (MASTERS,)),
-    "bf16, float32 masters, reductions in float32": ("bf16-true", (MASTERS, WIDE)),
-    "bf16, float32 masters, accumulation in float32": ("bf16-true", (MASTERS, "accumulation in float32")),
+PRECISIONS: Mapping[str, tuple[str, bool, tuple[str, ...]]] = {
+    "bf16": ("bf16-true", False, ()),
+    "bf16 autocast": ("bf16-mixed", False, ()),
+    "bf16, float32 masters": ("bf16-true", True, ()),
+    "bf16, float32 masters, reductions in float32": ("bf16-true", True, (WIDE,)),
+    "bf16, float32 masters, accumulation in float32": ("bf16-true", True, ()),
 }
-"""Lightning's name of a run's precision, and what there is besides."""
+"""Lightning's name of a run's precision, whether weights have masters, and what there is besides.
+
+With masters gradients are added up in 32 bits, as in FSDP's sharded gradients and Megatron's buffers."""
 
 STAND_INS: Mapping[str, str] = {
-    MASTERS: "an optimizer that keeps float32 copies of what it updates",
     WIDE: "reductions at half of their rate",
-    "accumulation in float32": "accumulation in the weights' type",
     "fused norms, rotation and loss": "compiled kernels",
     "fused loss": "torch's, which keeps more",
     "C++ engine": "fused kernels",
@@ -56,7 +57,8 @@ STAND_INS: Mapping[str, str] = {
     "B200 with its power limited": "one without",
     "A800: NVLink of 400 GB/s": "an A100's",
     "H800: NVLink of 400 GB/s": "an H100's",
-    "attention": "attention kept rather than recomputed",
+    "selective layer": "the first half of the layers recomputed, not every second one",
+    "accumulation in 16 bits": "accumulation in 32",
     "sizes of a preset": "a network without biases whose head is not its table, heads rotated where gates are",
 }
 """What is priced as something near it."""
@@ -68,8 +70,6 @@ MISSING: Mapping[str, str] = {
     "float8": "products in float8 have no price",
     "hybrid sharding": "no plan shards within nodes and replicates between them",
     "asynchronous tensor parallelism": "no collective of tensor parallelism overlaps a product",
-    "selective op": "no plan recomputes some operators of a layer",
-    "selective layer": "a plan recomputes the first layers of a stage, not every second one",
     "sharding over these devices is not known": "what its devices share out is not known",
 }
 """What cannot be said, and why."""
@@ -82,20 +82,14 @@ MOST_REPLAYED = 64
 TRACED_LENGTH = 2048
 """Tokens of the rows that networks are traced with."""
 
-_HALF, _SINGLE = 2, 4
-
-MASTER_OPTIMIZER = OptimizerSpec(
-    name="AdamW on float32 copies",
-    state_bytes_per_parameter_byte=3 * _SINGLE / _HALF,
-    step_peak_bytes_per_parameter_byte=_SINGLE / _HALF,
-    step_peak_bytes_per_largest=0.0,
-    # As AdamW's in float32 (the known optimizer's bytes), a gradient cast up, and a value cast down.
-    step_moved_bytes_per_parameter_byte=(
-        KNOWN_OPTIMIZERS["AdamW"].step_moved_bytes_per_parameter_byte * _SINGLE + 2 * (_SINGLE + _HALF)
-    )
-    / _HALF,
-)
-"""AdamW whose copies of the parameters and both moments are float32, per byte of 16-bit parameters."""
+RECOMPUTED: Mapping[str, tuple[int, CheckpointingKind]] = {
+    "none": (0, "full"),
+    "full": (1, "full"),
+    "selective layer": (2, "full"),
+    "selective op": (1, "selective"),
+    "attention": (1, "selective"),
+}
+"""Of how many layers one is recomputed, or 0, and how; see :mod:`benchmarks.accuracy.published_recompute`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +113,9 @@ def needs_of(run: PublishedRun) -> tuple[str, ...]:
     """What a run needs beyond plain 16-bit eager training in whole layers, in words."""
     if run.precision not in PRECISIONS:
         raise UnpredictableError(f"precision = {run.precision!r}; understood are {', '.join(PRECISIONS)}")
-    found = [*PRECISIONS[run.precision][1], *run.beside]
-    found += [word for word in (run.stack, run.recompute) if word not in (*STACKS, "none", "full")]
+    found = [*PRECISIONS[run.precision][2], *run.beside]
+    found += [] if run.stack in STACKS else [run.stack]
+    found += [] if run.recompute in RECOMPUTED and run.recompute not in STAND_INS else [run.recompute]
     if run.tensor > 1:
         found.append("sizes of a preset")
     if run.context > 1:
@@ -193,6 +188,7 @@ def plan_of(run: PublishedRun, layers: int) -> Plan:
     ranks, rest = divmod(run.world, groups * run.tensor * run.context)
     if per_stage or rest:
         raise UnpredictableError(f"{layers} layers in {parts} parts on {run.world} devices: not in equal stages")
+    every, kind = RECOMPUTED[run.recompute]
     stages = []
     for index in range(parts):
         first = index % groups * (run.world // groups)
@@ -209,7 +205,7 @@ def plan_of(run: PublishedRun, layers: int) -> Plan:
                 mesh=mesh,
                 microbatch_size=run.micro,
                 zero_stage=ZeroStage(run.zero) if ranks > 1 else ZeroStage.NONE,
-                checkpointing=Checkpointing(layers=size if run.recompute == "full" else 0),
+                checkpointing=Checkpointing(layers=-(-size // every) if every else 0, kind=kind),
             )
         )
     return Plan(
@@ -222,13 +218,14 @@ def plan_of(run: PublishedRun, layers: int) -> Plan:
 
 def spec_of(run: PublishedRun, sizes: tuple[tuple[str, Any], ...]) -> ModelSpec:
     """What the network costs in the run's precision: traced, or a preset of its sizes where layers are split."""
-    precision, extra = PRECISIONS[run.precision]
-    optimizer = MASTER_OPTIMIZER if MASTERS in extra else None
+    precision, has_masters, _ = PRECISIONS[run.precision]
     if run.tensor > 1:
-        return _preset(run, sizes, precision, optimizer or KNOWN_OPTIMIZERS["AdamW"])
-    operators = device_operators("cuda", capability=capability_of(run.gpu))
-    spec = at_length(_traced(sizes, precision, operators), run.length)
-    return spec if optimizer is None else replace(spec, optimizer=optimizer)
+        spec = _preset(run, sizes, precision)
+    else:
+        operators = device_operators("cuda", capability=capability_of(run.gpu))
+        spec = at_length(_traced(sizes, precision, operators), run.length)
+    spec = recomputed(spec, run.recompute, dict(sizes))
+    return with_master_weights(spec) if has_masters else spec
 
 
 def at_length(spec: ModelSpec, length: int) -> ModelSpec:
@@ -260,9 +257,7 @@ def _traced(sizes: tuple[tuple[str, Any], ...], precision: str, operators: Devic
     )
 
 
-def _preset(
-    run: PublishedRun, sizes: tuple[tuple[str, Any], ...], precision: str, optimizer: OptimizerSpec
-) -> ModelSpec:
+def _preset(run: PublishedRun, sizes: tuple[tuple[str, Any], ...], precision: str) -> ModelSpec:
     given = dict(sizes)
     names = ("hidden", "ffn", "layers", "heads", "vocabulary", "key_value_heads", "feed_forward", "norm")
     shape = LanguageModelShape(
@@ -276,7 +271,7 @@ def _preset(
         rows=run.micro,
         length=run.length,
         degrees=(run.tensor,),
-        optimizer=optimizer,
+        optimizer=KNOWN_OPTIMIZERS["AdamW"],
         capability=capability_of(run.gpu),
     )
     if spec is None:

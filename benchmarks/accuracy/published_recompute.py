@@ -1,0 +1,89 @@
+"""What published runs recompute of their layers, where a plan's kinds of recomputation keep something else.
+
+A plan recomputes layers whole or all but their products and attention. Programs of others choose otherwise: torchtitan
+keeps attention and every second product (``_save_list`` and ``mm_count`` of its ``apply_ac``), Megatron repeats
+attention alone (``--recompute-activations``, which keeps what attention was given and what it returned for the product
+behind it). A network can be said to cost that where layers are recomputed by operator: what runs again and what is kept
+are in its specification.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import sympy
+
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, SelectiveSpec
+
+_HALF = 2
+
+
+def recomputed(spec: ModelSpec, recompute: str, sizes: Mapping[str, Any]) -> ModelSpec:
+    """A network whose layers cost, recomputed by operator, what a run's do; the same where plans say what it does.
+
+    Args:
+        recompute: What a run recomputes, in words.
+    """
+    again = _AGAIN.get(recompute)
+    if again is None:
+        return spec
+    splits = tuple(
+        replace(split, layers=tuple(again(layer, sizes, split.degree) for layer in split.layers))
+        for split in spec.splits
+    )
+    return replace(spec, layers=tuple(again(layer, sizes, 1) for layer in spec.layers), splits=splits)
+
+
+def _attention_again(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -> LayerSpec:
+    """Attention runs twice; nothing is kept for less, as the next product needs what it returned."""
+    events = layer.events
+    return replace(
+        layer,
+        selective=SelectiveSpec(
+            saved_bytes=layer.saved_bytes,
+            forward_peak_bytes=layer.forward_peak_bytes,
+            backward_peak_bytes=layer.backward_peak_bytes,
+            first_backward_peak_bytes=layer.first_backward_peak_bytes,
+            work=tuple(item for item in layer.forward_work if item.kind.endswith("attention")),
+            events=None if events is None else (events.first, events.later),
+        ),
+    )
+
+
+def _half_of_products(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -> LayerSpec:
+    """The second, fourth, ... product runs again too: keys', the output's, and that of the gate or what it gates.
+
+    Those are in the order of the module half of the products of each size. What they return is not kept, and there
+    while the layer is recomputed. Allocations are not known one by one.
+    """
+    found = layer.selective
+    if found is None:
+        return layer
+    products = tuple(
+        replace(item, flops=item.flops * share, moved_bytes=item.moved_bytes * share, calls=item.calls // _HALF)
+        for item in layer.forward_work
+        if item.kind == "matmul" and item.calls >= _HALF
+        for share in [sympy.Rational(item.calls // _HALF, item.calls)]
+    )
+    hidden = sizes["hidden"]
+    keys = hidden // sizes["heads"] * sizes.get("key_value_heads", sizes["heads"])
+    left = _HALF * MICROBATCH * SEQUENCE * (hidden + sympy.Rational(keys + sizes["ffn"], degree))
+    return replace(
+        layer,
+        events=None,
+        selective=replace(
+            found,
+            saved_bytes=found.saved_bytes - left,
+            forward_peak_bytes=found.forward_peak_bytes,
+            backward_peak_bytes=found.backward_peak_bytes + left,
+            first_backward_peak_bytes=found.first_backward_peak_bytes + left,
+            work=(*found.work, *products),
+            events=None,
+        ),
+    )
+
+
+_AGAIN: Mapping[str, Callable[[LayerSpec, Mapping[str, Any], int], LayerSpec]] = {
+    "attention": _attention_again,
+    "selective op": _half_of_products,
+}
