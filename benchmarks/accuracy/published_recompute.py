@@ -1,10 +1,10 @@
 """What published runs recompute of their layers, where a plan's kinds of recomputation keep something else.
 
 A plan recomputes layers whole or all but their products and attention. Programs of others choose otherwise: torchtitan
-keeps attention and every second product (``_save_list`` and ``mm_count`` of its ``apply_ac``), Megatron repeats
-attention alone (``--recompute-activations``, which keeps what attention was given and what it returned for the product
-behind it). A network can be said to cost that where layers are recomputed by operator: what runs again and what is kept
-are in its specification.
+keeps attention and every second product (``_save_list`` and ``mm_count`` of its ``apply_ac``), which is what a network
+can be said to keep where layers are recomputed by operator. Megatron repeats attention alone
+(``--recompute-activations``, which keeps what attention was given, and what it returned for the product behind it):
+more work of a backward that recomputes no layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ from typing import Any
 
 import sympy
 
-from lightning_mist.model.spec import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, SelectiveSpec
+from lightning_mist.model.spec import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec
 
 _HALF = 2
 
 
 def recomputed(spec: ModelSpec, recompute: str, sizes: Mapping[str, Any]) -> ModelSpec:
-    """A network whose layers cost, recomputed by operator, what a run's do; the same where plans say what it does.
+    """A network whose layers cost what a run's do that are recomputed; the same where plans say what it does.
 
     Args:
         recompute: What a run recomputes, in words.
@@ -35,19 +35,9 @@ def recomputed(spec: ModelSpec, recompute: str, sizes: Mapping[str, Any]) -> Mod
 
 
 def _attention_again(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -> LayerSpec:
-    """Attention runs twice; nothing is kept for less, as the next product needs what it returned."""
-    events = layer.events
-    return replace(
-        layer,
-        selective=SelectiveSpec(
-            saved_bytes=layer.saved_bytes,
-            forward_peak_bytes=layer.forward_peak_bytes,
-            backward_peak_bytes=layer.backward_peak_bytes,
-            first_backward_peak_bytes=layer.first_backward_peak_bytes,
-            work=tuple(item for item in layer.forward_work if item.kind.endswith("attention")),
-            events=None if events is None else (events.first, events.later),
-        ),
-    )
+    """Attention runs twice, and nothing else: part of backward, as nothing is kept for less or exchanged again."""
+    again = tuple(item for item in layer.forward_work if item.kind.endswith("attention"))
+    return replace(layer, backward_work=(*layer.backward_work, *again))
 
 
 def _half_of_products(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -> LayerSpec:

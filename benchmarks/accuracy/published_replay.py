@@ -2,7 +2,8 @@
 
 What a run did that cannot be said, or whose price is not known, is in :data:`MISSING`; what is priced as something near
 it is in :data:`STAND_INS`, and a prediction says which of these it used. When the project learns one of them, its line
-goes from here and its meaning into :func:`plan_of`, :func:`spec_of` or :func:`machine_of`.
+goes from here and its meaning into :func:`plan_of`, :func:`spec_of` or
+:mod:`benchmarks.accuracy.published_machines`.
 """
 
 from collections.abc import Mapping
@@ -13,55 +14,80 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy.published_decoder import Decoder, DecoderSizes
+from benchmarks.accuracy.published_kernel_choices import overlapped_exchange, unfused_attention
+from benchmarks.accuracy.published_machines import (
+    AFTER,
+    DETERMINISTIC,
+    FLASH2,
+    HELD,
+    NVLINKS,
+    WAITING,
+    WIDE,
+    machine_of,
+    profile_of,
+)
 from benchmarks.accuracy.published_recompute import recomputed
 from benchmarks.accuracy.published_rows import UnpredictableError
 from benchmarks.accuracy.published_run_rows import PublishedRun
 from benchmarks.accuracy.published_sharing import evenly_shared, in_collectives
 from lightning_mist.cost import StageCostModel, seconds_with
 from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan
-from lightning_mist.hardware import Cluster, HardwareProfile, Link, parse_cluster, single
-from lightning_mist.hardware.catalog import STACKS, capability_of, catalog_profile, with_stack
-from lightning_mist.hardware.catalog.catalog_device import INFINIBAND_FLOOR
+from lightning_mist.hardware.catalog import STACKS, capability_of, catalog_profile
 from lightning_mist.model import DeviceOperators, device_operators, trace_model
 from lightning_mist.model.presets import KNOWN_OPTIMIZERS, LanguageModelShape, preset_spec
 from lightning_mist.model.sources import parameter_dtype, precision_context
 from lightning_mist.model.sources.reference_decoder import hollow
 from lightning_mist.model.spec import ModelSpec, with_master_weights
 from lightning_mist.plan import Checkpointing, CheckpointingKind, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.units import parse_rate
 
-WIDE = "reductions in float32"
+UNFUSED, UNSHARED = "unfused attention", "no sequence parallelism"
+BESIDE = "exchanges beside products"
+
+PRICED = frozenset((WIDE, WAITING, AFTER, DETERMINISTIC, FLASH2, *NVLINKS, UNFUSED, UNSHARED, BESIDE))
+"""Words that are priced as what they say."""
 
 PRECISIONS: Mapping[str, tuple[str, bool, tuple[str, ...]]] = {
     "bf16": ("bf16-true", False, ()),
     "bf16 autocast": ("bf16-mixed", False, ()),
     "bf16, float32 masters": ("bf16-true", True, ()),
     "bf16, float32 masters, reductions in float32": ("bf16-true", True, (WIDE,)),
-    "bf16, float32 masters, accumulation in float32": ("bf16-true", True, ()),
+    "bf16, float32 masters, accumulation in float32": ("bf16-true", True, (WIDE,)),
 }
 """Lightning's name of a run's precision, whether weights have masters, and what there is besides.
 
-With masters gradients are added up in 32 bits, as in FSDP's sharded gradients and Megatron's buffers."""
+With masters gradients are added up in 32 bits, as in FSDP's sharded gradients and Megatron's buffers. Megatron reduces
+what it has added up (``--accumulate-allreduce-grads-in-fp32``, which it turns on with ``--bf16``)."""
 
 STAND_INS: Mapping[str, str] = {
-    WIDE: "reductions at half of their rate",
     "fused norms, rotation and loss": "compiled kernels",
     "fused loss": "torch's, which keeps more",
     "C++ engine": "fused kernels",
-    "unfused attention": "fused attention",
-    "deterministic kernels": "others",
     "tables tied over stages": "a head of its own",
+    "links before their repair": "links as they should be",
+    "network not said": "the catalog's",
     "last product and loss in one kernel": "two",
     "cache kept while training": "none kept",
-    "H100 with HBM2e, 96 GB and 500 W": "an H100 with HBM3, 96 GB and 700 W",
-    "B200 with its power limited": "one without",
-    "A800: NVLink of 400 GB/s": "an A100's",
-    "H800: NVLink of 400 GB/s": "an H100's",
+    HELD: "an H100 with HBM3 and 700 W whose rates go with power and memory",
     "selective layer": "the first half of the layers recomputed, not every second one",
     "accumulation in 16 bits": "accumulation in 32",
     "sizes of a preset": "a network without biases whose head is not its table, heads rotated where gates are",
 }
 """What is priced as something near it."""
+
+KEEPS_MORE = frozenset(
+    (
+        "fused norms, rotation and loss",
+        "fused loss",
+        "C++ engine",
+        "last product and loss in one kernel",
+        "compiled",
+        "fused",
+    )
+)
+"""Stacks and words whose runs keep less than what is priced for them: eager operators, as this runtime runs them."""
+
+KEEPS_LESS = frozenset(("cache kept while training",))
+"""Words whose runs keep more."""
 
 ALIKE: Mapping[str, str] = {"fused norms, rotation and loss": "compiled", "C++ engine": "fused"}
 """Stacks that are priced as another."""
@@ -70,6 +96,7 @@ MISSING: Mapping[str, str] = {
     "float8": "products in float8 have no price",
     "hybrid sharding": "no plan shards within nodes and replicates between them",
     "asynchronous tensor parallelism": "no collective of tensor parallelism overlaps a product",
+    "B200 with its power limited": "to how many watts is not said",
     "sharding over these devices is not known": "what its devices share out is not known",
 }
 """What cannot be said, and why."""
@@ -87,7 +114,7 @@ RECOMPUTED: Mapping[str, tuple[int, CheckpointingKind]] = {
     "full": (1, "full"),
     "selective layer": (2, "full"),
     "selective op": (1, "selective"),
-    "attention": (1, "selective"),
+    "attention": (0, "full"),
 }
 """Of how many layers one is recomputed, or 0, and how; see :mod:`benchmarks.accuracy.published_recompute`."""
 
@@ -100,12 +127,15 @@ class Replay:
         seconds: Of a step, parameters shared out as the run's program does.
         own_seconds: The same, shared out as the project's runtime does.
         estimate: What the devices need.
+        verdict: Whether it fits; ``"not certain"`` where what is priced keeps more than the run and does not fit, or
+            less and fits.
         stand_ins: What was priced as something else.
     """
 
     seconds: float
     own_seconds: float
     estimate: MemoryEstimate
+    verdict: str
     stand_ins: tuple[str, ...]
 
 
@@ -125,7 +155,11 @@ def needs_of(run: PublishedRun) -> tuple[str, ...]:
 
 def missing_of(run: PublishedRun) -> tuple[str, ...]:
     """Why a run cannot be said; nothing if it can."""
-    return tuple(f"{need}: {MISSING.get(need, 'not understood')}" for need in needs_of(run) if need not in STAND_INS)
+    return tuple(
+        f"{need}: {MISSING.get(need, 'not understood')}"
+        for need in needs_of(run)
+        if need not in STAND_INS.keys() | PRICED
+    )
 
 
 def replay(run: PublishedRun, sizes: Mapping[str, Any]) -> Replay:
@@ -140,45 +174,28 @@ def replay(run: PublishedRun, sizes: Mapping[str, Any]) -> Replay:
         raise UnpredictableError("; ".join(missing))
     cluster, plan = machine_of(run), plan_of(run, int(sizes["layers"]))
     spec = spec_of(run, tuple(sorted(sizes.items())))
-    profile = profile_of(run, cluster)
+    profile = profile_of(run, cluster, ALIKE.get(run.stack, run.stack), needs_of(run))
     seconds = own = seconds_with(StageCostModel(spec, profile, cluster), plan)
     degree = plan.stages[0].data_parallel_degree
     if degree > 1 and run.zero:
         shared = StageCostModel(evenly_shared(spec, degree), in_collectives(profile), cluster)
         seconds = seconds_with(shared, plan)
     kind = Estimator(spec, cluster, cluster.device.memory_bytes)
+    estimate = estimate_plan(kind, plan, advise=False, replay="worst" if run.world <= MOST_REPLAYED else "none")
     return Replay(
         seconds=seconds,
         own_seconds=own,
-        estimate=estimate_plan(kind, plan, advise=False, replay="worst" if run.world <= MOST_REPLAYED else "none"),
-        stand_ins=needs_of(run),
+        estimate=estimate,
+        verdict=verdict_of(run, estimate.verdict),
+        stand_ins=tuple(word for word in needs_of(run) if word not in PRICED),
     )
 
 
-def machine_of(run: PublishedRun) -> Cluster:
-    """The machine: the catalog's, with the network that the source states."""
-    memory = ":94GiB" if any("96 GB" in word for word in run.beside) else ""
-    cluster = single(parse_cluster(f"{run.nodes}x{run.devices}x{run.gpu}{memory}"), "a published run")
-    if not run.network or run.nodes == 1:
-        return cluster
-    rate = run.network.removesuffix(" a device")
-    per_node = run.devices if rate != run.network else 1
-    link = Link(bytes_per_second=per_node * parse_rate(rate), latency_seconds=INFINIBAND_FLOOR)
-    return replace(cluster, inter_node=link)
-
-
-def profile_of(run: PublishedRun, cluster: Cluster) -> HardwareProfile:
-    """The catalog's profile of its stack; reductions of 16-bit gradients in float32 move twice the bytes."""
-    profile = with_stack(catalog_profile(cluster), ALIKE.get(run.stack, run.stack))
-    if WIDE not in needs_of(run):
-        return profile
-    slowed = (
-        replace(cost, bytes_per_second=cost.bytes_per_second / 2)
-        if cost.operation in ("reduce_scatter", "reduce")
-        else cost
-        for cost in profile.collectives
-    )
-    return replace(profile, collectives=tuple(slowed))
+def verdict_of(run: PublishedRun, verdict: str) -> str:
+    """A verdict on what is priced for a run, as a verdict on the run."""
+    words = {run.stack, *needs_of(run)}
+    wrong = {"does not fit": KEEPS_MORE, "fits": KEEPS_LESS}.get(verdict, frozenset())
+    return "not certain" if words & wrong else verdict
 
 
 def plan_of(run: PublishedRun, layers: int) -> Plan:
@@ -197,7 +214,7 @@ def plan_of(run: PublishedRun, layers: int) -> Plan:
             data_parallel_degree=ranks,
             tensor_parallel_degree=run.tensor,
             context_parallel_degree=run.context,
-            sequence_parallel=run.tensor > 1,
+            sequence_parallel=run.tensor > 1 and UNSHARED not in run.beside,
         )
         stages.append(
             StagePlan(
@@ -222,8 +239,15 @@ def spec_of(run: PublishedRun, sizes: tuple[tuple[str, Any], ...]) -> ModelSpec:
     if run.tensor > 1:
         spec = _preset(run, sizes, precision)
     else:
-        operators = device_operators("cuda", capability=capability_of(run.gpu))
+        # Stacks with kernels of their own had fused norms before torch had.
+        version = run.torch or None if run.stack in ("eager", "flash2") else None
+        operators = device_operators("cuda", version, capability=capability_of(run.gpu))
         spec = at_length(_traced(sizes, precision, operators), run.length)
+    if BESIDE in run.beside:
+        shared = catalog_profile(machine_of(run)).interference
+        spec = overlapped_exchange(spec, shared.compute_network if shared else 0.0)
+    if UNFUSED in run.beside:
+        spec = unfused_attention(spec, dict(sizes))
     spec = recomputed(spec, run.recompute, dict(sizes))
     return with_master_weights(spec) if has_masters else spec
 
@@ -260,6 +284,8 @@ def _traced(sizes: tuple[tuple[str, Any], ...], precision: str, operators: Devic
 def _preset(run: PublishedRun, sizes: tuple[tuple[str, Any], ...], precision: str) -> ModelSpec:
     given = dict(sizes)
     names = ("hidden", "ffn", "layers", "heads", "vocabulary", "key_value_heads", "feed_forward", "norm")
+    if UNFUSED in run.beside:
+        given["heads"] = _traced_heads(given["hidden"], given["heads"], run.tensor)
     shape = LanguageModelShape(
         **{name: given[name] for name in names if name in given},
         rotary_fraction=1.0 if given.get("feed_forward") == "swiglu" else 0.0,
@@ -279,3 +305,10 @@ def _preset(run: PublishedRun, sizes: tuple[tuple[str, Any], ...], precision: st
             f"{run.model}, {run.tensor} ways: no preset has such blocks, or heads of {shape.head_width}"
         )
     return spec
+
+
+def _traced_heads(hidden: int, heads: int, degree: int) -> int:
+    """The fewest heads, no fewer than there are, that fused attention takes: without it only their scores matter."""
+    most = 192
+    widths = (width for width in range(min(most, hidden // heads), 0, -8) if not hidden % (width * degree))
+    return hidden // next(width for width in widths if not hidden // width % degree)

@@ -34,6 +34,7 @@ class PublishedRun:
         stack: Whose kernels: ``"eager"``, ``"compiled"``, ``"fused"``, ...
         zero: What data-parallel ranks share out.
         chunks: Of the pipeline, on every device.
+        torch: The version that ran, where operators have changed since.
         network: What a node sends to others, or a device of it, as said by the source.
         beside: What else the program did or the machine was.
         seconds: Of a step; None if the run ran out of memory.
@@ -59,6 +60,7 @@ class PublishedRun:
     chunks: int = 1
     context: int = 1
     network: str = ""
+    torch: str = ""
     beside: tuple[str, ...] = ()
     seconds: float | None
     memory_bytes: int | None = None

@@ -48,7 +48,7 @@ def sample_of(run: PublishedRun, replayed: Callable[[], Replay]) -> Sample:
         "priced_as": "; ".join(found.stand_ins),
         "predicted_seconds": found.seconds,
         "own_sharing_seconds": found.own_seconds,
-        "verdict": found.estimate.verdict,
+        "verdict": found.verdict,
         "predicted_allocated_bytes": worst.allocated.p50,
         "predicted_reserved_bytes": worst.reserved.p50,
         "predicted_device_bytes": worst.device_total.p50,
