@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 
+from benchmarks.accuracy.published_rows import UnpredictableError
 from lightning_mist.model.spec import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec
 
 _HALF = 2
@@ -41,14 +42,14 @@ def _attention_again(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) ->
 
 
 def _half_of_products(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -> LayerSpec:
-    """The second, fourth, ... product runs again too: keys', the output's, and that of the gate or what it gates.
+    """The second, fourth, ... product runs again too.
 
-    Those are in the order of the module half of the products of each size. What they return is not kept, and there
-    while the layer is recomputed. Allocations are not known one by one.
+    They are of queries, keys, values, the output, the gate, what it gates, and down: half of the products of each size.
+    What they return is not kept, and there while the layer is recomputed. Allocations are not known one by one.
     """
     found = layer.selective
-    if found is None:
-        return layer
+    if found is None or (sizes.get("feed_forward"), sizes.get("positions")) != ("swiglu", "rotary"):
+        raise UnpredictableError("which product is every second one is known of blocks like Llama's only")
     products = tuple(
         replace(item, flops=item.flops * share, moved_bytes=item.moved_bytes * share, calls=item.calls // _HALF)
         for item in layer.forward_work
@@ -64,7 +65,6 @@ def _half_of_products(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -
         selective=replace(
             found,
             saved_bytes=found.saved_bytes - left,
-            forward_peak_bytes=found.forward_peak_bytes,
             backward_peak_bytes=found.backward_peak_bytes + left,
             first_backward_peak_bytes=found.first_backward_peak_bytes + left,
             work=(*found.work, *products),
