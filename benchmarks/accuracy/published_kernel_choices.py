@@ -5,9 +5,14 @@ and mask in one kernel, a second product. Every score counts, also those that th
 scores and probabilities once each, backward reads probabilities and their gradient and writes that of scores
 (``megatron/fused_kernels/scaled_upper_triang_masked_softmax.h``); probabilities are kept.
 
-*Exchanges beside products*, as Megatron-LM has them with sequence parallelism and ``CUDA_DEVICE_MAX_CONNECTIONS=1``:
-in backward the gradient of a column-split product's input is scattered while the gradient of its weights is made
-(``LinearWithGradAccumulationAndAsyncCommunication``). Both take longer by the machine's interference.
+*Exchanges beside products*, as Megatron-LM has them with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` since 2022: in backward the
+gradient of a column-split product's input is scattered, or reduced where the sequence is not shared out, while the
+gradient of its weights is made (``LinearWithGradAccumulationAndAsyncCommunication``). Both take longer by the machine's
+interference.
+
+*What fused layers keep*, as Megatron-LM's do: gated SiLU keeps what it was given, not SiLU's result; attention takes
+fewer heads of keys and values as they are, not repeated; with sequence parallelism a rank keeps its part of what a
+column-split product was given, and gathers it once more in backward.
 """
 
 from collections.abc import Mapping
@@ -19,7 +24,7 @@ import sympy
 from lightning_mist.model.spec import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, OperatorCost
 
 _HALF = 2
-"""Bytes of a score."""
+"""Bytes of a number in 16 bits."""
 
 
 def unfused_attention(spec: ModelSpec, sizes: Mapping[str, Any]) -> ModelSpec:
@@ -38,25 +43,27 @@ def _unfused(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -> LayerSp
     product_bytes = scores + 2 * _HALF * MICROBATCH * SEQUENCE * sizes["hidden"] / degree
     flops = 2 * MICROBATCH * SEQUENCE**2 * sizes["hidden"] / degree
 
-    # Dropout of probabilities reads and writes them, and writes or reads a byte for each; a kernel like softmax's.
+    # Dropout of probabilities reads and writes them, and writes or reads a byte for each; as softmax does.
     dropped = sympy.Rational(5, 2) * scores if sizes.get("dropout") else 0 * scores
 
-    def work(found: tuple[OperatorCost, ...], products: int, passes: int) -> tuple[OperatorCost, ...]:
+    def work(found: tuple[OperatorCost, ...], products: int, passes: int, drops: int) -> tuple[OperatorCost, ...]:
         return (
             *(item for item in found if not item.kind.endswith("attention")),
             OperatorCost(kind="matmul", flops=products * flops, moved_bytes=products * product_bytes, calls=products),
-            OperatorCost(kind="reduction", flops=0 * flops, moved_bytes=passes * scores, calls=1),
-            *((OperatorCost(kind="reduction", flops=0 * flops, moved_bytes=dropped, calls=1),) if dropped else ()),
+            OperatorCost(kind="reduction", flops=0 * flops, moved_bytes=passes * scores + drops * dropped, calls=1),
         )
 
+    # Where attention runs again in backward its work is there twice, and probabilities are not kept.
+    again = sum(item.kind.endswith("attention") for item in layer.backward_work) - 1
+    kept, peak = (0, 2 * scores) if again else (scores, scores)
     return replace(
         layer,
-        forward_work=work(layer.forward_work, 2, 2),
-        backward_work=work(layer.backward_work, 4, 3),
-        saved_bytes=layer.saved_bytes + scores,
+        forward_work=work(layer.forward_work, 2, 2, 1),
+        backward_work=work(layer.backward_work, 4 + 2 * again, 3 + 2 * again, 1 + again),
+        saved_bytes=layer.saved_bytes + kept,
         forward_peak_bytes=layer.forward_peak_bytes + 2 * scores,
-        backward_peak_bytes=layer.backward_peak_bytes + scores,
-        first_backward_peak_bytes=layer.first_backward_peak_bytes + scores,
+        backward_peak_bytes=layer.backward_peak_bytes + peak,
+        first_backward_peak_bytes=layer.first_backward_peak_bytes + peak,
         recompute_backward_peak_bytes=layer.recompute_backward_peak_bytes + 2 * scores,
         first_recompute_backward_peak_bytes=layer.first_recompute_backward_peak_bytes + 2 * scores,
         selective=None,
@@ -65,17 +72,51 @@ def _unfused(layer: LayerSpec, sizes: Mapping[str, Any], degree: int) -> LayerSp
 
 
 def overlapped_exchange(spec: ModelSpec, interference: float) -> ModelSpec:
-    """A network of which tensor-parallel ranks scatter gradients beside products; what is left is not hidden."""
+    """A network of which tensor-parallel ranks reduce gradients beside products; what is left is not hidden."""
     splits = tuple(
-        replace(split, layers=tuple(_overlapped(layer, interference) for layer in split.layers))
+        replace(
+            split,
+            layers=tuple(
+                _overlapped(layer, "reduce_scatter" if split.sequence_parallel else "all_reduce", interference)
+                for layer in split.layers
+            ),
+        )
         for split in spec.splits
     )
     return replace(spec, splits=splits)
 
 
-def _overlapped(layer: LayerSpec, interference: float) -> LayerSpec:
+def _overlapped(layer: LayerSpec, operation: str, interference: float) -> LayerSpec:
     left = tuple(
-        replace(item, bytes=item.bytes * interference) if item.operation == "reduce_scatter" else item
+        replace(item, bytes=item.bytes * interference) if item.operation == operation else item
         for item in layer.backward_collectives
     )
     return replace(layer, backward_collectives=left)
+
+
+def fused_keeps(spec: ModelSpec, sizes: Mapping[str, Any]) -> ModelSpec:
+    """A network whose layers keep what fused ones do. Allocations are not known one by one."""
+    splits = tuple(
+        replace(
+            split,
+            layers=tuple(_keeps(layer, sizes, split.degree, split.sequence_parallel) for layer in split.layers),
+        )
+        for split in spec.splits
+    )
+    return replace(spec, layers=tuple(_keeps(layer, sizes, 1, False) for layer in spec.layers), splits=splits)
+
+
+def _keeps(layer: LayerSpec, sizes: Mapping[str, Any], degree: int, is_shared: bool) -> LayerSpec:
+    hidden, groups = sizes["hidden"], sizes.get("key_value_heads") or sizes["heads"]
+    gated = sizes["ffn"] if sizes.get("feed_forward") == "swiglu" else 0
+    repeated = 2 * (hidden - hidden // sizes["heads"] * groups)
+    gathered = hidden if is_shared else 0
+    of_rank = sympy.Rational(gated + repeated, degree) + 2 * gathered * sympy.Rational(degree - 1, degree)
+    less, again = (_HALF * MICROBATCH * SEQUENCE * width for width in (of_rank, gathered))
+    return replace(
+        layer,
+        saved_bytes=layer.saved_bytes - less,
+        backward_peak_bytes=layer.backward_peak_bytes + again,
+        first_backward_peak_bytes=layer.first_backward_peak_bytes + again,
+        events=None,
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.accuracy.published_decoder import Decoder, DecoderSizes
-from benchmarks.accuracy.published_kernel_choices import overlapped_exchange, unfused_attention
+from benchmarks.accuracy.published_kernel_choices import fused_keeps, overlapped_exchange, unfused_attention
 from benchmarks.accuracy.published_machines import (
     AFTER,
     DETERMINISTIC,
@@ -246,9 +246,11 @@ def spec_of(run: PublishedRun, sizes: tuple[tuple[str, Any], ...]) -> ModelSpec:
     if BESIDE in run.beside:
         shared = catalog_profile(machine_of(run)).interference
         spec = overlapped_exchange(spec, shared.compute_network if shared else 0.0)
+    if run.stack == "fused":
+        spec = fused_keeps(spec, dict(sizes))
+    spec = recomputed(spec, run.recompute, dict(sizes))
     if UNFUSED in run.beside:
         spec = unfused_attention(spec, dict(sizes))
-    spec = recomputed(spec, run.recompute, dict(sizes))
     return with_master_weights(spec) if has_masters else spec
 
 

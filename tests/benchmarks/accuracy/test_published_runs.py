@@ -204,8 +204,22 @@ def test_unfused_attention_writes_every_score():
     at = {MICROBATCH: 3, SEQUENCE: 512}
     assert (layer.saved_bytes - fused.saved_bytes).subs(at) == scores
     assert (layer.forward_flops - fused.forward_flops).subs(at) == 0
+    repeated = unfused_attention(recomputed(spec, "attention", SMALL), SMALL).layers[0]
+    assert repeated.saved_bytes == fused.saved_bytes
+    assert (repeated.backward_flops - layer.backward_flops).subs(at) == 4 * 3 * SMALL["hidden"] * 512**2
     dropping = unfused_attention(spec, {**SMALL, "dropout": 0.1}).layers[0]
     assert float((dropping.forward_moved_bytes - layer.forward_moved_bytes).subs(at)) == 2.5 * scores
+
+
+def test_fused_layers_keep_less_and_gather_again():
+    run = replace(RUN, tensor=2)
+    sizes = {"hidden": 256, "ffn": 1024, "layers": 4, "heads": 4, "vocabulary": 1024}
+    whole, fused = (spec_of(replace(run, stack=stack), tuple(sorted(sizes.items()))) for stack in ("eager", "fused"))
+    at = {MICROBATCH: 1, SEQUENCE: 512}
+    kept, less = (float(spec.split(2, True).layers[0].saved_bytes.subs(at)) for spec in (whole, fused))
+    assert kept - less == 2 * 512 * 256 * 2 / 2
+    peaks = [float(spec.split(2, True).layers[0].backward_peak_bytes.subs(at)) for spec in (whole, fused)]
+    assert peaks[1] - peaks[0] == 2 * 512 * 256
 
 
 def test_exchanges_beside_products_cost_what_they_slow_down():
@@ -224,6 +238,9 @@ def test_exchanges_beside_products_cost_what_they_slow_down():
     left, whole = exchanged(hidden), exchanged(before)
     assert left["reduce_scatter"] == whole["reduce_scatter"] / 4
     assert left["all_gather"] == whole["all_gather"]
+    split, unshared = (spec.split(2, False).layers[0].backward_collectives for spec in (before, hidden))
+    assert {item.operation for item in split} == {"all_reduce"}
+    assert [float(item.bytes / other.bytes) for item, other in zip(unshared, split, strict=True)] == [0.25]
     assert exchanged(spec_of(run, tuple(sorted(sizes.items()))))["reduce_scatter"] < whole["reduce_scatter"]
 
 
