@@ -131,6 +131,9 @@ def _verdicts(samples: Sequence[Sample]) -> list[str]:
         count = sum(bool(item["ran"]) == what.startswith("ran,") for item in known)
         names = ", ".join(str(item["id"]) for item in items)
         lines.append(f"{what}: {len(items)} of {count}" + (f" ({names})" if names else ""))
+    unsure = [item for item in known if item["verdict"] == "not certain"]
+    ran = sum(bool(item["ran"]) for item in unsure)
+    lines.append(f"not certain, as what is priced keeps more or less: {ran} that ran, {len(unsure) - ran} that did not")
     peaks = [item for item in samples if "memory_error" in item]
     for metric, is_plain in product(METRICS, (True, False)):
         own = [item for item in peaks if item["memory_metric"] == metric and bool(item["priced_as"]) != is_plain]

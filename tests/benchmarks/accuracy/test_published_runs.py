@@ -310,13 +310,15 @@ def test_a_summary_has_errors_biases_wrong_verdicts_and_what_is_missing():
     samples = [_sample(number, 1.2) for number in range(20)]
     samples.append(_sample("big", 1.2, verdict="does not fit"))
     samples.append(_sample("small", 1.2, ran=False))
+    samples.append(_sample("unsure", 1.2, verdict="not certain"))
     samples.append(_sample("peak", 1.2, memory_bytes=100, memory_metric="allocated"))
     samples.append(sample_of(RUN, lambda: replay(replace(RUN, beside=("float8",)), SMALL)))
     text = summary(samples)
     assert "median error 20.0%" in text
     assert "A100-80: bias +20.0%" in text
     assert "s: median error 20.0%, bias +20.0%, rank correlation 0.000" in text
-    assert "ran, called impossible: 1 of 22 (big)" in text
+    assert "ran, called impossible: 1 of 23 (big)" in text
     assert "ran out of memory, called fitting: 1 of 1 (small)" in text
+    assert "not certain, as what is priced keeps more or less: 1 that ran, 0 that did not" in text
     assert "peaks allocated, of runs priced as what they are: 1 rows, median error 4.0%, within 5 %: 100%" in text
     assert "not said, float8: products in float8 have no price: 1 rows (a)" in text
