@@ -25,6 +25,11 @@ NODE_DOUBLING = 12e-6
 """More floor for each doubling of nodes beyond two: A100s on HDR 33.5, 42.3, 57.3 and 67.9 us among 2 to 16 nodes,
 V100s on EDR 18.0, 31.3, 41.4, 56.2 (abci); GH200s on Slingshot 19.4, 30.7, 42.6, 55.4 (alps)."""
 
+RING_STEP = 2.3e-6
+"""Floor of gathering and of reducing to shards between nodes, for each rank but one: they go around a ring, where
+all-reduce has trees. All-gathers of 16 A100s in two nodes on InfiniBand 35 us, 8 H100 in one 16; four in a node on
+Slingshot 65, 250 and 3850 us among 8, 32 and 512, which is 8 us a step (alcf, odissei)."""
+
 SWITCHED_REDUCE = {9: 480 / 450, 10: 840 / 900}
 """All-reduce's busbw beyond four devices of a node whose switch reduces (NVLS), of NVLink's line rate, by major compute
 capability: 8 H100 480 GB/s of 450, 7 460, 6 440, but 4 and fewer 367, as rings do (nccl_1455); 8 H200 482
@@ -98,11 +103,14 @@ def collective_cost(
         rate = max(rate, _reduced_by_switches(cluster, device, num_nodes, per_node))
     crossings = CROSSINGS[operation] * (size - 1) / size if operation in CROSSINGS else 1.0
     fill = _fill_seconds(cluster, device, operation, num_nodes) if path.fills else 0.0
+    floor = path.floor
+    if operation in ("all_gather", "reduce_scatter") and path.fills and not _in_domain(cluster, device, num_nodes):
+        floor = max(floor, RING_STEP * (size - 1))
     return CollectiveCost(
         operation=operation,
         group_size=size,
         num_nodes=num_nodes,
-        latency_seconds=path.floor,
+        latency_seconds=floor,
         bytes_per_second=rate / crossings,
         spread=0.0,
         fill_seconds=fill,

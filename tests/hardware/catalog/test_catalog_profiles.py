@@ -131,6 +131,13 @@ def test_a_node_more_costs_about_ten_microseconds_more() -> None:
     assert all(8e-6 < after - before < 16e-6 for before, after in itertools.pairwise(floors))
 
 
+def test_gathering_goes_around_a_ring_of_all_ranks() -> None:
+    profile = catalog_profile(parse_cluster("64x8xH100"))
+    floors = {size: cost(profile, "all_gather", size, size // 8).latency_seconds for size in (128, 512)}
+    assert floors[512] / floors[128] == pytest.approx(511 / 127, rel=0.01)
+    assert cost(profile, "all_reduce", 512, 64).latency_seconds < floors[512] / 5
+
+
 def test_a_name_alone_has_the_networks_of_the_catalog() -> None:
     # Mist's A100s had 100 Gbit/s a node; p4d has 400.
     found = cost(catalog_profile(parse_cluster("2x8xA100-40")), "broadcast", 16, 2)
