@@ -59,7 +59,7 @@ With masters gradients are added up in 32 bits, as in FSDP's sharded gradients a
 what it has added up (``--accumulate-allreduce-grads-in-fp32``, which it turns on with ``--bf16``)."""
 
 STAND_INS: Mapping[str, str] = {
-    "fused norms, rotation and loss": "compiled kernels",
+    "fused norms, rotation and loss": "norms in one kernel each, others in many",
     "fused loss": "torch's, which keeps more",
     "C++ engine": "fused kernels",
     "tables tied over stages": "a head of its own",
@@ -89,8 +89,8 @@ KEEPS_MORE = frozenset(
 KEEPS_LESS = frozenset(("cache kept while training",))
 """Words whose runs keep more."""
 
-ALIKE: Mapping[str, str] = {"fused norms, rotation and loss": "compiled", "C++ engine": "fused"}
-"""Stacks that are priced as another."""
+ALIKE: Mapping[str, str] = {"fused norms, rotation and loss": "eager", "C++ engine": "fused"}
+"""Stacks that are priced as another. Kernels for norms, rotation and loss leave gates and additions as they are."""
 
 MISSING: Mapping[str, str] = {
     "float8": "products in float8 have no price",
