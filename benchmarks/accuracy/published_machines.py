@@ -8,7 +8,8 @@ What a source says of its machine, in words of ``beside``, becomes a link of the
   go with power to the 0.65; attention is made of products. Its six stacks of HBM2e have 1024 bits at 3.2 Gbit/s each
   (JESD235D).
 * Reductions in float32 move twice the bytes of gradients in 16 bits.
-* ``CUDA_LAUNCH_BLOCKING=1``: every operator waits for the one before to end and is launched then.
+* ``CUDA_LAUNCH_BLOCKING=1``: every operator waits for the one before to end and is launched then, so that a stage waits
+  for what it sends as for what it receives, twice as long.
 * Reductions that begin when the last backward has ended have nothing to hide behind.
 * Stacks other than ``flash2`` run FlashAttention-2 too where sources say so.
 * Deterministic attention takes longer in backward: 1 / 0.55 on A100s, up to 1 / 0.87 with cuDNN (cudnn-frontend
@@ -58,18 +59,13 @@ def profile_of(run: PublishedRun, cluster: Cluster, stack: str, words: tuple[str
     """The catalog's profile of a stack, with what words say of the machine and its launches."""
     profile = with_stack(catalog_profile(cluster), stack)
     if WIDE in words:
-        slowed = (
-            replace(cost, bytes_per_second=cost.bytes_per_second / 2)
-            if cost.operation in ("reduce_scatter", "reduce")
-            else cost
-            for cost in profile.collectives
-        )
-        profile = replace(profile, collectives=tuple(slowed))
+        profile = _halved(profile, "reduce_scatter", "reduce")
     if HELD in words:
         profile = _retimed(profile, lambda rate, _: rate * PRODUCTS_HELD, lambda rate, _: rate * MEMORY_HELD)
     if WAITING in words:
         wait = profile.operator_seconds
         profile = _retimed(profile, lambda rate, work: 1 / (1 / rate + wait / work), None)
+        profile = _halved(profile, "send_recv")
     if AFTER in words and profile.interference is not None:
         turns = replace(profile.interference, compute_network=1.0, compute_across=1.0)
         profile = replace(profile, interference=turns)
@@ -82,6 +78,15 @@ def profile_of(run: PublishedRun, cluster: Cluster, stack: str, words: tuple[str
         )
         profile = replace(profile, kernels=tuple(kernels))
     return profile
+
+
+def _halved(profile: HardwareProfile, *operations: str) -> HardwareProfile:
+    """The same with some collectives at half of their rate."""
+    slowed = (
+        replace(cost, bytes_per_second=cost.bytes_per_second / 2) if cost.operation in operations else cost
+        for cost in profile.collectives
+    )
+    return replace(profile, collectives=tuple(slowed))
 
 
 _Rate = Callable[[float, float], float]

@@ -252,6 +252,8 @@ def test_machines_are_slower_by_what_sources_say_of_them():
     assert 0.7 < held.compute[0].flops_per_second[-1] / plain.compute[0].flops_per_second[-1] < 0.9
     assert waiting.compute[-1].flops_per_second[0] < plain.compute[-1].flops_per_second[0]
     assert waiting.compute[-1].flops_per_second[-1] == pytest.approx(plain.compute[-1].flops_per_second[-1], rel=0.01)
+    sent = [collective_seconds(item, "send_recv", 2, 1, 1e9) for item in (plain, waiting)]
+    assert float(sent[1]) == pytest.approx(2 * float(sent[0]), rel=0.01)
     assert profile_of(run, machine, "fused", (FLASH2,)).kernels != profile_of(run, machine, "fused", ()).kernels
     after = profile_of(run, machine, "eager", (AFTER,)).interference
     assert after is not None
