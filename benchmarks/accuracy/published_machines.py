@@ -80,6 +80,13 @@ def profile_of(run: PublishedRun, cluster: Cluster, stack: str, words: tuple[str
     return profile
 
 
+def without_chains(profile: HardwareProfile, cluster: Cluster) -> HardwareProfile:
+    """The same with element-wise operators that have no others to be fused with, as GELUs and additions in GPTs."""
+    alone = {item.kind: item for item in catalog_profile(cluster).rates}
+    rates = tuple(alone[item.kind] if item.kind == "elementwise" else item for item in profile.rates)
+    return replace(profile, rates=rates)
+
+
 def _halved(profile: HardwareProfile, *operations: str) -> HardwareProfile:
     """The same with some collectives at half of their rate."""
     slowed = (

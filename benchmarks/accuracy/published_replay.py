@@ -25,6 +25,7 @@ from benchmarks.accuracy.published_machines import (
     WIDE,
     machine_of,
     profile_of,
+    without_chains,
 )
 from benchmarks.accuracy.published_recompute import recomputed
 from benchmarks.accuracy.published_rows import UnpredictableError
@@ -175,6 +176,8 @@ def replay(run: PublishedRun, sizes: Mapping[str, Any]) -> Replay:
     cluster, plan = machine_of(run), plan_of(run, int(sizes["layers"]))
     spec = spec_of(run, tuple(sorted(sizes.items())))
     profile = profile_of(run, cluster, ALIKE.get(run.stack, run.stack), needs_of(run))
+    if run.stack == "fused" and sizes.get("feed_forward") != "swiglu":
+        profile = without_chains(profile, cluster)
     seconds = own = seconds_with(StageCostModel(spec, profile, cluster), plan)
     degree = plan.stages[0].data_parallel_degree
     if degree > 1 and run.zero:

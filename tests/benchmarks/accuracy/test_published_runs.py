@@ -7,7 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.accuracy.published_kernel_choices import overlapped_exchange, unfused_attention
-from benchmarks.accuracy.published_machines import AFTER, FLASH2, HELD, WAITING, WIDE, machine_of, profile_of
+from benchmarks.accuracy.published_machines import (
+    AFTER,
+    FLASH2,
+    HELD,
+    WAITING,
+    WIDE,
+    machine_of,
+    profile_of,
+    without_chains,
+)
 from benchmarks.accuracy.published_recompute import recomputed
 from benchmarks.accuracy.published_replay import (
     MISSING,
@@ -254,6 +263,10 @@ def test_machines_are_slower_by_what_sources_say_of_them():
     assert waiting.compute[-1].flops_per_second[-1] == pytest.approx(plain.compute[-1].flops_per_second[-1], rel=0.01)
     sent = [collective_seconds(item, "send_recv", 2, 1, 1e9) for item in (plain, waiting)]
     assert float(sent[1]) == pytest.approx(2 * float(sent[0]), rel=0.01)
+    fused = profile_of(run, machine, "fused", ())
+    rates = [{rate.kind: rate for rate in item.rates} for item in (plain, fused, without_chains(fused, machine))]
+    assert rates[2]["elementwise"] == rates[0]["elementwise"] != rates[1]["elementwise"]
+    assert rates[2]["reduction"] == rates[1]["reduction"]
     assert profile_of(run, machine, "fused", (FLASH2,)).kernels != profile_of(run, machine, "fused", ()).kernels
     after = profile_of(run, machine, "eager", (AFTER,)).interference
     assert after is not None
