@@ -1,18 +1,25 @@
-"""Recomputation by operator: products, convolutions and attention are kept, everything else runs again in backward.
+"""Whose recomputation counts, and recomputation by operator: all but products, convolutions and attention runs again.
 
-The contexts are for ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, as those of torch's
-``create_selective_checkpoint_contexts`` are, which keep the same operators under the same policy. These do two things
-that torch's do not: what is changed in place after it was kept is kept as it was before (torch's refuse it in
+Plans say which blocks are recomputed: what users checkpoint around or inside of blocks does nothing
+(:func:`neutral_checkpointing`). Behind the last block, as in a loss taken in chunks, their checkpoints are what they
+are (:func:`users_checkpoints`).
+
+The contexts of recomputation by operator are for ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, as those of
+torch's ``create_selective_checkpoint_contexts`` are, which keep the same operators under the same policy. These do two
+things that torch's do not: what is changed in place after it was kept is kept as it was before (torch's refuse it in
 backward), and a forward that calls other products when it is repeated is refused (torch's hand out what has the same
 number).
 """
 
+import threading
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -20,6 +27,85 @@ from torch.utils.flop_counter import flop_registry
 from lightning_mist.errors import TraceError
 
 _Signature = tuple[Any, tuple[tuple[int, ...], ...]]
+
+Within = Callable[[], AbstractContextManager[None]]
+"""Makes the context in which a forward is repeated."""
+
+
+class OwnFunction:
+    """A function whose checkpoint is ours, not the user's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+
+class _Here(threading.local):
+    within: Within | None = None
+
+
+_HERE = _Here()
+
+
+@contextmanager
+def users_checkpoints(within: Within) -> Iterator[None]:
+    """Inside, in this thread, :func:`neutral_checkpointing` lets users recompute, in a context made by ``within``."""
+    before, _HERE.within = _HERE.within, within
+    try:
+        yield
+    finally:
+        _HERE.within = before
+
+
+def _repeated(function: Callable[..., Any], within: Within) -> Callable[..., Any]:
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with within(), users_checkpoints(within):
+            return function(*args, **kwargs)
+
+    return again
+
+
+class _Direct:
+    """Stands in for the reentrant checkpoint, which splits the backward: the other one, or the function as it is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if _HERE.within is None:
+            return function(*args)
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+
+@contextmanager
+def neutral_checkpointing() -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint`` runs functions as they are, except an :class:`OwnFunction`.
+
+    User code and libraries hold references to ``torch.utils.checkpoint.checkpoint`` itself, which looks these two names
+    up at each call; there is no other place that reaches them all.
+    """
+    module = torch.utils.checkpoint
+    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+
+    def neutral(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        within = _HERE.within
+        if isinstance(fn, OwnFunction):
+            yield from generator(fn, *args, **kwargs)
+        elif within is not None:
+            yield from generator(_repeated(fn, within), *args, **kwargs)
+        else:
+            yield
+
+    module._checkpoint_without_reentrant_generator = neutral
+    module.CheckpointFunction = _Direct  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generator
+        module.CheckpointFunction = function  # type: ignore[misc]
 
 
 def is_kept(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -5,61 +5,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.fakes.fake_modules import form_of, renew_flat_weights
 from lightning_mist.model.user_code import Generators, ModuleState
+from lightning_mist.recomputation import neutral_checkpointing
 
 _HOST = torch.device("cpu")
 
 Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a block's forward with its position, its own forward, and its arguments."""
-
-
-class OwnFunction:
-    """A function whose checkpoint is ours, not the user's."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self._function(*args, **kwargs)
-
-
-class _Direct:
-    """Stands in for the reentrant checkpoint: runs the function as it is."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-@contextmanager
-def _neutral_checkpointing() -> Iterator[None]:
-    """Inside, ``torch.utils.checkpoint`` runs functions as they are, except an :class:`OwnFunction`.
-
-    Plans say which blocks are recomputed, so that is what is counted. Users and libraries refer to ``checkpoint``
-    itself, which looks these two names up at each call; there is no other place that reaches them all.
-    """
-    module = torch.utils.checkpoint
-    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
-
-    def neutral(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        if isinstance(fn, OwnFunction):
-            yield from generator(fn, *args, **kwargs)
-        else:
-            yield
-
-    module._checkpoint_without_reentrant_generator = neutral
-    module.CheckpointFunction = _Direct  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        module._checkpoint_without_reentrant_generator = generator
-        module.CheckpointFunction = function  # type: ignore[misc]
 
 
 @contextmanager
@@ -68,11 +24,11 @@ def isolated(module: nn.Module) -> Iterator[None]:
 
     Covers attributes of every submodule, buffers, hooks, training flags, parameters put into other slots, and random
     state. Inside, compiled functions run eagerly, so that operators stay visible, and the user's own activation
-    checkpointing is off.
+    checkpointing is off (see :mod:`lightning_mist.recomputation`).
     """
     state, generators = ModuleState(module, with_contents=True), Generators()
     try:
-        with _neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
+        with neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         state.restore()

@@ -201,11 +201,13 @@ def _walk(
     selective: bool,
 ) -> Walk:
     @contextmanager
-    def repeating(block: nn.Module) -> Iterator[None]:
+    def repeating(block: nn.Module | None) -> Iterator[None]:
         _forget(subject)
-        with ledger.recomputing(), ExitStack() as stack:
+        with ExitStack() as stack:
             stack.callback(_forget, subject)
-            if origins is not None:
+            if block is not None:  # what users repeat is not the plan's: it belongs to the backward of its part
+                stack.enter_context(ledger.recomputing())
+            if origins is not None and block is not None:
                 stack.enter_context(origins.inside(block))
             if operands is not None:
                 # Modes do not reach what backward runs.

@@ -5,7 +5,7 @@ Without blocks the head is the whole step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import OwnFunction, intercepted
+from lightning_mist.model.fakes import intercepted
 from lightning_mist.model.trace.rank_step import Dims, RankView, dims_of, parts_of
 from lightning_mist.model.trace.twins import Answer, imitate, record_answer
 from lightning_mist.plan.calls import without_caches
-from lightning_mist.recomputation import selective_contexts
+from lightning_mist.recomputation import OwnFunction, selective_contexts, users_checkpoints
 
 InputSignature = tuple[object, ...]
 """Shape, strides, type and need of a gradient of every tensor that enters a block; plain values as they are."""
@@ -34,7 +34,8 @@ class Walk:
         enter: Told ``(part, backward)`` when a part begins; the first forward part is not announced.
         given: Told ``(tensor, part, is gradient, index)`` of every tensor that enters a part, forward and backward.
         selective: Whether products, convolutions and attention are kept where blocks are recomputed.
-        repeating: Makes the context in which the forward of a block is repeated.
+        repeating: Makes the context in which the forward of a block is repeated, or what the user checkpoints behind
+            the last one.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Walk:
         keep_values: bool,
         view: RankView | None = None,
         given: Callable[[torch.Tensor, int, bool, int], None] = lambda *_: None,
-        repeating: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext(),
+        repeating: Callable[[nn.Module | None], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.inputs: list[InputSignature] = []
         self.entering: list[tuple[tuple[int, ...], ...]] = []
@@ -60,6 +61,7 @@ class Walk:
         self._view, self._given, self._repeating = view, given, repeating
         self._shared: dict[int, Dims] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._behind = ExitStack()
         self._backward_part = len(blocks) + 1
         self._is_forward = True
 
@@ -67,7 +69,9 @@ class Walk:
     def step(self) -> Iterator[None]:
         """Forward and backward of one step happen inside."""
         try:
-            with intercepted(self._blocks, self._block):
+            with intercepted(self._blocks, self._block), self._behind:
+                if not self._blocks:
+                    self._let_users_recompute()
                 yield
         finally:
             for hook in self._hooks:
@@ -77,6 +81,7 @@ class Walk:
     def begin_backward(self) -> None:
         """The step's forward has ended and its backward follows."""
         self._is_forward = False
+        self._behind.close()
         self._enter(len(self._blocks) + 1 if self._blocks else 0, True)
 
     def _block(self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +112,12 @@ class Walk:
         if position == len(self._blocks) - 1:
             self._watch(tree_flatten(parts_of(output))[0], position + 1)
             self._enter(position + 2, False)
+            self._let_users_recompute()
         return output
+
+    def _let_users_recompute(self) -> None:
+        """No block follows: what the user checkpoints from here on is no plan's to decide."""
+        self._behind.enter_context(users_checkpoints(partial(self._repeating, None)))
 
     def _run(self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._recompute:

@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks, in the place of what the user's own code would checkpoint."""
+"""Activation checkpointing of blocks, in the place of what the user's own code would checkpoint, and behind them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -7,16 +7,17 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_mist import recomputation
 from lightning_mist.plan import CheckpointingKind
-from lightning_mist.recomputation import selective_contexts
+from lightning_mist.recomputation import OwnFunction, selective_contexts
 from lightning_mist.runtime.parameters import no_kept_casts
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage.stage_split import StageSplit
 from lightning_mist.tensor_parallel import SplitTensor
 
 
-class _Block:
-    """A block as a function of flat arguments. Its class tells our checkpoints from the user's.
+class _Block(OwnFunction):
+    """A block as a function of flat arguments.
 
     Split tensors travel as their parts: what is kept for backward must be an ordinary tensor.
     """
@@ -29,7 +30,8 @@ class _Block:
         split: StageSplit | None,
         within: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._function, self._form, self._split, self._within = function, form, split, within
+        super().__init__(function)
+        self._form, self._split, self._within = form, split, within
         self._placements = {index: leaf.placement for index, leaf in enumerate(leaves) if isinstance(leaf, SplitTensor)}
         self._sequence = {} if split is None else split.context.sequence
 
@@ -48,39 +50,29 @@ class _Block:
             return self._function(*args, **kwargs)
 
 
-class _Direct:
-    """Stands in for the reentrant checkpoint: runs the function as it is."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
+neutral_checkpointing = SharedPatch(recomputation.neutral_checkpointing)
+"""Inside, ``torch.utils.checkpoint`` runs functions as they are, except those of :func:`checkpoint_block`, and in their
+thread those of :func:`behind_blocks`."""
 
 
-@SharedPatch
-@contextmanager
-def neutral_checkpointing() -> Iterator[None]:
-    """Inside, ``torch.utils.checkpoint`` runs functions as they are, except those of :func:`checkpoint_block`.
+def behind_blocks(
+    split: StageSplit | None, within: Callable[[], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """Behind the last block: what users checkpoint there is recomputed, in a context made by ``within``."""
+    sequence = {} if split is None else split.context.sequence
 
-    The plan says which blocks are recomputed. User code and libraries hold references to
-    ``torch.utils.checkpoint.checkpoint`` itself, which looks these two names up at each call; there is no other place
-    that reaches them all.
-    """
-    module = torch.utils.checkpoint
-    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
-
-    def neutral(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        if isinstance(fn, _Block):
-            yield from generator(fn, *args, **kwargs)
-        else:
+    @contextmanager
+    def repeating() -> Iterator[None]:
+        with ExitStack() as stack:
+            # Recomputation runs in backward, where the step's own context is no longer entered.
+            stack.enter_context(neutral_checkpointing)
+            stack.enter_context(no_kept_casts())
+            if split is not None:
+                stack.enter_context(split.recomputing(sequence))
+            stack.enter_context(within())
             yield
 
-    module._checkpoint_without_reentrant_generator = neutral
-    module.CheckpointFunction = _Direct  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        module._checkpoint_without_reentrant_generator = generator
-        module.CheckpointFunction = function  # type: ignore[misc]
+    return recomputation.users_checkpoints(repeating)
 
 
 def checkpoint_block(

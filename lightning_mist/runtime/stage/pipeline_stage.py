@@ -26,7 +26,7 @@ from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.shared_patch import inside_block
-from lightning_mist.runtime.stage.checkpointing import checkpoint_block, neutral_checkpointing
+from lightning_mist.runtime.stage.checkpointing import behind_blocks, checkpoint_block, neutral_checkpointing
 from lightning_mist.runtime.stage.fake_parameters import FakeParameters
 from lightning_mist.runtime.stage.skipped_blocks import SkippedBlocks
 from lightning_mist.runtime.stage.stage_split import StageSplit
@@ -240,6 +240,7 @@ class PipelineStage:
         try:
             with ExitStack() as stack:
                 stack.enter_context(neutral_checkpointing())
+                run.behind = stack.enter_context(ExitStack())
                 if self.split is not None:
                     stack.enter_context(self.split.stepping())
                 if self.index > 0:
@@ -321,6 +322,8 @@ class PipelineStage:
             run.inside, run.is_quiet = None, False
         if observer is not None:
             observer.after_block(position)
+        if position == len(self._blocks) - 1:
+            run.behind.enter_context(behind_blocks(self.split, self._deferring))
         if self._wanted:
             for leaf, value in enumerate(tree_flatten(output)[0]):
                 if block_value(position, leaf) in self._wanted and isinstance(value, Tensor):

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,7 @@ class StepRun:
 
     Attributes:
         is_quiet: Whether nothing that is wanted can be made now.
+        behind: Contexts of what follows the last block.
         error: What went wrong, to be raised once the step is left.
     """
 
@@ -75,6 +76,7 @@ class StepRun:
         self.has_grad = torch.is_grad_enabled()
         self.is_quiet = False
         self.error: TraceError | None = None
+        self.behind = ExitStack()
 
     def fail(self, message: str) -> StepExit:
         """An exception that user code does not swallow; the error is raised once the step is left."""

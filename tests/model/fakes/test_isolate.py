@@ -1,10 +1,14 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.model.fakes.isolate import OwnFunction, isolated, substitute_parameters
+from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
+from lightning_mist.recomputation import OwnFunction, users_checkpoints
 
 
 class Tied(nn.Module):
@@ -110,3 +114,36 @@ def test_only_our_own_checkpoints_recompute_inside() -> None:
         assert times(OwnFunction(square)) == 2
     assert times(square) == 2
     assert times(square, reentrant=True) == 2
+
+
+def test_behind_the_blocks_users_recompute_and_in_what_they_repeat() -> None:
+    runs, entered = [], []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        runs.append("inner")
+        return x.sin() ** 2
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        runs.append("outer")
+        return torch.utils.checkpoint.checkpoint(inner, x.exp(), use_reentrant=False)
+
+    @contextmanager
+    def repeating() -> Iterator[None]:
+        entered.append(len(runs))
+        yield
+
+    def train(*, reentrant: bool = False) -> tuple[torch.Tensor, list[str]]:
+        runs.clear()
+        x = torch.ones(3, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(outer, x, use_reentrant=reentrant).sum().backward()
+        assert x.grad is not None
+        return x.grad, list(runs)
+
+    plain = train()
+    for reentrant in (False, True):
+        with isolated(nn.Linear(1, 1)), users_checkpoints(repeating):
+            gradient, found = train(reentrant=reentrant)
+        assert torch.equal(gradient, plain[0])
+        assert found == plain[1]
+        assert entered.pop(0) == 2
+        entered.clear()
