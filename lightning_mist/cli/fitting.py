@@ -78,7 +78,7 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
     found = first
     for _ in range(TRIES):
         estimate = found.estimate
-        if estimate.verdict != "does not fit":
+        if estimate.is_likely:
             break
         has = estimate.limit_of(estimate.worst)
         over = estimate.worst.device_total.p50 - has

@@ -165,6 +165,8 @@ class DeviceNeed:
     is needed: a device total above the device's memory is one that cannot be had, not one that is not necessary.
 
     Attributes:
+        least: Bytes of the device that 95 of 100 need at least: of tensors, and of what the allocator cannot do without
+            where that was looked for, with what is outside of it.
         allocator_bytes: Of p50 of ``reserved``, what is not allocated.
         flushes: How often in the replayed steps everything that is free is given back, which waits for the device.
     """
@@ -172,6 +174,7 @@ class DeviceNeed:
     allocated: Interval
     reserved: Interval
     device_total: Interval
+    least: int
     allocator_bytes: int = 0
     context_bytes: int = 0
     communicator_bytes: int = 0
@@ -203,16 +206,17 @@ def replayed_need(
     every = (*workspaces(overheads.workspace_bytes), *events)
     capacity = allocator_capacity(cluster, overheads)
     unlimited = simulate_allocator(every, replace(settings, capacity_bytes=None, garbage_collection_threshold=None))
-    result, least = unlimited, unlimited.peak.reserved
+    result, least, needed = unlimited, unlimited.peak.reserved, 0
     room = max(1, min(capacity, limit - overheads.outside.expected))
     if unlimited.peak.allocated <= room < least:
-        least = least_capacity(every, settings)
+        least = needed = least_capacity(every, settings)
         result = simulate_allocator(every, replace(settings, capacity_bytes=max(room, least)))
     return _with_allocator(
         allocated=SPREADS["allocated"].of(unlimited.peak.allocated),
         reserved=result.peak.reserved,
         comfortable=unlimited.peak.reserved,
         least=least,
+        surely=(_short_of(unlimited.peak.allocated, SPREADS["allocated"]), _short_of(needed, SPREADS["reserved"])),
         overheads=overheads,
         spread=SPREADS["reserved"],
         limit=limit,
@@ -252,6 +256,7 @@ def summed_need(
         reserved=reserved,
         comfortable=reserved,
         least=reserved,
+        surely=(_short_of(allocated, tensors),),
         overheads=overheads,
         spread=Spread(middle=1.0, high=factor + start / max(1, reserved), source=ratio.source),
         limit=cluster.device.memory_bytes if limit is None else limit,
@@ -261,7 +266,7 @@ def summed_need(
 def _without_allocator(allocated: int, spread: Spread) -> DeviceNeed:
     """On CPU what is allocated is all."""
     need = spread.of(allocated)
-    return DeviceNeed(allocated=need, reserved=need, device_total=need)
+    return DeviceNeed(allocated=need, reserved=need, device_total=need, least=round(allocated * spread.low))
 
 
 def _with_allocator(
@@ -270,13 +275,18 @@ def _with_allocator(
     reserved: int,
     comfortable: int,
     least: int,
+    surely: Sequence[tuple[int, int]],
     overheads: DeviceOverheads,
     spread: Spread,
     limit: int,
     flushes: int = 0,
 ) -> DeviceNeed:
-    """With an allocator: reserved at the limit, without one (comfortable: nothing is ever given back), and at least."""
-    outside = overheads.outside.expected
+    """With an allocator: reserved at the limit, without one (comfortable: nothing is ever given back), and at least.
+
+    Args:
+        surely: What cannot be done without, each as likely and by how much less it may be.
+    """
+    outside, doubt = overheads.outside.expected, overheads.outside.high - overheads.outside.expected
     likely = spread.of(reserved).p50
     high = _within(spread.of(comfortable).p95, spread.of(least).p95, limit - outside)
     # Errors of the replay and of what is outside have nothing to do with each other.
@@ -287,11 +297,17 @@ def _with_allocator(
         allocated=allocated,
         reserved=Interval(p50=likely, p95=max(likely, high)),
         device_total=Interval(p50=likely + outside, p95=max(likely + outside, total_high)),
+        least=max(0, *(need + outside - round(hypot(short, min(doubt, outside))) for need, short in surely)),
         allocator_bytes=max(0, likely - allocated.p50),
         context_bytes=overheads.context.expected,
         communicator_bytes=overheads.communicators.expected,
         flushes=flushes,
     )
+
+
+def _short_of(nbytes: int, spread: Spread) -> tuple[int, int]:
+    """What is as likely needed, and by how much less it is in 5 of 100 cases."""
+    return round(nbytes * spread.middle), round(nbytes * (spread.middle - spread.low))
 
 
 def _within(comfortable: int, least: int, limit: int) -> int:

@@ -78,6 +78,7 @@ class StageEstimate:
             within the limit.
         host_bytes: Pinned host memory of the device's process.
         limit: Bytes of the device that may be used, where devices are unlike; the estimate's if ``None``.
+        least: Bytes of the device that 95 of 100 need at least; the p50 of ``device_total`` if ``None``.
     """
 
     stage: int
@@ -92,6 +93,7 @@ class StageEstimate:
     flushes: int = 0
     host_bytes: int = 0
     limit: int | None = None
+    least: int | None = None
 
     def term(self, name: str) -> int:
         """Bytes of one term; 0 if there is none."""
@@ -145,8 +147,20 @@ class MemoryEstimate:
 
     @property
     def verdict(self) -> Verdict:
-        """``"fits"`` if what suffices in 95 of 100 cases is within the limit, ``"tight"`` if the prediction is."""
-        return verdict_of(self.worst.device_total, self.limit_of(self.worst))
+        """``"fits"`` if what suffices in 95 of 100 cases is within the limit, ``"tight"`` if what all need is."""
+        return self._verdict(self.memory_limit)
+
+    def _verdict(self, limit: int) -> Verdict:
+        found = [
+            verdict_of(stage.device_total, limit if stage.limit is None else min(limit, stage.limit), stage.least)
+            for stage in self.stages
+        ]
+        return max(found, key=("fits", "tight", "does not fit").index)
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether the prediction is within the limit, whatever its error."""
+        return self.worst.device_total.p50 <= self.limit_of(self.worst)
 
     def fits(self, memory_limit: str | int | None = None) -> bool:
         """Whether every stage fits in 95 of 100 cases.
@@ -157,10 +171,7 @@ class MemoryEstimate:
         Raises:
             ValueError: If it is not a size.
         """
-        if memory_limit is None:
-            return self.verdict == "fits"
-        limit = parse_bytes(memory_limit)
-        return all(verdict_of(stage.device_total, min(limit, stage.limit or limit)) == "fits" for stage in self.stages)
+        return self._verdict(self.memory_limit if memory_limit is None else parse_bytes(memory_limit)) == "fits"
 
     def subject(self) -> str:
         """What is estimated, in one line."""
@@ -179,6 +190,8 @@ class MemoryEstimate:
         of_tensors = f" (tensors {format_bytes(worst.allocated.p50)})" if worst.allocated.p50 < total.p50 else ""
         need = f"{at} needs {format_bytes(total.p50)}{of_tensors}, up to {format_bytes(total.p95)} in 95 of 100 cases"
         begin = {"fits": "Fits", "tight": "Tight: it may not fit", "does not fit": "Does not fit"}[self.verdict]
+        if begin.startswith("Tight") and not self.is_likely:
+            begin = "Very tight: more likely than not it does not fit"
         return f"{begin} in {limit} per device: {need}. Largest: {largest}."
 
     def explain(self) -> str:
@@ -213,11 +226,15 @@ def worst_of(stages: Sequence[StageEstimate]) -> StageEstimate:
     return max(stages, key=need_of)
 
 
-def verdict_of(need: Interval, limit: int) -> Verdict:
-    """What a need means under a limit."""
+def verdict_of(need: Interval, limit: int, least: int | None = None) -> Verdict:
+    """What a need means under a limit.
+
+    Args:
+        least: What 95 of 100 need at least; the p50 of ``need`` if not given.
+    """
     if need.p95 <= limit:
         return "fits"
-    return "tight" if need.p50 <= limit else "does not fit"
+    return "tight" if (need.p50 if least is None else least) <= limit else "does not fit"
 
 
 def all_terms() -> tuple[str, ...]:

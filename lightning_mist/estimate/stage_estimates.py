@@ -263,6 +263,7 @@ def _estimate(
         terms=(*terms.items(), *((name, getattr(need, name)) for name in OUTER_TERMS)),
         flushes=need.flushes,
         limit=None if isinstance(cluster, Cluster) else limit,
+        least=need.least,
     )
 
 

@@ -44,6 +44,11 @@ class Spread:
         if not 0 < self.middle <= self.high:
             raise ValueError(f"middle = {self.middle}, high = {self.high}: 0 < middle <= high")
 
+    @property
+    def low(self) -> float:
+        """The factor that 95 of 100 needs lie above, if they lie as far below the middle as above it."""
+        return self.middle**2 / self.high
+
     def of(self, nbytes: float) -> Interval:
         """The interval of a prediction: it is the middle where its error has no direction to speak of."""
         return Interval(p50=round(nbytes * self.middle), p95=round(nbytes * self.high))

@@ -90,3 +90,31 @@ def test_on_cpu_what_is_allocated_is_all(replayed: bool) -> None:
     found = replayed_need(EVENTS, machine, CPU) if replayed else summed_need(40 * MIB, machine, CPU)
     assert found.allocated == found.reserved == found.device_total
     assert (found.allocated.p50, found.allocator_bytes, found.context_bytes) == (40 * MIB, 0, 0)
+
+
+def test_no_allocator_needs_less_than_tensors_and_what_is_outside() -> None:
+    exact = replace(OVERHEADS, context=NOTHING, communicators=Overhead(expected=40 * MIB, high=40 * MIB, source=""))
+    tensors = round(40 * MIB / SPREADS["allocated"].high)
+    for memory in (10**9, 75 * MIB):
+        found = replayed_need(EVENTS, cluster(memory), exact)
+        assert found.least == pytest.approx(tensors + 40 * MIB, abs=2)
+    summed = summed_need(40 * MIB, cluster(10**9), exact, is_final=True)
+    assert summed.least == pytest.approx(40 * MIB / SPREADS["summed"].high + 40 * MIB, abs=2)
+    assert replayed_need(EVENTS, cluster(10**9), OVERHEADS).least < found.least
+
+
+def test_what_the_allocator_cannot_give_back_is_needed_too() -> None:
+    # Two pieces of 8 MiB share a segment of 20: with one of each gone, no segment can be given back for 100 MiB.
+    pieces: list[MemoryEvent] = [malloc(index, 8 * MIB) for index in range(40)]
+    pieces += [*(free(index) for index in range(0, 40, 2)), malloc(40, 100 * MIB)]
+    exact = replace(OVERHEADS, context=NOTHING, communicators=NOTHING)
+    found = replayed_need(pieces, cluster(490 * MIB), exact)
+    assert found.allocated.p50 == 320 * MIB
+    assert found.least == pytest.approx(500 * MIB / SPREAD, abs=2)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_on_cpu_the_least_is_of_tensors(replayed: bool) -> None:
+    machine = cluster(10**9, "cpu")
+    found = replayed_need(EVENTS, machine, CPU) if replayed else summed_need(40 * MIB, machine, CPU)
+    assert found.least == round(40 * MIB / SPREADS["allocated"].high)

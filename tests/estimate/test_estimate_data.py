@@ -50,9 +50,24 @@ def test_what_is_no_tensor_is_told_from_what_is():
 @pytest.mark.parametrize(("limit", "verdict"), [(7, "fits"), (6, "tight"), (4, "tight"), (3, "does not fit")])
 def test_verdicts(limit, verdict):
     assert verdict_of(Interval(p50=4 * GIB, p95=7 * GIB), limit * GIB) == verdict
-    assert replace(ESTIMATE, memory_limit=limit * GIB).verdict == verdict
+    assert replace(ESTIMATE, memory_limit=limit * GIB, stages=ESTIMATE.stages[:1]).verdict == verdict
     assert ESTIMATE.fits(f"{limit}GiB") == (verdict == "fits")
     assert ESTIMATE.fits()
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(7, "fits"), (4, "tight"), (3, "tight"), (2, "does not fit")])
+def test_what_may_run_is_not_said_to_be_impossible(limit, verdict):
+    """Only what not even the least need has room for does not fit."""
+    stages = tuple(replace(item, least=3 * GIB) for item in ESTIMATE.stages)
+    found = replace(ESTIMATE, memory_limit=limit * GIB, stages=stages)
+    assert found.verdict == verdict
+    assert found.is_likely == (limit >= 4)
+    assert found.headline().startswith("Very tight: more likely than not it does not fit") == (limit == 3)
+
+
+def test_any_stage_that_cannot_run_decides():
+    stages = (replace(stage(0, 4, 7), least=1 * GIB), replace(stage(1, 5, 6), least=5 * GIB))
+    assert replace(ESTIMATE, memory_limit=4 * GIB, stages=stages).verdict == "does not fit"
 
 
 def test_nonsense_limits_are_refused():

@@ -101,7 +101,9 @@ def estimate_given(
                 say(f"memory_limit of {format_bytes(budget.asked)} is not checked: nothing predicts what it needs")
             return None
         found = estimate_plan(Estimator(spec, budget.cluster, budget.limit), plan, replay="worst")
-    if budget.binds and found.verdict == "does not fit":
+    # A limit of the user's own is kept to; on all that a device has, what may run is tried.
+    is_over = not found.is_likely if budget.asked is not None else found.verdict == "does not fit"
+    if budget.binds and is_over:
         raise InfeasibleError(f"the plan: {found.explain()}\nRaise memory_limit, or let plan='auto' make one for it")
     if budget.binds:
         budget.refuse_more_host_memory(found)
