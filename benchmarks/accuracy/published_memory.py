@@ -160,7 +160,7 @@ def summary(samples: Sequence[Sample]) -> str:
     for group in sorted({str(sample["group"]) for sample in samples}):
         rows = [sample for sample in samples if sample["group"] == group]
         text = f"{group}: {len(rows)} rows, {sum('unpredicted' in row for row in rows)} not predicted"
-        for name in ("allocated", "active", "reserved", "after_step", "planned_allocated", "planned_reserved"):
+        for name in ("allocated", "active", "reserved", "after_step", "planned_allocated"):
             errors = [abs(float(row[f"{name}_error"] or 0)) for row in rows if f"{name}_error" in row]
             if errors:
                 mean = sum(errors) / len(errors)
@@ -168,6 +168,11 @@ def summary(samples: Sequence[Sample]) -> str:
         missing = sorted({str(row["not_planned"]) for row in rows if "not_planned" in row})
         count = sum("not_planned" in row for row in rows)
         lines.append(text + (f"; {count} rows cannot be planned: {'; '.join(missing)}" if missing else ""))
+        reasons = sorted({str(row["reserved_not_planned"]) for row in rows if "reserved_not_planned" in row})
+        lines += [f"{group}, reserved, not planned: {reason}" for reason in reasons]
+        said = [str(row["planned_verdict"]) for row in rows if "planned_verdict" in row]
+        lines.append(f"{group}, of {len(said)} planned: {', '.join(f'{said.count(v)} {v}' for v in sorted({*said}))}")
+    lines.append("all of these ran")
     return "\n".join(lines)
 
 

@@ -61,13 +61,13 @@ what it has added up (``--accumulate-allreduce-grads-in-fp32``, which it turns o
 
 STAND_INS: Mapping[str, str] = {
     "fused norms, rotation and loss": "norms in one kernel each, others in many",
-    "fused loss": "torch's, which keeps more",
+    "fused loss": "operators that keep and make as much",
     "C++ engine": "fused kernels",
     "tables tied over stages": "a head of its own",
     "links before their repair": "links as they should be",
     "network not said": "the catalog's",
-    "last product and loss in one kernel": "two",
-    "cache kept while training": "none kept",
+    "last product and loss in one kernel": "operators that keep and make as much",
+    "cache kept while training": "one that this runtime would not be given",
     HELD: "an H100 with HBM3 and 700 W whose rates go with power and memory",
     "selective layer": "the first half of the layers recomputed, not every second one",
     "accumulation in 16 bits": "accumulation in 32",
@@ -75,20 +75,15 @@ STAND_INS: Mapping[str, str] = {
 }
 """What is priced as something near it."""
 
-KEEPS_MORE = frozenset(
-    (
-        "fused norms, rotation and loss",
-        "fused loss",
-        "C++ engine",
-        "last product and loss in one kernel",
-        "compiled",
-        "fused",
-    )
-)
-"""Stacks and words whose runs keep less than what is priced for them: eager operators, as this runtime runs them."""
+FUSED_LOSSES: Mapping[str, str] = {
+    "last product and loss in one kernel": "with its product",
+    "fused norms, rotation and loss": "in place",
+    "fused loss": "apart",
+}
+"""Which loss of :class:`~benchmarks.accuracy.published_decoder.DecoderSizes` programs have."""
 
-KEEPS_LESS = frozenset(("cache kept while training",))
-"""Words whose runs keep more."""
+KEEPS_MORE = frozenset(("C++ engine", "compiled", "fused"))
+"""Stacks and words whose runs keep less than what is priced for them: eager operators, as this runtime runs them."""
 
 ALIKE: Mapping[str, str] = {"fused norms, rotation and loss": "eager", "C++ engine": "fused"}
 """Stacks that are priced as another. Kernels for norms, rotation and loss leave gates and additions as they are."""
@@ -197,8 +192,7 @@ def replay(run: PublishedRun, sizes: Mapping[str, Any]) -> Replay:
 def verdict_of(run: PublishedRun, verdict: str) -> str:
     """A verdict on what is priced for a run, as a verdict on the run."""
     words = {run.stack, *needs_of(run)}
-    wrong = {"does not fit": KEEPS_MORE, "fits": KEEPS_LESS}.get(verdict, frozenset())
-    return "not certain" if words & wrong else verdict
+    return "not certain" if verdict == "does not fit" and words & KEEPS_MORE else verdict
 
 
 def plan_of(run: PublishedRun, layers: int) -> Plan:
@@ -245,7 +239,10 @@ def spec_of(run: PublishedRun, sizes: tuple[tuple[str, Any], ...]) -> ModelSpec:
         # Stacks with kernels of their own had fused norms before torch had.
         version = run.torch or None if run.stack in ("eager", "flash2") else None
         operators = device_operators("cuda", version, capability=capability_of(run.gpu))
-        spec = at_length(_traced(sizes, precision, operators), run.length)
+        losses = [how for word, how in FUSED_LOSSES.items() if word in (*run.beside, run.stack)]
+        traced = (*sizes, ("fused_loss", losses[0])) if losses else sizes
+        traced = (*traced, ("keeps_cache", True)) if "cache kept while training" in run.beside else traced
+        spec = at_length(_traced(traced, precision, operators), run.length)
     if BESIDE in run.beside:
         shared = catalog_profile(machine_of(run)).interference
         spec = overlapped_exchange(spec, shared.compute_network if shared else 0.0)

@@ -61,6 +61,21 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
         given(plan_of(4, world_size=2, global_batch_size=8), CPUS, 400 * 10**6)
 
 
+def test_what_may_run_is_tried_on_all_of_a_device_and_not_beyond_a_limit():
+    peak = round(0.99 * GPUS.device.memory_bytes)
+    close = replace(PLAN, predicted=Predicted(step_seconds=1.0, stages=(STAGE, replace(STAGE, peak_bytes=peak))))
+    found, _ = given(PREDICTED, GPUS)
+    outside = found.worst.device_total.p50 - found.worst.reserved.p50
+    fits = replace(close.predicted, stages=(STAGE, replace(STAGE, peak_bytes=peak - outside)))
+    tight, _ = given(replace(close, predicted=fits), GPUS)
+    assert tight.verdict == "tight"
+    assert not tight.is_likely
+    with pytest.raises(InfeasibleError, match="more likely than not it does not fit"):
+        given(replace(close, predicted=fits), GPUS, GPUS.device.memory_bytes)
+    with pytest.raises(InfeasibleError, match="the plan: Does not fit"):
+        given(replace(close, predicted=replace(fits, stages=(STAGE, replace(STAGE, peak_bytes=2 * peak)))), GPUS)
+
+
 def test_a_limit_that_cannot_be_checked_is_said():
     def fails():
         raise TraceError("the step reads a value")
