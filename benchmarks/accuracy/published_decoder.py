@@ -109,7 +109,8 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, labels: Tensor, is_in_place: bool) -> Tensor:
         """The loss of every token, in float32."""
-        sums = torch.logsumexp(scores, dim=-1)
+        with torch.autocast(scores.device.type, enabled=False):  # the kernel reads scores as they are
+            sums = torch.logsumexp(scores, dim=-1)
         ctx.save_for_backward(scores, sums, labels)
         ctx.is_in_place = is_in_place
         return (sums - scores.gather(-1, labels[:, None]).squeeze(-1)).float()

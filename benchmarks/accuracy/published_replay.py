@@ -62,6 +62,7 @@ what it has added up (``--accumulate-allreduce-grads-in-fp32``, which it turns o
 STAND_INS: Mapping[str, str] = {
     "fused norms, rotation and loss": "norms in one kernel each, others in many",
     "fused loss": "operators that keep and make as much",
+    "loss compiled with the network": "operators that keep and make as much",
     "C++ engine": "fused kernels",
     "tables tied over stages": "a head of its own",
     "links before their repair": "links as they should be",
@@ -79,6 +80,7 @@ FUSED_LOSSES: Mapping[str, str] = {
     "last product and loss in one kernel": "with its product",
     "fused norms, rotation and loss": "in place",
     "fused loss": "apart",
+    "loss compiled with the network": "apart",
 }
 """Which loss of :class:`~benchmarks.accuracy.published_decoder.DecoderSizes` programs have."""
 
