@@ -283,7 +283,6 @@ def test_what_is_priced_with_more_memory_than_a_run_took_does_not_make_it_imposs
     assert verdict_of(replace(RUN, stack="fused"), "does not fit") == "not certain"
     assert verdict_of(replace(RUN, stack="fused"), "fits") == "fits"
     assert verdict_of(RUN, "does not fit") == "does not fit"
-    assert verdict_of(replace(RUN, beside=("cache kept while training",)), "fits") == "not certain"
 
 
 def test_norms_are_many_operators_in_the_torch_that_had_no_fused_ones():
