@@ -5,6 +5,7 @@ All ranks run in this process, each with its own copy of the module, by the same
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from benchmarks.parity.masters import Masters
 from benchmarks.parity.plans import ROWS, Layout, make_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits
@@ -25,6 +27,11 @@ from tests.integration.parity import TOLERANCE, cast, loss_of, make_optimizer, m
 from tests.memory_transport import InMemoryWorld, drive
 
 T = TypeVar("T")
+
+Optimize = Callable[[nn.Module], torch.optim.Optimizer]
+
+Curve = tuple[list[list[Tensor]], dict[str, Tensor]]
+"""Losses by rank and step, and the parameters after the last."""
 
 Gradients = tuple[list[Tensor], dict[str, Tensor | None]]
 """A rank's losses by step, and gradients by canonical name."""
@@ -47,13 +54,22 @@ _MOST_RANKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subject:
-    """A model of the zoo in one precision, with its map and batches: ``batches[step][rank]``."""
+    """A model of the zoo in one precision, with its map and batches: ``batches[step][rank]``.
+
+    With master weights parameters of ``module`` are the masters, and ``dtype`` is the type that is computed in.
+    """
 
     name: str
     module: nn.Module
     module_map: ModuleMap
     batches: tuple[tuple[Any, ...], ...]
     dtype: torch.dtype
+    has_masters: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference that is rounding: of the masters' sums where there are masters, in whatever type."""
+        return TOLERANCE[torch.float32 if self.has_masters else self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +98,17 @@ class Outcome:
 
 
 @cache
-def subject(name: str, dtype: torch.dtype, device: torch.device = CPU) -> Subject:
+def subject(name: str, dtype: torch.dtype, device: torch.device = CPU, masters: torch.dtype | None = None) -> Subject:
     """A model, where it can be cut and how it can be split, and batches for as many ranks and steps as any plan needs.
 
     Args:
         name: Name in the zoo.
         dtype: Precision of its parameters and batches.
         device: Where they are, once the map is made.
+        masters: Precision of master weights, if it has any.
     """
     module, _ = zoo.make(name)
+    master = copy.deepcopy(module).to(masters or dtype)
     module.to(dtype)
     batches = make_batches(name, dtype)
     module_map = map_of(module, batches[0][0])
@@ -99,7 +117,14 @@ def subject(name: str, dtype: torch.dtype, device: torch.device = CPU) -> Subjec
             module, lambda batch: module.training_step(batch, 0), batches[0][0], module_map, DEGREES
         )
     batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
-    return Subject(name=name, module=module.to(device), module_map=module_map, batches=batches, dtype=dtype)
+    return Subject(
+        name=name,
+        module=master.to(device),
+        module_map=module_map,
+        batches=batches,
+        dtype=dtype,
+        has_masters=masters is not None,
+    )
 
 
 def make_batches(name: str, dtype: torch.dtype, *, seed: int = 7, rows: int = ROWS) -> tuple[tuple[Any, ...], ...]:
@@ -114,13 +139,16 @@ def on_all_ranks(subject: Subject, plan: Plan, work: Callable[[Engine], T]) -> l
     world = InMemoryWorld(plan.world_size)
 
     def rank(transport: Any) -> Any:
-        module = copy.deepcopy(subject.module)
+        module, masters = copy.deepcopy(subject.module), None
         device = next(module.parameters()).device
-        engine = Engine(module, plan, subject.module_map, transport, device=device)
+        if subject.has_masters:
+            masters = {name: p.data for name, p in module.named_parameters() if p.requires_grad}
+            module.to(subject.dtype)
+        engine = Engine(module, plan, subject.module_map, transport, device=device, masters=masters)
         return work(engine)
         yield  # what the rank waits for it waits for inside
 
-    with precision_of(subject.module):
+    with nullcontext() if subject.has_masters else precision_of(subject.module):
         results: list[T] = drive([rank(transport) for transport in world.transports])
     if world.pending:
         raise AssertionError(f"left over: {world.pending}")
@@ -162,7 +190,7 @@ def gradients_of(subject: Subject, engine: Engine) -> Gradients:
 
 def judge_gradients(subject: Subject, plan: Plan, ranks: Sequence[Gradients]) -> Outcome:
     """What all ranks of a plan found, against a single process."""
-    losses, gradients = _reference(subject, plan.world_size)
+    losses, gradients = _with_masters(subject, plan) if subject.has_masters else _reference(subject, plan.world_size)
     loss, differing = _loss_difference(subject, [found for found, _ in ranks], losses)
     worst, which = _gradient_difference(subject, plan, [mine for _, mine in ranks], gradients)
     return Outcome(loss=loss, gradient=worst, differing=differing or which)
@@ -176,6 +204,14 @@ def _reference(subject: Subject, world: int) -> tuple[list[list[Tensor]], dict[s
         for rank, batch in enumerate(step[:world]):
             losses[rank].append(_backward(module, batch, world))
     return losses, {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def _with_masters(subject: Subject, plan: Plan) -> tuple[list[list[Tensor]], dict[str, Tensor | None]]:
+    """The same by the arithmetic of master weights, which depends on the plan."""
+    masters = Masters.of(subject.module, subject.dtype)
+    steps = [masters.train_batch(plan, subject.module_map, step) for step in subject.batches]
+    losses = [list(of_rank) for of_rank in zip(*steps, strict=True)]
+    return losses, {name: parameter.grad for name, parameter in masters.module.named_parameters()}
 
 
 def _backward(module: nn.Module, batch: Any, world: int) -> Tensor:
@@ -192,7 +228,7 @@ def _loss_difference(
     for rank, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         for step, (loss, expected) in enumerate(zip(mine, theirs, strict=True)):
             difference = float(abs(loss - expected)) / max(1.0, float(abs(expected)))
-            if not difference <= TOLERANCE[subject.dtype] and not differing:
+            if not difference <= subject.tolerance and not differing:
                 differing = f"loss of rank {rank} in step {step}: {float(loss)}, not {float(expected)}"
             worst = max(worst, difference)
     return worst, differing
@@ -211,7 +247,7 @@ def _gradient_difference(
                 0 if part is None else part.index
             )
             difference = _difference(gradient, whole if part is None or whole is None else part.take(whole)) / largest
-            if not difference <= TOLERANCE[subject.dtype] and not differing:
+            if not difference <= subject.tolerance and not differing:
                 differing = f"gradient of {name} on rank {rank}: off by {difference:.1e}"
             worst = max(worst, difference)
     absent = [name for name in wanted if missing.get(name, {0})]
@@ -226,11 +262,11 @@ def _difference(found: Tensor | None, wanted: Tensor | None) -> float:
     return float((found - wanted).abs().max()) if found.numel() else 0.0
 
 
-def compare_curves(subject: Subject, plan: Plan) -> Outcome:
-    """Losses of :data:`CURVE_STEPS` clipped AdamW steps, and the parameters after the last."""
+def compare_curves(subject: Subject, plan: Plan, optimize: Optimize = make_optimizer) -> Outcome:
+    """Losses of :data:`CURVE_STEPS` clipped steps, of AdamW unless told, and the parameters after the last."""
 
     def work(engine: Engine) -> tuple[list[Tensor], dict[str, Tensor]]:
-        optimizer = make_optimizer(engine.module)
+        optimizer = optimize(engine.module)
         engine.take_optimizer(optimizer)
         engine.hollow()
         losses = []
@@ -243,12 +279,15 @@ def compare_curves(subject: Subject, plan: Plan) -> Outcome:
         return losses, engine.module_values()
 
     ranks = on_all_ranks(subject, plan, work)
-    losses, parameters = _reference_curve(subject, plan.world_size)
+    if subject.has_masters:
+        losses, parameters = _curve_with_masters(subject, plan, optimize)
+    else:
+        losses, parameters = _reference_curve(subject, plan.world_size, optimize)
     loss, differing = _loss_difference(subject, [found for found, _ in ranks], losses)
     values, worst = ranks[0][1], 0.0
     for name, wanted in parameters.items():
         difference = _difference(values.get(name), wanted) / max(1.0, float(wanted.abs().max()))
-        if not difference <= TOLERANCE[subject.dtype] and not differing:
+        if not difference <= subject.tolerance and not differing:
             differing = f"{name} after {CURVE_STEPS} steps: off by {difference:.1e}"
         worst = max(worst, difference)
     return Outcome(loss=loss, gradient=worst, differing=differing)
@@ -260,14 +299,30 @@ def _batch(subject: Subject, step: int, rank: int) -> Any:
 
 
 @cache
-def _reference_curve(subject: Subject, world: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+def _reference_curve(subject: Subject, world: int, optimize: Optimize) -> Curve:
     module = copy.deepcopy(subject.module)
-    optimizer = make_optimizer(module)
+    optimizer = optimize(module)
     losses: list[list[Tensor]] = [[] for _ in range(world)]
     for step in range(CURVE_STEPS):
         optimizer.zero_grad()
         for rank in range(world):
             losses[rank].append(_backward(module, _batch(subject, step, rank), world))
-        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP_NORM)
-        optimizer.step()
+        _clipped_step(optimizer)
     return losses, {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def _curve_with_masters(subject: Subject, plan: Plan, optimize: Optimize) -> Curve:
+    masters = Masters.of(subject.module, subject.dtype)
+    optimizer = optimize(masters.module)
+    steps = []
+    for step in range(CURVE_STEPS):
+        optimizer.zero_grad()
+        batches = [_batch(subject, step, rank) for rank in range(plan.world_size)]
+        steps.append(masters.train_batch(plan, subject.module_map, batches))
+        _clipped_step(optimizer)
+    return [list(of_rank) for of_rank in zip(*steps, strict=True)], masters.values()
+
+
+def _clipped_step(optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP_NORM)
+    optimizer.step()

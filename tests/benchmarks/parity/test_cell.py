@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from benchmarks.parity import cell
+from benchmarks.parity import cell, masters
 from benchmarks.parity.cell import Outcome, attempt, compare_curves, compare_gradients, subject
 from benchmarks.parity.plans import LAYOUTS, Group, Layout, make_plan
 from lightning_mist.runtime.gradients.reducer import GradientReducer
@@ -27,6 +27,15 @@ def test_a_curve_is_equal():
     outcome = attempt(compare_curves, subject("nano", torch.float64), TWO_BY_TWO)
     assert (outcome.differing, outcome.refused) == ("", "")
     assert 0 < outcome.gradient < 1e-10
+
+
+@pytest.mark.parametrize("compare", [compare_gradients, compare_curves])
+def test_master_weights_are_equal_to_the_bit_and_a_wrong_sum_is_named(monkeypatch, compare):
+    model = subject("vit", torch.bfloat16, masters=torch.float32)
+    layout = Layout(groups=(Group(dp=2, zero=2),), parts=2)
+    assert attempt(compare, model, layout) == Outcome()
+    monkeypatch.setattr(masters, "_sum", lambda tensors: tensors[0])
+    assert attempt(compare, model, layout).text == "differs"
 
 
 def test_wrong_gradients_are_named(monkeypatch):
