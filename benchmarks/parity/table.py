@@ -138,8 +138,10 @@ def _add(
 def main(arguments: Iterable[str] | None = None) -> int:
     """Fill the tables and write their records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--curve-models", nargs="*", default=list(CURVE_MODELS))
+    parser.add_argument(
+        "--models", nargs="*", default=list(MODELS), help="of gradients; without any, no record of them"
+    )
+    parser.add_argument("--curve-models", nargs="*", default=list(CURVE_MODELS), help="the same of curves")
     parser.add_argument("--plans", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="PLAN")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
     parser.add_argument("--no-record", action="store_true", help="only print")
@@ -158,7 +160,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     )
     rows: list[Sample] = []
     reasons: dict[str, list[str]] = {}
-    for precision in options.precisions:
+    for precision in options.precisions if options.models else ():
         _add(rows, reasons, *fill(options.models, options.plans, precision, compare_gradients, progress))
     curves: list[Sample] = []
     curve_reasons: dict[str, list[str]] = {}
@@ -169,7 +171,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     print(f"{progress.done} cells, {progress.differing} differ")
     if not options.no_record:
         what = "Largest relative difference from a single process of losses and of gradients summed over two batches."
-        write_record(make_record("parity", rows, notes=notes_of(what, reasons)))
+        if rows:
+            write_record(make_record("parity", rows, notes=notes_of(what, reasons)))
         if curves:
             what = (
                 "Largest relative difference from a single process over twenty clipped steps: of every rank's loss in "

@@ -54,6 +54,12 @@ def test_a_row_per_plan_and_precision_and_a_column_per_model(monkeypatch, capsys
     assert "18 cells, 0 differ" in out
 
 
+@pytest.mark.parametrize(("left_out", "theme"), [("--models", "parity-curves"), ("--curve-models", "parity")])
+def test_one_of_the_records_alone(monkeypatch, written, left_out, theme):
+    assert run(monkeypatch, outcome_of, left_out) == 0
+    assert [record.theme for record in written] == [theme]
+
+
 def test_a_cell_that_differs_is_named_and_fails(monkeypatch, capsys, written):
     differing = Outcome(gradient=1.0, differing="gradient of w on rank 1: off by 1.0e+00")
     assert run(monkeypatch, lambda subject, layout: differing, "--models", "gpt2", "--no-record") == 1
