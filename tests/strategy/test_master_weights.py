@@ -155,3 +155,59 @@ def test_modules_without_values_are_refused(tmp_path, profiles):
     strategy = MistStrategy(master_weights=True, profile_directory=profiles)
     with pytest.raises(PlanError, match="parameters without values"):
         train(tmp_path, strategy, module, precision="bf16-true")
+
+
+class Momentum(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def epoch_by_hand(module, state, dtype):
+    """An epoch of steps in bfloat16 on parameters of a type; the module and the optimizer's state afterwards."""
+    own, computed = copy.deepcopy(module).to(dtype), copy.deepcopy(module).bfloat16()
+    optimizer = own.configure_optimizers()
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for (rows,) in loader():
+        for master, cast in zip(own.parameters(), computed.parameters(), strict=True):
+            cast.data, cast.grad_dtype, cast.grad = master.data.bfloat16(), dtype, None
+        computed(rows.bfloat16()).pow(2).mean().backward()
+        for master, cast in zip(own.parameters(), computed.parameters(), strict=True):
+            master.grad = cast.grad
+        optimizer.step()
+    return own, optimizer.state_dict()
+
+
+def test_a_checkpoint_goes_on_in_plain_bfloat16_and_back(tmp_path, profiles):
+    """Weights and state are those that were saved, in the type that each run has."""
+    pl.seed_everything(1, verbose=False)
+    expected, state, path = Momentum(), None, None
+    for epochs, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float32)):
+        expected, state = epoch_by_hand(expected, state, dtype)
+        masters = MistStrategy(plan=one_stage(), master_weights=True, profile_directory=profiles)
+        trainer = pl.Trainer(
+            strategy=masters if dtype is torch.float32 else "ddp",
+            accelerator="cpu",
+            devices=1,
+            precision="bf16-true",
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            default_root_dir=tmp_path,
+        )
+        pl.seed_everything(1, verbose=False)
+        module = Momentum()
+        module.log = lambda *_, **__: None
+        trainer.fit(module, loader(), ckpt_path=path)
+        path = tmp_path / f"{epochs}.ckpt"
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        for (name, wanted), mine in zip(expected.named_parameters(), saved["state_dict"].values(), strict=True):
+            assert mine.dtype is dtype
+            assert torch.equal(mine, wanted), f"{name} after epoch {epochs}"
+        for number, entry in state["state"].items():
+            found = saved["optimizer_states"][0]["state"][number]["momentum_buffer"]
+            assert torch.equal(found, entry["momentum_buffer"])

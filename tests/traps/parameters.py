@@ -95,6 +95,15 @@ class Clamps(Project):
             parameter.data.clamp_(-0.2, 0.2)
 
 
+class EditsGroups(Project):
+    """Reaches parameters by the optimizer, as lookahead and weight decay by hand do."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for group in self.optimizers().param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.data.sign(), alpha=-1e-4)
+
+
 class Normalises(Callback):
     """Rows of unit length, after each step."""
 
@@ -227,6 +236,9 @@ TRAPS = {
     "copy-in-setup": Trap(callbacks=lambda: [CopyInSetup()], plans=("zero1", "pp2"), equal=("zero1",), reason=_REASON),
     "mean-teacher": Trap(module=MeanTeacher, plans=("zero1", "zero3", "pp2"), equal=("zero1",), reason=_REASON),
     "clamps": Trap(module=Clamps, plans=("zero2", *AWAY), equal=("zero2",), reason=_REASON),
+    "edits-groups": Trap(
+        module=EditsGroups, plans=("plain", *_ZERO, *AWAY), equal=("plain",), reason="may use optimizer state"
+    ),
     "normalises": Trap(callbacks=lambda: [Normalises()], plans=("zero1", "pp2"), equal=("zero1",), reason=_REASON),
     "clamps-before-backward": Trap(
         callbacks=lambda: [ClampsBeforeBackward()], plans=("zero1", "checkpointed"), reason="forward and backward"

@@ -129,6 +129,8 @@ class Trap:
         equal: Those of them under which it must train and be equal to DDP: reach that is not to be lost.
         reason: What a refusal, or an error that ends training, must name; a part of its text.
         tolerance: Largest difference, relative to the size of what is compared.
+        has_masters: Whether it is trained in bfloat16 with master weights, and held against the same arithmetic
+            (:class:`tests.traps.plain_masters.PlainMasters`) instead of DDP.
     """
 
     module: Callable[[], pl.LightningModule] = Project
@@ -140,3 +142,4 @@ class Trap:
     equal: tuple[str, ...] = ()
     reason: str = ""
     tolerance: float = 1e-9
+    has_masters: bool = False

@@ -17,6 +17,7 @@ from lightning_mist.errors import MistError
 from lightning_mist.runtime.communication import failure
 from lightning_mist.strategy.planning import plain_parallelism as simplest
 from tests.machine import assume_profile
+from tests.traps.plain_masters import PlainMasters
 from tests.traps.project import PLANS, Trap
 
 
@@ -64,14 +65,21 @@ def _write(folder: Path, found: dict[str, Any]) -> None:
 def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     if plan == "ddp":
-        strategy: Any = "ddp_find_unused_parameters_true"
+        strategy: Any = PlainMasters() if trap.has_masters else "ddp_find_unused_parameters_true"
     else:
         if plan == "searched":
             simplest.LEAST_SECONDS = simplest.LEAST_SECONDS_OF_RUN = 0.0
         profiles = str(assume_profile(folder / "profiles", 2)) if PLANS[plan] == "auto" else str(folder / "profiles")
-        strategy = MistStrategy(plan=PLANS[plan], profile_directory=profiles, plan_path=str(folder / "plan.json"))
+        strategy = MistStrategy(
+            plan=PLANS[plan],
+            profile_directory=profiles,
+            plan_path=str(folder / "plan.json"),
+            master_weights=trap.has_masters,
+        )
     module, callbacks = trap.module(), trap.callbacks()
     defaults: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0 if trap.val is None else 1.0}
+    if trap.has_masters and plan != "ddp":
+        defaults["precision"] = "bf16-true"
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",

@@ -86,6 +86,8 @@ class MasterWeights:
 
     def compute(self) -> None:
         """A batch begins: parameters are what is computed with."""
+        for name in self._masters:
+            self._masters[name] = self._every[name].data  # perhaps other storage than they had
         if self._gives_units:
             assert self._shards is not None
             self._shards.compute()

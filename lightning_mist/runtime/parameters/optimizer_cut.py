@@ -56,7 +56,8 @@ class OptimizerCut:
         """Give the optimizer all its parameters back; state stays with those that it updated as a whole."""
         for parameter in self.parts:
             self.optimizer.state.pop(parameter, None)
-        for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=True):
+        # Groups that were added while it trained are left as they are.
+        for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=False):
             group["params"][:] = parameters
             if names is not None:
                 group["param_names"][:] = names

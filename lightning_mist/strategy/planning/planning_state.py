@@ -176,7 +176,8 @@ class Planner:
         if self.plain is not None:
             return found
         optimizers = self.strategy.optimizers
-        own = union(everywhere(lambda: user_exclusions(self.trainer, optimizers)))
+        has_masters = self.request.master_weights
+        own = union(everywhere(lambda: user_exclusions(self.trainer, optimizers, master_weights=has_masters)))
         return replace(found, exclusions=(*found.exclusions, *own))
 
     def split(self, found: ModuleMap, degrees: Sequence[int]) -> ModuleMap:

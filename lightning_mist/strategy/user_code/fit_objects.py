@@ -161,7 +161,7 @@ class Resolver:
         if isinstance(base, Super):
             return self._above(base, name)
         if isinstance(base, Groups):
-            raise UnreadableError
+            raise UnreadableError(is_state=True)
         return self._of_known(base, name) if isinstance(base, Known) else None
 
     def _of_known(self, base: Known, name: str) -> Any:

@@ -268,7 +268,8 @@ class _Walk:
             self._reached(node, value.function if isinstance(value, Method) else None, is_state=self._is_state(value))
 
     def _is_state(self, *values: Any) -> bool:
-        return any(self._all.is_optimizer(_plain(value)) for value in values)
+        # Groups have on every rank the parameters that it updates.
+        return any(isinstance(value, Groups) or self._all.is_optimizer(_plain(value)) for value in values)
 
     def _reached(self, node: ast.AST, callee: Any = None, *, is_state: bool = False) -> NoReturn:
         name, what = self._function.__code__.co_filename.replace("\\", "/").rpartition("/")[2], ast.unparse(node)
@@ -298,7 +299,7 @@ class _Walk:
                 return Groups(is_one=True)
             if base.is_one and isinstance(key, str) and key != "params":
                 return None
-            self._reached(node)
+            self._reached(node, is_state=True)
         if not isinstance(base, Known):
             return None
         if isinstance(base.value, (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)) and key is not None:

@@ -8,6 +8,7 @@ does, not by its name: a hook that only looks at a loss rules nothing out
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -83,10 +84,16 @@ def exclusions_of(reasons: Reasons) -> tuple[Exclusion, ...]:
     return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
 
 
-def user_exclusions(trainer: Any, optimizers: list[Any]) -> tuple[Exclusion, ...]:
-    """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters."""
+def user_exclusions(trainer: Any, optimizers: list[Any], *, master_weights: bool = False) -> tuple[Exclusion, ...]:
+    """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters.
+
+    Args:
+        master_weights: Whether parameters outside of steps are masters, which are with who updates them.
+    """
     objects = FitObjects(trainer, optimizers)
-    return exclusions_of(chain(_looks(trainer, objects), _parameter_hooks(objects.module)))
+    found = exclusions_of(chain(_looks(trainer, objects), _parameter_hooks(objects.module)))
+    away = [item for item in found if master_weights and item.feature == "sharded_parameters"]
+    return tuple(dict.fromkeys((*found, *(replace(item, feature="sharded_gradients") for item in away))))
 
 
 def _looks(trainer: Any, objects: FitObjects) -> Reasons:

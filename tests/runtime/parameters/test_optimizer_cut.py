@@ -131,6 +131,18 @@ def test_restricting_keeps_groups_for_schedulers_and_can_be_undone():
         assert all(p is q for p, q in zip(group["params"], parameters, strict=True))
 
 
+def test_a_group_that_was_added_since_is_left_alone():
+    module, other = _module(), _module()
+    optimizer = OPTIMIZERS["adamw"](_groups(module))
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    cut = restrict_optimizer(optimizer, list(module.parameters())[:1])
+    optimizer.add_param_group({"params": list(other.parameters())})
+    cut.restore()
+    wanted = [*before, list(other.parameters())]
+    for group, parameters in zip(optimizer.param_groups, wanted, strict=True):
+        assert all(p is q for p, q in zip(group["params"], parameters, strict=True))
+
+
 def test_names_of_parameters_are_cut_and_restored():
     module = _module()
     optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1, momentum=0.9)

@@ -35,7 +35,7 @@ class Net(pl.LightningModule):
         return torch.stack([p.norm() for p in self.parameters()]).norm()
 
 
-def found(*callbacks, module=None, datamodule=None):
+def found(*callbacks, module=None, datamodule=None, **options):
     module = module or Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     trainer = SimpleNamespace(
@@ -50,7 +50,7 @@ def found(*callbacks, module=None, datamodule=None):
     for item in callbacks:
         if hasattr(item, "prepare"):
             item.prepare(module)
-    exclusions = user_exclusions(trainer, [optimizer])
+    exclusions = user_exclusions(trainer, [optimizer], **options)
     return {item.feature for item in exclusions}, " ".join(dict.fromkeys(item.reason for item in exclusions))
 
 
@@ -184,9 +184,6 @@ AT_PARAMETERS = {
     "a method that was kept": lambda self, *_: self.forward(torch.zeros(1, 2)),
     "an object that keeps it": lambda self, *_: self.helper.module(torch.zeros(1, 2)),
     "keeping it": lambda self, trainer, module, *_: setattr(self, "later", module),
-    "what an optimizer has": lambda self, trainer, *_: [
-        p for g in trainer.optimizers[0].param_groups for p in g["params"]
-    ],
     "unpacked": lambda self, *args: _Ema().update(*args[1:2]),
 }
 
@@ -215,6 +212,20 @@ def test_code_that_looks_at_gradients_rules_out_that_they_are_away(hook, name):
     features, reason = found(_callback(hook, AT_GRADIENTS[name]))
     assert features == set(GRADIENTS_AWAY)
     assert f"{hook} of Mine may use gradients (" in reason
+
+
+def test_groups_have_on_every_rank_what_it_updates():
+    def look(self, trainer, *_):
+        return [p for g in trainer.optimizers[0].param_groups for p in g["params"]]
+
+    features, reason = found(_callback("on_train_batch_end", look))
+    assert features == {*GRADIENTS_AWAY, "offloaded_optimizer"}
+    assert "may use optimizer state (" in reason
+
+
+def test_masters_are_with_who_updates_them():
+    callback = _callback("on_train_batch_end", AT_PARAMETERS["a shadow"], prepare=_shadow)
+    assert found(callback, master_weights=True)[0] == {*PARAMETERS_AWAY, "sharded_gradients"}
 
 
 def test_hooks_that_are_put_on_parameters_later_count_as_those_that_are_there():
