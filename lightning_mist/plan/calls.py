@@ -8,7 +8,8 @@ Nothing here imports torch: tensors are told apart by what they offer.
 """
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +17,25 @@ _OUR_FRAMES = ("lightning_mist.", "torch.overrides")
 """Modules whose frames lie between a user's line and the observer of a torch function."""
 
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+
+
+@contextmanager
+def intercepted(blocks: Sequence[Any], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, whoever calls a block calls what ``wrap`` made of its position and of what runs it.
+
+    That is its forward, or what ``Module.compile`` has put in place of forward and hooks.
+    """
+    names = ["_compiled_call_impl" if vars(block).get("_compiled_call_impl") else "forward" for block in blocks]
+    own = [vars(block).get(name) for block, name in zip(blocks, names, strict=True)]
+    try:
+        for position, (block, name) in enumerate(zip(blocks, names, strict=True)):
+            vars(block)[name] = wrap(position, getattr(block, name))
+        yield
+    finally:
+        for block, name, before in zip(blocks, names, own, strict=True):
+            vars(block).pop(name, None)
+            if before is not None:
+                vars(block)[name] = before
 
 
 def block_value(position: int, leaf: int) -> Hashable:

@@ -247,12 +247,15 @@ def _numbers(stages: Stages, plan: Plan, asked: int | None, asked_of_host: int |
     if any(stage.mesh.tensor_parallel_degree > 1 for stage in plan.stages) and model.spec.seconds:
         yield "seconds of split layers shrink as their FLOPs and bytes do; tensor parallelism is not measured"
     profiles = dict.fromkeys(text for item in profiles_of(model) for text in item.source.split("; "))
+    compiled = model.spec.compiled and f", {model.spec.compiled}"
     words = {
         "rates": f"seconds of layers follow from FLOPs and bytes and the profile's rates ({'; '.join(profiles)})",
         "extrapolated": "seconds of layers are extrapolated from measured microbatch sizes",
-        "measured": "seconds of layers are measured",
+        "measured": f"seconds of layers are measured{compiled}",
     }
     yield from (words[name] for name in words if name in sources)
+    if compiled and "rates" in sources:
+        yield f"{model.spec.compiled}: their kernels are priced as --stack says, which is eagerly unless asked for"
     limits = stages.part_limits if isinstance(stages, MixedStages) else (stages.memory_limit,)
     names = (part.device.name for part in model.cluster.parts)
     for name, limit in dict.fromkeys(zip(names, limits, strict=True)):

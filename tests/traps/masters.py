@@ -278,11 +278,11 @@ def _validated() -> Any:
 TRAPS = {
     **_both("plain", module=Net),
     **_both("clipped", trainer={"gradient_clip_val": 0.05}),
-    **_both("clipped by value", trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    **_both("clipped by value", module=Single, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     **_both("accumulated", trainer={"accumulate_grad_batches": 2}),
     **_both("scheduled", module=Scheduled),
     **_both("frozen", module=Frozen),
-    **_both("tied", module=Tied),
+    **_both("tied", module=Tied, equal=(*_WHOLE, "cut", "pp2"), reason="others use its parameters too"),
     **_both("weight norm", module=_single(WeightNorm)),
     **_both("wide norms", module=WideNorms),
     **_both("skips steps", module=_single(SkipsSteps)),

@@ -103,3 +103,15 @@ def test_a_search_cut_short_does_not_say_that_nothing_fits(monkeypatch, place):
         planner.tune(**asked, search=SearchSpace(solver_seconds=1e-9))
     with pytest.raises(InfeasibleError, match="no plan fits"):
         planner.tune(**asked)
+
+
+@pytest.mark.parametrize(
+    ("measured", "note"),
+    [
+        (True, "seconds of layers are measured, blocks 0-3 compiled"),
+        (False, "blocks 0-3 compiled: their kernels are priced as --stack says, which is eagerly unless asked for"),
+    ],
+)
+def test_a_plan_says_which_blocks_are_compiled(measured, note):
+    network = replace(spec(4, measured=measured), compiled="blocks 0-3 compiled")
+    assert note in tune(network, cluster(2), profile=profile(), global_batch_size=4).notes

@@ -24,6 +24,7 @@ import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, StageCandidates, StageSlot
 from lightning_mist.cost.memory import HeldBytes, Holdings
+from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
@@ -108,6 +109,12 @@ def _once(
     if optimizer.step_seconds_per_parameter_byte > 0:
         measured_K: FloatArray = optimizer.step_seconds_per_parameter_byte * owned_K
         return measured_K + passed_K / profile.memory_bytes_per_second
+    if optimizer.narrow_state:
+        raise PlanError(
+            f"no seconds of {optimizer.name}: it keeps state in {optimizer.narrow_state}, and what its kernels take "
+            "does not follow from the bytes that they move. A fit times its step before it plans, and the estimate "
+            "command counts its bytes"
+        )
     # Only the loop implementations have temporaries of the size of one parameter.
     is_loop = optimizer.step_peak_bytes_per_largest > 0
     count_K = held.count_K * owned_K / np.maximum(held.trained_K, 1.0)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lightning_mist.cost.inputs import Collectives, FloatArray, RegionCosts, StageRegions, prefix_sums, regions_of
 from lightning_mist.cost.time.operator_seconds import compute_dtype, work_seconds
 from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD
-from lightning_mist.errors import ProfileError
+from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware import Cluster, CollectiveCost, HardwareProfile
 from lightning_mist.model.spec import LayerSeconds, ModelSpec
 
@@ -144,6 +144,7 @@ def region_seconds(
 
     Raises:
         ProfileError: If a kind was not measured and the profile lacks the rate of the computation's element type.
+        PlanError: If it multiplies in types that no profile has rates of.
     """
     measured = {seconds.kind: seconds for seconds in spec.seconds}
     regions = regions_of(spec)
@@ -151,6 +152,11 @@ def region_seconds(
     is_partial = costs.recompute_work is not costs.forward_work
     sources: set[TimeSource] = set()
     if is_partial or any(region.kind not in measured for region in regions):
+        if spec.unpriced:
+            raise PlanError(
+                f"no seconds of {spec.name}: {'; '.join(spec.unpriced)}, which profiles have no rates of. A fit times "
+                "layers before it plans, and the estimate command counts their bytes"
+            )
         dtype, ahead = compute_dtype(spec.precision), cluster.device.kind == "cuda"
         options: dict[str, Any] = {"launches_ahead": ahead, "head_width": spec.head_width}
         forward_R[:] = work_seconds(profile, costs.forward_work, dtype, "forward", **options)

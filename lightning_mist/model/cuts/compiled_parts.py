@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.plan.module_map import Exclusion, Feature
+from lightning_mist.plan.plan_tables import ranges
 
 _ANYWHERE: tuple[Feature, ...] = ("pipeline", "tensor", "sequence")
 _INSIDE: tuple[Feature, ...] = ("microbatches", "sharded_parameters")
@@ -35,6 +36,17 @@ def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[
     )
 
 
+def is_compiled_block(block: nn.Module) -> bool:
+    """Whether calling a block runs compiled code."""
+    return _is_compiled(block) or getattr(block, "_compiled_call_impl", None) is not None
+
+
+def compiled_text(module: nn.Module, blocks: Sequence[str]) -> str:
+    """Which blocks are compiled, such as "blocks 0-23 compiled"; empty if none is."""
+    found = [number for number, name in enumerate(blocks) if is_compiled_block(module.get_submodule(name))]
+    return f"block{'s' if len(found) > 1 else ''} {ranges(found)} compiled" if found else ""
+
+
 def _compiled(module: nn.Module) -> Iterator[str]:
     # What Lightning keeps of ``torch.compile(module)``: its steps compiled, and this mark.
     is_whole = getattr(module, "_compiler_ctx", None) is not None
@@ -43,7 +55,7 @@ def _compiled(module: nn.Module) -> Iterator[str]:
     seen: set[type] = set()
     for name, part in module.named_modules():
         what = name.removesuffix("_orig_mod").removesuffix(".") or "the module"
-        if _is_compiled(part) or getattr(part, "_compiled_call_impl", None) is not None:
+        if is_compiled_block(part):
             yield what
         elif not (is_whole and part is module):
             yield from (f"{what}.{key}" for key, value in vars(part).items() if _is_compiled(value))

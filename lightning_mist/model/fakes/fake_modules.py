@@ -61,7 +61,7 @@ def form_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Inside, torch neither warns about the gradients of tensors that meet a fake nor logs what a fake cannot do.
+    """Inside, torch neither warns of hooks or of gradients of tensors that meet a fake, nor logs what a fake cannot do.
 
     It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
     and not where they are errors. An operator that fails on fakes is in the reason that the map gives; one that there
@@ -72,6 +72,8 @@ def quiet_fakes() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+            # Our global hooks fire twice for a wrapper of compiled code and what is in it, which is what they are for.
+            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
             with memory_rules():
                 yield
     finally:

@@ -1,7 +1,7 @@
 """Run a user's step without leaving a trace in the module: all but gradients, which the caller keeps, comes back."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.fakes.fake_modules import form_of, renew_flat_weights
 from lightning_mist.model.user_code import Generators, ModuleState
+from lightning_mist.plan import calls
 from lightning_mist.recomputation import neutral_checkpointing
 
 _HOST = torch.device("cpu")
 
 Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called instead of a block's forward with its position, its own forward, and its arguments."""
+"""Called instead of a block with its position, what runs it, and its arguments."""
 
 
 @contextmanager
@@ -71,24 +72,10 @@ def substitute_parameters(
     return tuple(made.values())
 
 
-@contextmanager
-def intercepted(blocks: Sequence[nn.Module], handler: Handler) -> Iterator[None]:
-    """Let ``handler`` be called instead of the forward of each block, inside :func:`isolated` only."""
+def intercepted(blocks: Sequence[nn.Module], handler: Handler) -> AbstractContextManager[None]:
+    """Let ``handler`` be called instead of each block, inside :func:`isolated` only."""
 
     def wrap(position: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return handler(position, original, args, kwargs)
+        return lambda *args, **kwargs: handler(position, original, args, kwargs)
 
-        return forward
-
-    own = [block.__dict__.get("forward") for block in blocks]
-    for position, block in enumerate(blocks):
-        block.__dict__["forward"] = wrap(position, block.forward)
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, own, strict=True):
-            if forward is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = forward
+    return calls.intercepted(blocks, wrap)

@@ -1,6 +1,15 @@
 """What single operators cost: FLOPs, bytes, kinds, and rules for those that nobody can look into."""
 
 from lightning_mist.model.operators.linear_calls import LinearCall, LinearMode, seen_through
-from lightning_mist.model.operators.operator_costs import computes, flops, moved_bytes, storage_key, tensors_in, written
+from lightning_mist.model.operators.operator_costs import (
+    computes,
+    flops,
+    moved_bytes,
+    narrow_type,
+    plain_tensors,
+    storage_key,
+    tensors_in,
+    written,
+)
 from lightning_mist.model.operators.operator_kinds import kind_of
 from lightning_mist.model.operators.workspace_rules import memory_rules, register_memory_rule, workspace_bytes

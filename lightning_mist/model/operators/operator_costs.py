@@ -3,7 +3,7 @@
 Works on real and on fake tensors alike, since only shapes are looked at.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,29 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Tensors, in place of those of wrapper classes what these are made of."""
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            yield from plain_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
+def narrow_type(tensors: Iterable[torch.Tensor], *, floating: bool) -> str:
+    """The first type of 8 bits (or 4) among tensors of more than one number; empty if there is none.
+
+    Args:
+        floating: Whether only floating-point types count, and not integers.
+    """
+    for tensor in plain_tensors(tensors):
+        dtype = tensor.dtype
+        is_narrow = dtype.itemsize == 1 and dtype is not torch.bool and tensor.numel() > 1
+        if is_narrow and (dtype.is_floating_point or not floating):
+            return str(dtype).removeprefix("torch.")
+    return ""
 
 
 def storage_key(tensor: torch.Tensor) -> int:

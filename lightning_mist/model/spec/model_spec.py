@@ -297,6 +297,8 @@ class ModelSpec:
             (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
         splits: What one rank costs under tensor parallelism, one entry per degree and kind that is known.
         notes: What could not be expressed or had to be assumed, in words for the user.
+        compiled: Which blocks the user compiles, in words; empty if none.
+        unpriced: What multiplies in types that no rates are known of, in words.
         head_width: Numbers in a head of its fused attention, the most if they differ; 0 if there is none or it is not
             known.
     """
@@ -322,6 +324,8 @@ class ModelSpec:
     splits: tuple[SplitSpec, ...] = ()
     notes: tuple[str, ...] = ()
     head_width: int = 0
+    compiled: str = ""
+    unpriced: tuple[str, ...] = ()
 
     @property
     def precision_text(self) -> str:

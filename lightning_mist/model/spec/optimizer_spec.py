@@ -18,6 +18,7 @@ class OptimizerSpec:
         step_seconds_per_parameter_byte: Seconds of one step per byte of parameters, measured; 0 if it was not.
         gradient_bytes_per_parameter_byte: Bytes of a gradient, as gradients are added up, per byte of its parameter:
             2 for gradients in 32 bits of parameters in 16 (master weights).
+        narrow_state: Type of 8 bits in which it keeps state; empty if it keeps none.
     """
 
     name: str
@@ -28,3 +29,4 @@ class OptimizerSpec:
     step_left_bytes_per_parameter_byte: float = 0.0
     step_seconds_per_parameter_byte: float = 0.0
     gradient_bytes_per_parameter_byte: float = 1.0
+    narrow_state: str = ""

@@ -2,7 +2,8 @@
 
 The user's step runs on real numbers at several batch sizes. One block of each kind runs, the others imitate it, so that
 memory holds the head, the tail and one block; gradients are accumulated, as in all microbatches but the first.
-Parts are told apart by timestamps where blocks begin, in backward where their inputs' gradients arrive.
+Parts are told apart by timestamps where blocks begin, in backward where their inputs' gradients arrive. Blocks that the
+user compiles are timed as compiled code.
 """
 
 import time
@@ -51,7 +52,7 @@ def _timed_step(
         parts.append((part, backward))
         marks.append(ops.record(timed=True))
 
-    walk = Walk(blocks, twins, enter, recompute=False, mode=None, keep_values=True)
+    walk = Walk(blocks, twins, enter, recompute=False, natural=True, mode=None, keep_values=True)
     with walk.step(), torch.enable_grad():
         enter(0, False)
         value = call(copy_batch(batch))

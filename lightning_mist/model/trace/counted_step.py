@@ -69,6 +69,7 @@ class StepCount:
         shared: Those of the head that the batch alone determines.
         made: Bytes of parameter gradients that each part's backward made and left.
         head_width: Numbers in a head of fused attention, the most if they differ; 0 without.
+        narrow: What multiplies in 8 bits, in words.
     """
 
     forward: tuple[PhaseCount, ...]
@@ -82,6 +83,7 @@ class StepCount:
     guesses: tuple[tuple[str, int], ...]
     describable: tuple[bool, ...]
     head_width: int
+    narrow: tuple[str, ...]
 
     @property
     def timeline(self) -> list[int]:
@@ -157,6 +159,7 @@ def count_step(
         guesses=ledger.guesses.reads,
         describable=describable,
         head_width=ledger.head_width,
+        narrow=tuple(f"{module or 'the step'} computes {what}" for what, module in ledger.narrow.items()),
     )
 
 

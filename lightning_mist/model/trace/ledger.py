@@ -21,6 +21,7 @@ from lightning_mist.model.operators import (
     flops,
     kind_of,
     moved_bytes,
+    narrow_type,
     storage_key,
     tensors_in,
     workspace_bytes,
@@ -122,6 +123,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.guesses = Guesses()
         self.head_width = 0
+        self.narrow: dict[str, str] = {}  # what multiplies in 8 bits: operator and type, and the first module that does
         self.part = 0
         self._origins = origins
         self._live: dict[int, Storage] = {}
@@ -222,6 +224,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind in ("attention", "causal_attention") and not self._is_backward:
             self.head_width = max(self.head_width, int(args[0].shape[-1]))
         work = kind, flops(func, args, kwargs, result), moved
+        if (work[1] or func.namespace != "aten") and (narrow := narrow_type(inputs, floating=True)):
+            self.narrow.setdefault(f"{func._overloadpacket} in {narrow}", self._here().module)
         self._phase.work.append(work)
         if self._recomputes:
             self._phase.repeated.append(work)
@@ -271,8 +275,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shared=shared,
             operator=operator,
             dtype=dtype,
-            origin=NOWHERE if self._origins is None else self._origins.here(),
+            origin=self._here(),
         )
+
+    def _here(self) -> Origin:
+        return NOWHERE if self._origins is None else self._origins.here()
 
     def _cause(self) -> Cause:
         if not self._is_backward:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_parameters
-from lightning_mist.model.operators import storage_key, tensors_in
+from lightning_mist.model.operators import narrow_type, plain_tensors, storage_key, tensors_in
 from lightning_mist.model.spec import OptimizerSpec
 from lightning_mist.model.trace.ledger import Ledger
 
@@ -21,12 +21,17 @@ _SIDE = 64  # parameters of 64 x 64: small, and a matrix, so that optimizers whi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """One metered step: bytes of parameters, of state after it, alive at most beyond those before, and moved."""
+    """One metered step: bytes of parameters, of state after it, alive at most beyond those before, and moved.
+
+    Attributes:
+        narrow: Type of state of 8 bits, if any has one.
+    """
 
     parameters: int
     state: int
     peak: int
     moved: int
+    narrow: str
 
 
 def _options(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -68,13 +73,15 @@ def _try(
     ledger = Ledger(1)
     with torch.no_grad(), ledger:
         optimizer.step()
-    states = {storage_key(t): t for s in optimizer.state.values() for t in tensors_in(list(s.values()))}
+    found = [t for s in optimizer.state.values() for t in plain_tensors(tensors_in(list(s.values())))]
+    states = {storage_key(t): t for t in found}
     timeline = ledger.forward[0].timeline
     return _Trial(
         parameters=sum(p.numel() * p.element_size() for p in parameters),
         state=sum(t.untyped_storage().nbytes() for t in states.values()),
         peak=max(timeline),
         moved=ledger.forward[0].moved_bytes,
+        narrow=narrow_type(found, floating=False),
     )
 
 
@@ -135,7 +142,24 @@ def describe_optimizer(
         step_peak_bytes_per_largest=max(0.0, per_largest),
         step_moved_bytes_per_parameter_byte=(large.moved - four.moved) / (3 * size),
         step_left_bytes_per_parameter_byte=max(0.0, per_largest - alone_per_largest),
+        narrow_state=large.narrow,
     )
+
+
+def describe_given(
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, home: torch.device, device_kind: str
+) -> tuple[OptimizerSpec, tuple[str, ...]]:
+    """What an optimizer, AdamW if there is none, keeps and needs, and what was assumed.
+
+    Args:
+        home: Where to measure AdamW.
+    """
+    if optimizer is None:
+        note = "no optimizer was given: AdamW's needs are assumed"
+        return describe_optimizer(torch.optim.AdamW, device=home, device_kind=device_kind), (note,)
+    found = describe_optimizer(optimizer, device_kind=device_kind)
+    note = f"{found.name} keeps state in {found.narrow_state}: its bytes are those of a small one of its kind"
+    return found, (note,) if found.narrow_state else ()
 
 
 _INHERITED = "LightningModule.configure_optimizers"

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_mist.errors import TraceError
+from lightning_mist.model.cuts import is_compiled_block
 from lightning_mist.model.fakes import intercepted
 from lightning_mist.model.trace.rank_step import Dims, RankView, dims_of, parts_of
 from lightning_mist.model.trace.twins import Answer, imitate, record_answer
@@ -34,6 +35,7 @@ class Walk:
         enter: Told ``(part, backward)`` when a part begins; the first forward part is not announced.
         given: Told ``(tensor, part, is gradient, index)`` of every tensor that enters a part, forward and backward.
         selective: Whether products, convolutions and attention are kept where blocks are recomputed.
+        natural: Whether blocks that are compiled run compiled, and not eagerly as all around them.
         repeating: Makes the context in which the forward of a block is repeated, or what the user checkpoints behind
             the last one.
     """
@@ -46,6 +48,7 @@ class Walk:
         *,
         recompute: bool,
         selective: bool = False,
+        natural: bool = False,
         mode: FakeTensorMode | None,
         keep_values: bool,
         view: RankView | None = None,
@@ -57,6 +60,7 @@ class Walk:
         self.answers: dict[int, Answer | None] = {}
         self._blocks, self._twins, self._enter = blocks, twins, enter
         self._recompute, self._mode, self._keep_values = recompute, mode, keep_values
+        self._natural = [natural and is_compiled_block(block) for block in blocks]
         self._contexts = selective_contexts if selective else noop_context_fn
         self._view, self._given, self._repeating = view, given, repeating
         self._shared: dict[int, Dims] = {}
@@ -121,7 +125,8 @@ class Walk:
 
     def _run(self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._recompute:
-            return original(*args, **kwargs)
+            with torch.compiler.set_stance("default") if self._natural[position] else nullcontext():
+                return original(*args, **kwargs)
         # All by position: checkpoint keeps the states of device generators only for devices of positional tensors.
         leaves, structure = tree_flatten((args, kwargs))
 

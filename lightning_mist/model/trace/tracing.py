@@ -6,7 +6,7 @@ run once per step, the others imitate them. Counts on fake and on real tensors a
 that cannot run on fakes (one that reads a value back) is counted on real tensors at small sizes instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.cuts import map_module
+from lightning_mist.model.cuts import compiled_text, map_module
 from lightning_mist.model.device import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.events import timeline_of
 from lightning_mist.model.fakes import describe_guesses, device_of, has_values, refusal, resize_batch, sequence_length
@@ -29,7 +29,6 @@ from lightning_mist.model.spec import (
     LayerSpec,
     MisfitError,
     ModelSpec,
-    OptimizerSpec,
     ParameterSpec,
     SplitSpec,
     TensorSpec,
@@ -38,7 +37,7 @@ from lightning_mist.model.trace.block_kinds import Kinds, cost_keys, group, is_f
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
 from lightning_mist.model.trace.layer_costs import boundary_specs, layer_specs
 from lightning_mist.model.trace.modes import Ways, run_ways
-from lightning_mist.model.trace.optimizer import describe_optimizer
+from lightning_mist.model.trace.optimizer import describe_given
 from lightning_mist.model.trace.rank_step import RankView, present_parts
 from lightning_mist.model.trace.sizes import Blocks, Counted, Resize, Step, bases, divisible, sized
 from lightning_mist.plan import Exclusion, ModuleMap, TensorSplit
@@ -121,6 +120,7 @@ class _Traced(Counted):
     guesses: tuple[tuple[str, int], ...]
     is_fake: bool
     head_width: int
+    narrow: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -188,8 +188,9 @@ def _can_imitate(subject: Subject, batch: Any, plain: StepCount, kinds: Kinds, t
 
 def _kept_bytes(module: nn.Module) -> int:
     tensors = (x for item in module.modules() for x in vars(item).values() if isinstance(x, torch.Tensor))
-    own = {storage_key(x): x.untyped_storage().nbytes() for x in tensors if not isinstance(x, nn.Parameter)}
-    return sum(own.values())
+    return sum(
+        {storage_key(x): x.untyped_storage().nbytes() for x in tensors if not isinstance(x, nn.Parameter)}.values()
+    )
 
 
 def _fit(ways: Ways, blocks: Blocks, step: Step, *, is_fake: bool) -> _Traced:
@@ -210,6 +211,7 @@ def _fit(ways: Ways, blocks: Blocks, step: Step, *, is_fake: bool) -> _Traced:
         guesses=runs[0].guesses,
         is_fake=is_fake,
         head_width=runs[0].head_width,
+        narrow=runs[0].narrow,
         notes=notes,
     )
 
@@ -341,7 +343,7 @@ def trace_model(
         module=module, batch=batch, module_map=module_map, call=run, context=context, resize=resize, operators=operators
     )
     traced, failures = _traced(step)
-    optimizer_spec, notes = _optimizer(optimizer, _home(module, batch), operators.name)
+    optimizer_spec, notes = describe_given(optimizer, _home(module, batch), operators.name)
     rows, parameters = batch_rows(batch), _parameters(module)
     unsplit = (), (_REAL,) if module_map.splits else ()
     splits, unknown = trace_splits(step, traced, parameters) if traced.is_fake else unsplit
@@ -362,10 +364,18 @@ def trace_model(
         precision=precision,
         device_kind=operators.name,
         head_width=traced.head_width,
+        compiled=compiled_text(module, module_map.blocks),
+        unpriced=traced.narrow,
         shared_saved_bytes=traced.shared,
         splits=splits,
-        notes=(*failures, *traced.notes, *notes, *((describe_guesses(traced.guesses),) if traced.guesses else ())),
+        notes=(*failures, *traced.notes, *notes, *_notes(traced)),
     )
+
+
+def _notes(traced: _Traced) -> Iterator[str]:
+    yield from (f"{what}: profiles have no rates of that" for what in traced.narrow)
+    if traced.guesses:
+        yield describe_guesses(traced.guesses)
 
 
 def _mapped(module: nn.Module, batch: Any, step: Callable[[Any], Any], resize: Resize | None) -> ModuleMap:
@@ -384,12 +394,3 @@ def _operators(module: nn.Module, batch: Any, kind: str | DeviceOperators | None
 def _home(module: nn.Module, batch: Any) -> torch.device:
     """Where the module is; where its batch is, if it is nowhere yet."""
     return next((p.device for p in module.parameters() if not p.is_meta), device_of(batch))
-
-
-def _optimizer(
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, home: torch.device, device_kind: str
-) -> tuple[OptimizerSpec, tuple[str, ...]]:
-    if optimizer is not None:
-        return describe_optimizer(optimizer, device_kind=device_kind), ()
-    note = "no optimizer was given: AdamW's needs are assumed"
-    return describe_optimizer(torch.optim.AdamW, device=home, device_kind=device_kind), (note,)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_mist.plan.calls import call_site, user_line, without_caches
+from lightning_mist.plan.calls import call_site, intercepted, user_line, without_caches
 from lightning_mist.runtime.cutting.arguments import is_writing, rebuilt
 from lightning_mist.runtime.cutting.traced_numbers import (
     BATCH,
@@ -181,18 +181,8 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, calls of torch and of the module's blocks are taken down."""
-        wrapped = []
-        try:
-            for position, block in enumerate(self._blocks):
-                wrapped.append((block.__dict__, block.__dict__.get("forward")))
-                block.__dict__["forward"] = self._wrap(position, block.forward)
-            with _custom_functions(self._custom), self:
-                yield
-        finally:
-            for space, forward in wrapped:
-                space.pop("forward", None)
-                if forward is not None:
-                    space["forward"] = forward
+        with intercepted(self._blocks, self._wrap), _custom_functions(self._custom), self:
+            yield
 
     def _wrap(self, position: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

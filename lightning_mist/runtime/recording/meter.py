@@ -144,7 +144,9 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = self.current_bytes
 
     def __enter__(self) -> "StorageMeter":
-        """Count from here on."""
+        """Count from here on; compiled code runs eagerly: under a mode torch would never compile it again."""
+        self._eager = torch.compiler.set_stance("force_eager")
+        self._eager.__enter__()
         _followed_resizing.__enter__()
         _inside().append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -157,6 +159,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             _inside().remove(self)
             _followed_resizing.__exit__()
+            self._eager.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

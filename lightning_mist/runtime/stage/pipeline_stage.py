@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import Checkpointing
-from lightning_mist.plan.calls import block_value, describe_value, is_block_value, without_caches
+from lightning_mist.plan.calls import block_value, describe_value, intercepted, is_block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
@@ -105,7 +105,7 @@ class PipelineStage:
             index > 0 and module_map.indexes_by_mask
         )
         self._specs: dict[Hashable, tuple[InputSpec, ...]] = {}
-        self._originals: dict[int, Callable[..., Any]] = {}
+        self._is_attached = False
         self._run: StepRun | None = None
 
     def _check(self) -> None:
@@ -134,26 +134,18 @@ class PipelineStage:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, the module is this stage; afterwards it is exactly as before."""
-        if self._originals:
+        if self._is_attached:
             raise RuntimeError(f"stage {self.index} is attached already: leave the context first")
-        wrapped = []
         with ExitStack() as stack:
             stack.enter_context(self._slots.filled())
             if self.split is not None:
                 stack.enter_context(self.split.presented(self._split_slots, self.parameters))
+            stack.enter_context(intercepted(self._blocks, self._wrap))
+            self._is_attached = True
             try:
-                for position in range(len(self._blocks)):
-                    space = self._blocks[position].__dict__
-                    wrapped.append((space, space.get("forward")))
-                    self._originals[position] = self._blocks[position].forward
-                    space["forward"] = self._wrap(position)
                 yield
             finally:
-                self._originals.clear()
-                for space, forward in wrapped:
-                    space.pop("forward", None)
-                    if forward is not None:
-                        space["forward"] = forward
+                self._is_attached = False
 
     def input_specs(self, call: Callable[[], Any], signature: Hashable) -> tuple[InputSpec, ...]:
         """What the stage will receive for a call, in the order of the map's cut; nothing on stage 0.
@@ -201,7 +193,7 @@ class PipelineStage:
             TraceError: If the step runs its blocks in another order than in the trace, ends before the stage does, or
                 gives a result that depends on a parameter of another stage.
         """
-        if self._num_stages == 1 and not self._originals:
+        if self._num_stages == 1 and not self._is_attached:
             return StageOutput(tensors=(), value=call())
         state = get_random_state(self._device) if self.index > 0 else None
         run = StepRun(self._wanted, received, state)
@@ -234,7 +226,7 @@ class PipelineStage:
 
     def _enter(self, run: StepRun, call: Callable[[], Any]) -> tuple[Any, bool]:
         """Run the step; its value, and whether it ran to its end."""
-        if not self._originals:
+        if not self._is_attached:
             raise RuntimeError(f"stage {self.index} is not attached: run it inside attached()")
         self._run = run
         try:
@@ -266,9 +258,9 @@ class PipelineStage:
     def _deferring(self) -> AbstractContextManager[None]:
         return nullcontext() if self.deferral is None else self.deferral.watching()
 
-    def _wrap(self, position: int) -> Callable[..., Any]:
+    def _wrap(self, position: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            run, original = self._run, self._originals[position]
+            run = self._run
             if run is None or run.inside is not None:
                 return original(*args, **kwargs)
             if self._num_stages > 1:

@@ -30,6 +30,15 @@ class Counting(nn.Module):
         return h + self.back(torch.relu(self.linear(h)))
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.relu(self.linear(h))
+
+
 class Stack(nn.Module):
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
@@ -70,6 +79,36 @@ def test_every_kind_has_seconds_at_every_size_and_only_examples_run() -> None:
     # Trace and kinds aside, whose blocks run on fake numbers, only the first block of each kind runs.
     assert steps >= 2 * (1 + 3)
     assert dict(RUNS) == {0: steps, 3: steps}
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_blocks_that_are_compiled_are_timed_so(how: str) -> None:
+    """And what is around them runs eagerly, as do blocks of a trace."""
+    ran = Counter[str]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran["compiled"] += 1
+            return graph(*args)
+
+        return run
+
+    module = Stack()
+    module.blocks = nn.ModuleList(Residual() for _ in range(6))
+    for number, block in enumerate(module.blocks):
+        if how == "wrapped":
+            module.blocks[number] = torch.compile(block, backend=backend)  # type: ignore[assignment]
+        else:
+            block.compile(backend=backend)
+    call = zoo.step(module)
+    with torch.compiler.set_stance("force_eager"):  # as while a fit is planned
+        spec = trace_model(module, make_batch(4), call=call)
+        assert spec.compiled == "blocks 0-5 compiled"
+        assert not ran
+        timed(module, spec)
+    # Warmed up and three times over, on batches of two sizes.
+    assert ran["compiled"] >= (1 + 3) * 2
 
 
 def test_the_module_is_as_before() -> None:

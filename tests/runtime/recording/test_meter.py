@@ -147,6 +147,21 @@ def test_storage_resized_in_place_is_followed_and_the_method_put_back() -> None:
     assert torch.UntypedStorage.resize_ is original
 
 
+def test_compiled_code_runs_eagerly_inside_and_compiled_again_afterwards() -> None:
+    """Under a mode torch would give a function up for good."""
+    ran = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        return lambda *args: ran.append(True) or graph(*args)
+
+    compiled = torch.compile(lambda x: 2 * x, backend=backend)
+    with StorageMeter():
+        compiled(torch.ones(3))
+    assert not ran
+    compiled(torch.ones(3))
+    assert ran == [True]
+
+
 def test_meters_of_two_threads_count_what_their_own_thread_resizes() -> None:
     mine, other = StorageMeter(), StorageMeter()
     original = torch.UntypedStorage.resize_
