@@ -1,9 +1,9 @@
 """Every kind of plan on every kind of model against a single process: gradients, and curves of twenty steps.
 
 Each cell is the largest relative difference of a loss or of an entry of a gradient summed over two batches of every
-rank. Double precision must agree to 1e-10, single precision and master weights to 1e-5; a cell that does not is named
-with the first parameter that differs, and the exit status is 1. A plan that a model does not allow is ``refused``, with
-the reason.
+rank. Double precision must agree to 1e-10, single precision to 1e-5, bfloat16 with masters to 1e-4; a cell that does
+not is named with the first parameter that differs, and the exit status is 1. A plan that a model does not allow is
+``refused``, with the reason.
 
 Master weights are held against the same arithmetic in one process, roundings to 16 bits included. Tensor-parallel ranks
 round parts of what one process rounds whole, and data-parallel ranks of several stages what each stage adds to the

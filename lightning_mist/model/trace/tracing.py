@@ -46,11 +46,11 @@ from lightning_mist.tensors import batch_rows
 
 
 def trace_splits(
-    step: Step, counted: Counted, parameters: Sequence[ParameterSpec]
+    step: Step, counted: "_Traced", parameters: Sequence[ParameterSpec]
 ) -> tuple[tuple[SplitSpec, ...], tuple[Exclusion, ...]]:
     """The costs of every split of a step's module map, and which of them cannot be told and why."""
-    found, excluded = [], []
-    for split in step.module_map.splits:
+    found, excluded = [], [] if counted.is_fake or not step.module_map.splits else [_REAL]
+    for split in step.module_map.splits if counted.is_fake else ():
         for sequence in (False, True) if split.sequence else (False,):
             try:
                 found.append(_trace_split(step, counted, split, parameters, sequence_parallel=sequence))
@@ -330,8 +330,7 @@ def trace_model(
         optimizer: What will train the module: an instance, or a class for its defaults.
         context: Makes the context of the step's forward, for example autocast.
         resize: Makes batches of other sizes, where repeating rows and cutting sequences is not right.
-        device_kind: Kind of the device that the module will train on, ``"cpu"`` or ``"cuda"``, or a table of its
-            operators; by default where the module is. Tensors that are on a CUDA device are computed as torch does.
+        device_kind: Where it will train, ``"cpu"``, ``"cuda"`` or a table of operators; by default where it is.
 
     Raises:
         TraceError: If the step fails, returns no loss, or cannot be counted.
@@ -345,8 +344,7 @@ def trace_model(
     traced, failures = _traced(step)
     optimizer_spec, notes = describe_given(optimizer, _home(module, batch), operators.name)
     rows, parameters = batch_rows(batch), _parameters(module)
-    unsplit = (), (_REAL,) if module_map.splits else ()
-    splits, unknown = trace_splits(step, traced, parameters) if traced.is_fake else unsplit
+    splits, unknown = trace_splits(step, traced, parameters)
     return ModelSpec(
         name=type(module).__name__,
         module_map=_exclusions(replace(module_map, exclusions=(*module_map.exclusions, *unknown)), traced, failures),
