@@ -117,7 +117,8 @@ def _trace(
     plain = call or _training_step(module)
 
     def step(item: Any) -> Any:
-        with context():
+        # Under the modes of a trace torch would never compile again what the user compiles.
+        with torch.compiler.set_stance("force_eager"), context():
             return plain(item)
 
     rows = batch_rows(batch)
