@@ -272,7 +272,7 @@ def test_a_given_plan_that_predicts_more_than_the_limit_is_refused(tmp_path):
     )
     predicted = replace(plan, predicted=Predicted(step_seconds=1.0, stages=(stage,)))
     train(tmp_path, MistStrategy(plan=predicted, memory_limit=4096), epochs=1)
-    with pytest.raises(InfeasibleError, match=r"Does not fit in 4.0 KiB per device: stage 0 of 1 needs 4.0 KiB"):
+    with pytest.raises(InfeasibleError, match=r"does not fit in 4.0 KiB per device: stage 0 of 1 needs 4.0 KiB"):
         train(tmp_path, MistStrategy(plan=predicted, memory_limit=4095), epochs=1)
 
 
