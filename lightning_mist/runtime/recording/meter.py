@@ -145,8 +145,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "StorageMeter":
         """Count from here on; compiled code runs eagerly: under a mode torch would never compile it again."""
-        self._eager = torch.compiler.set_stance("force_eager")
-        self._eager.__enter__()
+        _run_eagerly.__enter__()
         _followed_resizing.__enter__()
         _inside().append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -159,7 +158,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             _inside().remove(self)
             _followed_resizing.__exit__()
-            self._eager.__exit__(None, None, None)
+            _run_eagerly.__exit__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -217,6 +216,14 @@ def _inside() -> list[StorageMeter]:
     """The meters that this thread is inside of."""
     meters: list[StorageMeter] = _HERE.__dict__.setdefault("meters", [])
     return meters
+
+
+@SharedPatch
+@contextmanager
+def _run_eagerly() -> Iterator[None]:
+    """Inside, compiled code runs eagerly, in every thread: torch has one stance."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @SharedPatch

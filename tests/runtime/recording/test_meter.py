@@ -162,6 +162,28 @@ def test_compiled_code_runs_eagerly_inside_and_compiled_again_afterwards() -> No
     assert ran == [True]
 
 
+def test_code_is_compiled_again_whichever_thread_stops_counting_last() -> None:
+    ran, entered, left = [], threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with StorageMeter():
+            entered.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=elsewhere)
+    with StorageMeter():
+        thread.start()
+        entered.wait(60)
+    left.set()
+    thread.join()
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        return lambda *args: ran.append(True) or graph(*args)
+
+    torch.compile(lambda x: 3 * x, backend=backend)(torch.ones(3))
+    assert ran == [True]
+
+
 def test_meters_of_two_threads_count_what_their_own_thread_resizes() -> None:
     mine, other = StorageMeter(), StorageMeter()
     original = torch.UntypedStorage.resize_
