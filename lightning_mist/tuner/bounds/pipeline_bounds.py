@@ -44,9 +44,6 @@ ROUNDS = 3
 TOLERANCE = 3e-3
 """Share by which a bound may be less than what its dynamic program proves at most."""
 
-AHEAD = 1.05
-"""Multiple of a bottleneck time up to which stages are bounded: what is a little slower is asked for next."""
-
 SlotOf = Callable[[int, int, int, Shape], StageSlot]
 """A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
 
@@ -112,7 +109,7 @@ class PipelineBounds:
         """
         key = self.kinds, counts, num_microbatches
         bound, asked = self._found.get(key, (0.0, 0.0))
-        # One below what was asked for is that of the problem, whatever is asked for.
+        # One below what was asked for is one of the problem, whatever is asked for.
         if asked <= bound < below:
             family = self._family(counts, num_microbatches, below)
             # A pipeline with a stage that is left out takes at least as long.
@@ -131,7 +128,7 @@ class PipelineBounds:
         bottleneck = below / num_microbatches * ROOM
         known = self._known.get((self.kinds, num_microbatches))
         if known is None or known.bottleneck < bottleneck:
-            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck * AHEAD)
+            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
 
         made: dict[tuple[Position, int], SlotChoices] = {}
 

@@ -42,9 +42,6 @@ from lightning_mist.tuner.space import (
 
 __all__ = ["EVERY_PART", "IntraStage", "SlotChoices", "layer_classes", "with_peaks_as_seconds"]
 
-AHEAD = 1.05
-"""Multiple of a bottleneck time up to which candidates are looked at: what may be near the best is asked for next."""
-
 TableKey = tuple[Role, int, tuple[int, int] | None, Hashable]
 """Role, number of microbatches, stage where its layers are settled (else -1), and where the pipeline passes from one
 part of the cluster to another."""
@@ -258,7 +255,7 @@ class IntraStage:
             missing[key] = slots, self._ranges_of(stage_index, num_stages), among_NL
         # Of the devices of other parts nothing is known here.
         alone = not self._elsewhere
-        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], bottleneck * AHEAD, alone=alone)
+        tables, evaluated = make_tables(self.model, self.space, [*missing.values()], bottleneck, alone=alone)
         self.evaluated += evaluated
         self._tables |= dict(zip(missing, tables, strict=True))
 
