@@ -25,7 +25,7 @@ from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.time import copy_rates, interference_of
 from lightning_mist.plan import OFFLOADED
-from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, is_alike, range_bounds, slots_of
+from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, range_bounds, slots_of
 from lightning_mist.tuner.bounds.stage_bounds import (
     PositionBounds,
     Setting,
@@ -167,7 +167,6 @@ class PipelineBounds:
             rates=copy_rates(*machine) if self.kinds else None,
             interference=interference_of(*machine),
             num_microbatches=num_microbatches,
-            is_alike=is_alike(self.model, self.space),
             least_ratio=min(self.space.offload_ratios, default=0.0),
         )
 

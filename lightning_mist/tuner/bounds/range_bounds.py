@@ -135,14 +135,6 @@ def slots_of(
     return tuple(slot_of(1, 2, num_microbatches, shape) for shape in shapes)
 
 
-def is_alike(model: StageCostModel, space: Space) -> bool:
-    """Whether every layer is like any other, as far as bytes are concerned."""
-    costs, table = model.whole.costs(1), model.whole.holdings.table
-    kept = [model.rank_memory(kind).costs(1).checkpointed_saved_R for kind in space.checkpointing_kinds]
-    every = (costs.saved_R, *kept, table.used_R, table.trained_R)
-    return not any(np.ptp(values_R[1:-1]) for values_R in every if len(values_R) > 2)
-
-
 class _Arranged:
     """Ranges on one arrangement of devices, of the fewest layers or more."""
 
@@ -269,8 +261,8 @@ class _Arranged:
     def _states(self, zero_stage: int) -> dict[str, FloatArray]:
         """Bytes of parameters, gradients and optimizer state of the rank that has most where a backward begins.
 
-        Those of others that are there: from ZeRO-2 on gradients of the first region, of the backward before; under
-        ZeRO-3 parameters of the region at hand and of that below, of which some rank lacks at least the mean.
+        Under ZeRO-3 others' parameters of the region at hand and of that below are there, of which some rank lacks at
+        least the mean.
         """
         table, state = self.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
         held_XK = _edges(table.trained_R)[:, None] + _of_layers(table.single_R)[self.layers_K]
@@ -278,14 +270,13 @@ class _Arranged:
         def share(since: ZeroStage) -> float:
             return 1 / self.degree if zero_stage >= since else 1.0
 
-        lowest, layer = (float(values_R[1:-1].min()) for values_R in (table.trained_R, table.used_R))
-        pending_X = np.array([float(table.trained_R[0]), lowest, lowest]) * (share(ZeroStage.GRADIENTS) < 1)
+        layer = float(table.used_R[1:-1].min())
         # The tail and the layer below may use the same parameters.
         units_XK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
         away_XK = layer * units_XK * (1 - share(ZeroStage.PARAMETERS))
         return {
             "parameters_XR": held_XK * share(ZeroStage.PARAMETERS) + away_XK,
-            "gradients_XR": held_XK * share(ZeroStage.GRADIENTS) + pending_X[:, None],
+            "gradients_XR": held_XK * share(ZeroStage.GRADIENTS),
             "optimizer_XR": held_XK * state * share(ZeroStage.OPTIMIZER),
         }
 

@@ -7,11 +7,13 @@ cheapest way that there could be. To free a byte
 * by *activations*, a microbatch's are copied away beside a forward and back beside a backward; as many are freed as
   microbatches are in flight, but for the last two layers' of the own one. Those of the last layer of a stage without
   the tail are copied while nothing else is done;
-* by *gradients*, they are fetched and written back in every backward;
-* by *parameters*, they are fetched in every forward and backward.
+* by *gradients*, they are fetched and written back in every backward, but for the first unit's, which nobody waits for;
+* by *parameters*, they are fetched in every forward and backward, but for the two units that are there already.
 
 Of each of the latter two, and of optimizer state, two buffers stay on the device, each as large as the largest part of
-any unit: of what ``n`` units offload, ``2 / n`` at least. Copies of optimizer state count for nothing.
+any unit: of what ``n`` units offload, ``2 / n`` at least. So no more parameters are freed than are fetched. A buffer is
+no smaller than what the mean rank has of any unit: all of that is also true of what is dealt out over ranks. Copies of
+optimizer state count for nothing.
 
 Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
 and those of a backward each by weights of its own.
@@ -116,7 +118,6 @@ class Setting:
         kinds: Kinds of state that may be offloaded.
         rates: How fast devices copy; ``None`` if nothing may be offloaded.
         interference: How channels slow each other down; ``None`` where they take turns.
-        is_alike: Whether all layers keep and hold the same.
         least_ratio: The least ratio of anything that is offloaded at all.
     """
 
@@ -124,7 +125,6 @@ class Setting:
     rates: CopyRates | None
     interference: Interference | None
     num_microbatches: int
-    is_alike: bool
     least_ratio: float
 
 
@@ -193,15 +193,10 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
     # Behind the last layer of a stage without the tail nothing is computed.
     alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
     own_R = np.maximum(ranges.activations_R - (0.0 if position == "last" else ranges.top_two_R), 0.0)
-    # Of layers that are alike one is the first and one the last, around which nothing is computed either.
-    share_R = 1 / ranges.layers_R if setting.is_alike and position == "middle" else np.zeros(len(ranges))
-    # What frees nothing has no price.
-    per_byte_R = np.where(free_R > 0, ranges.is_told_R / np.where(free_R > 0, free_R, 1.0), 0.0)
+    told_R = (ranges.is_told_R & (free_R > 0)).astype(np.float64)
+    # What frees nothing has no price. Of ``n`` units' gradients one part at most is not waited for, and two stay.
+    each_R = told_R / np.where(free_R > 0, free_R, 1.0)
     fetched = to_device * (setting.num_microbatches > 1)
-
-    def per_byte(beside: FloatArray, alone_seconds: float) -> FloatArray:
-        return weights.sum([(beside, per_byte_R * (1 - share_R)), (alone_seconds * alone, per_byte_R * share_R)])
-
     around = forward[..., TO_HOST] * to_host + backward[..., TO_DEVICE] * to_device
     copied_R = ranges.is_told_R * (ranges.activations_R - alone_R)
     return OffloadBounds(
@@ -210,8 +205,13 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
         gradients_R=ranges.gradients_XR[at] * free_R * (may("gradients") and setting.num_microbatches > 1),
         parameters_R=ranges.parameters_XR[at] * free_R * may("parameters"),
         activations_WR=weights.sum([(around, copied_R), ((to_host + to_device) * alone, ranges.is_told_R * alone_R)]),
-        gradients_WR=per_byte(fetched * backward[..., TO_DEVICE] + to_host * backward[..., TO_HOST], fetched + to_host),
-        parameters_WR=per_byte(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), 2 * to_device),
+        gradients_WR=weights.sum(
+            [
+                (fetched * backward[..., TO_DEVICE], each_R),
+                (to_host * backward[..., TO_HOST], (each_R + told_R) / 2),
+            ]
+        ),
+        parameters_WR=weights.sum([(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), told_R)]),
         least_ratio=setting.least_ratio,
     )
 

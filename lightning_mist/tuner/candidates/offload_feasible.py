@@ -34,7 +34,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageCostModel, StageSlot, profiles_of
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
-from lightning_mist.cost.memory import BUFFERS, OffloadParts
+from lightning_mist.cost.memory import OffloadParts, StateShares
 from lightning_mist.cost.time import (
     COMPUTE,
     TO_DEVICE,
@@ -53,6 +53,11 @@ from lightning_mist.tuner.candidates.stage_points import StagePoints
 OUTERMOST = 4
 """Units of a stage that a microbatch finds unsharded already, at most; see
 :mod:`lightning_mist.cost.time.zero_seconds`.
+"""
+
+RESIDENT_UNITS = 2
+"""Units of a stage whose offloaded parameters a pass finds on the device; see
+:mod:`lightning_mist.cost.time.offload_seconds`.
 """
 
 PAIRS_AT_ONCE = 1 << 14
@@ -94,8 +99,8 @@ def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid)
 class _Floors:
     """Steady seconds that candidates take at least: what they compute, and what their ratios copy.
 
-    A forward of a unit moves activations away and fetches parameters; a backward fetches activations, parameters and
-    gradients. The two outermost units' parameters, which are there, are at most as much as the buffers hold.
+    A forward moves activations away and fetches parameters, but for those of the first two units, which are there; a
+    backward fetches activations, gradients and parameters, but for those of the last two.
 
     Attributes:
         compute_WB: Weighted seconds of computing, and so on of what ratios copy.
@@ -108,9 +113,18 @@ class _Floors:
 
     @classmethod
     def of(
-        cls, model: CostModel, slot: StageSlot, candidates: StageCandidates, parts: OffloadParts
+        cls,
+        model: CostModel,
+        slot: StageSlot,
+        candidates: StageCandidates,
+        parts: OffloadParts,
+        ratios: tuple[float, ...],
     ) -> "_Floors | None":
-        """Those of the candidates of one slot; none of unlike devices, or if corrections multiply some terms only."""
+        """Those of the candidates of one slot; none of unlike devices, or if corrections multiply some terms only.
+
+        Args:
+            ratios: Those of parameters.
+        """
         if not isinstance(model, StageCostModel) or model.profile.corrections:
             return None
         machine = model.profile, model.cluster
@@ -122,16 +136,15 @@ class _Floors:
         recomputed_B = again[1 + candidates.start_K + candidates.checkpointed_K] - again[1 + candidates.start_K]
         backward_B = backward[high_B] - backward[low_B] + recomputed_B
         in_WC, out_WC = backward_WC / rates.to_device, forward_WC / rates.to_host
-        parameters_BH = np.maximum(parts.host_parameters_BH - BUFFERS * parts.third_BH, 0.0)
+        forward_BH, backward_BH = _fetched(model.memory(slot).states, parts.host_parameters_BH, ratios, low_B, high_B)
         gradients_BG = parts.host_gradients_BG * (slot.num_microbatches > 1)
         activations_BGA = parts.host_activations_K.reshape(*gradients_BG.shape, -1)
         return cls(
             compute_WB=np.outer(forward_WC[:, COMPUTE], forward[high_B] - forward[low_B])
             + np.outer(backward_WC[:, COMPUTE], backward_B)
             - _found_unsharded(model, slot, candidates),
-            parameters_WBH=np.multiply.outer(
-                in_WC[:, TO_DEVICE] + forward_WC[:, TO_DEVICE] / rates.to_device, parameters_BH
-            ),
+            parameters_WBH=np.multiply.outer(forward_WC[:, TO_DEVICE] / rates.to_device, forward_BH)
+            + np.multiply.outer(in_WC[:, TO_DEVICE], backward_BH),
             gradients_WBG=np.multiply.outer(in_WC[:, TO_DEVICE], gradients_BG),
             activations_WBA=np.multiply.outer(in_WC[:, TO_DEVICE] + out_WC[:, TO_HOST], activations_BGA[:, 0]),
         )
@@ -143,6 +156,29 @@ class _Floors:
         found_WJ += self.gradients_WBG[:, row_J, gradients_J] + self.activations_WBA[:, row_J, activations_J]
         least_J: FloatArray = found_WJ.max(axis=0)
         return least_J
+
+
+def _fetched(
+    states: StateShares, host_BH: FloatArray, ratios: Sequence[float], low_B: IntArray, high_B: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes of offloaded parameters that are fetched in a forward and in a backward, at least; axes ``BH``.
+
+    What the rank that has most offloads counts as spread over units as all ranks' is.
+
+    Args:
+        host_BH: What that rank offloads with each ratio.
+    """
+    before_HR = prefix_sums(np.stack([states.unit_bytes(ratio, "parameters") for ratio in ratios]))
+    all_BH, forward_BH, backward_BH = (
+        (before_HR[:, end_B] - before_HR[:, begin_B]).T
+        for begin_B, end_B in (
+            (low_B, high_B),
+            (np.minimum(low_B + RESIDENT_UNITS, high_B), high_B),
+            (low_B, np.maximum(high_B - RESIDENT_UNITS, low_B)),
+        )
+    )
+    part_BH = host_BH / np.maximum(all_BH, 1.0)
+    return part_BH * forward_BH, part_BH * backward_BH
 
 
 def _found_unsharded(model: StageCostModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
@@ -178,7 +214,7 @@ def feasible(
         for begin in range(0, len(index_U), at_once):
             candidates = table.candidates(index_U[begin : begin + at_once])
             parts = OffloadParts.of(model.memory(slot), slot, candidates, grid.each)
-            floors = _Floors.of(model, slot, candidates, parts)
+            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters)
             inside_B = np.flatnonzero((row_B >= begin) & (row_B < begin + at_once))
             for first in range(0, len(inside_B), most):
                 at_B = inside_B[first : first + most]

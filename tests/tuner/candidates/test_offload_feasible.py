@@ -12,7 +12,6 @@ from lightning_mist.tuner.candidates import offload_feasible
 from lightning_mist.tuner.candidates.offload_feasible import Feasible, feasible
 from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
 from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints
-from lightning_mist.tuner.space import Shape
 from tests.tuner.bounds.test_stage_bounds import question, stages_of
 from tests.tuner.candidates.test_offload_search import RATIOS, make, table_of
 
@@ -99,7 +98,9 @@ def left_out(seed):
     for place in rng.permutation(len(pipelines))[:4] if len(grid) > 1 else ():
         stages, microbatches = pipelines[place]
         index = int(rng.integers(stages))
-        table = maker.everything(maker.slot(index, stages, microbatches, Shape(1)))
+        shapes = [shape for shape in maker.space.shapes(microbatches) if shape.devices < maker.space.world_size]
+        shape = shapes[int(rng.integers(len(shapes)))]
+        table = maker.everything(maker.slot(index, stages, microbatches, shape))
         points = StagePoints.of(table, [Stage(phases=stage_phases(index, stages, microbatches))], np.inf)
         asked = maker.model, grid, points, np.arange(len(points)), (maker.memory_limit, np.inf)
         every = Feasible.joined([Feasible.none(), *feasible(*asked)])
