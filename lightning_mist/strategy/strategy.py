@@ -108,7 +108,7 @@ class MistBase(ActingRank, PlanInstallation):
         save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
             is refused.
         master_weights: Whether, under ``precision="bf16-true"``, trained parameters are computed with in 16 bits, and
-            kept and updated in 32: the module's parameters outside of steps. See docs/user-guide.md.
+            kept and updated in 32: the module's parameters outside of steps. See docs/how-it-works.md.
         ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
         ddp_comm_hook: As in DDP; with it the plan is plain data parallelism.
         ddp_comm_wrapper: As in DDP; with it the plan is plain data parallelism.

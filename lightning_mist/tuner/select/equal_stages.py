@@ -41,7 +41,7 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
         for plan in _plans(space, *arrangement)
     ]
     limits = stages.limits, stages.host_limits
-    # In one piece no stage keeps more than the first.
+    # The first stage alone is a lower bound of them all.
     more = zip(whole, first_stages(stages.model, space, stages.limits, whole), strict=True)
     may_be_near = [plan for plan, count in more if count is not None and _least_seconds_of(stages, plan, count) < below]
     fitting = [plan for plan in fitted(stages.model, space, *limits, may_be_near) if plan is not None]
