@@ -108,7 +108,8 @@ def _least_device_seconds(model: StageCostModel, slots: Sequence[StageSlot]) -> 
 
 
 def _no_ranges() -> RangeBounds:
-    numbers: dict[str, Any] = {"layers_R": np.empty(0, dtype=np.int64), "devices_R": np.empty(0, dtype=np.int64)}
+    kinds = {"layers_R": np.int64, "devices_R": np.int64, "is_told_R": np.bool_, "is_across_R": np.bool_}
+    numbers: dict[str, Any] = {name: np.empty(0, dtype=kind) for name, kind in kinds.items()}
     names = [item.name for item in fields(RangeBounds)]
     empty = {name: np.empty((len(POSITIONS), 0) if name.endswith("_XR") else 0) for name in names}
     return RangeBounds(**(empty | numbers))

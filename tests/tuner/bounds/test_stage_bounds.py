@@ -45,7 +45,7 @@ def stages_of(found):
     return planner.stages(planner.space(found.rows * found.machine.world_size, found.search))
 
 
-def prepared(found, maker, microbatches, position, kinds):
+def prepared(found, maker, microbatches, position, kinds, bottleneck=np.inf):
     """The lower bounds of stages at a position with these kinds of state that may be offloaded."""
     setting = Setting(
         kinds=frozenset(kinds),
@@ -54,7 +54,7 @@ def prepared(found, maker, microbatches, position, kinds):
         num_microbatches=microbatches,
         least_ratio=min(maker.space.offload_ratios, default=0.0),
     )
-    ranges = range_bounds(maker.model, maker.space, slots_of(maker.space, maker.slot, microbatches), np.inf)
+    ranges = range_bounds(maker.model, maker.space, slots_of(maker.space, maker.slot, microbatches), bottleneck)
     return position_bounds(ranges, position, setting, np.inf)
 
 
@@ -152,3 +152,9 @@ def test_the_knapsack_takes_the_cheapest_bytes_first(kinds, share):
         seconds, left = seconds + price * min(free, left), left - min(free, left)
     arrays = [(np.array([[price]]), np.array([free])) for price, free in kinds]
     np.testing.assert_allclose(knapsack(arrays, np.array([wanted])), [[seconds]], rtol=1e-9, atol=1e-9)
+
+
+def test_where_nothing_is_fast_enough_there_are_no_bounds():
+    found, _ = question(11)
+    maker = stages_of(found)
+    assert not len(bounds_in(prepared(found, maker, 4, "middle", OFFLOADED, 0.0), 1e15, 1, 4))
