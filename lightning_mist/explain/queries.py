@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
+from time import thread_time
 
 from lightning_mist.cost import predict_with
 from lightning_mist.cost.interleaved_memory import plan_memory
@@ -76,9 +76,9 @@ class Asker:
         known = self._known(search)
         if known is not None or not self._has_time(what, self.longest):
             return known
-        began = perf_counter()
+        began = thread_time()
         found = self._ask(what, search, self.machine)
-        self.longest = max(self.longest, perf_counter() - began)
+        self.longest = max(self.longest, thread_time() - began)
         if found is not None:
             self.answers.append((search, found))
         return found
@@ -91,7 +91,7 @@ class Asker:
     def _has_time(self, what: str, seconds: float) -> bool:
         if not self.is_searching:
             return False
-        if self.deadline - perf_counter() > seconds:
+        if self.deadline - thread_time() > seconds:
             return True
         self.unsearched.append(what)
         return False
@@ -107,7 +107,7 @@ class Asker:
         return None
 
     def _ask(self, what: str, search: SearchSpace, machine: Machine) -> Version | None:
-        left = self.deadline - perf_counter()
+        left = self.deadline - thread_time()
         try:
             result = self.planner_of(machine).tune(
                 global_batch_size=self.global_batch_size,

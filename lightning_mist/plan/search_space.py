@@ -73,7 +73,8 @@ class SearchSpace:
         chunks: The numbers of stages on one group of devices that are tried under interleaved-1f1b: 4 leave a quarter
             of 1F1B's bubble (Narayanan et al., 2021, section 2.2.2), and every further one adds as many transfers for
             less.
-        solver_seconds: The most seconds that the search may take; the plan then says how far from the best it may be.
+        solver_seconds: The most seconds that the search may compute, of its thread, whatever else the machine does; the
+            plan then says how far from the best it may be.
     """
 
     max_stages: int | None = None

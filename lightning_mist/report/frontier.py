@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 from lightning_mist.errors import InfeasibleError
@@ -80,7 +80,7 @@ def memory_frontier(
     """
     most = max(part.device.memory_bytes for part in planner.cluster.parts)
     whole = most if memory_limit is None else memory_limit
-    began, points, left_out, asked = perf_counter(), [], [], search or SearchSpace()
+    began, points, left_out, asked = thread_time(), [], [], search or SearchSpace()
     last = FrontierPoint(share=1.0, memory_limit=whole, plan=chosen)
     for share in sorted(shares, reverse=True):
         limit = int(share * whole)
@@ -88,7 +88,7 @@ def memory_frontier(
             # What fits now too is still the best; what does not fit in more does not fit in less.
             points.append(replace(last, share=share, memory_limit=limit))
             continue
-        left = seconds - (perf_counter() - began)
+        left = seconds - (thread_time() - began)
         if left <= 0:
             left_out.append(share)
             continue

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
-from time import perf_counter
+from time import thread_time
 from typing import NoReturn, TypeAlias
 
 import numpy as np
@@ -89,7 +89,7 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
     Args:
         intra: Makes choices, and knows the limits.
         make_plan: The plan that one choice per stage of a problem describes.
-        deadline: Value of ``perf_counter()`` at which to stop looking for the least that a plan needs.
+        deadline: Value of ``thread_time()`` at which to stop looking for the least that a plan needs.
 
     Raises:
         InfeasibleError: Always.
@@ -106,7 +106,7 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
             f"{_pins(search)} leave no number of stages and microbatches that cut every batch into equal parts. "
             f"{_excluded(space.notes)}Leave these out of the search space"
         )
-    until = min(deadline, perf_counter() + (HOPELESS_SECONDS if too_large(intra) else LOOK_SECONDS))
+    until = min(deadline, thread_time() + (HOPELESS_SECONDS if too_large(intra) else LOOK_SECONDS))
     look = LeastMemory(deadline=until)
     plan, is_least = _least(intra, pipelines, make_plan, look)
     if plan is None:
@@ -146,7 +146,7 @@ def _least(
     best, plan = np.inf, None
     # Many microbatches need little memory each, so the first pipelines are good and rule out others.
     for pipeline in sorted(pipelines, key=lambda item: (-item.num_microbatches, -item.num_stages, item.parts)):
-        if perf_counter() > look.deadline and plan is not None:
+        if thread_time() > look.deadline and plan is not None:
             return plan, False
         try:
             problem = _problem(intra, pipeline, look if plan is not None else replace(look, deadline=np.inf))

@@ -14,7 +14,7 @@ Array axes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from time import perf_counter
+from time import thread_time
 from typing import Literal
 
 import numpy as np
@@ -55,7 +55,7 @@ class LeastMemory:
     """Knows what stages need at least; keeps what those of one role have in common.
 
     Attributes:
-        deadline: Value of ``perf_counter()`` at which to stop.
+        deadline: Value of ``thread_time()`` at which to stop.
         wanted: What is least: bytes of the device, with or without a limit of host memory, or of host memory where the
             device's limit is kept.
         known: What was computed, by who makes stages, role and arrangement.
@@ -78,7 +78,7 @@ class LeastMemory:
         """
         if not intra.space.offload_ratios:
             return _least(intra, intra.choices(slot))
-        if perf_counter() > self.deadline:
+        if thread_time() > self.deadline:
             raise LateError
         role = role_of(slot.stage_index, slot.num_stages)
         # Where a stage of a role lies in the pipeline only tells how many microbatches it has in flight.

@@ -6,7 +6,7 @@ All that are near the best are then run on the clock, and the fastest there is t
 """
 
 from collections.abc import Iterable
-from time import perf_counter
+from time import thread_time
 
 from lightning_mist.cost import (
     MixedCostModel,
@@ -143,7 +143,7 @@ class Planner:
             PlanError: If the batch does not come in equal parts from the devices.
             ProfileError: If the profile lacks what the cost model needs.
         """
-        began, search = perf_counter(), search or SearchSpace()
+        began, search = thread_time(), search or SearchSpace()
         space = self.space(global_batch_size, search)
         deadline = began + search.solver_seconds
         stages, outcome = search_copies(
@@ -152,7 +152,7 @@ class Planner:
         if outcome.winner is None and outcome.is_late:
             refuse_late(stages)
         if outcome.winner is None:
-            until = max(deadline, perf_counter() + 0.1)
+            until = max(deadline, thread_time() + 0.1)
             explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster), until)
         return _result(stages, outcome, began, (memory_limit, host_memory_limit))
 
@@ -217,7 +217,7 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
         predicted=plan.predicted,
         alternatives=choice.alternatives,
         stats=TuneStats(
-            seconds=perf_counter() - began,
+            seconds=thread_time() - began,
             candidates=intra.evaluated,
             pipelines=outcome.pipelines,
             solved=outcome.solved,

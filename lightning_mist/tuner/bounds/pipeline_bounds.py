@@ -105,7 +105,7 @@ class PipelineBounds:
 
         Args:
             below: Seconds from which on it does not matter; finite.
-            deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+            deadline: Value of ``thread_time()`` at which to stop with what has been found.
         """
         key = self.kinds, counts, num_microbatches
         bound, asked = self._found.get(key, (0.0, 0.0))

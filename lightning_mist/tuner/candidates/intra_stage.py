@@ -100,7 +100,7 @@ class IntraStage:
 
         Args:
             ratios: Fractions in (0, 1].
-            deadline: Value of ``perf_counter()`` from which on nothing more is evaluated for it.
+            deadline: Value of ``thread_time()`` from which on nothing more is evaluated for it.
         """
         grid = RatioGrid.of(self.space.search, ratios)
         if grid.each != self._search.grid.each:

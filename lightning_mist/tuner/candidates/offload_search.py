@@ -22,7 +22,7 @@ Array axes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class OffloadSearch:
     Attributes:
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use.
-        deadline: Value of ``perf_counter()`` at which to stop.
+        deadline: Value of ``thread_time()`` at which to stop.
     """
 
     model: CostModel
@@ -96,7 +96,7 @@ class OffloadSearch:
         return self.memory_limit, self.host_limit
 
     def _check_time(self) -> None:
-        if perf_counter() > self.deadline:
+        if thread_time() > self.deadline:
             raise TimeIsUpError
 
     def _seconds(self, found: Sequence[tuple[StagePoints, Feasible]]) -> list[tuple[FloatArray, FloatArray]]:

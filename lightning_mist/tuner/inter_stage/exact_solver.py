@@ -24,7 +24,7 @@ Array axes
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def solve(problem: InterStageProblem, *, below: float = np.inf, deadline: float 
 
     Args:
         below: Answers that do not take fewer seconds are of no interest.
-        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+        deadline: Value of ``thread_time()`` at which to stop with what has been found.
 
     Returns:
         The best answer and a bound. Without an answer below ``below`` the choice is empty and the bound is the least
@@ -107,7 +107,7 @@ def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = 
 
     Args:
         below: By number of stages the seconds from which on answers are of no interest; others are not looked at.
-        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+        deadline: Value of ``thread_time()`` at which to stop with what has been found.
     """
     found: dict[int, Answer] = {}
     asked = sorted(below.keys() & family.heads.keys())
@@ -233,7 +233,7 @@ class _Search:
         self._push(self._fastest(first, last, low), last, low)
         while self.intervals:
             bound_here, begin, end, low = heapq.heappop(self.intervals)
-            if bound_here >= self.objective * (1 - self.tolerance) or perf_counter() > self.deadline:
+            if bound_here >= self.objective * (1 - self.tolerance) or thread_time() > self.deadline:
                 return min(bound, bound_here)
             middle, end = self._middle(begin, end, low)
             value, reached, proven = self._value(middle, begin)

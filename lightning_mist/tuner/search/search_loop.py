@@ -71,7 +71,7 @@ def search_pipelines(pipelines: Pipelines, deadline: float) -> Outcome:
     """The best pipeline, proven, those near it, and good ones with other numbers of stages.
 
     Args:
-        deadline: Value of ``perf_counter()`` at which to stop with what has been found.
+        deadline: Value of ``thread_time()`` at which to stop with what has been found.
     """
     state = SearchState.of(pipelines, deadline)
     pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)

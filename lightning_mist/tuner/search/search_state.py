@@ -1,7 +1,7 @@
 """What a search has found and proven so far."""
 
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class SearchState:
 
     Attributes:
         bounds: Step seconds that no plan of each pipeline goes below.
-        deadline: Value of ``perf_counter()`` at which to stop.
+        deadline: Value of ``thread_time()`` at which to stop.
         patience: The same as long as there is no plan.
         found: The best answers of pipelines, proven of the whole space.
         met: Answers of pipelines that need not be the best.
@@ -45,8 +45,8 @@ class SearchState:
 
     @classmethod
     def of(cls, pipelines: Pipelines, deadline: float) -> "SearchState":
-        """Before anything is found, with ``deadline`` as ``perf_counter()`` tells it."""
-        patience = max(deadline, perf_counter() + FIRST_SECONDS)
+        """Before anything is found, with ``deadline`` as ``thread_time()`` tells it."""
+        patience = max(deadline, thread_time() + FIRST_SECONDS)
         return cls(pipelines=pipelines, bounds=pipelines.quick_bounds(), deadline=deadline, patience=patience)
 
     @property
@@ -57,7 +57,7 @@ class SearchState:
     @property
     def is_late(self) -> bool:
         """Whether time is up."""
-        return perf_counter() > self.end
+        return thread_time() > self.end
 
     @property
     def least(self) -> float:

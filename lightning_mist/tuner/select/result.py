@@ -52,7 +52,7 @@ class TuneStats:
     """How the search went.
 
     Attributes:
-        seconds: Seconds of the whole search.
+        seconds: Seconds that the whole search computed.
         candidates: Stage candidates whose seconds and bytes were looked at.
         pipelines: Pairs of stage and microbatch counts in the search space.
         solved: Pairs that had to be solved.

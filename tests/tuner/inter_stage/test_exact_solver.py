@@ -1,4 +1,4 @@
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_only_better_answers_are_given(seed):
 @pytest.mark.parametrize("seed", small_seeds(40))
 def test_without_time_the_bound_still_holds(seed):
     problem = random_problem(seed)
-    wanted, answer = brute_force(problem), solve(problem, deadline=perf_counter() - 1)
+    wanted, answer = brute_force(problem), solve(problem, deadline=thread_time() - 1)
     if np.isinf(wanted):
         assert answer.chosen == ()
         return
@@ -185,7 +185,7 @@ def test_a_family_without_stages_has_no_answers():
 def test_a_family_without_time_has_a_true_bound(seed):
     family = random_family(seed)
     least = min(brute_force(family.problem(count)) for count in family.heads)
-    found = solve_family(family, deadline=perf_counter() - 1)
+    found = solve_family(family, deadline=thread_time() - 1)
     assert found.bound <= least * (1 + PRECISION)
     assert (found.num_stages == 0) == np.isinf(least)
 

@@ -1,4 +1,4 @@
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_families_find_what_each_pipeline_has_by_itself(nodes, memory):
 def test_without_time_there_is_an_answer_and_a_true_bound():
     stages = stages_of()
     least = min(each_by_itself(stages).values())
-    outcome = searched(stages, perf_counter() - 1)
+    outcome = searched(stages, thread_time() - 1)
     assert outcome.winner.answer.objective >= least * (1 - PRECISION)
     assert outcome.bound <= least * (1 + PRECISION)
 
@@ -81,7 +81,7 @@ def test_a_search_without_a_plan_stops_when_time_is_up(monkeypatch):
     assert every.bound == np.inf
     monkeypatch.setattr(search_state, "FIRST_SECONDS", 0.0)
     stages = stages_of(memory=100)
-    outcome = searched(stages, perf_counter() - 1)
+    outcome = searched(stages, thread_time() - 1)
     assert outcome.winner is None
     assert outcome.is_late
     assert outcome.solved == 0 < every.solved
