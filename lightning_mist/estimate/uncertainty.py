@@ -6,6 +6,7 @@ below are the *spread* of such predictions; :data:`SPREADS` has those of committ
 """
 
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal, TypeAlias
 
 
@@ -20,6 +21,12 @@ class Interval:
         """Check the order."""
         if not 0 <= self.p50 <= self.p95:
             raise ValueError(f"p50 = {self.p50}, p95 = {self.p95}: bytes are not negative, and p95 is at least p50")
+
+    def risk(self, limit: float) -> float:
+        """The share of cases that need more than a limit, of a normal distribution with these two quantiles."""
+        if self.p95 == self.p50:
+            return float(self.p50 > limit)
+        return 1 - NormalDist(self.p50, (self.p95 - self.p50) / NormalDist().inv_cdf(0.95)).cdf(limit)
 
 
 Quantity: TypeAlias = Literal[
