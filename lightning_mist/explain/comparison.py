@@ -8,7 +8,7 @@ from lightning_mist.explain.baseline_plans import Baseline
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.inter_stage import PRECISION
-from lightning_mist.tuner.select import ALIKE, LEAST_GAIN, LEAST_SHARE, Alternative, Status, TuneResult
+from lightning_mist.tuner.select import ALIKE, LEAST_SHARE, Alternative, Status, TuneResult
 
 OURS = "this plan"
 """What the plan itself is called."""
@@ -84,16 +84,15 @@ def faster_plan(items: Sequence[ComparedPlan]) -> ComparedPlan | None:
     """
     ours = items[0].plan
     assert ours is not None
-    gaining = [item for item in items[1:] if _is_to_run(ours, item)]
+    gaining = [item for item in items[1:] if _is_to_run(item)]
     return min(gaining, key=lambda item: item.ratio or 1.0, default=None)
 
 
-def _is_to_run(ours: Plan, item: ComparedPlan) -> bool:
-    """Whether a plan is one of those searched, and gains what another schedule has to."""
+def _is_to_run(item: ComparedPlan) -> bool:
+    """Whether a plan is one of those searched, and gains what can be told apart."""
     if item.plan is None or item.ratio is None or item.outside:
         return False
-    exact = item.plan.schedule in EXACT or item.plan.schedule == ours.schedule
-    return item.ratio <= 1 - (ALIKE if exact else LEAST_GAIN)
+    return item.ratio <= 1 - ALIKE
 
 
 def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
@@ -137,7 +136,7 @@ def faster_notes(ours: Plan, items: Sequence[ComparedPlan]) -> tuple[str, ...]:
             continue  # Of plans that several come to the first is enough.
         known.add(item.plan)
         notes.append(f"{item.name} takes {1 - item.ratio:.1%} less on the clock: {_why_faster(ours, item)}")
-        if _is_to_run(ours, item):
+        if _is_to_run(item):
             notes.append(
                 f"run the plan of {item.name} instead: it is predicted to be {1 - item.ratio:.1%} faster on the clock"
             )
@@ -149,7 +148,7 @@ def _why_faster(ours: Plan, item: ComparedPlan) -> str:
     if item.outside:
         return f"it lies outside what was searched, with {item.outside[0]}"
     if item.plan.schedule not in EXACT:
-        return f"{item.plan.schedule} is tried on some pipelines only, and chosen where it gains {LEAST_GAIN:.0%}"
+        return f"{item.plan.schedule} is tried on some pipelines only, and chosen where it gains {ALIKE:.0%}"
     if closed_form_of(item.plan) < closed_form_of(ours) * (1 - LEAST_SHARE):
         return "the search ended before it had looked at everything, or another schedule was chosen"
     return "by the closed form of the step, which the search minimises, it is not faster"

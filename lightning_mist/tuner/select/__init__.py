@@ -8,6 +8,6 @@ from lightning_mist.tuner.select.result import (
     TuneResult,
     TuneStats,
 )
-from lightning_mist.tuner.select.selection import CLOCKED, LEAST_GAIN, choose, clocked, make_plan, step_seconds_of_plan
+from lightning_mist.tuner.select.selection import CLOCKED, choose, clocked, make_plan, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import ALIKE
 from lightning_mist.tuner.select.uniform_plans import Shortage, UniformPlans, fastest_uniform

@@ -88,11 +88,6 @@ def _others(model: CostModel, plan: Plan) -> tuple[Plan, ...]:
     return tuple(found)
 
 
-LEAST_GAIN = 0.01
-"""Share of the step that another schedule than that of the exact search must gain by the cost model to be chosen: less
-than this lies between runs of one and the same plan (the steps of DDP in the record
-``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier)."""
-
 CLOCKED = 12
 """Plans of one search that are run on the clock, the best by the closed form. On it pipelines take between 13 % less
 and 8 % more (:mod:`lightning_mist.cost.step_time`), so the best by the form need not be the fastest there; of seventeen
@@ -258,7 +253,7 @@ def _under_other_schedule(
     if not tried:
         return None, ()
     is_asked = space.schedule in space.search.schedules
-    below = base.seconds * (1 - LEAST_GAIN) if is_asked else np.inf
+    below = base.seconds * (1 - simplest.ALIKE) if is_asked else np.inf
     found = best_variant(stages.model, space, stages.limits, stages.host_limits, [base.plan, *others], below=below)
     if isinstance(stages, IntraStage):
         least = below if found is None else min(below, step_seconds_of_plan(found))
@@ -271,7 +266,7 @@ def _under_other_schedule(
         slower = step_seconds_of_plan(plain) / step_seconds_of_plan(found) - 1
         name = f"the fastest under {found.schedule}"
         return plain, () if plain is found else (_simpler_note(plain, found, slower, name),)
-    note = f"no pipeline that was tried gains {LEAST_GAIN:.0%} under {' or '.join(tried)}"
+    note = f"no pipeline that was tried gains {simplest.ALIKE:.0%} under {' or '.join(tried)}"
     return None, (note,) if base.plan.num_stages > 1 else ()
 
 
