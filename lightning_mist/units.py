@@ -27,7 +27,10 @@ def parse_bytes(value: str | int | float) -> int:
     units = {**_BINARY, **_DECIMAL}
     if match is None or (match[2] or "B") not in units:
         raise ValueError(f"{value!r} is not a size: write a number and one of {', '.join(units)}, for example '22GiB'")
-    return int(float(match[1]) * units[match[2] or "B"])
+    size = float(match[1]) * units[match[2] or "B"]
+    if size == float("inf"):
+        raise ValueError(f"{str(value)[:20]!r}...: sizes are finite; give for example '22GiB'")
+    return int(size)
 
 
 def parse_rate(value: str | int | float) -> float:

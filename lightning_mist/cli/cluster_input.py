@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _LOCAL = "local"
 
+MOST_PROCESSES_PER_CORE = 8
+"""More would only wait for each other, and take the memory of as many Pythons with torch."""
+
 
 def is_local(text: str) -> bool:
     """Whether a text names this machine."""
@@ -181,7 +184,7 @@ def local_cluster(kind: str, processes: int | None, said: str) -> "Cluster":
         processes: How many; by default one for each CUDA device, on a CPU one.
 
     Raises:
-        ValueError: If there are not as many devices.
+        ValueError: If there are not as many devices, or cores for them.
     """
     import torch
 
@@ -194,6 +197,12 @@ def local_cluster(kind: str, processes: int | None, said: str) -> "Cluster":
         raise ValueError(f"{said}: this machine has no CUDA device; measure where there is one, or use a CPU")
     if kind == "cuda" and processes is not None and processes > there:
         raise ValueError(f"{said}: this machine has {there} CUDA devices; use {there}")
+    most = MOST_PROCESSES_PER_CORE * len(os.sched_getaffinity(0))
+    if kind != "cuda" and processes is not None and processes > most:
+        raise ValueError(
+            f"{said}: at most {most} processes are measured on this machine, {MOST_PROCESSES_PER_CORE} for each core; "
+            "use fewer, or describe the machine"
+        )
     return detect(processes or there or 1 if kind == "cuda" else processes or 1, 1, kind)
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import docstring_parser
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             of the user's own code.
     """
     parser = _parser()
-    chosen = parser.parse_args(_listed(sys.argv[1:] if arguments is None else arguments))
+    chosen = parser.parse_args(_settled(sys.argv[1:] if arguments is None else arguments))
     function = _COMMANDS[chosen.subcommand]
     values = vars(chosen[chosen.subcommand])
     with warnings.catch_warnings():
@@ -49,7 +50,11 @@ def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (MistError, ValueError, OSError) as error:
-        print(f"lightning-mist {name}: error: {error}", file=sys.stderr)
+        print(f"lightning-mist {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except MemoryError as error:
+        said = f"this takes more memory than this machine has ({error}): ask for less, such as fewer devices or layers"
+        print(f"lightning-mist {name}: error: {' '.join(said.split())}", file=sys.stderr)
         raise SystemExit(2) from error
     except Exception as error:
         from lightning_mist.model.child_process import RemoteTraceback
@@ -128,36 +133,70 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _listed(arguments: Sequence[str]) -> list[str]:
-    """Arguments with brackets around what stands for a list: ``--zero-stages 0,1`` is ``--zero-stages [0,1]``."""
+def _settled(arguments: Sequence[str]) -> list[str]:
+    """Arguments whose values are checked as they are written, those that stand for a list with brackets around them.
+
+    YAML, which reads them, has more ways to write a number than anybody means: 0x10 and 016, 1_000, 12:30.
+    """
     command = next((item for item in arguments if item in _COMMANDS), None)
-    lists = set() if command is None else {_option(name) for name in _names_of_lists(_COMMANDS[command])}
-    found, is_list = list[str](), False
+    known = {} if command is None else {_option(name): kind for name, *kind in _options_of(_COMMANDS[command])}
+    found, waiting = list[str](), None
     for item in arguments:
         option, equals, value = item.partition("=")
-        if is_list and not item.startswith("--"):
-            found.append(_bracketed(item))
-        elif option in lists and equals:
-            found.append(f"{option}={_bracketed(value)}")
+        if waiting is not None and not item.startswith("--"):
+            found.append(_value(command, waiting, item, *known[waiting]))
+        elif equals and option in known:
+            found.append(f"{option}={_value(command, option, value, *known[option])}")
         else:
             found.append(item)
-        is_list = item in lists
+        waiting = item if item in known else None
     return found
 
 
-def _bracketed(value: str) -> str:
-    return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
+_WRITTEN = {
+    int: ("a whole number", re.compile(r"-?(0|[1-9][0-9]{0,17})")),
+    float: ("a number", re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?")),
+}
+"""How numbers are written, by type."""
+
+_MOST_SHOWN = 40
 
 
-def _names_of_lists(function: Any) -> Iterator[str]:
-    """Parameters that are several values, or perhaps none."""
-    for name, hint in get_type_hints(function).items():
-        if is_dataclass(hint):
-            yield from _names_of_lists(hint)
-        elif any(get_origin(item) is tuple for item in (hint, *get_args(hint))):
-            yield name
+def _value(command: str | None, option: str, text: str, hint: Any, default: object) -> str:
+    """The value of an option for the parser; ends the process with one line if nobody would write it so."""
+    is_list = any(get_origin(item) is tuple for item in (hint, *get_args(hint)))
+    kind, pattern = next(
+        (_WRITTEN[item] for item in (hint, *get_args(hint), *map(_item_of, get_args(hint))) if item in _WRITTEN),
+        ("a value", None),
+    )
+    parts = [part.strip() for part in text.strip().strip("[]()").split(",")] if is_list else [text]
+    is_empty = not text.strip() and default != ""
+    if is_empty or (pattern and text != "null" and any(not pattern.fullmatch(part) for part in parts if parts != [""])):
+        shown = f"{text[:_MOST_SHOWN]!r}..." if len(text) > _MOST_SHOWN else text if text.isalnum() else repr(text)
+        program = f"lightning-mist {command}"
+        print(
+            f"{program}: error: {option}: {kind} is needed in place of {shown}; see {program} --help", file=sys.stderr
+        )
+        raise SystemExit(2)
+    return text if not is_list or text == "null" or text.startswith(("[", "(")) else f"[{text}]"
 
 
+def _item_of(hint: Any) -> Any:
+    """What a list is of; nothing for what is no list."""
+    return get_args(hint)[0] if get_origin(hint) is tuple else None
+
+
+def _options_of(function: Any) -> Iterator[tuple[str, Any, object]]:
+    """Name, type and default of a function's parameters, and of the fields of those that are dataclasses."""
+    hints = get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if is_dataclass(hints[name]):
+            yield from _options_of(hints[name])
+        elif parameter.default is not False and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            yield name, hints[name], parameter.default
+
+
+@cache
 def _parser() -> ArgumentParser:
     parser = _Parser(prog="lightning-mist", description="Plan how to train a network, and look at plans.")
     commands = parser.add_subcommands(dest="subcommand", required=True)

@@ -1,6 +1,5 @@
 """What the network costs that a command is for."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_mist.cli.output import say, told
+from lightning_mist.errors import MistError
 
 if TYPE_CHECKING:
     from lightning_mist.estimate.closed_form import TransformerDims
@@ -50,8 +50,7 @@ def _described(request: NetworkRequest) -> "ModelSpec":
     from lightning_mist.model.presets import PRESETS, check_length, check_name, check_precision
 
     check_precision(request.precision)
-    if ":" not in request.model:
-        check_name(request.model)
+    check_name(request.model)
     if request.trace or request.model not in PRESETS:
         return trace_network(request)
     from lightning_mist.model.presets import KNOWN_OPTIMIZERS, preset_spec
@@ -101,7 +100,18 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
     from lightning_mist.model.child_process import run_apart
 
     with told("looking at the network, in a process of its own"):
-        return run_apart(_trace, request, tell=say)
+        try:
+            return run_apart(_trace, request, tell=say)
+        except (MistError, ValueError):
+            raise
+        except Exception as error:
+            if not request.model.endswith(".json"):
+                raise
+            # None of it is the user's own code: what is wrong is said by the sizes.
+            raise ValueError(
+                f"model {request.model!r}: the step that transformers makes of it fails with {type(error).__name__} "
+                f"({error}); mend the configuration, or write package.module:function"
+            ) from error
 
 
 def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpec":
@@ -151,8 +161,7 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
     from lightning_mist.model.presets import check_length, check_name
 
     model = request.model
-    if ":" not in model:
-        check_name(model)
+    check_name(model)
     seq_len = check_length(model, request.seq_len)
     spec = closed_spec(
         _dims(model, seq_len),
@@ -170,13 +179,13 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
 def _dims(model: str, seq_len: int) -> "TransformerDims":
     """The sizes that a preset or a configuration file states."""
     from lightning_mist.estimate.closed_form import dims_of, shape_dims
-    from lightning_mist.model.presets import PRESETS
+    from lightning_mist.model.presets import PRESETS, read_configuration
 
     if model in PRESETS:
         return shape_dims(PRESETS[model], seq_len)
-    if model.endswith(".json"):
+    if ":" not in model:
         try:
-            return dims_of(json.loads(Path(model).read_text(encoding="utf-8")))
+            return dims_of(read_configuration(Path(model)))
         except ValueError as error:
             raise ValueError(f"model {model!r}: {error}") from error
     raise ValueError(f"model {model!r}: a closed form needs a preset or a Hugging Face config.json; trace it instead")

@@ -11,6 +11,9 @@ from typing import TypeAlias
 
 from lightning_mist.errors import PlanError
 
+MOST_DEVICES = 1_000_000
+"""More than any machine has, and as many as lists of ranks can be made of in a moment."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -91,6 +94,11 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.devices_per_node < 1:
             raise PlanError(f"a cluster of {self.num_nodes} nodes x {self.devices_per_node}: both must be at least 1")
+        if self.world_size > MOST_DEVICES:
+            raise PlanError(
+                f"a cluster of {self.num_nodes:.4g} nodes x {self.devices_per_node:.4g}: nothing is planned for more "
+                f"than {MOST_DEVICES:,} devices; name fewer"
+            )
         if self.host_memory_bytes is not None and self.host_memory_bytes < 1:
             raise PlanError(
                 f"hosts with {self.host_memory_bytes} bytes of memory: a host has some; leave it out if it is not known"

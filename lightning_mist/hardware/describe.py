@@ -89,11 +89,13 @@ def read_cluster(path: Path) -> AnyCluster:
         PlanError: If the file cannot be read, or has a wrong, missing or unknown key.
         ProfileError: If the device is not in the catalog and its memory is not given.
     """
+    where = f"cluster file {path}"
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise PlanError(f"cluster file {path} cannot be read: {error}") from error
-    where = f"cluster file {path}"
+    except OSError as error:
+        raise PlanError(f"{where} cannot be read ({error.strerror}): give the path of a YAML file") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise PlanError(f"{where} is not YAML that describes a cluster: {_yaml_fault(error)}") from error
     if not isinstance(content, Mapping) or "parts" not in content:
         return _part(content, where)
     data = _mapping(content, MIXED_KEYS, where)
@@ -104,12 +106,26 @@ def read_cluster(path: Path) -> AnyCluster:
     return cluster_of([_part(part, f"{where}: parts[{index}]") for index, part in enumerate(parts)], link)
 
 
+def _yaml_fault(error: Exception) -> str:
+    """What a parser of YAML objects to, and where, in one line."""
+    if isinstance(error, RecursionError):
+        return "it is nested deeper than any cluster; write a line for each key"
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"{' '.join(str(error).split())}; write it as text in UTF-8"
+    mark = error.problem_mark or error.context_mark
+    place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return f"{place}{error.problem or error.context}; write plain keys and values, indented by spaces"
+
+
 def _part(content: Any, where: str) -> Cluster:
     data = _mapping(content, KEYS, where, needed=3)
+    name = data["device"]
+    if not isinstance(name, str | int) or isinstance(name, bool):  # a 4090 is read as a number
+        raise PlanError(f"{where}: device = {name!r}: the name of a device is needed, such as L4")
     return Cluster(
         num_nodes=_count(data["nodes"], "nodes", where),
         devices_per_node=_count(data["devices_per_node"], "devices_per_node", where),
-        device=_device(str(data["device"]), data.get("memory"), where),
+        device=_device(str(name), data.get("memory"), where),
         intra_node=_link(data.get("intra_node"), "intra_node", where),
         inter_node=_link(data.get("inter_node"), "inter_node", where),
         host=_host(data.get("host"), where),

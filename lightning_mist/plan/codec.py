@@ -186,7 +186,7 @@ def _refuse(value: object, path: str, rule: str) -> PlanError:
 
 
 def _integer(value: object, path: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
         raise _refuse(value, path, "a whole number is needed, such as 4")
     return value
 

@@ -11,6 +11,9 @@ from lightning_mist.plan.stage_settings import CHECKPOINTING_KINDS, Checkpointin
 OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
 """Kinds of state that may be in host memory."""
 
+MOST_LAYERS = 2_000
+"""Layers of a network that plans are searched for: tables grow with their square, and take 3 GB and minutes here."""
+
 COUNTS = (
     "num_stages",
     "num_microbatches",

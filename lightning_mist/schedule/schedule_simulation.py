@@ -16,6 +16,7 @@ each, take ``(G V + P - 1) t`` under interleaved 1F1B.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule.action import (
     COMPUTATIONS,
@@ -122,6 +123,10 @@ def simulate(
     return _summary(spans)
 
 
+MOST_COMPUTATIONS = 4_000_000
+"""Forwards and backwards of a step that a clock is run on: a pipeline of 512 stages and 2,048 microbatches has half."""
+
+
 def simulate_plan(plan: Plan) -> Simulation:
     """Run a plan's own schedule with the seconds that were predicted for it, by the rules of its prediction.
 
@@ -130,8 +135,14 @@ def simulate_plan(plan: Plan) -> Simulation:
     lists so long that predicting cut them it is within half a percent.
 
     Raises:
-        PlanError: If nothing was predicted.
+        PlanError: If nothing was predicted, or its lists are longer than a clock goes through in minutes.
     """
+    count = 2 * plan.num_microbatches * plan.num_stages
+    if count > MOST_COMPUTATIONS:
+        raise PlanError(
+            f"{plan.num_microbatches:,} microbatches on {plan.num_stages} stages: of {count:,} forwards and backwards "
+            f"no clock is run, at most of {MOST_COMPUTATIONS:,}; look at a plan of fewer and larger microbatches"
+        )
     seconds = plan_seconds(plan, predicted_terms(plan))
     assert plan.predicted is not None
     return simulate(

@@ -18,7 +18,7 @@ from lightning_mist.cost import (
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, SearchSpace
+from lightning_mist.plan import MOST_LAYERS, Plan, SearchSpace
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
 from lightning_mist.tuner.inter_stage import PRECISION
@@ -54,6 +54,11 @@ class Planner:
     """
 
     def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
+        if spec.num_layers > MOST_LAYERS:
+            raise PlanError(
+                f"{spec.name} has {spec.num_layers:,} layers: plans are searched for at most {MOST_LAYERS:,}; put "
+                "several in one (nn.Sequential), or name a container of fewer as blocks"
+            )
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
 

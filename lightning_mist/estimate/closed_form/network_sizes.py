@@ -149,6 +149,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 """What Hugging Face's configurations call the sizes (names of their classes' arguments in transformers 4 and 5)."""
 
 
+_COUNTED = ("hidden", "layers", "heads", "vocabulary")
+"""Sizes that every configuration states."""
+
+
 def dims_of(configuration: Any) -> TransformerDims:
     """The sizes that a configuration states.
 
@@ -173,12 +177,16 @@ def dims_of(configuration: Any) -> TransformerDims:
     def find(key: str) -> Any:
         return next((value for name in _NAMES[key] if (value := read(name)) is not None), None)
 
-    missing = [_NAMES[key][0] for key in ("hidden", "layers", "heads", "vocabulary") if find(key) is None]
+    missing = [_NAMES[key][0] for key in _COUNTED if find(key) is None]
     if missing:
         raise ValueError(
             f"configuration {type(configuration).__name__} without {', '.join(missing)}: a closed form needs them; "
             "give TransformerDims yourself"
         )
+    for key in (*_COUNTED, "ffn", "key_value_heads", "head_width"):
+        value = find(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{_NAMES[key][0]} = {value!r}: a closed form needs one whole number of at least 1")
     activation = str(read("hidden_act") or read("activation_function") or "gelu")
     gated = activation in ("silu", "swiglu", "swish") or read("rms_norm_eps") is not None
     rotary = read("rope_theta") is not None or read("rope_parameters") is not None or gated

@@ -126,8 +126,8 @@ def read_profile(path: Path) -> HardwareProfile:
 def _read(path: Path) -> tuple[HardwareProfile, dict[str, str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"profile {path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:  # the last for text nested beyond any profile
+        raise ProfileError(f"profile {path} cannot be read: {error}; measure again") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else None
         raise ProfileError(f"profile {path} has schema {found!r}: schema {SCHEMA} is read; measure again")
@@ -141,8 +141,14 @@ def decode(kind: Any, data: Any) -> Any:
     """A value of a type from what JSON has of it: numbers, text, tuples of one type, dataclasses by their fields.
 
     Fields with a default may be missing: what was written before they were known does not have them.
+
+    Raises:
+        KeyError: If a field without a default is missing.
+        ValueError: If something is of another type, or a number is negative or not finite: nothing measured is.
     """
     if dataclasses.is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise ValueError(f"{data!r:.60} in place of an object with keys")
         hints = get_type_hints(kind)
         known = [
             field.name
@@ -152,9 +158,18 @@ def decode(kind: Any, data: Any) -> Any:
         return kind(**{name: decode(hints[name], data[name]) for name in known})  # type: ignore[operator]
     options = get_args(kind)
     if get_origin(kind) is tuple:
+        if not isinstance(data, list):
+            raise ValueError(f"{data!r:.60} in place of a list")
         return tuple(decode(options[0], item) for item in data)
     if type(None) in options:
         return None if data is None else decode(options[0], data)
+    if kind is str:
+        if not isinstance(data, str):
+            raise ValueError(f"{data!r:.60} in place of text")
+        return data
+    allowed = int if kind is int else (int, float)
+    if not isinstance(data, allowed) or isinstance(data, bool) or not 0 <= data < 2**63:
+        raise ValueError(f"{data!r:.60} in place of a {'whole ' if kind is int else ''}number that is not negative")
     return kind(data)
 
 
@@ -167,6 +182,23 @@ def _check_sizes(profile: HardwareProfile) -> HardwareProfile:
         lengths = {len(rates.bytes), len(rates.forward_bytes_per_second), len(rates.backward_bytes_per_second)}
         if not rates.bytes or len(lengths) > 1:
             raise ValueError(f"{sorted(lengths)} sizes and rates of {rates.kind}")
+    divisors = [
+        profile.memory_bytes_per_second,
+        *(value for rate in profile.compute for value in (*rate.flops, *rate.flops_per_second)),
+        *(
+            value
+            for rate in profile.rates
+            for value in (*rate.bytes, *rate.forward_bytes_per_second, *rate.backward_bytes_per_second)
+        ),
+        *(
+            value
+            for rate in profile.kernels
+            for value in (rate.forward_flops_per_second, rate.backward_flops_per_second)
+        ),
+        *(cost.bytes_per_second for cost in profile.collectives),
+    ]
+    if min(divisors) <= 0:
+        raise ValueError("a rate of 0: what is measured takes some time")
     return profile
 
 
@@ -178,7 +210,12 @@ def read_machine(path: Path) -> tuple[Cluster, HardwareProfile]:
     """
     profile = read_profile(path)
     try:
-        return decode(Cluster, json.loads(path.read_text(encoding="utf-8"))["cluster"]), profile
+        cluster: Cluster = decode(Cluster, json.loads(path.read_text(encoding="utf-8"))["cluster"])
+        if cluster.device.memory_bytes < 1 or cluster.device.kind not in ("cpu", "cuda"):
+            raise ValueError(f"{cluster.device}")
+        if not profile.compute:
+            raise ValueError("no rates of computation")
+        return cluster, profile
     except (KeyError, TypeError, ValueError) as error:
         raise ProfileError(
             f"profile {path} does not say what the devices are ({error!r}): measure again with lightning-mist profile "

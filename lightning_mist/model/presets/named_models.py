@@ -15,8 +15,6 @@ with the same blocks:
 
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
-from pathlib import Path
 
 from lightning_mist.model.presets.shapes import LanguageModelShape
 
@@ -71,19 +69,6 @@ PRESETS: Mapping[str, LanguageModelShape] = {
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 """Lightning's names of the precisions that can be planned for."""
-
-
-def check_name(text: str) -> None:
-    """Refuse what names neither a preset nor a file that is there, by a ValueError."""
-    if text.endswith(".json"):
-        if not Path(text).exists():
-            raise ValueError(f"model {text!r}: there is no such file; give the path of a config.json")
-    elif text not in PRESETS:
-        near = get_close_matches(text, PRESETS, n=3, cutoff=0.0)
-        raise ValueError(
-            f"model {text!r}: not a preset, a config.json or package.module:function; did you mean "
-            f"{', '.join(map(repr, near[:-1]))} or {near[-1]!r}? Presets: {', '.join(PRESETS)}"
-        )
 
 
 def check_precision(precision: str) -> None:

@@ -1,6 +1,7 @@
 """A module and a batch to plan for, from a short text: a preset, a Hugging Face configuration, a user's function."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,11 +42,11 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     """
     context, kept = precision_context(precision), parameter_dtype(precision)
     name, batch = text, None
+    check_name(text)
     if ":" in text:
         module, batch = _from_function(text, kept)
         name = type(module).__name__
     else:
-        check_name(text)
         length = check_length(text, sequence_length)
         tokens = torch.zeros(batch_rows, length, dtype=torch.long)
         if text.endswith(".json"):
@@ -96,6 +97,7 @@ def _from_function(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any
         function = getattr(importlib.import_module(name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"model {text!r} cannot be imported ({error}): write package.module:function") from error
+    _check_callable(text, function)
     made = function()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(
@@ -109,6 +111,25 @@ def _from_function(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any
         return module, batch
     # As Lightning's precision plugin hands it to the step.
     return module.to(dtype), convert_batch(batch, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf)
+
+
+def _check_callable(text: str, function: Any) -> None:
+    """Refuse what cannot be called without arguments: that is a mistake in the name, not in the function."""
+    if not callable(function):
+        raise ValueError(
+            f"model {text!r} names a {type(function).__name__}: name a function that returns a module and a batch"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are compiled do not say what they take
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ValueError(
+            f"model {text!r} cannot be called without arguments ({error}): name a function that takes none and returns "
+            "a module and a batch"
+        ) from error
 
 
 class _CausalStep(nn.Module):
@@ -126,12 +147,15 @@ def _from_configuration(path: Path, length: int, dtype: torch.dtype | None) -> n
         import transformers
     except ImportError as error:
         raise ValueError(f"model '{path}' needs Hugging Face transformers: pip install transformers") from error
-    if not path.is_file():
-        raise ValueError(f"model '{path}': there is no such file; give the path of a config.json")
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        configuration = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model '{path}' is not a configuration that transformers knows: {error}") from error
+        # Code that a configuration names is never run.
+        configuration = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # its checks raise what they like
+        raise ValueError(
+            f"model '{path}' is not a configuration that transformers knows ({transformers.__version__}): "
+            f"{_first(error)}; mend it, or write package.module:function"
+        ) from error
     longest = getattr(configuration, "max_position_embeddings", None)
     if isinstance(longest, int) and length > longest:
         raise ValueError(f"seq_len = {length}: '{path}' has at most {longest} positions; give --seq-len {longest}")
@@ -142,10 +166,26 @@ def _from_configuration(path: Path, length: int, dtype: torch.dtype | None) -> n
             f"model '{path}' is a {names[0]}: only language models can be made from a configuration; write "
             "package.module:function for others"
         )
-    cls = getattr(transformers, language[0]) if language else None
+    cls = getattr(transformers, language[0], None) if language else None
+    if language and cls is None:
+        raise ValueError(
+            f"model '{path}' is a {language[0]}, which transformers {transformers.__version__} does not have: update "
+            "it, or write package.module:function"
+        )
 
     def build() -> nn.Module:
         make: Any = cls if cls is not None else transformers.AutoModelForCausalLM.from_config
         return _CausalStep(make(configuration))
 
-    return hollow(build, dtype=dtype).train()
+    try:
+        return hollow(build, dtype=dtype).train()
+    except Exception as error:
+        raise ValueError(
+            f"model '{path}': transformers makes no network of it: {_first(error)}; mend its sizes"
+        ) from error
+
+
+def _first(error: Exception) -> str:
+    """The kind of an error and its first sentence: what follows is advice for people who call transformers."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text.partition('. ')[0]}".rstrip(".")

@@ -53,7 +53,7 @@ def test_a_profile_that_was_measured_again_makes_them_void(store, tmp_path):
         (lambda content: content | {"corrections": [{"term": "forward"}]}, "are not corrections of schema 1"),
         (lambda content: _first(content, term="nothing"), "no predictions have the term 'nothing'"),
         (lambda content: _first(content, factor=7.0), "a factor of 7.0 ± 0.02 from 3 runs"),
-        (lambda content: _first(content, factor=float("nan")), "a factor of nan"),
+        (lambda content: _first(content, factor=float("nan")), "nan in place of a number"),
         (lambda content: _first(content, spread=0.0), "± 0.0 from"),
         (lambda content: _first(content, samples=0), "from 0 runs"),
     ],

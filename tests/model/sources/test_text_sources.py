@@ -123,7 +123,7 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a configuration that transformers knows"):
         open_(configuration(tmp_path, model_type="no-such-type"))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not a configuration that transformers knows"):
+    with pytest.raises(ValueError, match="is not JSON"):
         open_(str(tmp_path / "config.json"))
 
 
