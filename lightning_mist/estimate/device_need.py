@@ -17,7 +17,8 @@ from lightning_mist.estimate.uncertainty import SPREADS, Interval, Spread
 from lightning_mist.hardware.catalog import NOTHING, Overhead, communicator_overhead, context_overhead, workspace_bytes
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.plan import ModuleMap, Plan, replica_ranks
-from lightning_mist.plan.mesh import MESSAGE_CHANNELS, make_mesh, message_pairs, process_groups
+from lightning_mist.plan.mesh import make_mesh, process_groups
+from lightning_mist.plan.messages import MESSAGE_CHANNELS, message_pairs
 
 Purpose = Literal[
     "Lightning",

@@ -1,7 +1,5 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import (
@@ -13,7 +11,6 @@ from lightning_mist.plan import (
     StagePlan,
     TensorSplit,
     ZeroStage,
-    row_slice,
 )
 from lightning_mist.plan.mesh import (
     held_parameters,
@@ -21,14 +18,12 @@ from lightning_mist.plan.mesh import (
     make_mesh,
     names_with_values,
     needs_spreading,
-    overlaps,
     process_groups,
     stage_ranks,
     sums_wholes,
     tensor_ranks,
     tied_groups,
 )
-from tests.plans import plans
 
 
 def make_plan(degrees, *, tensor=1, zero=0, num_microbatches=None, part_rows=None):
@@ -186,41 +181,6 @@ def test_groups_are_the_same_whoever_asks_and_hold_what_is_needed():
     assert len(set(groups)) == len(groups)
     groups = process_groups(make_plan([2, 1], tensor=[2, 1]), module_map)
     assert {(0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 4)} <= set(groups)
-
-
-def test_slices_are_exchanged_by_overlap():
-    plan = make_plan([2, 3], num_microbatches=5)
-    shares = [[(o.ranks[0], o.first, o.end) for o in overlaps(plan, rank, 1, 0, 12)] for rank in (0, 1)]
-    assert shares == [[(2, 0, 4), (3, 4, 6)], [(3, 0, 2), (4, 2, 6)]]
-    assert [(o.ranks[0], o.first, o.end) for o in overlaps(plan, 3, 0, 0, 12)] == [(0, 0, 2), (1, 2, 4)]
-
-
-def test_a_batch_without_rows_goes_whole_or_not_at_all():
-    plan = make_plan([1, 1])
-    assert [(o.ranks[0], o.first, o.end) for o in overlaps(plan, 0, 1, 0, None)] == [(1, 0, 1)]
-    for rank, neighbour in ((0, 1), (1, 0)):
-        with pytest.raises(PlanError, match="part 0 of 2 of the batch of rank 0"):
-            overlaps(make_plan([1, 1], num_microbatches=4), rank, neighbour, 0, None)
-
-
-@given(plan=plans(max_microbatches=12, runnable=False), batch_rows=st.integers(0, 13), data=st.data())
-def test_overlaps_tile_every_slice_and_agree_on_both_sides(plan, batch_rows, data):
-    if plan.num_stages == 1:
-        return
-    index = data.draw(st.integers(0, plan.num_microbatches - 1))
-    stage = data.draw(st.integers(0, plan.num_stages - 2))
-
-    def shared(of, other):
-        found = {}
-        for rank in plan.stages[of].devices:
-            low, high = row_slice(plan, rank, index).rows(batch_rows)
-            mine = overlaps(plan, rank, other, index, batch_rows)
-            assert [row for o in mine for row in range(o.first, o.end)] == list(range(high - low))
-            found |= {(rank, peer): (low + o.first, low + o.end) for o in mine for peer in o.ranks}
-        return found
-
-    back = {(peer, rank): rows for (rank, peer), rows in shared(stage + 1, stage).items()}
-    assert shared(stage, stage + 1) == back
 
 
 def test_the_size_of_an_element_is_that_of_torch():

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import LiveTensor, row_slice
-from lightning_mist.plan.mesh import Mesh, Overlap, Side, overlaps, side_of
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.plan.messages import Overlap, Side, overlaps, side_of
 
 
 def span(size: int, rows: int, overlap: Overlap) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mist.errors import PlanError, ScheduleError
-from lightning_mist.plan.mesh import MESSAGE_CHANNELS
+from lightning_mist.plan.messages import MESSAGE_CHANNELS
 from lightning_mist.tensor_parallel.group import Reduction
 
 

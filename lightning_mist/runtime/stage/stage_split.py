@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.plan import LiveTensor, ModuleMap, TensorSplit
-from lightning_mist.plan.mesh import Side
+from lightning_mist.plan.messages import Side
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.tensor_parallel import (
     SplitContext,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import TraceError
-from lightning_mist.plan.mesh import Overlap, Side
+from lightning_mist.plan.messages import Overlap, Side
 from lightning_mist.runtime.communication.boundary import Crossing, GraphEnd, span
 
 

@@ -1,0 +1,149 @@
+"""What neighbouring stages send each other: which rows, which parts of sequences, and between which ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from lightning_mist.errors import PlanError
+from lightning_mist.plan.mesh import stage_ranks, tensor_ranks
+from lightning_mist.plan.module_map import LiveTensor
+from lightning_mist.plan.plan import Plan
+from lightning_mist.plan.rows import RowSlice, replica_of, row_slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Rows that this rank shares with one data-parallel index of a neighbouring stage in one microbatch.
+
+    Attributes:
+        first: First of the rows, counted from the start of this rank's slice.
+    """
+
+    ranks: tuple[int, ...]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """How the tensor-parallel ranks on one side of a boundary hold a tensor.
+
+    Attributes:
+        is_shared: Whether each holds a part along the sequence; otherwise, and where the length of the sequence is not
+            a multiple of the degree, each holds the whole.
+    """
+
+    degree: int
+    is_shared: bool = False
+
+    def is_parted(self, length: int) -> bool:
+        """Whether a tensor with a sequence of this length is held in parts."""
+        return self.is_shared and length % self.degree == 0
+
+    def held(self, index: int, length: int) -> tuple[int, int]:
+        """Half-open range of the sequence that the rank with this tensor-parallel index holds."""
+        if not self.is_parted(length):
+            return 0, length
+        return index * length // self.degree, (index + 1) * length // self.degree
+
+    def sources(self, index: int, others: "Side", length: int) -> tuple[tuple[int, int, int], ...]:
+        """From which ranks of the other side the rank ``index`` of this side gets what: index, start and end.
+
+        The ranks of a side that holds whole tensors have equal ones, so each serves some of those that ask.
+        """
+        start, end = self.held(index, length)
+        if not others.is_parted(length):
+            return ((index % others.degree, start, end),)
+        found = []
+        for other in range(others.degree):
+            low, high = others.held(other, length)
+            low, high = max(low, start), min(high, end)
+            if low < high:
+                found.append((other, low, high))
+        return tuple(found)
+
+
+def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows: int | None) -> tuple[Overlap, ...]:
+    """With whom of a neighbouring stage ``rank`` exchanges which rows of a microbatch.
+
+    Args:
+        neighbour: Index of the stage before or after the rank's own.
+        batch_rows: Rows of the owner's batch; None for a batch that cannot be cut.
+
+    Returns:
+        The shared rows by ascending row. Rows are counted from the start of this rank's slice; ``(0, 1)`` stands for a
+        whole batch that cannot be cut. Empty if the rank's slice has no rows.
+    """
+    mine = row_slice(plan, rank, microbatch)
+    first, end = _rows(mine, microbatch, batch_rows)
+    replica = replica_of(plan, rank)
+    found = []
+    for index, peer in enumerate(stage_ranks(plan, neighbour)):
+        if replica_of(plan, peer) != replica:
+            continue
+        theirs = row_slice(plan, peer, microbatch)
+        low, high = _rows(theirs, microbatch, batch_rows)
+        low, high = max(first, low), min(end, high)
+        if theirs.owner == mine.owner and low < high:
+            ranks = tensor_ranks(plan, neighbour, index)
+            found.append(Overlap(ranks=ranks, first=low - first, end=high - first))
+    return tuple(sorted(found, key=lambda overlap: overlap.first))
+
+
+def side_of(plan: Plan, stage: int, live: LiveTensor) -> Side:
+    """How the tensor-parallel ranks of a stage hold a tensor that crosses one of its boundaries."""
+    mesh = plan.stages[stage].mesh
+    is_shared = mesh.sequence_parallel and live.sequence_dim is not None
+    return Side(degree=mesh.tensor_parallel_degree, is_shared=is_shared)
+
+
+MESSAGE_CHANNELS = 4
+"""Most channels of a message's kernel, which spins on one multiprocessor each until the other end is there: a receive
+is posted a computation early. Not measured on a device yet."""
+
+
+def message_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Every pair of ranks of which the first sends to the second; sorted, the same whoever asks.
+
+    Activations go to the next stage, gradients back.
+    """
+    pairs = {pair for stage in range(plan.num_stages - 1) for pair in _crossing(plan, stage, stage + 1)}
+    return tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
+
+
+def _rows(piece: RowSlice, microbatch: int, batch_rows: int | None) -> tuple[int, int]:
+    if batch_rows is not None:
+        return piece.rows(batch_rows)
+    if piece.parts > 1:
+        raise PlanError(
+            f"microbatch {microbatch} is part {piece.part} of {piece.parts} of the batch of rank {piece.owner}, which "
+            "has no rows to count: only batches whose tensors share their first dimension can be cut; use a plan with "
+            "one part per batch"
+        )
+    return 0, 1
+
+
+def _crossing(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int]]:
+    """Who sends to whom between two stages: ranks that compute on the same rows and hold the same part."""
+    first, second = plan.stages[stage], plan.stages[following]
+    mine, theirs = first.data_parallel_degree, second.data_parallel_degree
+    for here, there in product(range(mine), range(theirs)):
+        # Data-parallel index j of d has the rows from j / d to (j + 1) / d of every microbatch.
+        if here * theirs >= (there + 1) * mine or there * mine >= (here + 1) * theirs:
+            continue
+        before, after = tensor_ranks(plan, stage, here), tensor_ranks(plan, following, there)
+        # Tensors that have no sequence, and states of generators, are held whole also where others are in parts.
+        # So are sequences on a side that their length cannot be divided by.
+        for are_shared in product({first.mesh.sequence_parallel, False}, {second.mesh.sequence_parallel, False}):
+            degrees = len(before), len(after)
+            sides = [Side(degree=n, is_shared=shared) for n, shared in zip(degrees, are_shared, strict=True)]
+            yield from ((before[source], after[index]) for source, index in _portions(*sides))
+            yield from ((after[source], before[index]) for source, index in _portions(*reversed(sides)))
+
+
+def _portions(mine: Side, theirs: Side) -> Iterator[tuple[int, int]]:
+    """Tensor-parallel indices of one side that send to which of the other."""
+    length = mine.degree * theirs.degree  # divisible, as sequences that are shared out are
+    for index in range(theirs.degree):
+        for source, _, _ in theirs.sources(index, mine, length):
+            yield source, index
