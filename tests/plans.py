@@ -61,15 +61,18 @@ def plans(
     layers = draw(_layers(len(degrees) * chunks, num_layers))
     groups, first_device = [], 0
     for degree, width, part in zip(degrees, widths, parts, strict=True):
+        context = 1 if runnable or width != 4 else 2
+        zero = ZeroStage(draw(st.integers(0, 3)))
+        within = [count for count in range(2, degree * context) if degree * context % count == 0]
         mesh = StageMesh(
             devices=tuple(devices[first_device : first_device + degree * width]),
             data_parallel_degree=degree,
             tensor_parallel_degree=width if runnable or width != 4 else 2,
-            context_parallel_degree=1 if runnable or width != 4 else 2,
+            context_parallel_degree=context,
             sequence_parallel=width > 1 and draw(st.booleans()),
+            shard_degree=draw(st.sampled_from([None, *within])) if zero and within else None,
         )
         offload = OffloadRatios() if runnable else draw(st.builds(OffloadRatios, *[], **_OFFLOAD))
-        zero = ZeroStage(draw(st.integers(0, 3)))
         groups.append({"mesh": mesh, "microbatch_size": batch_rows // part, "zero_stage": zero, "offload": offload})
         first_device += degree * width
     stages, first_layer = [], 0

@@ -3,7 +3,8 @@
 Masters are cast to the type that is computed in before every batch, and gradients of a microbatch are made in that type
 and added up in the masters'. A stage's data-parallel ranks scale what they have added up, round it to the computing
 type and add it up among themselves in that: once per batch below ZeRO-2, from there on for every microbatch, whose sums
-are then added up in the masters' type. (Of a weight that several stages share each stage rounds what it adds; here the
+are then added up in the masters' type. Under hybrid sharding a group does so for itself, and the groups' sums are then
+added up in the type that they have. (Of a weight that several stages share each stage rounds what it adds; here the
 sum is rounded.)
 """
 
@@ -95,17 +96,24 @@ def _total(
     columns: Sequence[Sequence[Tensor | None]], plan: Plan, stage: StagePlan, narrow: torch.dtype
 ) -> Tensor | None:
     """One parameter's gradient from those by data-parallel rank and microbatch."""
-    scale = 1 / plan.world_size
+    scale, size = 1 / plan.world_size, stage.mesh.shard_ranks
     there = [[g for g in column if g is not None] for column in columns]
     if not any(there):
         return None
     (wide,) = {g.dtype for column in there for g in column}
     if len(columns) == 1:
         return _sum(there[0]) * scale
+    groups = [range(first, first + size) for first in range(0, len(columns), size)]
     if stage.zero_stage >= ZeroStage.GRADIENTS:
-        rows = zip(*columns, strict=True)
-        return _sum([_sum([(g * scale).to(narrow) for g in row if g is not None]).to(wide) for row in rows])
-    return _sum([(_sum(column) * scale).to(narrow) for column in there if column]).to(wide)
+        rows = [[(g * scale).to(narrow) for g in row] for group in groups for row in _rows(columns, group)]
+        return _sum([_sum(row).to(wide) for row in rows if row])
+    rounded = [[(_sum(there[place]) * scale).to(narrow) for place in group if there[place]] for group in groups]
+    return _sum([_sum(row) for row in rounded if row]).to(wide)
+
+
+def _rows(columns: Sequence[Sequence[Tensor | None]], ranks: range) -> list[list[Tensor]]:
+    """What some ranks have of every microbatch."""
+    return [[g for g in row if g is not None] for row in zip(*(columns[rank] for rank in ranks), strict=True)]
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,11 +12,16 @@ ROWS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Devices that hold a part of the model: degrees, ZeRO stage, what is recomputed of its first layers and moved."""
+    """Devices that hold a part of the model: degrees, ZeRO stage, what is recomputed of its first layers and moved.
+
+    Attributes:
+        shard: Ranks that ZeRO shards over, if not all with the same parameters.
+    """
 
     dp: int = 1
     tp: int = 1
     zero: int = 0
+    shard: int | None = None
     checkpointed: int = 0
     kind: CheckpointingKind = "full"
     sequence: bool = False
@@ -75,6 +80,7 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
                     data_parallel_degree=group.dp,
                     tensor_parallel_degree=group.tp,
                     sequence_parallel=group.sequence,
+                    shard_degree=group.shard,
                 ),
                 microbatch_size=rows * world // (group.dp * count),
                 zero_stage=ZeroStage(group.zero),
@@ -114,6 +120,9 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2, ZeRO 1": _layouts(_same(1, dp=2, zero=1), parts=2),
     "dp 2, ZeRO 2": _layouts(_same(1, dp=2, zero=2), parts=2),
     "dp 3, ZeRO 3": _layouts(_same(1, dp=3, zero=3), parts=2),
+    "dp 4, ZeRO 1, HSDP 2 x 2": _layouts(_same(1, dp=4, zero=1, shard=2), parts=2),
+    "dp 4, ZeRO 2, HSDP 2 x 2": _layouts(_same(1, dp=4, zero=2, shard=2), parts=2),
+    "dp 4, ZeRO 3, HSDP 2 x 2": _layouts(_same(1, dp=4, zero=3, shard=2), parts=2),
     "pp 2 x dp 2": _layouts(_same(2, dp=2)),
     "pp 4, GPipe": _layouts(_same(4), schedule="gpipe"),
     "pp 2 x dp 2, ZeRO 2, some recomputed": _layouts(_same(2, dp=2, zero=2, checkpointed=1), parts=2),
@@ -126,6 +135,9 @@ LAYOUTS: dict[str, Layout] = {
     "pp 2 x tp 2, sequence, some recomputed": _layouts(_same(2, tp=2, sequence=True, checkpointed=1)),
     "stages (dp 1, tp 2), (dp 2, tp 1)": _layouts([Group(tp=2), Group(dp=2)]),
     "stages (dp 2, tp 1, ZeRO 3), (dp 1, tp 2, sequence)": _layouts([Group(dp=2, zero=3), Group(tp=2, sequence=True)]),
+    "stages (dp 4, ZeRO 2, HSDP 2 x 2), (dp 2, tp 2)": _layouts(
+        [Group(dp=4, zero=2, shard=2), Group(dp=2, tp=2)], parts=2
+    ),
     "stages (dp 3), (dp 1), ZeRO 1, uneven": _layouts([Group(dp=3, zero=1), Group()], uneven=True),
     "interleaved, 2 groups of 2 chunks": _layouts(_same(2), schedule="interleaved-1f1b", chunks=2, parts=2),
     "interleaved, dp 2, ZeRO 2": _layouts(_same(2, dp=2, zero=2), schedule="interleaved-1f1b", chunks=2),

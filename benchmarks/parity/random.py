@@ -1,10 +1,10 @@
 """Random plans on random models against a single process: losses and gradients summed over two batches of every rank.
 
-A plan is drawn from the seed: groups of devices with data- and tensor-parallel degrees, ZeRO stages, sequence
-parallelism and recomputed layers of their own, uneven layers, schedule, chunks and number of microbatches; of tensor
-parallelism only what the model allows. Half of them offload, and are also held against curves of twenty steps. The
-record has one line per model. A plan that differs is printed with its seed, the plan and the first parameter that
-differs, and the exit status is 1.
+A plan is drawn from the seed: groups of devices with data- and tensor-parallel degrees, ZeRO stages (over all ranks or
+within groups), sequence parallelism and recomputed layers of their own, uneven layers, schedule, chunks and number of
+microbatches; of tensor parallelism only what the model allows. Half of them offload, and are also held against curves
+of twenty steps. The record has one line per model. A plan that differs is printed with its seed, the plan and the first
+parameter that differs, and the exit status is 1.
 
 All ranks run in this process, in double precision.
 """
@@ -74,11 +74,13 @@ def _offload(rng: random.Random) -> OffloadRatios:
 def _group(rng: random.Random, module_map: ModuleMap) -> Group:
     tp = rng.choice([1, *(split.degree for split in module_map.splits if split.degree <= MOST_RANKS // 2)])
     dp = rng.choice([1, 2, 3, 4])
+    zero = rng.choice([0, 1, 2, 3]) if dp > 1 else 0
     allows_sequence = tp > 1 and bool(module_map.split(tp).sequence)
     return Group(
         dp=dp,
         tp=tp,
-        zero=rng.choice([0, 1, 2, 3]) if dp > 1 else 0,
+        zero=zero,
+        shard=rng.choice([None, 2]) if dp == 4 and zero else None,
         checkpointed=rng.choice([0, 0, 1, 2]),
         sequence=allows_sequence and rng.random() < 0.5,
     )
@@ -102,6 +104,7 @@ FEATURES = {
     "ZeRO 1": lambda layout: any(group.zero == 1 for group in layout.groups),
     "ZeRO 2": lambda layout: any(group.zero == 2 for group in layout.groups),
     "ZeRO 3": lambda layout: any(group.zero == 3 for group in layout.groups),
+    "HSDP": lambda layout: any(group.shard for group in layout.groups),
     "groups differ": lambda layout: len(set(layout.groups)) > 1,
     "offload": lambda layout: any(group.offload.any for group in layout.groups),
     "interleaved": lambda layout: layout.chunks > 1,

@@ -58,7 +58,8 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
     mesh = make_mesh(plan, rank, module_map)
     purposes: dict[tuple[int, ...], Purpose] = {tuple(range(plan.world_size)): "world"}
     purposes.setdefault(replica_ranks(plan, mesh.replica), "batches")
-    purposes.setdefault(tuple(sorted(mesh.peers)), "data parallel")
+    for peers in (mesh.peers, mesh.shard_peers, mesh.replicate_peers):
+        purposes.setdefault(tuple(sorted(peers)), "data parallel")
     purposes.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
     mine = [group for group in process_groups(plan, module_map) if rank in group]
     found = [Communicator(purpose="Lightning", ranks=tuple(range(plan.world_size)))]

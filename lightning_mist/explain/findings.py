@@ -16,7 +16,7 @@ from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
 from lightning_mist.explain.changed_plan import changed_stage
 from lightning_mist.explain.explanation import Finding, Version, in_words, state_in_words
-from lightning_mist.plan import OFFLOADED, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import OFFLOADED, Plan, StagePlan
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_rate, format_seconds
@@ -110,9 +110,9 @@ def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[tuple[str, S
         fewer = replace(stage.checkpointing, layers=kept - 1)
         yield "with one layer fewer recomputed", replace(stage, checkpointing=fewer)
     if stage.zero_stage:
-        lower = ZeroStage(stage.zero_stage - 1)
-        text = f"with ZeRO-{int(lower)} in place of ZeRO-{int(stage.zero_stage)}"
-        yield text, replace(stage, zero_stage=lower)
+        lower = stage.zero_stage - 1
+        text = f"with ZeRO-{lower} in place of ZeRO-{int(stage.zero_stage)}"
+        yield text, stage.with_zero(lower)
     for kind in OFFLOADED:
         ratio = getattr(stage.offload, kind)
         if ratio:
@@ -125,7 +125,7 @@ def _changed_group(plan: Plan, group: int, stage: StagePlan) -> Plan:
     """A plan whose group of devices does with its first stage as told; chunks agree in all but recomputed layers."""
     changed = changed_stage(plan, group, stage)
     for index in plan.chunks(group)[1:]:
-        agreed = replace(plan.stages[index], zero_stage=stage.zero_stage, offload=stage.offload)
+        agreed = replace(plan.stages[index], mesh=stage.mesh, zero_stage=stage.zero_stage, offload=stage.offload)
         changed = changed_stage(changed, index, agreed)
     return changed
 

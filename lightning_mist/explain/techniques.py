@@ -17,7 +17,7 @@ from lightning_mist.explain.changed_plan import (
     without_chunks,
 )
 from lightning_mist.explain.explanation import ranges_of, state_in_words
-from lightning_mist.plan import OFFLOADED, Checkpointing, Plan, ScheduleName, SearchSpace, StagePlan, ZeroStage
+from lightning_mist.plan import OFFLOADED, Checkpointing, Plan, ScheduleName, SearchSpace, StagePlan
 
 DEFERRED_UPDATE = "the update then runs layer by layer in the next forward, which hides giving out parameters"
 """What moving any parameters, gradients or optimizer state also does (:mod:`lightning_mist.cost.time.offload_seconds`).
@@ -105,7 +105,7 @@ _SHARDED = {1: "optimizer state", 2: "gradients", 3: "parameters"}
 
 def _zero(level: int) -> Technique:
     def lower(stage: StagePlan) -> StagePlan:
-        return replace(stage, zero_stage=ZeroStage(min(level - 1, int(stage.zero_stage))))
+        return stage.with_zero(min(level - 1, stage.zero_stage))
 
     return Technique(
         name=f"ZeRO-{level}" if level == 3 else f"ZeRO-{level} or more",

@@ -3,6 +3,10 @@
 The ranks of a stage have two coordinates, a data-parallel and a tensor-parallel index. Data-parallel peers hold the
 same (parts of) parameters and compute on different rows; tensor-parallel peers compute on the same rows with different
 parts of parameters.
+
+ZeRO deals parameters out within a *shard group*: all data-parallel peers, or under hybrid sharding
+(``StageMesh.shard_degree``) so many neighbours. All groups deal alike, so that ranks with the same place in their
+groups own the same: they are each other's *replicate peers*.
 """
 
 import re
@@ -23,8 +27,9 @@ class HeldParameter:
 
     Attributes:
         stages: Sorted stages that hold a copy; of chunks that share their devices the first names them all.
-        owners: For each of these stages, the data-parallel index that updates it from ZeRO-1 on (and that speaks for
-            the stage when copies are summed over stages or gathered); 0 where the stage does not shard.
+        owners: For each of these stages, the place in a shard group that updates it from ZeRO-1 on; 0 where the stage
+            does not shard. In the first group that is the data-parallel index which speaks for the stage when copies
+            are summed over stages or gathered.
     """
 
     name: str
@@ -33,7 +38,7 @@ class HeldParameter:
     requires_grad: bool
 
     def owner(self, stage: int) -> int:
-        """The data-parallel index that updates the copy of ``stage``."""
+        """The place in a shard group that updates the copies of ``stage``."""
         return self.owners[self.stages.index(stage)]
 
 
@@ -68,6 +73,26 @@ class Mesh:
         return self.plan.stages[self.stage].zero_stage >= ZeroStage.OPTIMIZER and len(self.peers) > 1
 
     @property
+    def shard_peers(self) -> tuple[int, ...]:
+        """Global ranks of this rank's shard group, by place; all peers where the stage does not shard."""
+        first = self.data_index - self.shard_index
+        return self.peers[first : first + self._shard_ranks]
+
+    @property
+    def shard_index(self) -> int:
+        """This rank's place in its shard group."""
+        return self.data_index % self._shard_ranks
+
+    @property
+    def replicate_peers(self) -> tuple[int, ...]:
+        """Global ranks that own what this rank owns, one of each shard group."""
+        return self.peers[self.shard_index :: self._shard_ranks]
+
+    @property
+    def _shard_ranks(self) -> int:
+        return self.plan.stages[self.stage].mesh.shard_degree or len(self.peers)
+
+    @property
     def held(self) -> tuple[HeldParameter, ...]:
         """The parameters of this rank's stages."""
         return tuple(parameter for parameter in self.parameters if self.stage in parameter.stages)
@@ -77,7 +102,7 @@ class Mesh:
         """The parameters that this rank's optimizer updates."""
         if not self.is_sharded:
             return self.held
-        return tuple(parameter for parameter in self.held if parameter.owner(self.stage) == self.data_index)
+        return tuple(parameter for parameter in self.held if parameter.owner(self.stage) == self.shard_index)
 
     def speaker(self, parameter: HeldParameter) -> int:
         """The global rank that answers for a parameter: the owner in the first stage that holds it.
@@ -133,7 +158,7 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
     owner: dict[tuple[str, int], int] = {}
     for index, stage in enumerate(plan.stages[: plan.num_groups]):
         held = [use for use in module_map.parameters if index in stages[use.name]]
-        ranks = stage.data_parallel_degree if stage.zero_stage >= ZeroStage.OPTIMIZER else 1
+        ranks = (stage.mesh.shard_degree or stage.data_parallel_degree) if stage.zero_stage else 1
         loads = [0] * ranks
         for is_trained in (True, False) if stage.zero_stage >= ZeroStage.PARAMETERS else (True,):
             dealt = [use for use in held if use.requires_grad is is_trained]
@@ -158,7 +183,7 @@ def names_with_values(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset
     is_dealt_out = plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS and len(mesh.peers) > 1
     kept = mesh.held
     if is_dealt_out:
-        kept = tuple(parameter for parameter in kept if parameter.owner(mesh.stage) == mesh.data_index)
+        kept = tuple(parameter for parameter in kept if parameter.owner(mesh.stage) == mesh.shard_index)
     return frozenset(parameter.name for parameter in kept)
 
 
@@ -197,21 +222,31 @@ def sums_wholes(plan: Plan, parameter: HeldParameter) -> bool:
 
 
 def needs_spreading(plan: Plan, parameter: HeldParameter, stage: int) -> bool:
-    """Whether a stage's speakers must hand the summed gradient of a tied parameter to their data-parallel peers."""
-    is_sharded = plan.stages[stage].zero_stage >= ZeroStage.OPTIMIZER
-    return not is_sharded and plan.stages[stage].data_parallel_degree > 1 and not _is_aligned(plan, parameter)
+    """Whether a stage's speakers must hand the summed gradient of a tied parameter to others that update it.
+
+    These are their data-parallel peers, or where the stage shards their replicate peers.
+    """
+    if plan.stages[stage].zero_stage >= ZeroStage.OPTIMIZER:
+        return plan.stages[stage].mesh.shard_degree is not None
+    return plan.stages[stage].data_parallel_degree > 1 and not _is_aligned(plan, parameter)
 
 
 def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], ...]:
     """Every group that a run of the plan needs, in an order that is the same on all ranks.
 
-    The world; the ranks of each replica; the data-parallel ranks of each stage by tensor-parallel index, and the
-    tensor-parallel ranks by data-parallel index; the ranks that sum tied gradients.
+    The world; the ranks of each replica; the data-parallel ranks of each stage by tensor-parallel index, their shard
+    groups and replicate peers where these are others, and the tensor-parallel ranks by data-parallel index; the ranks
+    that sum tied gradients.
     """
     groups = [tuple(range(plan.world_size))]
     groups += [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
     for index, stage in enumerate(plan.stages[: plan.num_groups]):
-        groups += [stage_ranks(plan, index, tensor) for tensor in range(stage.mesh.tensor_parallel_degree)]
+        for tensor in range(stage.mesh.tensor_parallel_degree):
+            peers, count = stage_ranks(plan, index, tensor), stage.mesh.shard_degree
+            groups.append(peers)
+            if count is not None:
+                groups += [peers[first : first + count] for first in range(0, len(peers), count)]
+                groups += [peers[place::count] for place in range(count)]
         groups += [tensor_ranks(plan, index, data) for data in range(stage.data_parallel_degree)]
     for parameter in held_parameters(plan, module_map):
         if parameter.requires_grad and len(parameter.stages) > 1:

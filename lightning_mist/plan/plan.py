@@ -1,6 +1,6 @@
 """A plan: everything the runtime needs to know about how to train, as frozen data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Literal, get_args
 
@@ -44,6 +44,11 @@ class StagePlan:
             raise PlanError(f"layers {list(self.layers)}: a half-open range [first, end) has 0 <= first <= end")
         if self.microbatch_size < 1:
             raise PlanError(f"microbatch_size = {self.microbatch_size}: at least one row is needed")
+        if self.mesh.shard_degree is not None and self.zero_stage == ZeroStage.NONE:
+            raise PlanError(
+                f"shard_degree = {self.mesh.shard_degree} with zero_stage = 0, which shards nothing: use zero_stage = "
+                "1, 2 or 3, or leave shard_degree out"
+            )
         if self.checkpointing.layers > self.num_layers:
             raise PlanError(
                 f"checkpointed_layers = {self.checkpointing.layers} in a stage of {self.num_layers} layers: "
@@ -69,6 +74,11 @@ class StagePlan:
     def data_parallel_degree(self) -> int:
         """Number of data-parallel replicas of the stage."""
         return self.mesh.data_parallel_degree
+
+    def with_zero(self, level: int) -> "StagePlan":
+        """The same stage with another ZeRO stage."""
+        mesh = self.mesh if level else replace(self.mesh, shard_degree=None)
+        return replace(self, mesh=mesh, zero_stage=ZeroStage(level))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

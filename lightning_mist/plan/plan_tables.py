@@ -8,6 +8,7 @@ from rich.table import Table
 from lightning_mist.console import TextConsole
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.plan import Plan, StagePlan
+from lightning_mist.plan.plan_text import hybrid
 from lightning_mist.plan.throughput import StepRates, step_rates
 from lightning_mist.units import format_bytes, format_rate, format_seconds
 
@@ -141,6 +142,7 @@ _COLUMNS = (
     _Column("context parallel", lambda stage: str(stage.mesh.context_parallel_degree), dull="1"),
     _Column("sequence parallel", lambda stage: "yes" if stage.mesh.sequence_parallel else "no", dull="no"),
     _Column("ZeRO", lambda stage: str(int(stage.zero_stage))),
+    _Column("HSDP", lambda stage: hybrid(stage) or "whole", dull="whole"),
     _Column("checkpointed", lambda stage: str(stage.checkpointing.layers)),
     _Column("recomputed", lambda stage: stage.checkpointing.kind, dull="full"),
     _Column("offload", _offload, dull="none"),

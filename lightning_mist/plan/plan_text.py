@@ -63,7 +63,18 @@ def _microbatches(plan: Plan) -> str:
 
 def _zero(stages: Sequence[StagePlan]) -> str:
     levels = [int(stage.zero_stage) for stage in stages]
-    return f"ZeRO-{_listed(levels)}" if any(levels) else ""
+    return f"ZeRO-{_listed(levels)}{_hybrid(stages)}" if any(levels) else ""
+
+
+def hybrid(stage: StagePlan) -> str:
+    """Groups of ranks that shard, and ranks of each: ``2 x 8``; empty if all ranks of the stage are one group."""
+    mesh = stage.mesh
+    return f"{mesh.num_peers // mesh.shard_ranks} x {mesh.shard_ranks}" if mesh.shard_degree else ""
+
+
+def _hybrid(stages: Sequence[StagePlan]) -> str:
+    found = [hybrid(stage) or "whole" for stage in stages]
+    return f" HSDP {_listed(found)}" if set(found) != {"whole"} else ""
 
 
 def _recomputed(plan: Plan) -> str:
@@ -133,7 +144,7 @@ def short_name(plan: Plan) -> str:
     if any(mesh.sequence_parallel for mesh in meshes):
         parts.append("sequence parallel")
     if any(stage.zero_stage for stage in groups):
-        parts.append(f"ZeRO {_each([int(stage.zero_stage) for stage in groups])}")
+        parts.append(f"ZeRO {_each([int(stage.zero_stage) for stage in groups])}{_hybrid(groups)}")
     recomputed = sum(stage.checkpointing.layers for stage in plan.stages)
     if recomputed:
         is_selective = any(stage.checkpointing.kind == "selective" for stage in plan.stages)

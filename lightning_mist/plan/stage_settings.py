@@ -26,6 +26,9 @@ class StageMesh:
         tensor_parallel_degree: Number of devices that share every layer of the stage.
         context_parallel_degree: Number of devices that share the sequence.
         sequence_parallel: Whether norms and dropout work on sequence shards between tensor-parallel regions.
+        shard_degree: Number of ranks that ZeRO shards over, if not all with the same parameters. These form groups of
+            so many, one behind another; each group holds everything once, and groups average their gradients (hybrid
+            sharding). ``None`` if there is one group.
     """
 
     devices: tuple[int, ...]
@@ -33,6 +36,7 @@ class StageMesh:
     tensor_parallel_degree: int = 1
     context_parallel_degree: int = 1
     sequence_parallel: bool = False
+    shard_degree: int | None = None
 
     def __post_init__(self) -> None:
         degrees = (self.data_parallel_degree, self.tensor_parallel_degree, self.context_parallel_degree)
@@ -48,6 +52,34 @@ class StageMesh:
             )
         if self.sequence_parallel and self.tensor_parallel_degree == 1:
             raise PlanError("sequence_parallel needs tensor_parallel_degree of at least 2, which is 1")
+        if self.shard_degree is not None:
+            self._check_shards(self.shard_degree)
+
+    def _check_shards(self, degree: int) -> None:
+        ranks = self.num_peers
+        if degree < 1 or ranks % degree:
+            fitting = [number for number in range(2, ranks + 1) if ranks % number == 0] or [1]
+            raise PlanError(
+                f"shard_degree = {degree} with {ranks} ranks that have the same parameters (data x context): groups of "
+                f"so many must deal them out evenly; use {' or '.join(map(str, fitting))}"
+            )
+        if degree == ranks:
+            object.__setattr__(self, "shard_degree", None)
+        elif degree == 1:
+            raise PlanError(
+                f"shard_degree = 1 with {ranks} ranks that have the same parameters: one rank has nobody to share "
+                "with; use zero_stage = 0, which shards nothing"
+            )
+
+    @property
+    def num_peers(self) -> int:
+        """Number of ranks with the same parameters: data times context parallelism."""
+        return self.data_parallel_degree * self.context_parallel_degree
+
+    @property
+    def shard_ranks(self) -> int:
+        """Number of ranks that ZeRO shards over."""
+        return self.shard_degree or self.num_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ LAYOUTS = {
     "chunks": Layout(groups=(Group(), Group()), schedule="interleaved-1f1b", chunks=2),
     "grid": Layout(groups=(Group(tp=2), Group(tp=2, sequence=True))),
     "mixed": Layout(groups=(Group(dp=2, zero=3), Group(tp=2))),
+    "hybrid": Layout(groups=(Group(dp=4, zero=2, shard=2),), parts=2),
     "tensor and shards": Layout(groups=(Group(dp=2, tp=2, zero=3),)),
 }
 

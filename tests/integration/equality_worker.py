@@ -98,7 +98,7 @@ class Losses(Callback):
         self.extras.append(float(outputs["accuracy"]))
 
 
-def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offload=None):
+def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offload=None, shard=None):
     """A plan from ``[(layers, devices), ...]``; batches of ``rows`` rows per rank.
 
     Stages of fewer devices than ``tensor`` are not split.
@@ -111,7 +111,12 @@ def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offloa
         stages.append(
             StagePlan(
                 layers=(first, first + layers),
-                mesh=StageMesh(devices=tuple(devices), data_parallel_degree=degree, tensor_parallel_degree=width),
+                mesh=StageMesh(
+                    devices=tuple(devices),
+                    data_parallel_degree=degree,
+                    tensor_parallel_degree=width,
+                    shard_degree=shard,
+                ),
                 microbatch_size=rows * world // (microbatches * degree),
                 zero_stage=ZeroStage(zero if degree > 1 else 0),
                 checkpointing=Checkpointing(layers=min(checkpointed, layers)),
@@ -190,6 +195,20 @@ FOUR = {
         "plan": plan([(2, [1, 3]), (2, [0, 2])], rows=4, microbatches=2, zero=3, checkpointed=1),
         "trainer": {"gradient_clip_val": 0.3},
     },
+    "hybrid": {
+        "plan": plan([(4, [0, 1, 2, 3])], rows=4, microbatches=2, zero=1, shard=2),
+        "trainer": {"accumulate_grad_batches": 2},
+        "model": {"optimizer": "sgd"},
+    },
+    "hybrid2": {
+        "plan": plan([(4, [0, 1, 2, 3])], rows=4, microbatches=2, zero=2, shard=2, offload=SOME),
+        "trainer": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+    },
+    "hybrid3": {
+        "plan": plan([(4, [0, 1, 2, 3])], rows=4, microbatches=2, zero=3, checkpointed=1, shard=2),
+        "trainer": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
+        "model": {"tied": True},
+    },
     "tensor_grid": {
         "plan": plan([(2, [2, 3]), (2, [0, 1])], rows=4, microbatches=4, tensor=2),
         "trainer": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
@@ -212,6 +231,9 @@ RESUMED = (
     "tied",
     "accumulate",
     "grid3",
+    "hybrid",
+    "hybrid2",
+    "hybrid3",
     "tensor_grid",
     "uneven",
 )

@@ -101,6 +101,7 @@ def make_plan(
     parts: int = 1,
     rows: int = 4,
     zero: int | Sequence[int] = 0,
+    shard: int | Sequence[int | None] | None = None,
     checkpointed: int | Sequence[int] = 0,
     schedule: str = "1f1b",
     chunks: int = 1,
@@ -116,6 +117,7 @@ def make_plan(
         parts: Microbatches per batch of a rank in a replica whose stages have degree 1.
         rows: Rows per rank.
         zero: ZeRO stage, of all stages or each.
+        shard: Ranks that ZeRO shards over, of all stages or each; all with the same parameters if None.
         checkpointed: Checkpointed layers per stage at most.
         schedule: Name of the schedule.
         chunks: Stages per group of devices; degrees are those of the groups.
@@ -125,6 +127,7 @@ def make_plan(
     degrees = [1] * groups if degrees is None else degrees
     widths = [tensor] * groups if isinstance(tensor, int) else tensor
     shared = [sequence] * groups if isinstance(sequence, bool) else sequence
+    within = [shard] * groups if shard is None or isinstance(shard, int) else shard
     offsets = [0, *accumulate(degree * width for degree, width in zip(degrees, widths, strict=True))]
     world = offsets[-1]
     replicas = next(g for g in range(world, 0, -1) if all(degree % g == 0 for degree in degrees))
@@ -138,6 +141,7 @@ def make_plan(
                 data_parallel_degree=degrees[index % groups],
                 tensor_parallel_degree=widths[index % groups],
                 sequence_parallel=shared[index % groups] and widths[index % groups] > 1,
+                shard_degree=within[index % groups],
             ),
             microbatch_size=rows * world // (degrees[index % groups] * count),
             zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),

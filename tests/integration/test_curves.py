@@ -19,7 +19,7 @@ TWO += [
     "lora_llama:tensor",
     "gpt2:chunks",
 ]
-FOUR = ["gpt2_even:grid", "llama_even:mixed", "nano_even:tensor and shards"]
+FOUR = ["gpt2_even:grid", "llama_even:mixed", "gpt2:hybrid", "nano_even:tensor and shards"]
 
 
 @pytest.fixture(scope="module")

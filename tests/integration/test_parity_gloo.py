@@ -32,6 +32,8 @@ CASES = {
         {"layers": [2, 2], "degrees": [2, 1], "tensor": [1, 2], "sequence": [False, True], "zero": [1, 0]},
     ),
     "gradients sharded": ("sometimes", {"layers": [4], "degrees": [3], "zero": 2, "parts": 2}),
+    "optimizer sharded in groups": ("sometimes", {"layers": [4], "degrees": [4], "zero": 1, "shard": 2}),
+    "gradients sharded in groups": ("sometimes", {"layers": [4], "degrees": [4], "zero": 2, "shard": 2, "parts": 2}),
 }
 
 

@@ -20,6 +20,8 @@ PLANS = {
     "data parallel": Layout(groups=(Group(dp=4),)),
     "two by two": Layout(groups=(Group(dp=2, zero=1),) * 2),
     "ZeRO 3": Layout(groups=(Group(dp=4, zero=3),)),
+    "hybrid, ZeRO 1": Layout(groups=(Group(dp=4, zero=1, shard=2),)),
+    "hybrid, ZeRO 3": Layout(groups=(Group(dp=4, zero=3, shard=2),)),
     "tensor parallel": Layout(groups=(Group(tp=2, sequence=True),) * 2),
     "tensor parallel, ZeRO 3": Layout(groups=(Group(dp=2, tp=2, zero=3),)),
     "offloaded": Layout(groups=(Group(dp=4, zero=1, offload=OffloadRatios(optimizer=1.0, parameters=0.3)),)),
@@ -37,6 +39,9 @@ PAIRS = [
     ("tensor parallel", "offloaded"),
     ("offloaded", "ZeRO 3"),
     ("chunks", "tensor parallel"),
+    ("ZeRO 3", "hybrid, ZeRO 1"),
+    ("hybrid, ZeRO 1", "hybrid, ZeRO 3"),
+    ("hybrid, ZeRO 3", "offloaded"),
 ]
 
 

@@ -20,6 +20,7 @@ CELLS = [
     ("llama_even", "stages (dp 2, tp 1, ZeRO 3), (dp 1, tp 2, sequence)"),
     ("bert", "pp 2 x tp 2, sequence, some recomputed"),
     ("nano_even", "interleaved, dp 2, ZeRO 2"),
+    ("gpt2_even", "dp 4, ZeRO 3, HSDP 2 x 2"),
 ]
 
 

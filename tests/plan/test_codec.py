@@ -181,3 +181,16 @@ def test_what_of_layers_is_recomputed_is_written_where_it_is_not_everything():
         from_json(text.replace("selective", "some"))
     with pytest.raises(PlanError, match=r"offload\.activations = 0\.5 with checkpointing = 'selective'"):
         from_json(text.replace('"activations": 0.0', '"activations": 0.5'))
+
+
+def test_ranks_that_zero_shards_over_are_written_where_they_are_not_all():
+    assert '"shard_degree"' not in TEXT
+    text = TEXT.replace('"zero_stage": 1,', '"zero_stage": 1,\n   "shard_degree": 2,')
+    plan = from_json(text)
+    assert [stage.mesh.shard_degree for stage in plan.stages][:1] == [2]
+    assert to_json(plan) == text
+    assert to_json(from_json(text.replace('"shard_degree": 2', '"shard_degree": 4'))) == TEXT
+    with pytest.raises(PlanError, match=r"stages\[0\]: shard_degree = 3 with 4 ranks .*; use 2 or 4"):
+        from_json(text.replace('"shard_degree": 2', '"shard_degree": 3'))
+    with pytest.raises(PlanError, match=r"stages\[0\]: shard_degree = 2 with zero_stage = 0, which shards nothing"):
+        from_json(text.replace('"zero_stage": 1', '"zero_stage": 0'))

@@ -26,7 +26,7 @@ from lightning_mist.plan.mesh import (
 )
 
 
-def make_plan(degrees, *, tensor=1, zero=0, num_microbatches=None, part_rows=None):
+def make_plan(degrees, *, tensor=1, zero=0, shard=None, num_microbatches=None, part_rows=None):
     widths = [tensor] * len(degrees) if isinstance(tensor, int) else tensor
     world = sum(degree * width for degree, width in zip(degrees, widths, strict=True))
     count = world if num_microbatches is None else num_microbatches
@@ -40,6 +40,7 @@ def make_plan(degrees, *, tensor=1, zero=0, num_microbatches=None, part_rows=Non
                     devices=tuple(range(first, first + degree * width)),
                     data_parallel_degree=degree,
                     tensor_parallel_degree=width,
+                    shard_degree=shard[index] if shard else None,
                 ),
                 microbatch_size=rows // degree,
                 zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),
@@ -130,6 +131,37 @@ def test_a_rank_keeps_its_stages_values_or_under_zero_3_those_it_owns():
     assert shares[0] | shares[1] == held
     assert not shares[0] & shares[1]
     assert names_with_values(make_plan([1, 1], zero=3), module_map, 0) == held
+
+
+def test_shard_groups_are_neighbours_and_own_alike():
+    plan, module_map = make_plan([4, 1], tensor=[2, 1], zero=[1, 0], shard=[2, None]), make_map(2)
+    meshes = [make_mesh(plan, rank, module_map) for rank in range(8)]
+    assert [mesh.shard_peers for mesh in meshes[:3]] == [(0, 2), (1, 3), (0, 2)]
+    assert meshes[5].shard_peers == (5, 7)
+    assert [mesh.replicate_peers for mesh in meshes[::2]] == [(0, 4), (2, 6), (0, 4), (2, 6)]
+    assert [mesh.shard_index for mesh in meshes] == [0, 0, 1, 1, 0, 0, 1, 1]
+    owned = [{item.name for item in mesh.owned} for mesh in meshes]
+    assert owned[0] == owned[1] == owned[4] == owned[5] != owned[2] == owned[6]
+    assert owned[0] | owned[2] == {"w0", "tied", "frozen"}
+    for item in meshes[0].held:
+        assert meshes[0].speaker(item) in (0, 2)
+    groups = process_groups(plan, module_map)
+    assert {(0, 2), (4, 6), (1, 3), (5, 7), (0, 4), (2, 6), (1, 5), (3, 7), (0, 2, 4, 6)} <= set(groups)
+
+
+def test_without_groups_all_peers_are_one():
+    mesh = make_mesh(make_plan([4], zero=3), 2, make_map(1))
+    assert (mesh.shard_peers, mesh.shard_index, mesh.replicate_peers) == (mesh.peers, 2, (2,))
+
+
+def test_the_owners_of_other_groups_are_told_of_tied_gradients():
+    plan, module_map = make_plan([4, 2], zero=[2, 1], shard=[2, None]), make_map(2, tied=(0, 1))
+    tied = next(item for item in held_parameters(plan, module_map) if item.name == "tied")
+    assert tied_groups(plan, tied) == ((tied.owner(0), 4 + tied.owner(1)),)
+    assert [needs_spreading(plan, tied, stage) for stage in (0, 1)] == [True, False]
+    shares = [names_with_values(make_plan([4], zero=3, shard=[2]), make_map(2), rank) for rank in range(4)]
+    assert shares[:2] == shares[2:]
+    assert shares[0] != shares[1]
 
 
 def test_tied_groups_pair_equal_data_indices_where_nothing_is_sharded():

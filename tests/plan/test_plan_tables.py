@@ -87,6 +87,16 @@ def test_columns_appear_where_they_say_something():
     assert "optimizer 0.25, activations 0.5" in text
 
 
+def test_groups_that_shard_are_a_column_of_their_own():
+    mesh = StageMesh(devices=tuple(range(16)), data_parallel_degree=16, shard_degree=8)
+    hybrid = replace(stage((0, 7), range(16), microbatch_size=1), mesh=mesh)
+    plan = Plan(global_batch_size=16, num_microbatches=1, stages=(hybrid,))
+    heading, row = (render(plan, width=200).splitlines()[line].replace("┃", "│").split("│") for line in (2, 4))
+    assert {name.strip(): cell.strip() for name, cell in zip(heading, row, strict=True)}["HSDP"] == "2 x 8"
+    whole = replace(plan, stages=(replace(hybrid, mesh=replace(mesh, shard_degree=None)),))
+    assert describe_changes(whole, plan) == "stage 0: HSDP whole -> 2 x 8"
+
+
 def test_kinds_of_devices_are_shown_if_given():
     plan = Plan(global_batch_size=16, num_microbatches=2, stages=(stage((0, 1), (1,)), stage((1, 2), (0,))))
     shown = render(plan, devices=("L4", "A100-40"))

@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.plan.plan_text import settings_of
+from lightning_mist.plan.plan_text import settings_of, short_name
 
 
-def stage(first, count, devices, rows=1, *, tensor=1, sequence=False, zero=0, recompute=0, **offload):
+def stage(first, count, devices, rows=1, *, tensor=1, sequence=False, zero=0, shard=None, recompute=0, **offload):
     return StagePlan(
         layers=(first, first + count),
         mesh=StageMesh(
@@ -14,6 +14,7 @@ def stage(first, count, devices, rows=1, *, tensor=1, sequence=False, zero=0, re
             data_parallel_degree=len(devices) // tensor,
             tensor_parallel_degree=tensor,
             sequence_parallel=sequence,
+            shard_degree=shard,
         ),
         microbatch_size=rows,
         zero_stage=ZeroStage(zero),
@@ -44,6 +45,14 @@ CHUNKS = plan(
     [
         (ALONE, "1 stage; 1 microbatch of 1 row"),
         (plan(4, stage(0, 4, (0, 1), 2, zero=3)), "1 stage, data 2; 4 microbatches of 2 rows; ZeRO-3"),
+        (
+            plan(1, stage(0, 4, tuple(range(16)), zero=3, shard=8)),
+            "1 stage, data 16; 1 microbatch of 1 row; ZeRO-3 HSDP 2 x 8",
+        ),
+        (
+            plan(1, stage(0, 2, tuple(range(4, 8)), zero=1, shard=2), stage(2, 2, tuple(range(4)), zero=1)),
+            "2 stages, each data 4; 1 microbatch of 1 row; ZeRO-1 HSDP 2 x 2, whole",
+        ),
         (PAIR, "2 stages, each data 2; 2 microbatches of 1 row"),
         (replace(PAIR, schedule="zb-h1"), "2 stages (zb-h1), each data 2; 2 microbatches of 1 row"),
         (CHUNKS, "2 stages of 2 interleaved chunks; 2 microbatches of 1 row; recompute 1 of 2 layers"),
@@ -64,3 +73,9 @@ CHUNKS = plan(
 )
 def test_words(given, words):
     assert settings_of(given) == words
+
+
+def test_a_short_name_says_in_what_groups_is_sharded():
+    hybrid = plan(1, stage(0, 4, tuple(range(16)), zero=3, shard=8))
+    assert short_name(hybrid) == "1 stage x dp 16, G=1, ZeRO 3 HSDP 2 x 8"
+    assert short_name(plan(1, stage(0, 4, tuple(range(16)), zero=3))) == "1 stage x dp 16, G=1, ZeRO 3"

@@ -167,7 +167,7 @@ class Gradients:
         for bucket in self._view.buckets[len(self._launched) :]:
             self._launch(bucket)
         for bucket, identity in self._launched:
-            if bucket.owner in (None, self._view.mesh.data_index):
+            if bucket.owner in (None, self._view.mesh.shard_index):
                 self._keep(bucket, identity)
             else:
                 self._tape.free(identity)
@@ -248,7 +248,7 @@ class Gradients:
         for flat, keys in self._view.shards:
             if key in keys:
                 self._users[flat] = self._users.get(flat, 0) + 1
-                if self._users[flat] == 1 and flat.owner != self._view.mesh.data_index:
+                if self._users[flat] == 1 and flat.owner != self._view.mesh.shard_index:
                     label = Label("parameter_bytes", "parameters of other ranks, unsharded")
                     self._there[flat] = self._tape.malloc(flat.bytes, label)
 
@@ -262,7 +262,7 @@ class Gradients:
     def _settle(self) -> None:
         """What is under way has arrived: owners add it up, others let go of it."""
         for key, flat, identity in self._under_way:
-            if flat.owner == self._view.mesh.data_index and (key, flat) not in self._sums:
+            if flat.owner == self._view.mesh.shard_index and (key, flat) not in self._sums:
                 self._sums[key, flat] = self._widened(flat, identity) if self._factor > 1 else identity
             else:
                 self._tape.free(identity)

@@ -50,7 +50,7 @@ class Flat:
     """Parameters that travel in one flat buffer.
 
     Attributes:
-        owner: The data-parallel index that they belong to; ``None`` if to all.
+        owner: The place in a shard group that they belong to; ``None`` if to all.
     """
 
     names: tuple[str, ...]
@@ -201,8 +201,9 @@ class RankView:
 
     @cached_property
     def spread(self) -> tuple[Held, ...]:
-        """The tied parameters whose summed gradient is handed to the other data-parallel ranks of the stage."""
-        return tuple(item for item in self._several if needs_spreading(self.plan, item.item, self.mesh.stage))
+        """The tied parameters whose summed gradient is handed to others of the stage that update them, or by these."""
+        mine = (item for item in self._several if item.name in self.owned)
+        return tuple(item for item in mine if needs_spreading(self.plan, item.item, self.mesh.stage))
 
     def crossing(self, stage: int, other: int, microbatch: int) -> tuple["CrossingTensor", ...]:
         """How this rank exchanges the tensors that cross the boundary between a stage of its and a neighbour."""

@@ -67,7 +67,7 @@ class Run:
         tape.mark("set-up")
         if view.zero_stage >= ZeroStage.PARAMETERS:
             for flat, _ in view.shards:
-                if flat.owner == view.mesh.data_index:
+                if flat.owner == view.mesh.shard_index:
                     tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
         else:
             for item in view.held:

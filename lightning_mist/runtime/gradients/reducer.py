@@ -1,5 +1,8 @@
 """Gradients of a stage over its data-parallel ranks, and over the stages that share a parameter.
 
+Under hybrid sharding they are summed within each shard group first, to the owner there, and then over the owners of all
+groups.
+
 Every rank contributes a fixed set of parameters, whatever got a gradient: a missing one counts as zeros. At the end of
 each buffer travels one number per parameter that says how many ranks had a gradient, so that a parameter that nobody
 touched ends without one, as in a single process. A bucket leaves as soon as its gradients are complete, in a fixed
@@ -42,7 +45,8 @@ class GradientReducer:
     ) -> None:
         self._mesh, self._parameters, self._transport, self._units = mesh, parameters, transport, units
         self._parts = parts
-        self._group = tuple(sorted(mesh.peers))
+        self._group = tuple(sorted(mesh.shard_peers))
+        self._replicates = tuple(sorted(mesh.replicate_peers))
         # Beside reductions by units buckets would leave at another moment on every rank.
         self._leaves_early = len(self._group) > 1 and units is None and not offloaded
         # Backward reaches the last parameters first, so their buckets fill first.
@@ -104,6 +108,8 @@ class GradientReducer:
             self._launch(bucket)
         for bucket, flat, present, work in self._launched:
             yield work
+            if len(self._replicates) > 1 and bucket.owner == self._mesh.shard_index:
+                yield self._transport.all_reduce(flat, self._replicates)
             self._install(bucket, flat, present)
         self.disarm()
 
@@ -129,9 +135,10 @@ class GradientReducer:
         spread = []
         for item in self._tied:
             if needs_spreading(mesh.plan, item, mesh.stage):
-                flat = _with_presence(self._parameters[item.name])
-                source = mesh.peers[item.owner(mesh.stage)]
-                spread.append((item, flat, self._transport.broadcast(flat, source, self._group)))
+                source, group = mesh.peers[item.owner(mesh.stage)], self._replicates if mesh.is_sharded else self._group
+                if source in group:
+                    flat = _with_presence(self._parameters[item.name])
+                    spread.append((item, flat, self._transport.broadcast(flat, source, group)))
         for item, flat, work in spread:
             yield work
             _install_one(self._parameters[item.name], flat)
@@ -174,9 +181,9 @@ class GradientReducer:
         for bucket in self.buckets:
             assert bucket.owner is not None
             flat = bucket.empty(dtype=home[bucket.names[0]].dtype if bucket.names[0] in home else None)
-            if bucket.owner == self._mesh.data_index:
+            if bucket.owner == self._mesh.shard_index:
                 torch._foreach_copy_(bucket.views(flat), _values(bucket, home))
-            work = self._transport.broadcast(flat, self._mesh.peers[bucket.owner], self._group)
+            work = self._transport.broadcast(flat, self._mesh.shard_peers[bucket.owner], self._group)
             outstanding.append((bucket, flat, work))
             if len(outstanding) == _BUCKETS_IN_FLIGHT:
                 yield from self._receive(*outstanding.pop(0), home)
@@ -185,7 +192,7 @@ class GradientReducer:
 
     def _receive(self, bucket: Bucket, flat: Tensor, work: Work, home: Mapping[str, Tensor]) -> Iterator[Work]:
         yield work
-        if bucket.owner != self._mesh.data_index:
+        if bucket.owner != self._mesh.shard_index:
             torch._foreach_copy_(_values(bucket, home), bucket.views(flat))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -205,7 +212,7 @@ class GradientReducer:
         if bucket.owner is None:
             work = self._transport.all_reduce(flat, self._group)
         else:
-            work = self._transport.reduce(flat, self._mesh.peers[bucket.owner], self._group)
+            work = self._transport.reduce(flat, self._mesh.shard_peers[bucket.owner], self._group)
         self._launched.append((bucket, flat, present, work))
 
     def _install(self, bucket: Bucket, flat: Tensor, present: list[bool]) -> None:
@@ -215,7 +222,7 @@ class GradientReducer:
                 f"{late[0]} got a gradient after its bucket was reduced: a parameter is accumulated once per backward; "
                 "do not call backward inside backward (reentrant checkpointing of a shared module does)"
             )
-        if bucket.owner not in (None, self._mesh.data_index):
+        if bucket.owner not in (None, self._mesh.shard_index):
             return
         # Only a rank that lacks a gradient asks whether another had one: asking waits for the device.
         counts = [1.0] * len(present) if all(present) else read(flat[bucket.numel :])

@@ -4,6 +4,9 @@ Behind the backward of a unit its gradients leave for their owners while the nex
 ready the first have arrived, so that at most the gradients of one unit are under way. Owners add up what arrives; other
 ranks keep no gradient. Every rank contributes a fixed set of parameters in a fixed order, whatever got a gradient: a
 missing one counts as zeros, and one number per parameter says how many ranks had one.
+
+Under hybrid sharding each shard group does this for itself. Once a batch, at its end, the owners of all groups sum what
+they have added up.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,7 +52,8 @@ class UnitGradients:
     ) -> None:
         self._mesh, self._transport, self._offloaded = mesh, transport, offloaded
         names = frozenset[str]() if offloaded is None else offloaded.names
-        self._group = tuple(sorted(mesh.peers))
+        self._group = tuple(sorted(mesh.shard_peers))
+        self._replicates = tuple(sorted(mesh.replicate_peers))
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
         self._of = {key: owned_buckets(unit.reduced, parameters, owners, apart=names) for key, unit in units.items()}
         self._under_way: list[tuple[Bucket, Tensor, list[bool], Work]] = []
@@ -66,7 +70,7 @@ class UnitGradients:
             scale = 1.0 / self._mesh.plan.world_size
             flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
             assert bucket.owner is not None
-            work = self._transport.reduce(flat, self._mesh.peers[bucket.owner], self._group)
+            work = self._transport.reduce(flat, self._mesh.shard_peers[bucket.owner], self._group)
             self._under_way.append((bucket, flat, present, work))
 
     def finish(self) -> Iterator[Work]:
@@ -89,6 +93,9 @@ class UnitGradients:
                             "be complete when the backward of the first layer that uses it has run"
                         )
         sums, self._sums = self._sums, {}
+        if len(self._replicates) > 1:
+            flats = [total.flat for _, total in sums.values()]
+            yield from [self._transport.all_reduce(flat, self._replicates) for flat in flats if flat is not None]
         gradients: dict[nn.Parameter, Tensor] = {}
         for bucket, total in sums.values():
             assert total.flat is not None
@@ -110,7 +117,7 @@ class UnitGradients:
         """Wait for what is under way, and add it up where it is owned."""
         for bucket, flat, present, work in self._under_way:
             work.wait()
-            if bucket.owner != self._mesh.data_index:
+            if bucket.owner != self._mesh.shard_index:
                 continue
             dtype = gradient_dtype(bucket.parameters[0])
             if self._offloaded is None or not self._offloaded.arrived(bucket, flat, present):

@@ -86,7 +86,8 @@ class OffloadedGradients:
     ) -> None:
         self._mesh, self._backwards, self._streams = mesh, backwards, streams
         self._pool, self._transport = pool, transport
-        self._group = tuple(sorted(mesh.peers))
+        self._group = tuple(sorted(mesh.shard_peers))
+        self._replicates = tuple(sorted(mesh.replicate_peers))
         self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
         # What several chunks of this rank use has several sums, and stays.
         often = Counter(name for unit in units.values() for name in unit.reduced)
@@ -95,7 +96,7 @@ class OffloadedGradients:
         self._of: dict[UnitKey, list[GradientSum]] = {}
         for key, unit in units.items():
             for bucket in owned_buckets((name for name in unit.reduced if name in self.names), parameters, owners):
-                is_mine = bucket.owner in (None, mesh.data_index)
+                is_mine = bucket.owner in (None, mesh.shard_index)
                 # From ZeRO-2 on others' gradients never stay.
                 if is_mine or not self._shares:
                     self._of.setdefault(key, []).append(GradientSum(bucket, is_mine=is_mine))
@@ -183,7 +184,7 @@ class OffloadedGradients:
             if item.bucket.owner is None:
                 item.work = self._transport.all_reduce(item.flat, self._group)
             else:
-                item.work = self._transport.reduce(item.flat, self._mesh.peers[item.bucket.owner], self._group)
+                item.work = self._transport.reduce(item.flat, self._mesh.shard_peers[item.bucket.owner], self._group)
 
     def store(self, key: UnitKey) -> None:
         """Start to write a unit's sums back; they are complete after the last backward of its stage."""
@@ -202,6 +203,9 @@ class OffloadedGradients:
                 item.flat.mul_(1.0 / self._mesh.plan.world_size)
             item.work = None
             if is_last and item.is_mine:
+                if len(self._replicates) > 1 and self._mesh.is_sharded:
+                    assert item.flat is not None
+                    self._transport.all_reduce(item.flat, self._replicates).wait()
                 self._look(item, item.views())
         for item in leaving:
             if item.home is None:

@@ -49,9 +49,9 @@ class MasterWeights:
         held = [item for item in mesh.held if item.name in values]
         self._held = [item.name for item in held]
         shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.OPTIMIZER
-        owner = {item.name: item.owner(mesh.stage) if shares else mesh.data_index for item in held}
-        self.away = {name: every[name] for name in self._held if owner[name] != mesh.data_index}
-        self._where = {name: f"on rank {mesh.peers[owner[name]]} (zero_stage 1 or more)" for name in self.away}
+        owner = {item.name: item.owner(mesh.stage) if shares else mesh.shard_index for item in held}
+        self.away = {name: every[name] for name in self._held if owner[name] != mesh.shard_index}
+        self._where = {name: f"on rank {mesh.shard_peers[owner[name]]} (zero_stage 1 or more)" for name in self.away}
         self._gives_units = shares and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
         self._casts: dict[str, Tensor] = {}
         self._masters: dict[str, Tensor] = {}

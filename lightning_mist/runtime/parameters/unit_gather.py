@@ -29,13 +29,13 @@ class UnitGather:
 
     def begin(self, key: UnitKey) -> None:
         """Start to give out a unit's parameters, which are updated where they are owned."""
-        group = tuple(sorted(self._mesh.peers))
+        group = tuple(sorted(self._mesh.shard_peers))
         for bucket in self._of[key]:
             assert bucket.owner is not None
             flat = bucket.empty()
-            if bucket.owner == self._mesh.data_index:
+            if bucket.owner == self._mesh.shard_index:
                 torch._foreach_copy_(bucket.views(flat), [p.detach() for p in bucket.parameters])
-            work = self._transport.broadcast(flat, self._mesh.peers[bucket.owner], group)
+            work = self._transport.broadcast(flat, self._mesh.shard_peers[bucket.owner], group)
             self._under_way.setdefault(key, []).append((bucket, flat, work))
 
     def finish(self) -> None:
@@ -48,5 +48,5 @@ class UnitGather:
         for bucket, flat, work in self._under_way.pop(key, ()):
             work.wait()
             make_present(bucket.parameters)
-            if bucket.owner != self._mesh.data_index:
+            if bucket.owner != self._mesh.shard_index:
                 torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))

@@ -1,7 +1,7 @@
 """Values of parameters that are there only while they are used: with another rank (ZeRO-3), or in host memory.
 
-Under ZeRO-3 each is whole with one data-parallel rank, and with others only while they are used. What is offloaded is
-in its owner's host memory, and on no device but while it is used; without ZeRO-3 every rank is the owner of all.
+Under ZeRO-3 each is whole with one rank of a shard group, and with others only while they are used. What is offloaded
+is in its owner's host memory, and on no device but while it is used; without ZeRO-3 every rank is the owner of all.
 
 The parameters of a unit that have one owner lie side by side in one flat storage. The owner's stays. On other ranks
 ``UNSHARD`` gives the storage its memory and starts to fill it from the owner, ``RESHARD`` takes the memory away. The
@@ -169,7 +169,7 @@ class UnitShards:
         has_masters: bool = False,
     ) -> None:
         self._mesh, self._transport, self._streams, self._pool = mesh, transport, streams, pool
-        self._group = tuple(sorted(mesh.peers))
+        self._group = tuple(sorted(mesh.shard_peers))
         self._is_shared = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
         users: dict[str, list[UnitKey]] = {}
         for key, unit in units.items():
@@ -178,7 +178,7 @@ class UnitShards:
         together: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
         for item in mesh.held:
             p, is_offloaded = parameters[item.name], item.name in offloaded
-            owner = item.owner(mesh.stage) if self._is_shared else mesh.data_index
+            owner = item.owner(mesh.stage) if self._is_shared else mesh.shard_index
             if self._is_shared or is_offloaded:
                 is_updated = p.requires_grad or not (is_offloaded or has_masters)
                 key_of = (tuple(users[item.name]), owner, is_offloaded, is_updated, p.dtype, p.device)
@@ -190,7 +190,7 @@ class UnitShards:
             shard = _Shard(
                 Bucket.of(items, owner),
                 keys[0],
-                is_owned=owner == mesh.data_index,
+                is_owned=owner == mesh.shard_index,
                 is_offloaded=is_offloaded,
                 has_master=has_masters and items[0][1].requires_grad,
                 where=self._where(owner, is_offloaded=is_offloaded),
@@ -205,9 +205,9 @@ class UnitShards:
         self._leaving: list[_Shard] = []
 
     def _where(self, owner: int, *, is_offloaded: bool) -> str:
-        if owner == self._mesh.data_index and is_offloaded:
+        if owner == self._mesh.shard_index and is_offloaded:
             return "in host memory (offload.parameters)"
-        return f"on rank {self._mesh.peers[owner]} (zero_stage 3)"
+        return f"on rank {self._mesh.shard_peers[owner]} (zero_stage 3)"
 
     @property
     def flats(self) -> list[Tensor]:
@@ -275,7 +275,7 @@ class UnitShards:
                     # Others get what has arrived.
                     self._arrived(shard)
                     assert shard.bucket.owner is not None
-                    source = self._mesh.peers[shard.bucket.owner]
+                    source = self._mesh.shard_peers[shard.bucket.owner]
                     shard.work = self._transport.broadcast(shard.flat, source, self._group)
 
     def ready(self, key: UnitKey) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, predict_with, seconds_with
 from lightning_mist.cost.interleaved_memory import plan_peaks
-from lightning_mist.plan import OffloadRatios, Plan, ZeroStage
+from lightning_mist.plan import OffloadRatios, Plan
 
 ALIKE = 1e-2
 """A share of the seconds of a step by which plans cannot be told apart: less lies between runs of one and the same plan
@@ -159,6 +159,6 @@ def _with_less(plan: Plan, zero_stages: Sequence[int]) -> Iterator[Plan]:
         stages = tuple(replace(item, offload=replace(item.offload, **{field.name: 0.0})) for item in plan.stages)
         yield replace(plan, stages=stages, predicted=None)
     for most in sorted(zero_stages):
-        stages = tuple(replace(item, zero_stage=ZeroStage(min(most, item.zero_stage))) for item in plan.stages)
+        stages = tuple(item.with_zero(min(most, item.zero_stage)) for item in plan.stages)
         if all(item.zero_stage in zero_stages for item in stages):
             yield replace(plan, stages=stages, predicted=None)
