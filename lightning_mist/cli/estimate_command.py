@@ -31,6 +31,7 @@ class Degrees:
         num_microbatches: Parts of a batch.
         microbatch_size: Rows of each part on one data-parallel device.
         zero_stage: What data-parallel devices share out, 0 to 3.
+        shard_degree: How many data-parallel devices do so among themselves, if not all (HSDP).
         checkpointed_layers: How many of every stage's first layers are recomputed in backward, or all.
         checkpointing: What of these is recomputed: full, or selective for all but matrix products, convolutions and
             attention.
@@ -47,6 +48,7 @@ class Degrees:
     num_microbatches: int | None = None
     microbatch_size: int | None = None
     zero_stage: int = 0
+    shard_degree: int | None = None
     checkpointed_layers: str = "0"
     checkpointing: CheckpointingKind = "full"
     schedule: ScheduleName = "1f1b"

@@ -156,7 +156,7 @@ def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[P
 
 def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
     """What needs but for batches depend on: of the slot rows, degrees, and whether there are several of what."""
-    degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree)
+    degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree, slot.shard_group)
     several = (slot.num_stages > 1, slot.num_microbatches > 1, slot.schedule == "zb-h1")
     return slot.rows, degrees, slot.sequence_parallel, slot.checkpointing, several, candidates.offload is None
 

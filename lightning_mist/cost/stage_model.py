@@ -10,8 +10,9 @@ flight as it has stages passes one of them around the loop of all stages in ``su
 so each stage is charged with receiving its input and the gradient of its output. On a CPU it is also charged with
 sending, which uses the same cores.
 
-Boundary time ``d``: averaging gradients over the data-parallel ranks, summing those of tied parameters, the optimizer's
-step with all other passes over gradients (:mod:`lightning_mist.cost.time.optimizer_step`), and under ZeRO-1 and ZeRO-2
+Boundary time ``d``: averaging gradients over the data-parallel ranks, under hybrid sharding also those of owners over
+groups (:func:`~lightning_mist.cost.time.replicate_seconds`), summing those of tied parameters, the optimizer's step
+with all other passes over gradients (:mod:`lightning_mist.cost.time.optimizer_step`), and under ZeRO-1 and ZeRO-2
 giving out the updated parameters. On a device the reduction runs beside the last backward, and what cannot hide there
 counts; on a CPU both use the same cores, so all of it counts.
 
@@ -54,6 +55,7 @@ from lightning_mist.cost.time import (
     reduced_seconds,
     reductions,
     region_seconds,
+    replicate_seconds,
     ring_seconds,
     shard_nodes,
     split_seconds,
@@ -248,6 +250,7 @@ class StageCostModel(PlanCosts):
         forward_ring_K, ring_K = self._ring(slot, compute, regions)
         backward_K = terms["backward_K"] + terms["recompute_K"]
         once = reductions(*self._machine, slot, candidates, memory.holdings.of(candidates), backward_K)
+        between_K = replicate_seconds(*self._machine, slot, candidates, memory.holdings)
         passes = update_seconds(self._machine, self.spec, slot, candidates, memory.holdings)
         slower = computation_factor(self.spec, self.profile, "backward")
         terms["backward_K"] = terms["backward_K"] + slower * passes.pass_K
@@ -272,7 +275,7 @@ class StageCostModel(PlanCosts):
             forward_ring_K=forward_ring_K,
             copies_K=none_K,
             forward_copies_K=none_K,
-            reduce_K=once.exposed_K,
+            reduce_K=once.exposed_K + between_K,
             update_K=passes.update_K,
             update_copies_K=none_K,
             gather_K=once.gather_K,

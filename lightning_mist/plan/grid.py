@@ -23,6 +23,7 @@ def plan_of(
     num_microbatches: int | None = None,
     microbatch_size: int | None = None,
     zero_stage: int = 0,
+    shard_degree: int | None = None,
     checkpointed_layers: int | Literal["all"] = 0,
     checkpointing: CheckpointingKind = "full",
     schedule: ScheduleName = "1f1b",
@@ -40,6 +41,7 @@ def plan_of(
         num_microbatches: Parts of a batch; by default as many as ``microbatch_size`` makes, or one for each device that
             works on the same rows, since each of them brings a batch.
         microbatch_size: Rows of each part on one data-parallel rank; by default what ``num_microbatches`` leaves.
+        shard_degree: Ranks that ZeRO shards over; by default all with the same parameters.
         checkpointed_layers: How many of the first layers of every stage are recomputed in backward, or ``"all"``.
         checkpointing: What of these is recomputed, all or all but products, convolutions and attention.
         devices_per_node: Devices of each node, which tensor-parallel devices do not leave.
@@ -53,7 +55,8 @@ def plan_of(
     rows, count = _rows(global_batch_size, data, num_microbatches, microbatch_size, shared)
     per_stage = _layers_of_each(num_layers, pipeline_stages * chunks)
     degrees = (data, context_parallel_degree, tensor_parallel_degree)
-    meshes = _meshes(degrees, pipeline_stages, devices_per_node, sequence_parallel=sequence_parallel) * chunks
+    settings = sequence_parallel, shard_degree
+    meshes = _meshes(degrees, pipeline_stages, devices_per_node, *settings) * chunks
     template = StagePlan(
         layers=(0, per_stage),
         mesh=meshes[0],
@@ -86,7 +89,11 @@ def _check_degrees(degrees: tuple[int, ...], schedule: ScheduleName, zero_stage:
 
 
 def _meshes(
-    degrees: tuple[int, int, int], groups: int, devices_per_node: int | None, *, sequence_parallel: bool
+    degrees: tuple[int, int, int],
+    groups: int,
+    devices_per_node: int | None,
+    sequence_parallel: bool,
+    shard_degree: int | None,
 ) -> list[StageMesh]:
     """The devices of every group: by data-parallel index, then context-parallel, then tensor-parallel index."""
     data, context, tensor = degrees
@@ -97,6 +104,7 @@ def _meshes(
             tensor_parallel_degree=tensor,
             context_parallel_degree=context,
             sequence_parallel=sequence_parallel,
+            shard_degree=shard_degree,
         )
         for devices in rank_layout([(data, tensor * context)] * groups, devices_per_node)
     ]

@@ -29,6 +29,13 @@ def test_stages_are_alike_and_can_run():
         row_slice(plan, rank, 0)
 
 
+def test_zero_may_shard_within_groups():
+    plan = grid(pipeline_stages=2, zero_stage=2, shard_degree=2)
+    assert [stage.mesh.shard_degree for stage in plan.stages] == [2, 2]
+    with pytest.raises(PlanError, match="shard_degree = 3 with 4 ranks"):
+        grid(pipeline_stages=2, zero_stage=2, shard_degree=3)
+
+
 def test_microbatches_by_number_or_by_size():
     assert grid(microbatch_size=2).num_microbatches == 2
     assert grid(num_microbatches=4).stages[0].microbatch_size == 1

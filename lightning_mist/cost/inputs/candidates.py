@@ -24,6 +24,7 @@ class StageSlot:
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
         checkpointing: What of recomputed layers is recomputed.
         context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
+        shard_group: Ranks that share out what ZeRO shards, if not all with the same parameters (hybrid sharding).
         parts: The part of a cluster of unlike devices in which each stage of the pipeline lies; nothing if devices are
             alike, or the only stage has all of them.
         behind: Stages behind this one of which microbatches come back, if not those of the pipeline.
@@ -41,6 +42,7 @@ class StageSlot:
     sequence_parallel: bool = False
     checkpointing: CheckpointingKind = "full"
     context_parallel_degree: int = 1
+    shard_group: int | None = None
     parts: tuple[int, ...] = ()
     placement: Placement | None = None
     behind: int | None = None
@@ -63,7 +65,7 @@ class StageSlot:
     @property
     def devices(self) -> int:
         """Devices of the stage."""
-        return self.shard_degree * self.tensor_parallel_degree
+        return self.num_peers * self.tensor_parallel_degree
 
     def seam(self, first: int, second: int) -> tuple[int, int] | None:
         """The parts in which two stages lie, if they differ."""
@@ -87,9 +89,14 @@ class StageSlot:
         return self.rows / self.context_parallel_degree
 
     @property
-    def shard_degree(self) -> int:
-        """Ranks that hold the same parameters and share out what ZeRO shards: data times context parallelism."""
+    def num_peers(self) -> int:
+        """Ranks with the same parameters: data times context parallelism."""
         return self.data_parallel_degree * self.context_parallel_degree
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks that share out what ZeRO shards: all with the same parameters, or those of a group."""
+        return self.shard_group or self.num_peers
 
     @property
     def world_size(self) -> int:
@@ -193,6 +200,7 @@ def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot
                 sequence_parallel=stage.mesh.sequence_parallel,
                 checkpointing=stage.checkpointing.kind,
                 context_parallel_degree=stage.mesh.context_parallel_degree,
+                shard_group=stage.mesh.shard_degree,
                 parts=parts,
             ),
             StageCandidates(

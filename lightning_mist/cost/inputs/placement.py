@@ -82,7 +82,9 @@ class Placement:
     """Where the devices of a stage and those it exchanges with lie.
 
     Attributes:
-        shard_nodes: Nodes that the ranks with the same parameters span.
+        shard_nodes: Nodes that the ranks span that ZeRO shards over, those with the same parameters but under hybrid
+            sharding.
+        replicate_nodes: Nodes that the ranks span that own the same, one of each shard group.
         ring_nodes: Nodes that the ranks span that share the sequence of a row.
         tied_nodes: Nodes that the ranks span that sum gradients of tied parameters.
         share: Part of what crosses in a replica that is a device's own at this stage.
@@ -91,6 +93,7 @@ class Placement:
     """
 
     shard_nodes: int
+    replicate_nodes: int
     ring_nodes: int
     tied_nodes: int
     share: float
@@ -153,7 +156,8 @@ def _placements(
     ends = [_column(meshes[stage], replicas) for stage in (0, -1)]
     return tuple(
         Placement(
-            shard_nodes=max(_count(group, places) for group in _sharing_parameters(mesh)),
+            shard_nodes=max(_count(group, places) for group in _shard_groups(mesh)),
+            replicate_nodes=max(_count(group, places) for group in _replicates(mesh)),
             ring_nodes=max(_count(group, places) for group in _sharing_rows(mesh)),
             tied_nodes=min(2, _count([device for end in ends for device in end], places)),
             share=_share(mesh, replicas),
@@ -279,6 +283,20 @@ def _share(mesh: StageMesh, replicas: int) -> float:
 def _sharing_parameters(mesh: StageMesh) -> list[tuple[int, ...]]:
     """Devices with the same parameters, by tensor-parallel index."""
     return [mesh.devices[index :: mesh.tensor_parallel_degree] for index in range(mesh.tensor_parallel_degree)]
+
+
+def _shard_groups(mesh: StageMesh) -> list[tuple[int, ...]]:
+    """Devices that ZeRO shards over."""
+    count = mesh.shard_ranks
+    return [
+        peers[first : first + count] for peers in _sharing_parameters(mesh) for first in range(0, mesh.num_peers, count)
+    ]
+
+
+def _replicates(mesh: StageMesh) -> list[tuple[int, ...]]:
+    """Devices with the same place in their shard groups."""
+    count = mesh.shard_ranks
+    return [peers[place::count] for peers in _sharing_parameters(mesh) for place in range(count)]
 
 
 def _sharing_rows(mesh: StageMesh) -> list[tuple[int, ...]]:

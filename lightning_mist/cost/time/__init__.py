@@ -6,6 +6,7 @@ from lightning_mist.cost.time.communication import (
     cut_seconds,
     of_cuts,
     reductions,
+    replicate_seconds,
     shard_nodes,
     tied_seconds,
     transfers,

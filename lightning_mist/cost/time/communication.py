@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_mist.cost.inputs import Crossing, FloatArray, StageCandidates, StageSlot
-from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, MemoryModel
+from lightning_mist.cost.inputs import Crossing, FloatArray, StageCandidates, StageSlot, covered
+from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, Holdings, MemoryModel
 from lightning_mist.cost.time.overlap import beyond_computing, interference_of
 from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
@@ -50,10 +50,24 @@ class Reductions:
 
 
 def shard_nodes(cluster: Cluster, slot: StageSlot) -> int:
-    """Nodes that the ranks with the same parameters span."""
+    """Nodes that the ranks span that ZeRO shards over: all with the same parameters, or those of a group."""
     if slot.placement:
         return slot.placement.shard_nodes
-    return min(cluster.num_nodes, slot.shard_degree, -(-slot.devices // cluster.devices_per_node))
+    width, per_node = slot.shard_degree * slot.tensor_parallel_degree, cluster.devices_per_node
+    # Of several groups one begins within a node, unless they fill nodes or nodes hold several.
+    straddles = width < slot.devices and width % per_node > 0 and per_node % width > 0
+    return min(_stage_nodes(cluster, slot), slot.shard_degree, -(-width // per_node) + straddles)
+
+
+def replicate_nodes(cluster: Cluster, slot: StageSlot) -> int:
+    """Nodes that the ranks span that own the same, one of each shard group."""
+    if slot.placement:
+        return slot.placement.replicate_nodes
+    return min(_stage_nodes(cluster, slot), slot.num_peers // slot.shard_degree)
+
+
+def _stage_nodes(cluster: Cluster, slot: StageSlot) -> int:
+    return min(cluster.num_nodes, -(-slot.devices // cluster.devices_per_node))
 
 
 def _outward(cluster: Cluster, slot: StageSlot) -> float:
@@ -96,6 +110,27 @@ def reductions(
         exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
         gather_K = bucketed("broadcast", degree) * (shards_K & (zero_K < ZeroStage.PARAMETERS))
     return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K)
+
+
+def replicate_seconds(
+    profile: HardwareProfile, cluster: Cluster, slot: StageSlot, candidates: StageCandidates, holdings: Holdings
+) -> FloatArray:
+    """Seconds of summing gradients, once per batch, over the groups that ZeRO shards within: what a rank owns of them.
+
+    Nothing hides it, as it follows the last reduction within a group. From ZeRO-2 on sums travel, in their own type and
+    unit by unit; below, what has arrived, bucket by bucket.
+    """
+    groups = slot.num_peers // slot.shard_degree
+    if groups == 1:
+        return np.zeros(len(candidates))
+    owned_K = holdings.shares(candidates, slot.shard_degree).trained_K
+    are_sums_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
+    low_K, high_K = covered(holdings.spec, candidates.start_K, candidates.end_K)
+    units_K = np.ones(len(candidates)) if holdings.is_one_unit else high_K - low_K
+    calls_K = np.where(are_sums_K, units_K, np.maximum(1.0, np.ceil(owned_K / BUCKET_BYTES)))
+    factor = holdings.spec.optimizer.gradient_bytes_per_parameter_byte
+    payload_K = owned_K * np.where(are_sums_K, factor, 1.0)
+    return collective_seconds(profile, "all_reduce", groups, replicate_nodes(cluster, slot), payload_K, calls_K)
 
 
 def tied_seconds(
