@@ -62,6 +62,7 @@ def _of_stage(stage: StagePlan, plan: Plan, space: Space) -> Iterator[str]:
         yield "context parallelism"
     elif shape not in space.shapes(plan.num_microbatches):
         kind = " with sequence parallelism" if shape.sequence else ""
+        kind += f" with ZeRO over groups of {shape.shard}" if shape.shard else ""
         yield f"data {shape.data} x tensor {shape.tensor}{kind} and {plan.num_microbatches} microbatches"
     if mesh.data_parallel_degree > 1 and int(stage.zero_stage) not in search.zero_stages:
         yield f"ZeRO-{int(stage.zero_stage)}"

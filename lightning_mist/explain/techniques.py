@@ -116,6 +116,23 @@ def _zero(level: int) -> Technique:
     )
 
 
+def _use_groups(plan: Plan) -> str:
+    sizes = sorted({stage.mesh.shard_degree for stage in plan.stages if stage.mesh.shard_degree})
+    text = f"groups of {' and '.join(map(str, sizes))} ranks "
+    return _where(plan, lambda stage: stage.mesh.shard_degree is not None, text)
+
+
+_HYBRID = Technique(
+    name="hybrid sharding",
+    meaning="ZeRO shards within groups of ranks, and groups average their gradients once per batch",
+    use=_use_groups,
+    off=lambda plan, ground: every_stage(
+        plan, lambda stage: replace(stage, mesh=replace(stage.mesh, shard_degree=None))
+    ),
+    without=lambda plan, search: replace(search, shard_degrees=()),
+)
+
+
 def _use_checkpointing(plan: Plan) -> str:
     def told(kept: Checkpointing, layers: int) -> str:
         where = places(plan, lambda stage: (stage.checkpointing, stage.num_layers) == (kept, layers))
@@ -216,6 +233,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     _TENSOR,
     _SEQUENCE,
     *(_zero(level) for level in (3, 2, 1)),
+    _HYBRID,
     _CHECKPOINTING,
     *(_offload(kind) for kind in OFFLOADED),
 )

@@ -26,7 +26,7 @@ COUNTS = (
 
 
 _OTHERS = (
-    *("layer_cuts", "zero_stages", "checkpointed_shares", "checkpointing_kinds"),
+    *("layer_cuts", "zero_stages", "shard_degrees", "checkpointed_shares", "checkpointing_kinds"),
     *("offload", "offload_ratios", "schedules", "chunks"),
 )
 """Limits that are several of something else."""
@@ -52,6 +52,9 @@ class SearchSpace:
             devices. Stages of one plan may differ.
         zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
             gradients), 3 (also parameters).
+        shard_degrees: How many ranks ZeRO may shard over, such as 8 for those of a node, beside all with the same
+            parameters, whose number it divides (hybrid sharding); by default only all. One number takes up to half as
+            long again to search where stages lie in several nodes.
         data_parallel_degrees: How many devices of a stage may compute on different rows, such as 4; by default all that
             its devices and the batch allow. Stages of one plan may differ.
         tensor_parallel_degrees: How many devices of a node may share every layer of a stage, 1 among them; by default
@@ -88,6 +91,7 @@ class SearchSpace:
     equal_stages: bool = False
     devices_per_stage: tuple[int, ...] | None = None
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    shard_degrees: tuple[int, ...] = ()
     data_parallel_degrees: tuple[int, ...] | None = None
     tensor_parallel_degrees: tuple[int, ...] | None = None
     sequence_parallel: bool | None = None
@@ -121,6 +125,11 @@ class SearchSpace:
         self._check_shares()
         if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
             raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
+        if self.shard_degrees and min(self.shard_degrees) < 2:
+            raise ValueError(
+                f"shard_degrees={self.shard_degrees}: one rank has nobody to share with; give numbers of at least 2, "
+                "or () for all ranks with the same parameters only"
+            )
         if not self.checkpointing_kinds or not set(self.checkpointing_kinds) <= set(CHECKPOINTING_KINDS):
             raise ValueError(
                 f"checkpointing_kinds={self.checkpointing_kinds}: give at least one; known are "

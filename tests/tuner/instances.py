@@ -14,9 +14,9 @@ from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_o
 MOST_CANDIDATES = 15_000
 """Stage candidates that an instance may have, so that each takes a fraction of a second."""
 
-OFFLOADING, UNLIKE, LIMITED, BY_OPERATOR = 0.5, 0.25, 0.12, 0.5
-"""Share of instances whose spaces offload, whose devices are of two kinds, which have each of the other limits, and
-whose layers may be recomputed by operator."""
+OFFLOADING, UNLIKE, LIMITED, BY_OPERATOR, IN_GROUPS = 0.5, 0.25, 0.12, 0.5, 0.5
+"""Share of instances whose spaces offload, whose devices are of two kinds, which have each of the other limits, whose
+layers may be recomputed by operator, and where ZeRO may shard within groups."""
 
 
 def size_of(instance):
@@ -40,9 +40,10 @@ def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=
     """
     rng, other = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     kinds = (("full", "selective"), ("selective",))[other.integers(2)] if other.random() < by_operator else ("full",)
+    groups = (2,) if np.random.default_rng([seed, 2]).random() < IN_GROUPS else ()
     while True:
         found = _random_instance(rng, offloading, unlike)
-        found = replace(found, search=replace(found.search, checkpointing_kinds=kinds))
+        found = replace(found, search=replace(found.search, checkpointing_kinds=kinds, shard_degrees=groups))
         if equal_stages:
             found = replace(found, search=replace(found.search, layer_cuts=None, equal_stages=True))
         if size_of(found) <= MOST_CANDIDATES:

@@ -26,6 +26,7 @@ def slot(start, layers, devices, steady, boundary, part=None):
         tensor_K=zeros + 1,
         sequence_K=zeros,
         selective_K=zeros,
+        shard_K=zeros,
         offload_KO=np.zeros((len(start), 4)),
     )
 

@@ -126,7 +126,7 @@ class Best:
     candidates: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Kind:
     """How the devices of a stage are arranged."""
 
@@ -134,6 +134,7 @@ class Kind:
     tensor: int
     sequence: bool
     checkpointing: str = "full"
+    shard: int = 0
 
     @property
     def devices(self):
@@ -162,7 +163,12 @@ def kinds_of(instance, count, part):
             continue
         if among(instance.global_batch_size // (count * data), search.microbatch_sizes):
             kinds = search.checkpointing_kinds if search.checkpointing and instance.network.num_layers else ("full",)
-            found += [Kind(data=data, tensor=tensor, sequence=sequence, checkpointing=kind) for kind in kinds]
+            groups = (
+                [0, *(n for n in search.shard_degrees if n < data and data % n == 0)]
+                if any(search.zero_stages)
+                else [0]
+            )
+            found += [Kind(data, tensor, sequence, *each) for each in itertools.product(kinds, groups)]
     return found
 
 
@@ -233,6 +239,7 @@ def slot_of(instance, count, parts, index, kind):
         tensor_parallel_degree=kind.tensor,
         sequence_parallel=kind.sequence,
         checkpointing=kind.checkpointing,
+        shard_group=kind.shard or None,
         parts=parts if len(everywhere) > 1 and len(parts) > 1 else (),
     )
 
@@ -258,7 +265,7 @@ def candidates_of(instance, stages, index, kind):
         recomputed = range(end - start + 1) if search.checkpointing else (0,)
         if search.checkpointing and search.checkpointed_shares is not None:
             recomputed = sorted({round(share * (end - start)) for share in search.checkpointed_shares})
-        levels = search.zero_stages if kind.data > 1 else (0,)
+        levels = [level for level in search.zero_stages if level or not kind.shard] if kind.data > 1 else [0]
         rows += [(*row, *moved) for row in itertools.product((start,), (end,), recomputed, levels) for moved in offload]
     return np.array(rows, dtype=np.float64).reshape(-1, 8)
 

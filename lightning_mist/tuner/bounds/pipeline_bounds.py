@@ -224,6 +224,7 @@ def _as_choices(bounds: StageBounds) -> SlotChoices:
         peak_K=none_K,
         checkpointed_K=zero_K,
         zero_stage_K=zero_K,
+        shard_K=zero_K,
         tensor_K=zero_K + 1,
         sequence_K=zero_K,
         selective_K=zero_K,

@@ -86,8 +86,8 @@ def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot]
         arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1))
         if len(arranged.layers_K):
             zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
-            if ZeroStage.OPTIMIZER in zeros:
-                # In what is counted of time it is the same, in memory it is never more.
+            if ZeroStage.OPTIMIZER in zeros or slot.shard_group is not None:
+                # In what is counted of time it is the same, in memory it is never more; without it there are no groups.
                 zeros -= {0}
             common = arranged.of_any_zero()
             rows += [{**common, **arranged.of_zero(zero_stage)} for zero_stage in sorted(zeros)]

@@ -128,6 +128,7 @@ class Table:
             peak_K=peak_J[of_K],
             checkpointed_K=self.checkpointed_K[index_K],
             zero_stage_K=self.zero_stage_K[index_K],
+            shard_K=np.array([slot.shard_group or 0 for slot in self.slots], dtype=np.int64)[shape_K],
             tensor_K=tensor_S[shape_K],
             sequence_K=sequence_S[shape_K],
             selective_K=np.array([slot.checkpointing == "selective" for slot in self.slots], dtype=np.int64)[shape_K],
@@ -177,8 +178,10 @@ class _Lines:
 
     def candidates(self, slot: StageSlot, at_J: IntArray) -> tuple[StageCandidates, IntArray]:
         """The candidates of some lines on the devices of a slot, and the layer range of each."""
-        # On one device there is nothing to shard.
+        # On one device there is nothing to shard, and what shards nothing has no groups.
         zeros = self.zeros if slot.data_parallel_degree > 1 else (0,)
+        if slot.shard_group is not None:
+            zeros = tuple(level for level in zeros if level)
         line_C = np.tile(at_J, len(zeros))
         candidates = StageCandidates(
             start_K=self.start_E[line_C],
@@ -286,7 +289,7 @@ def _evaluate(model: CostModel, asked: Sequence[_Arrangement]) -> list[_Figures]
     alike: dict[Hashable, list[int]] = {}
     for place, item in enumerate(asked):
         slot = item.slot
-        devices = slot.data_parallel_degree, *slot.computed
+        devices = slot.data_parallel_degree, slot.shard_group, *slot.computed
         alike.setdefault((slot.num_stages == 1, slot.part, slot.rows, devices), []).append(place)
     found: dict[int, _Figures] = {}
     for places in alike.values():

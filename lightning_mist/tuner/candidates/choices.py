@@ -28,6 +28,7 @@ class SlotChoices(ArrayRecord):
         boundary_K: Boundary seconds.
         peak_K: Peak bytes.
         selective_K: 1 if recomputed layers keep what products, convolutions and attention return, else 0.
+        shard_K: Ranks that ZeRO shards over, 0 if all with the same parameters.
         sequence_K: 1 if tensor-parallel devices are sequence-parallel too, else 0.
         offload_KO: What part of parameters, gradients, optimizer state and activations is in host memory.
     """
@@ -41,6 +42,7 @@ class SlotChoices(ArrayRecord):
     peak_K: FloatArray
     checkpointed_K: IntArray
     zero_stage_K: IntArray
+    shard_K: IntArray
     tensor_K: IntArray
     sequence_K: IntArray
     selective_K: IntArray
@@ -50,7 +52,8 @@ class SlotChoices(ArrayRecord):
         """How the devices of one choice are arranged."""
         tensor = int(self.tensor_K[index])
         kind: CheckpointingKind = "selective" if self.selective_K[index] else "full"
-        return Shape(int(self.devices_K[index]) // tensor, tensor, bool(self.sequence_K[index]), kind)
+        data, shard = int(self.devices_K[index]) // tensor, int(self.shard_K[index])
+        return Shape(data, tensor, bool(self.sequence_K[index]), kind, shard)
 
     def offload(self, index: int) -> OffloadRatios:
         """What one choice keeps in host memory."""

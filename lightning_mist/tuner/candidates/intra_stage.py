@@ -228,6 +228,7 @@ class IntraStage:
             tensor_parallel_degree=shape.tensor,
             sequence_parallel=shape.sequence,
             checkpointing=shape.checkpointing,
+            shard_group=shape.shard or None,
             parts=pipeline,
         )
 

@@ -94,7 +94,8 @@ def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -
     recomputed = int(space.recomputed(np.array([count // num_stages]))[1].min())
     kept = Checkpointing(layers=recomputed, kind=shape.checkpointing)
     rows, meshes = space.rows(num_microbatches, shape.data), [shape.mesh(devices) for devices in layout]
-    for level in sorted(space.search.zero_stages) if shape.data > 1 else (0,):
+    levels = sorted(level for level in space.search.zero_stages if level or not shape.shard)
+    for level in levels if shape.data > 1 else (0,):
         yield Plan(
             global_batch_size=space.batch_rows * space.world_size,
             num_microbatches=num_microbatches,

@@ -4,7 +4,8 @@ A plan is simpler than another
 
 1. if it uses fewer techniques, each of which is one more thing that takes part in every step and has to work: a kind of
    state in host memory, a kind of state that data-parallel ranks share out (a ZeRO stage is as many of these as its
-   number), tensor, sequence or context parallelism, recomputation, a schedule with chunks or split backwards;
+   number), doing so within groups, tensor, sequence or context parallelism, recomputation, a schedule with chunks or
+   split backwards;
 2. of as many techniques, if its stages have fewer different shapes;
 3. of as many shapes, if it has fewer stages.
 
@@ -55,6 +56,7 @@ def techniques(plan: Plan) -> tuple[str, ...]:
     found = [f"{words} in host memory" for words in offloaded]
     found += [f"sharded {words}" for words in _SHARED[:level]]
     used = {
+        "groups that share out": any(mesh.shard_degree for mesh in meshes),
         "tensor parallelism": any(mesh.tensor_parallel_degree > 1 for mesh in meshes),
         "sequence parallelism": any(mesh.sequence_parallel for mesh in meshes),
         "context parallelism": any(mesh.context_parallel_degree > 1 for mesh in meshes),
@@ -75,6 +77,7 @@ def shapes(plan: Plan) -> int:
                 stage.mesh.tensor_parallel_degree,
                 stage.mesh.context_parallel_degree,
                 stage.mesh.sequence_parallel,
+                stage.mesh.shard_degree,
                 stage.zero_stage,
                 stage.checkpointing,
                 stage.offload,

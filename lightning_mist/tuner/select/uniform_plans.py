@@ -195,7 +195,8 @@ def _candidates(maker: IntraStage, slot: StageSlot, family: UniformPlans) -> Sta
 def _plan(stages: Stages, item: _Priced, index: int) -> Plan:
     space, candidates, offload = stages.space, item.candidates, item.candidates.offload
     slot, count = item.slots[0], len(item.slots)
-    shape = Shape(slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing)
+    arranged = slot.data_parallel_degree, slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing
+    shape = Shape(*arranged, slot.shard_group or 0)
     degrees = [(shape.data, shape.tensor)] * count
     if isinstance(stages, MixedStages) and slot.parts:
         layout = mixed_layout(stages.model.cluster, degrees, slot.parts)

@@ -181,12 +181,20 @@ def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
             continue
         if rest == 0 and parts >= 1 and space.batch_rows % parts == 0 and (parts == 1 or space.cuts_batches):
             found += [
-                Shape(data, *kind, checkpointing)
+                Shape(data, *kind, checkpointing, shard)
                 for kind in space.tensor
                 if data * kind[0] in counts
                 for checkpointing in space.checkpointing_kinds
+                for shard in _shard_degrees(space.search, data)
             ]
     return tuple(sorted(found))
+
+
+def _shard_degrees(search: SearchSpace, data: int) -> tuple[int, ...]:
+    """Over how many of some ranks ZeRO may shard, 0 for all of them."""
+    if not any(search.zero_stages):
+        return (0,)
+    return (0, *(count for count in sorted(set(search.shard_degrees)) if count < data and data % count == 0))
 
 
 def apply(

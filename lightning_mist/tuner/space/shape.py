@@ -12,19 +12,21 @@ class Shape:
     Attributes:
         sequence: Whether tensor-parallel devices are sequence-parallel too.
         checkpointing: What of recomputed layers they recompute.
+        shard: Ranks that ZeRO shards over, 0 if all with the same parameters.
     """
 
     data: int
     tensor: int = 1
     sequence: bool = False
     checkpointing: CheckpointingKind = "full"
+    shard: int = 0
 
     @classmethod
     def of(cls, stage: StagePlan) -> "Shape":
         """That of a stage."""
         mesh = stage.mesh
         degrees = mesh.data_parallel_degree, mesh.tensor_parallel_degree
-        return cls(*degrees, mesh.sequence_parallel, stage.checkpointing.kind)
+        return cls(*degrees, mesh.sequence_parallel, stage.checkpointing.kind, mesh.shard_degree or 0)
 
     @property
     def devices(self) -> int:
@@ -38,4 +40,5 @@ class Shape:
             data_parallel_degree=self.data,
             tensor_parallel_degree=self.tensor,
             sequence_parallel=self.sequence,
+            shard_degree=self.shard or None,
         )

@@ -7,13 +7,15 @@ from tests.tuner.problems import slot
 
 
 def three():
-    """Choices of 1, 2 and 4 devices."""
+    """Choices of 1, 4 and 4 devices."""
     found = slot([0, 0, 1], [1, 2, 2], [1, 2, 4], [3.0, 2.0, 1.0], [0.1, 0.2, 0.3])
     fields = {name: getattr(found, name) for name in SlotChoices.__slots__}
     fields |= {
         "peak_K": np.array([30.0, 20.0, 10.0]),
         "tensor_K": np.array([1, 1, 2]),
         "sequence_K": np.array([0, 0, 1]),
+        "devices_K": np.array([1, 4, 4]),
+        "shard_K": np.array([0, 2, 0]),
         "offload_KO": np.array([[0.0] * 4, [0.0, 0.0, 1.0, 0.25], [0.5, 0.0, 0.0, 0.0]]),
     }
     return SlotChoices(**fields)
@@ -21,7 +23,7 @@ def three():
 
 def test_a_choice_says_how_its_devices_are_arranged_and_what_it_moves():
     found = three()
-    assert [found.shape(index) for index in range(3)] == [Shape(1, 1, False), Shape(2, 1, False), Shape(2, 2, True)]
+    assert [found.shape(index) for index in range(3)] == [Shape(1), Shape(4, shard=2), Shape(2, 2, True)]
     assert found.offload(0) == OffloadRatios()
     assert found.offload(1) == OffloadRatios(optimizer=1.0, activations=0.25)
     assert found.offload(2) == OffloadRatios(parameters=0.5)
@@ -29,7 +31,7 @@ def test_a_choice_says_how_its_devices_are_arranged_and_what_it_moves():
 
 def test_choices_are_taken_by_index_and_by_mask_and_joined_again():
     found = three()
-    by_index, by_mask = found.take(np.array([2, 0])), found.take(found.devices_K < 3)
+    by_index, by_mask = found.take(np.array([2, 0])), found.take(found.steady_K > 1.5)
     assert by_index.devices_K.tolist() == [4, 1]
     assert by_mask.steady_K.tolist() == [3.0, 2.0]
     joined = SlotChoices.joined([by_mask, SlotChoices.none(), by_index])
