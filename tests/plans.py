@@ -35,6 +35,7 @@ def plans(
     runnable=True,
     tensor_degrees=(1,),
     predicted=False,
+    fewer_loaders=False,
 ):
     """Plans whose parts never mix the batches of two ranks.
 
@@ -46,13 +47,17 @@ def plans(
         runnable: Only what the present runtime executes: no context parallelism, no offload.
         tensor_degrees: Tensor-parallel degrees of runnable plans; others have 1 or 2.
         predicted: Whether plans carry predictions and a fingerprint.
+        fewer_loaders: Whether there may be fewer data loaders than devices.
     """
     degrees = draw(_degrees(max_stages if num_layers is None else min(max_stages, num_layers), max_devices))
     widths = [draw(st.sampled_from(tensor_degrees if runnable else [1, 2, 4])) for _ in degrees]
     world_size = sum(degree * width for degree, width in zip(degrees, widths, strict=True))
-    smallest = lcm(*(world_size // gcd(world_size, degree) for degree in degrees))
+    loaders = world_size
+    if fewer_loaders:
+        loaders = draw(st.sampled_from([count for count in range(1, world_size + 1) if world_size % count == 0]))
+    smallest = lcm(*(loaders // gcd(loaders, degree) for degree in degrees))
     num_microbatches = smallest * draw(st.integers(1, max(1, max_microbatches // smallest)))
-    parts = [num_microbatches * degree // world_size for degree in degrees]
+    parts = [num_microbatches * degree // loaders for degree in degrees]
     batch_rows = lcm(*parts) * draw(st.integers(1, 2))
     devices = draw(st.permutations(range(world_size)))
     schedule, chunks = draw(
@@ -81,7 +86,8 @@ def plans(
         stages.append(StagePlan(layers=(first_layer, first_layer + count), checkpointing=checkpointing, **group))
         first_layer += count
     return Plan(
-        global_batch_size=batch_rows * world_size,
+        global_batch_size=batch_rows * loaders,
+        data_parallel_size=None if loaders == world_size else loaders,
         num_microbatches=num_microbatches,
         stages=tuple(stages),
         schedule=schedule,

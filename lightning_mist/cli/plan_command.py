@@ -28,7 +28,7 @@ from lightning_mist.cli.output import (
     show_text,
     told,
 )
-from lightning_mist.plan import SearchSpace, fingerprint_of, save
+from lightning_mist.plan import Plan, SearchSpace, fingerprint_of, save
 from lightning_mist.plan.plan_tables import counted
 from lightning_mist.units import parse_bytes
 
@@ -157,7 +157,7 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     if request.compare:
         rivals = {name: Planner(other, machine, profile=profile) for name, other in _rivals(network).items()}
         result, compared = compare_with_others(planner, result, rivals=rivals, **limits)
-    plan = replace(result.plan, fingerprint=_made_for(spec, machine, network.rows))
+    plan = replace(result.plan, fingerprint=_made_for(spec, result.plan))
     estimate = fitting.estimate if result is fitting.result else estimate_of(planner, plan, limit)
     return FoundPlan(
         planner=planner,
@@ -271,12 +271,12 @@ def _search_data(result: "TuneResult") -> dict[str, Any]:
     }
 
 
-def _made_for(spec: "ModelSpec", machine: "AnyCluster", rows: int) -> tuple[tuple[str, str], ...]:
+def _made_for(spec: "ModelSpec", plan: Plan) -> tuple[tuple[str, str], ...]:
     versions = [(name, importlib.metadata.version(name)) for name in ("lightning-mist", "torch")]
     made_for = fingerprint_of(
         spec.module_map,
-        world_size=machine.world_size,
-        batch_rows=rows,
+        world_size=plan.world_size,
+        batch_rows=plan.global_batch_size // plan.num_loaders,
         precision=spec.precision,
         master_weights=spec.master_weights,
         versions=versions,

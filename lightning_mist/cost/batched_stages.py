@@ -94,8 +94,8 @@ def _own_slot(slot: StageSlot, candidates: StageCandidates) -> StageSlot:
         stage_index=0,
         num_stages=several,
         num_microbatches=count,
-        # Of the size of the world it counts whether there is anybody else.
-        batch_rows=1 if slot.world_size > 1 else count * slot.data_parallel_degree * slot.rows,
+        # Of the number of loaders it counts whether there are several.
+        batch_rows=1 if slot.loaders > 1 else count * slot.data_parallel_degree * slot.rows,
         replicas=1,
         schedule=slot.schedule if unshards or slot.schedule == "zb-h1" else "1f1b",
         parts=(slot.part,) * several if slot.parts else (),

@@ -29,7 +29,7 @@ from lightning_mist.estimate.picture import Timeline, timeline_of
 from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, ModuleMap, Plan, replica_ranks, row_slice
+from lightning_mist.plan import CheckpointingKind, ModuleMap, Plan, row_slice
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.units import format_bytes
 
@@ -287,14 +287,13 @@ def what_is_not_run(plan: Plan) -> tuple[str, ...]:
     if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
         found.append("context parallelism is planned and not run yet")
     try:
-        owners = replica_ranks(plan, 0)
         for stage in plan.stages:
-            row_slice(plan, stage.devices[0], 0, owners=owners)
+            row_slice(plan, stage.devices[0], 0)
     except PlanError as error:
         found.append(f"such a plan is not executed: {error}")
-    if plan.global_batch_size % plan.world_size:
+    if plan.global_batch_size % plan.num_loaders:
         found.append(
-            f"such a plan is not executed: {plan.world_size} devices load equal batches, and "
+            f"such a plan is not executed: {plan.num_loaders} loaders bring equal batches, and "
             f"{plan.global_batch_size} rows are no multiple"
         )
     return tuple(found)

@@ -188,6 +188,7 @@ def baselines_with(
         search=replace(
             SearchSpace(),
             tensor_parallel_degrees=given.tensor_parallel_degrees,
+            data_parallel_size=given.data_parallel_size,
             offload=OFFLOADED,
             offload_ratios=given.offload_ratios,
             solver_seconds=given.solver_seconds,
@@ -244,11 +245,12 @@ def _told(found: Baseline, own: Planner, planner: Planner) -> Baseline:
 def _uniform(planner: Planner, asked: Asked, family: UniformPlans) -> tuple[Plan | None, Shortage | None]:
     """The best plan of stages that are all alike, or what is missing for one."""
     batch, limits = asked.global_batch_size, (asked.memory_limit, asked.host_memory_limit)
+    loaders = asked.search.data_parallel_size
     every, allowed = planner.space(batch, asked.search), family.search.tensor_parallel_degrees
     degrees = tuple(sorted({degree for degree, _ in every.tensor if allowed is None or degree in allowed}))
     if not degrees or (family.search.checkpointed_shares is not None and not every.checkpointing):
         return None, None
-    space = planner.space(batch, replace(family.search, tensor_parallel_degrees=degrees))
+    space = planner.space(batch, replace(family.search, tensor_parallel_degrees=degrees, data_parallel_size=loaders))
     model = planner.model
     if isinstance(model, MixedCostModel):
         return fastest_uniform(mixed_stages(model, space, *limits), family)

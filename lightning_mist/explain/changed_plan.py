@@ -18,12 +18,11 @@ class Ground:
 
 def microbatch_counts(plan: Plan, data_degrees: Sequence[int], ground: Ground) -> tuple[int, ...]:
     """Numbers of microbatches for which every stage cuts every device's batch into equal parts, ascending."""
-    total, world = plan.global_batch_size, plan.world_size
-    batch_rows = total // world
+    total, loaders = plan.global_batch_size, plan.num_loaders
 
     def is_equal(count: int, degree: int) -> bool:
-        parts, rest = divmod(count * degree, world)
-        return rest == 0 and parts >= 1 and batch_rows % parts == 0 and (parts == 1 or ground.cuts_batches)
+        together = count * degree
+        return together % loaders == 0 == total % together and (together == loaders or ground.cuts_batches)
 
     asked = ground.search.num_microbatches
     return tuple(
@@ -40,12 +39,6 @@ def with_microbatches(plan: Plan, count: int) -> Plan:
     rows = plan.global_batch_size // count
     stages = tuple(replace(stage, microbatch_size=rows // stage.data_parallel_degree) for stage in plan.stages)
     return replace(plan, num_microbatches=count, stages=stages, predicted=None)
-
-
-def changed_stage(plan: Plan, index: int, stage: StagePlan) -> Plan:
-    """The same plan with one other stage; without its prediction."""
-    stages = (*plan.stages[:index], stage, *plan.stages[index + 1 :])
-    return replace(plan, stages=stages, predicted=None)
 
 
 def _rearranged(

@@ -14,7 +14,6 @@ from lightning_mist.cost.inputs import placed_slots_of
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
-from lightning_mist.explain.changed_plan import changed_stage
 from lightning_mist.explain.explanation import Finding, Version, in_words, state_in_words
 from lightning_mist.plan import OFFLOADED, Plan, StagePlan
 from lightning_mist.schedule.stage_units import ratio_notes
@@ -123,11 +122,12 @@ def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[tuple[str, S
 
 def _changed_group(plan: Plan, group: int, stage: StagePlan) -> Plan:
     """A plan whose group of devices does with its first stage as told; chunks agree in all but recomputed layers."""
-    changed = changed_stage(plan, group, stage)
-    for index in plan.chunks(group)[1:]:
-        agreed = replace(plan.stages[index], mesh=stage.mesh, zero_stage=stage.zero_stage, offload=stage.offload)
-        changed = changed_stage(changed, index, agreed)
-    return changed
+    stages = list(plan.stages)
+    for index in plan.chunks(group):
+        own = stages[index]
+        stages[index] = replace(own, mesh=stage.mesh, zero_stage=stage.zero_stage, offload=stage.offload)
+    stages[group] = stage
+    return replace(plan, stages=tuple(stages), predicted=None)
 
 
 def _memory(model: CostModel, costs: Costs, group: int, limit: float, ratios: Sequence[float]) -> Finding:
@@ -332,11 +332,12 @@ def _lower(text: str) -> str:
 def batch_finding(plan: Plan, versions: Sequence[tuple[int, Version]]) -> Finding:
     """What the next smaller and larger numbers of microbatches would take on the same stages."""
     assert plan.predicted is not None
-    rows, step = plan.global_batch_size // plan.world_size, plan.predicted.step_seconds
+    rows, step = plan.global_batch_size // plan.num_loaders, plan.predicted.step_seconds
+    who = "Every device loads" if plan.data_parallel_size is None else f"Each of {plan.num_loaders} data loaders brings"
     sizes = sorted({stage.microbatch_size for stage in plan.stages})
     size = "1 row" if sizes == [1] else f"{' or '.join(map(str, sizes))} rows"
     text = (
-        f"Every device loads {rows} {'row' if rows == 1 else 'rows'}, and all must come apart in equal parts: "
+        f"{who} {rows} {'row' if rows == 1 else 'rows'}, and all must come apart in equal parts: "
         f"{plan.num_microbatches} {'microbatch' if plan.num_microbatches == 1 else 'microbatches'} of "
         f"{size} per data-parallel device"
     )

@@ -43,6 +43,8 @@ def _of_plan(plan: Plan, space: Space) -> Iterator[str]:
         yield f"schedule {plan.schedule}"
     if groups < plan.num_stages and plan.num_stages // groups not in search.chunks:
         yield f"{plan.num_stages // groups} chunks of each stage"
+    if plan.data_parallel_size != space.loaders(stage.data_parallel_degree for stage in plan.stages):
+        yield f"{plan.num_loaders} data loaders"
     if groups not in space.stage_counts:
         yield f"{groups} stage{'s' * (groups > 1)}"
     if search.num_microbatches is not None and plan.num_microbatches not in search.num_microbatches:

@@ -133,6 +133,7 @@ def _pipelines(planner: Planner, asked: Asked) -> Iterator[tuple[float, Space, t
                     devices_per_stage=(devices,),
                     zero_stages=ZERO_STAGES,
                     tensor_parallel_degrees=(tensor,),
+                    data_parallel_size=asked.search.data_parallel_size,
                     sequence_parallel=False,
                     offload=asked.search.offload,
                     offload_ratios=asked.search.offload_ratios,

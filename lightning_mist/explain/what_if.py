@@ -68,7 +68,7 @@ def better_machines(
     found, left_out = [_more_memory(machine)], []
     if search.offload:
         found.extend(_more_host_memory(machine))
-    larger = _larger(cluster, global_batch_size)
+    larger = _larger(cluster, global_batch_size, search.data_parallel_size)
     if larger is None:
         left_out.append(
             f"more devices: no number of them up to {MORE_DEVICES * cluster.world_size} deals {global_batch_size} rows "
@@ -127,18 +127,27 @@ def _with_more(part: Cluster) -> Cluster:
     return replace(part, device=replace(part.device, memory_bytes=part.device.memory_bytes + MORE_BYTES))
 
 
-def _larger(cluster: AnyCluster, rows: int) -> AnyCluster | None:
+def _larger(cluster: AnyCluster, rows: int, loaders: int | None) -> AnyCluster | None:
     """The next larger cluster that deals a batch out equally: a single node with more devices, else more nodes.
 
     Of unlike nodes the kind is taken of which the fewest more are needed.
+
+    Args:
+        loaders: How many batches are loaded at once, if that was given; else every device of the larger cluster loads
+            one, if every one of this does.
     """
+    is_even = rows % cluster.world_size == 0
+
+    def deals(count: int) -> bool:
+        return count % loaders == 0 if loaders else not is_even or rows % count == 0
+
     if isinstance(cluster, Cluster) and cluster.num_nodes == 1:
         counts = range(cluster.devices_per_node + 1, MORE_DEVICES * cluster.devices_per_node + 1)
-        return next((replace(cluster, devices_per_node=count) for count in counts if rows % count == 0), None)
+        return next((replace(cluster, devices_per_node=count) for count in counts if deals(count)), None)
     for more in range(1, (MORE_DEVICES - 1) * cluster.num_nodes + 1):
         for index, part in enumerate(cluster.parts):
             count = cluster.world_size + more * part.devices_per_node
-            if count <= MORE_DEVICES * cluster.world_size and rows % count == 0:
+            if count <= MORE_DEVICES * cluster.world_size and deals(count):
                 grown = replace(part, num_nodes=part.num_nodes + more)
                 if isinstance(cluster, Cluster):
                     return grown

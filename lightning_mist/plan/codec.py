@@ -43,6 +43,7 @@ def to_json(plan: Plan) -> str:
         "global_batch_size": plan.global_batch_size,
         "num_microbatches": plan.num_microbatches,
         "schedule": plan.schedule,
+        **({} if plan.data_parallel_size is None else {"data_parallel_size": plan.data_parallel_size}),
         "stages": [_stage_document(stage) for stage in plan.stages],
         "predicted": _predicted_document(plan.predicted),
         "fingerprint": dict(plan.fingerprint),

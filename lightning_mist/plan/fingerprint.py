@@ -144,13 +144,14 @@ def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layer
             f"numbers must be equal; make a plan for this module, or edit the stages' layers to end at {num_layers}"
         )
     parts = _parts(plan)
-    if batch_rows is not None and plan.global_batch_size != batch_rows * world_size:
+    loaders = plan.num_loaders
+    if batch_rows is not None and plan.global_batch_size != batch_rows * loaders:
         raise PlanError(
-            f"the plan is for global_batch_size {plan.global_batch_size}, but {world_size} ranks load batches of "
-            f"{batch_rows} rows, {batch_rows * world_size} in all: the numbers must be equal; "
+            f"the plan is for global_batch_size {plan.global_batch_size}, but {loaders} ranks load batches of "
+            f"{batch_rows} rows, {batch_rows * loaders} in all: the numbers must be equal; "
             + (
-                f"use batch_size={plan.global_batch_size // world_size} in the loader, or make a new plan"
-                if plan.global_batch_size % world_size == 0
+                f"use batch_size={plan.global_batch_size // loaders} in the loader, or make a new plan"
+                if plan.global_batch_size % loaders == 0
                 else "make a new plan"
             )
         )

@@ -46,6 +46,8 @@ def plan_of(
         checkpointing: What of these is recomputed, all or all but products, convolutions and attention.
         devices_per_node: Devices of each node, which tensor-parallel devices do not leave.
 
+    Every device loads a batch where each part of a microbatch is then of one of them, else every data-parallel replica.
+
     Raises:
         PlanError: If degrees, devices, layers and rows do not divide; the message names the nearest numbers that do.
     """
@@ -67,8 +69,14 @@ def plan_of(
         ),
         offload=offload or OffloadRatios(),
     )
-    stages = _stages_like(template, meshes)
-    return Plan(global_batch_size=global_batch_size, num_microbatches=count, schedule=schedule, stages=stages)
+    return Plan(
+        global_batch_size=global_batch_size,
+        num_microbatches=count,
+        schedule=schedule,
+        # Where parts would be of several devices' batches, every copy of the pipeline loads one.
+        data_parallel_size=None if count * data % world_size == 0 else data,
+        stages=_stages_like(template, meshes),
+    )
 
 
 def _check_degrees(degrees: tuple[int, ...], schedule: ScheduleName, zero_stage: int) -> None:

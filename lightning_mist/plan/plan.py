@@ -1,8 +1,9 @@
 """A plan: everything the runtime needs to know about how to train, as frozen data."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import gcd
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, StageMesh, ZeroStage
@@ -157,15 +158,19 @@ class Predicted:
                 raise PlanError(f"{name} = {value!r}: known are {', '.join(known)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """How to train: stages, microbatches, schedule, and what was predicted.
 
+    What follows from it, its hash among that, is found out once: of thousands of devices that takes long.
+
     Attributes:
-        global_batch_size: Rows that one Lightning batch brings over all devices.
+        global_batch_size: Rows that one Lightning batch brings over all data loaders.
         num_microbatches: Number of microbatches that one batch is cut into (``G``).
         stages: Pipeline stages in order. Under ``"interleaved-1f1b"`` several stages share the same devices: stages
             ``i``, ``i + P``, ``i + 2 P``.. of ``P`` groups of devices are the *chunks* of group ``i``.
+        data_parallel_size: How many distinct batches are loaded at once: as many groups of neighbouring devices, equal
+            in size, load the same samples each. None for one batch per device, as under plain data parallelism.
         predicted: The cost model's figures, if it made the plan.
         fingerprint: What the plan was made for, as ``(name, value)``; compared before the plan runs.
     """
@@ -174,6 +179,7 @@ class Plan:
     num_microbatches: int
     stages: tuple[StagePlan, ...]
     schedule: ScheduleName = "1f1b"
+    data_parallel_size: int | None = None
     predicted: Predicted | None = None
     fingerprint: tuple[tuple[str, str], ...] = ()
 
@@ -190,6 +196,7 @@ class Plan:
         self._check_layers()
         self._check_rows()
         self._check_devices()
+        self._check_loaders()
         if self.predicted is not None and len(self.predicted.stages) != len(self.stages):
             raise PlanError(
                 f"predicted.stages has {len(self.predicted.stages)} entries for {len(self.stages)} stages: "
@@ -203,6 +210,7 @@ class Plan:
         return (
             self.num_stages == 1
             and self.num_microbatches == 1
+            and self.data_parallel_size is None
             and stage.mesh.tensor_parallel_degree == 1
             and stage.zero_stage == ZeroStage.NONE
             and stage.checkpointing.layers == 0
@@ -240,6 +248,24 @@ class Plan:
                 f"devices {devices} over all stages: every rank from 0 to {len(devices) - 1} must be in exactly one"
             )
 
+    def _check_loaders(self) -> None:
+        loaders, world = self.data_parallel_size, self.world_size
+        if loaders is None:
+            return
+        if not 1 <= loaders < world or world % loaders:
+            raise PlanError(
+                f"data_parallel_size = {loaders} on {world} devices: equal groups of them load the same samples, so it "
+                f"must divide {world} and be less; leave it out if every device loads its own"
+            )
+        for index, stage in enumerate(self.stages):
+            parts = self.num_microbatches * stage.data_parallel_degree
+            if parts % loaders:
+                raise PlanError(
+                    f"stage {index}: data_parallel_size = {loaders} with num_microbatches {self.num_microbatches} x "
+                    f"data_parallel_degree {stage.data_parallel_degree} = {parts} parts: each is of one batch, so "
+                    f"their number must be a multiple of {loaders}; use data_parallel_size = {gcd(parts, loaders)}"
+                )
+
     def _check_chunks(self) -> None:
         groups = self.num_groups
         if len(self.stages) == groups or len(self.stages) % groups:
@@ -266,7 +292,7 @@ class Plan:
         """Number of pipeline stages."""
         return len(self.stages)
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         """Number of groups of devices (``P``): as many as stages, but for chunks that share their devices."""
         if self.schedule != "interleaved-1f1b":
@@ -286,15 +312,23 @@ class Plan:
         """Number of layers over all stages."""
         return self.stages[-1].layers[1]
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of devices over all stages."""
         return sum(len(stage.devices) for stage in self.stages[: self.num_groups])
 
     @property
+    def num_loaders(self) -> int:
+        """Number of distinct batches that are loaded at once."""
+        return self.data_parallel_size or self.world_size
+
+    @cached_property
     def num_replicas(self) -> int:
-        """Number of independent copies of the pipeline: the greatest common divisor of the data-parallel degrees."""
-        return gcd(*(stage.data_parallel_degree for stage in self.stages))
+        """Number of copies of the pipeline that share no batch.
+
+        This is the greatest common divisor of the data-parallel degrees and the number of loaders.
+        """
+        return gcd(self.num_loaders, *(stage.data_parallel_degree for stage in self.stages))
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -303,7 +337,27 @@ class Plan:
 
     def stage_of(self, rank: int) -> int:
         """Index of the stage that a global rank belongs to: the first, where chunks share devices. Also its group."""
-        for index, stage in enumerate(self.stages):
-            if rank in stage.devices:
-                return index
-        raise PlanError(f"rank {rank} is in no stage: the plan is for {self.world_size} devices")
+        return self.place_of(rank)[0]
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The stage of a global rank, as :meth:`stage_of` has it, and its index among the devices of that."""
+        if rank not in self._places:
+            raise PlanError(f"rank {rank} is in no stage: the plan is for {self.world_size} devices")
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        groups = enumerate(self.stages[: self.num_groups])
+        return {rank: (stage, index) for stage, found in groups for index, rank in enumerate(found.devices)}
+
+    def __hash__(self) -> int:
+        """The hash of all fields."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(self.__getstate__().values()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: hashes of text differ from process to process."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}

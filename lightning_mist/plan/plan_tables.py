@@ -202,8 +202,12 @@ def stage_cells(plan: Plan, devices: Sequence[str] = ()) -> tuple[list[str], lis
 def _title(plan: Plan) -> str:
     return (
         f"{counted(plan.num_stages, 'stage')} on {counted(plan.world_size, 'device')}, {plan.schedule}: "
-        f"{counted(plan.global_batch_size, 'row')} in {counted(plan.num_microbatches, 'microbatch')}"
+        f"{counted(plan.global_batch_size, 'row')}{_loaders(plan)} in {counted(plan.num_microbatches, 'microbatch')}"
     )
+
+
+def _loaders(plan: Plan) -> str:
+    return "" if plan.data_parallel_size is None else f" of {counted(plan.num_loaders, 'data loader')}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -216,7 +220,7 @@ def describe_changes(plan: Plan, other: Plan) -> str:
     """What differs from ``plan`` to ``other``, one line each: ``stage 1: layers 6-11 (6) -> 5-11 (7)``."""
     lines = [
         f"{name}: {getattr(plan, name)} -> {getattr(other, name)}"
-        for name in ("global_batch_size", "num_microbatches", "schedule", "world_size", "num_stages")
+        for name in ("global_batch_size", "num_loaders", "num_microbatches", "schedule", "world_size", "num_stages")
         if getattr(plan, name) != getattr(other, name)
     ]
     for index in range(max(plan.num_stages, other.num_stages)):

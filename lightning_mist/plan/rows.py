@@ -1,16 +1,20 @@
 """Which rows of whose batch a rank computes on: virtual data-parallel ranks.
 
-Every rank keeps loading the batch that plain data parallelism would give it. A *replica* of the pipeline is a set of
-ranks that together hold the model ``num_replicas`` times less often than the world; its ranks' batches, in rank order,
-are the replica's rows. They are cut into ``num_microbatches`` microbatches; within a stage of the replica each
-data-parallel rank takes an equal part of every microbatch. A part never mixes the batches of two ranks.
+By default every rank loads the batch that plain data parallelism would give it. With fewer loaders than ranks, groups
+of as many neighbouring ranks load the same batch each. A *replica* of the pipeline is a set of ranks that together hold
+the model ``num_replicas`` times less often than the world; it computes on the batches of as many loaders as all others.
+For each of these loaders one of its ranks is the *feeder*, whose copy of the batch is the one that counts. In the order
+of feeders their batches are the replica's rows. They are cut into ``num_microbatches`` microbatches; within a stage of
+the replica each data-parallel rank takes an equal part of every microbatch. A part never mixes two batches.
 
 With ``R`` replicas, ``G`` microbatches and a stage of data-parallel degree ``d = R * d'``, data-parallel index
 ``j = r * d' + j'`` computes in microbatch ``g`` on chunk ``g * d' + j'`` of the ``G * d'`` chunks of replica ``r``. The
 same rows make up microbatch ``g`` at every stage, whatever the degrees, so boundaries only re-slice inside a replica.
 """
 
+from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import Plan
@@ -18,7 +22,7 @@ from lightning_mist.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """Part ``part`` of ``parts`` equal parts of the batch that rank ``owner`` loaded."""
+    """Part ``part`` of ``parts`` equal parts of the batch that rank ``owner`` loaded or feeds."""
 
     owner: int
     part: int
@@ -29,39 +33,111 @@ class RowSlice:
         return batch_rows * self.part // self.parts, batch_rows * (self.part + 1) // self.parts
 
 
+def loader_of(plan: Plan, rank: int) -> int:
+    """Index of the data loader whose samples a global rank loads."""
+    return rank * plan.num_loaders // plan.world_size
+
+
+def loader_ranks(plan: Plan, loader: int) -> tuple[int, ...]:
+    """Global ranks that load the samples of a loader, ascending."""
+    count = plan.world_size // plan.num_loaders
+    return tuple(range(loader * count, (loader + 1) * count))
+
+
 def replica_of(plan: Plan, rank: int) -> int:
     """Index of the pipeline replica that a global rank works for."""
-    stage = plan.stages[plan.stage_of(rank)]
-    index = stage.devices.index(rank) // (len(stage.devices) // stage.data_parallel_degree)
-    return index // (stage.data_parallel_degree // plan.num_replicas)
+    stage, index = plan.place_of(rank)
+    return index // (len(plan.stages[stage].devices) // plan.num_replicas)
 
 
 def replica_ranks(plan: Plan, replica: int) -> tuple[int, ...]:
-    """Global ranks of a replica, ascending. Their batches are the replica's rows, in this order."""
-    return tuple(rank for rank in range(plan.world_size) if replica_of(plan, rank) == replica)
+    """Global ranks of a replica, ascending."""
+    return _replicas(plan)[replica]
 
 
-def row_slice(plan: Plan, rank: int, microbatch: int, *, owners: tuple[int, ...] | None = None) -> RowSlice:
+def feeders(plan: Plan, replica: int) -> tuple[int, ...]:
+    """The ranks of a replica whose batches are its rows, in this order, which is ascending.
+
+    Without ``data_parallel_size`` these are all its ranks.
+    """
+    return _feeders(plan)[replica]
+
+
+@lru_cache(maxsize=8)
+def _replicas(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(plan.num_replicas)]
+    for stage in plan.stages[: plan.num_groups]:
+        count = len(stage.devices) // plan.num_replicas
+        for index, rank in enumerate(stage.devices):
+            found[index // count].append(rank)
+    return tuple(tuple(sorted(ranks)) for ranks in found)
+
+
+@lru_cache(maxsize=8)
+def _feeders(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The feeders of every replica.
+
+    Each loader's group has a rank in the replica that it feeds, and each replica as many loaders. There always is such
+    an assignment: groups are of one size and replicas too, so that any groups together have ranks in at least as large
+    a share of the replicas as they are of the groups (Hall's theorem). It is found along augmenting paths.
+    """
+    replicas = _replicas(plan)
+    if plan.data_parallel_size is None:
+        return replicas
+    most = plan.num_loaders // plan.num_replicas
+    home = {rank: replica for replica, ranks in enumerate(replicas) for rank in ranks}
+    feeding: list[dict[int, int]] = [{} for _ in replicas]  # by loader: the rank that feeds
+    for loader in range(plan.num_loaders):
+        _give_place(plan, loader, home, feeding, most)
+    return tuple(tuple(sorted(ranks.values())) for ranks in feeding)
+
+
+def _give_place(plan: Plan, loader: int, home: dict[int, int], feeding: list[dict[int, int]], most: int) -> None:
+    """Assign one more loader to a replica, for which others may have to change to another one."""
+    reached: dict[int, tuple[int, int]] = {}  # by replica: the loader that would come to it, with which rank
+    waiting = deque([loader])
+    while waiting:
+        moving = waiting.popleft()
+        for rank in loader_ranks(plan, moving):
+            replica = home[rank]
+            if replica in reached:
+                continue
+            reached[replica] = moving, rank
+            if len(feeding[replica]) < most:
+                _follow(replica, loader, reached, feeding)
+                return
+            waiting.extend(feeding[replica])
+    raise AssertionError("groups of one size always find replicas of one size")
+
+
+def _follow(replica: int, loader: int, reached: dict[int, tuple[int, int]], feeding: list[dict[int, int]]) -> None:
+    """Move the loaders on the path that ended in ``replica``."""
+    moving, feeding[replica][moving] = reached[replica]
+    while moving != loader:
+        replica = next(number for number, found in enumerate(feeding) if moving in found and number != replica)
+        del feeding[replica][moving]
+        moving, feeding[replica][moving] = reached[replica]
+
+
+def row_slice(plan: Plan, rank: int, microbatch: int) -> RowSlice:
     """The rows on which ``rank`` computes in ``microbatch``.
-
-    Args:
-        owners: The ranks of its replica where these are known, which takes long to find out for many devices.
 
     Raises:
         PlanError: If a part would mix the batches of several ranks.
     """
-    stage_index = plan.stage_of(rank)
+    stage_index, index = plan.place_of(rank)
     stage = plan.stages[stage_index]
-    owners = owners or replica_ranks(plan, replica_of(plan, rank))
+    owners = feeders(plan, replica_of(plan, rank))
     per_replica = stage.data_parallel_degree // plan.num_replicas
     chunks = plan.num_microbatches * per_replica
     if chunks % len(owners):
         raise PlanError(
             f"stage {stage_index}: {plan.num_microbatches} microbatches x {per_replica} data-parallel ranks in a "
             f"replica = {chunks} parts of the batches of {len(owners)} ranks: a part may not mix two batches, so the "
-            f"number of parts must be a multiple of {len(owners)}"
+            f"number of parts must be a multiple of {len(owners)}; or fewer ranks load batches of their own, with "
+            f"data_parallel_size={plan.num_replicas}"
         )
     parts = chunks // len(owners)
     width = len(stage.devices) // stage.data_parallel_degree
-    chunk = microbatch * per_replica + stage.devices.index(rank) // width % per_replica
+    chunk = microbatch * per_replica + index // width % per_replica
     return RowSlice(owner=owners[chunk // parts], part=chunk % parts, parts=parts)

@@ -60,6 +60,9 @@ class SearchSpace:
         tensor_parallel_degrees: How many devices of a node may share every layer of a stage, 1 among them; by default
             every number that the module and the nodes allow. Multiples of a node's devices only where they are named.
             Stages of one plan may differ.
+        data_parallel_size: How many distinct batches are loaded at once; by default one per device, or, of a batch that
+            is no multiple of the devices, one for each copy of the pipeline. In training it is the strategy's option
+            that says so.
         sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
             always, never, or by default what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
@@ -94,6 +97,7 @@ class SearchSpace:
     shard_degrees: tuple[int, ...] = ()
     data_parallel_degrees: tuple[int, ...] | None = None
     tensor_parallel_degrees: tuple[int, ...] | None = None
+    data_parallel_size: int | None = None
     sequence_parallel: bool | None = None
     checkpointing: bool = True
     checkpointed_shares: tuple[float, ...] | None = None
@@ -115,6 +119,8 @@ class SearchSpace:
             self._settle(name)
         if self.max_stages is not None and self.max_stages < 1:
             raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage")
+        if self.data_parallel_size is not None and self.data_parallel_size < 1:
+            raise ValueError(f"data_parallel_size={self.data_parallel_size}: at least 1 batch is loaded, or None")
         for name in COUNTS:
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):

@@ -103,8 +103,9 @@ def headline(plan: Plan) -> str:
     rates = step_rates(plan, seconds)
     tokens = None if rates is None else rates.tokens_per_second
     rate = "" if tokens is None else f", {per_second(tokens)} tokens/s"
+    loaders = "" if plan.data_parallel_size is None else f" of {plan.num_loaders} data loaders"
     return (
-        f"{parts}: a step of {plan.global_batch_size} rows in {plan.num_microbatches} "
+        f"{parts}: a step of {plan.global_batch_size} rows{loaders} in {plan.num_microbatches} "
         f"microbatch{'es' * (plan.num_microbatches > 1)} is predicted to take {format_seconds(seconds)}{rate}."
     )
 

@@ -102,8 +102,9 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
     )
     if not pipelines:
         raise InfeasibleError(
-            f"no plan of the search space uses all {space.world_size} devices with {space.batch_rows} rows each: "
-            f"{_pins(search)} leave no number of stages and microbatches that cut every batch into equal parts. "
+            f"no plan of the search space uses all {space.world_size} devices with {space.global_batch_size} rows: "
+            f"{_pins(search)} leave no degrees, number of stages and microbatches that cut every batch into equal "
+            "parts. "
             f"{_excluded(space.notes)}Leave these out of the search space"
         )
     until = min(deadline, thread_time() + (HOPELESS_SECONDS if too_large(intra) else LOOK_SECONDS))

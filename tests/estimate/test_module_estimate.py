@@ -100,6 +100,7 @@ def test_plans_come_from_files_too(tmp_path):
 
 def test_plans_that_are_not_executed_are_noted():
     plan = plan_of(8, world_size=4, global_batch_size=2, pipeline_stages=4, num_microbatches=2)
+    plan = replace(plan, data_parallel_size=None)
     assert any("such a plan is not executed" in note for note in estimate_memory(SPEC, None, plan, FOUR).notes)
 
 

@@ -80,6 +80,8 @@ def test_what_is_not_run_is_estimated_and_said():
     assert worst_of(estimator(with_length).stages(ring)).term("communicator_bytes") > 0
     assert any("context parallelism is planned" in note for note in what_is_not_run(ring))
     few = plan_of(8, world_size=4, global_batch_size=2, pipeline_stages=4, num_microbatches=2)
+    assert (few.num_loaders, what_is_not_run(few)) == (1, ())
+    few = replace(few, data_parallel_size=None)
     assert sum("such a plan is not executed" in note for note in what_is_not_run(few)) == 2
     assert worst_of(estimator().stages(few)).term("communicator_bytes") > 0
 

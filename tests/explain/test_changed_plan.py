@@ -2,7 +2,6 @@ from dataclasses import replace
 
 from lightning_mist.explain.changed_plan import (
     Ground,
-    changed_stage,
     even_lengths,
     every_stage,
     microbatch_counts,
@@ -49,8 +48,7 @@ def test_layers_are_dealt_out_evenly_and_no_more_are_recomputed_than_there_are()
     assert [stage.checkpointing.layers for stage in even.stages] == [0, 4]
 
 
-def test_one_stage_or_all_change():
-    other = replace(PLAIN.stages[1], checkpointing=replace(PLAIN.stages[1].checkpointing, layers=2))
-    assert [stage.checkpointing.layers for stage in changed_stage(PLAIN, 1, other).stages] == [0, 2]
-    wider = every_stage(PLAIN, lambda stage: replace(stage, checkpointing=other.checkpointing))
+def test_all_stages_change():
+    other = replace(PLAIN.stages[1].checkpointing, layers=2)
+    wider = every_stage(PLAIN, lambda stage: replace(stage, checkpointing=other))
     assert [stage.checkpointing.layers for stage in wider.stages] == [2, 2]

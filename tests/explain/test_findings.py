@@ -116,6 +116,13 @@ def test_chunks_of_one_group_are_judged_together():
     assert pace.value("steady_seconds") == pytest.approx(sum(stages[at].steady_seconds for at in (0, 2, 4)))
 
 
+def test_chunks_of_one_group_share_less_out_together():
+    chunks = [{"layers": 1, "data": 2, "zero": 1}] * 6
+    plan = pipeline(*chunks, groups=2, schedule="interleaved-1f1b", microbatches=4, rows=4)
+    item = found(model_of(devices=4), plan, float(stage_memory(NETWORK, plan)[0].peak_bytes), "memory")
+    assert item.text.startswith("Stages 0, 2 and 4 need")
+
+
 def test_the_slowest_stage_sets_the_pace_and_others_wait():
     model = model_of()
     first, second = (stage.steady_seconds for stage in predict_with(model, PLAN).stages)

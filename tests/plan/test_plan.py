@@ -42,12 +42,24 @@ def test_a_plan_is_frozen():
         ({"stages": (stage((0, 2), [1, 2]), stage((2, 2), [0]))}, "stage 1 has no layers"),
         ({"stages": (stage((0, 2), [1, 2]), stage((2, 5), [1]))}, r"devices \[1, 1, 2\] over all stages"),
         ({"stages": (stage((0, 2), [1, 2]), stage((2, 5), [3]))}, r"every rank from 0 to 2 must be in exactly one"),
+        ({"data_parallel_size": 2}, "data_parallel_size = 2 on 3 devices: .* it must divide 3 and be less"),
+        ({"data_parallel_size": 3}, "data_parallel_size = 3 on 3 devices: .* leave it out"),
         ({"predicted": Predicted(step_seconds=1.0, stages=())}, r"predicted\.stages has 0 entries for 2 stages"),
     ],
 )
 def test_plans_that_contradict_themselves_are_refused(changes, message):
     with pytest.raises(PlanError, match=message):
         replace(PLAN, **changes)
+
+
+def test_parts_are_of_the_batch_of_one_loader():
+    halves = (stage((0, 2), [0, 1]), stage((2, 5), [2, 3]))
+    plan = Plan(global_batch_size=12, num_microbatches=3, stages=halves, data_parallel_size=2)
+    assert (plan.num_loaders, plan.num_replicas, plan.is_plain) == (2, 2, False)
+    assert replace(plan, data_parallel_size=1).num_replicas == 1
+    quarters = tuple(stage((index, index + 1), [index]) for index in range(4))
+    with pytest.raises(PlanError, match=r"stage 0: .* = 3 parts: .* a multiple of 2; use data_parallel_size = 1"):
+        Plan(global_batch_size=12, num_microbatches=3, stages=quarters, data_parallel_size=2)
 
 
 @pytest.mark.parametrize(

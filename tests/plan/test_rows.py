@@ -3,7 +3,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, RowSlice, StageMesh, StagePlan, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import (
+    Plan,
+    RowSlice,
+    StageMesh,
+    StagePlan,
+    feeders,
+    loader_of,
+    loader_ranks,
+    replica_of,
+    replica_ranks,
+    row_slice,
+)
 from tests.plans import plans
 
 
@@ -18,12 +29,13 @@ def rows_of(plan, stage, microbatch, rows):
     return found
 
 
-@given(plans(), st.integers(0, 3))
+@given(plans(tensor_degrees=(1, 2), fewer_loaders=True), st.integers(0, 3))
 def test_every_row_is_computed_once_on_every_stage_and_microbatches_agree_between_stages(plan, missing):
     # An uneven last batch has fewer rows than the plan was made for.
-    rows = max(1, plan.global_batch_size // plan.world_size - missing)
-    every_row = sorted((owner, row) for owner in range(plan.world_size) for row in range(rows))
-    whole = rows == plan.global_batch_size // plan.world_size
+    rows = max(1, plan.global_batch_size // plan.num_loaders - missing)
+    feeding = [rank for replica in range(plan.num_replicas) for rank in feeders(plan, replica)]
+    every_row = sorted((owner, row) for owner in feeding for row in range(rows))
+    whole = rows == plan.global_batch_size // plan.num_loaders
     by_stage = []
     for stage in plan.stages:
         microbatches = [rows_of(plan, stage, index, rows) for index in range(plan.num_microbatches)]
@@ -31,7 +43,7 @@ def test_every_row_is_computed_once_on_every_stage_and_microbatches_agree_betwee
         assert sorted(computed) == every_row
         for found in microbatches:
             for replica, part in found.items():
-                assert {owner for owner, _ in part} <= set(replica_ranks(plan, replica))
+                assert {owner for owner, _ in part} <= set(feeders(plan, replica))
         by_stage.append(microbatches)
         if whole:
             size = stage.microbatch_size * stage.data_parallel_degree // plan.num_replicas
@@ -44,6 +56,26 @@ def test_replicas_divide_the_ranks(plan):
     replicas = [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
     assert sorted(rank for ranks in replicas for rank in ranks) == list(range(plan.world_size))
     assert len({len(ranks) for ranks in replicas}) == 1
+
+
+@given(plans(max_devices=12, tensor_degrees=(1, 2), fewer_loaders=True))
+def test_each_loader_feeds_one_replica_by_a_rank_of_its_group_there(plan):
+    by_replica = [feeders(plan, replica) for replica in range(plan.num_replicas)]
+    assert sorted(loader_of(plan, rank) for ranks in by_replica for rank in ranks) == list(range(plan.num_loaders))
+    assert len({len(ranks) for ranks in by_replica}) == 1
+    for replica, ranks in enumerate(by_replica):
+        assert set(ranks) <= set(replica_ranks(plan, replica))
+    groups = [loader_ranks(plan, loader) for loader in range(plan.num_loaders)]
+    assert [rank for ranks in groups for rank in ranks] == list(range(plan.world_size))
+    assert all(loader_of(plan, rank) == loader for loader, ranks in enumerate(groups) for rank in ranks)
+
+
+def test_a_loader_whose_ranks_are_all_where_others_feed_makes_one_of_these_change():
+    mesh = StageMesh(devices=(0, 4, 2, 5, 1, 3), data_parallel_degree=3, tensor_parallel_degree=2)
+    stage = StagePlan(layers=(0, 1), mesh=mesh, microbatch_size=2)
+    plan = Plan(global_batch_size=6, num_microbatches=1, stages=(stage,), data_parallel_size=3)
+    # Ranks 4 and 5 find the replicas of ranks 0 and 2 taken, and rank 1 may feed in place of rank 0.
+    assert [feeders(plan, replica) for replica in range(3)] == [(4,), (2,), (1,)]
 
 
 @given(st.integers(1, 50), st.integers(1, 50))

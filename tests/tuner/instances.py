@@ -28,7 +28,15 @@ def size_of(instance):
     )
 
 
-def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=False, by_operator=BY_OPERATOR):
+def random_instance(
+    seed,
+    *,
+    offloading=OFFLOADING,
+    unlike=UNLIKE,
+    equal_stages=False,
+    by_operator=BY_OPERATOR,
+    fewer_loaders=False,
+):
     """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met.
 
     Args:
@@ -37,6 +45,7 @@ def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=
         unlike: Share of machines with two kinds of devices.
         equal_stages: Whether all stages have equally many layers and devices.
         by_operator: Share of spaces with recomputation by operator, half of them with nothing else.
+        fewer_loaders: Whether not every device loads a batch of its own.
     """
     rng, other = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     kinds = (("full", "selective"), ("selective",))[other.integers(2)] if other.random() < by_operator else ("full",)
@@ -44,10 +53,20 @@ def random_instance(seed, *, offloading=OFFLOADING, unlike=UNLIKE, equal_stages=
     while True:
         found = _random_instance(rng, offloading, unlike)
         found = replace(found, search=replace(found.search, checkpointing_kinds=kinds, shard_degrees=groups))
+        found = _loading(found, other) if fewer_loaders else found
         if equal_stages:
             found = replace(found, search=replace(found.search, layer_cuts=None, equal_stages=True))
         if size_of(found) <= MOST_CANDIDATES:
             return _limited(found, rng)
+
+
+def _loading(found, rng):
+    """A batch that is no multiple of the devices, or fewer loaders than devices."""
+    world = found.machine.world_size
+    if rng.random() < 0.5:
+        return replace(found, rows=int(rng.integers(0, 3)), rows_left=int(rng.integers(1, max(2, world))))
+    loaders = int(rng.choice([count for count in range(1, world + 1) if world % count == 0]))
+    return replace(found, search=replace(found.search, data_parallel_size=loaders))
 
 
 def _random_instance(rng, offloading, unlike):

@@ -169,7 +169,7 @@ def test_an_empty_search_space_is_told_from_a_lack_of_memory(limits):
     exclusions = [("pipeline", "x")] if limits == {"num_stages": (2,)} else []
     network = spec(4, measured=True, exclusions=exclusions)
     names = re.escape(", ".join(f"{name}={value}" for name, value in reversed(limits.items())))
-    with pytest.raises(InfeasibleError, match=f"each: {names} leave no number of stages and microbatches"):
+    with pytest.raises(InfeasibleError, match=f"16 rows: {names} leave no degrees, number of stages and microbatches"):
         tune(
             network,
             cluster(4),

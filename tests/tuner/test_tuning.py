@@ -5,9 +5,9 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict, predict_with, step_seconds
 from lightning_mist.cost import prediction as breakdown
-from lightning_mist.errors import PlanError
+from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import catalog_profile, parse_cluster
-from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice, to_json
+from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, from_json, row_slice, to_json
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
@@ -211,9 +211,17 @@ def test_without_time_the_answer_says_how_good_it_is():
         assert "time was up" in found.explain()[0]
 
 
-def test_the_batch_must_be_a_multiple_of_the_devices():
-    with pytest.raises(PlanError, match="must be a multiple of 4"):
-        tune(spec(4), cluster(4), profile=profile(), global_batch_size=6)
+@pytest.mark.parametrize("rows", [1, 2, 6, 7])
+def test_a_batch_need_not_be_a_multiple_of_the_devices(rows):
+    plan = tune(spec(4), cluster(4), profile=profile(), global_batch_size=rows).plan
+    assert plan.global_batch_size == rows
+    assert plan.num_loaders == plan.num_replicas < 4
+    assert from_json(to_json(plan)) == plan
+
+
+def test_where_no_degrees_cut_a_batch_evenly_that_is_said():
+    with pytest.raises(InfeasibleError, match=r"uses all 4 devices with 7 rows.*equal parts"):
+        tune(spec(2), cluster(4), profile=profile(), global_batch_size=7)
 
 
 def test_plans_from_the_catalog():

@@ -33,6 +33,16 @@ def test_no_plan_of_the_whole_space_is_faster(first_seed):
             explains(instance, verdict)
 
 
+@pytest.mark.parametrize("first_seed", [0, 6])
+def test_no_plan_of_fewer_loaders_than_devices_is_faster(first_seed):
+    for seed in range(first_seed, first_seed + 6):
+        instance = random_instance(seed, fewer_loaders=True)
+        verdict = verdict_of(instance)
+        assert verdict.difference <= PRECISION, seed
+        assert verdict.bound <= verdict.seconds * (1 + PRECISION), seed
+        assert verdict.status == ("optimal" if np.isfinite(verdict.wanted.seconds) else "infeasible"), seed
+
+
 @pytest.mark.parametrize("first_seed", range(0, SEEDS, 8))
 def test_no_plan_of_equal_stages_is_faster(first_seed):
     for seed in range(first_seed, first_seed + 8):

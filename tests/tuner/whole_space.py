@@ -39,7 +39,8 @@ class Instance:
         network: The network.
         machine: Its devices, of one kind or of several.
         rates: How fast they are, of unlike devices those of every part.
-        rows: Rows of the batch that each device loads.
+        rows: Rows of a batch over all devices, for each of them.
+        rows_left: Rows beyond these.
         memory_limit: Bytes of each device.
         host_memory_limit: Bytes of each node's host memory that offloading may take, its devices equal parts of it;
             ``None`` for what its host has, as far as that is described.
@@ -54,6 +55,7 @@ class Instance:
     memory_limit: int
     search: SearchSpace
     host_memory_limit: int | None = None
+    rows_left: int = 0
     known: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -64,7 +66,13 @@ class Instance:
 
     @property
     def global_batch_size(self):
-        return self.rows * self.machine.world_size
+        return self.rows * self.machine.world_size + self.rows_left
+
+    @property
+    def loaders(self):
+        """Batches that are loaded at once; ``None`` if as many as there are copies of a pipeline."""
+        world = self.machine.world_size
+        return self.search.data_parallel_size or (world if self.global_batch_size % world == 0 else None)
 
     def clusters(self, part):
         """The devices of a part, or of every one."""
@@ -143,7 +151,7 @@ class Kind:
 
 def kinds_of(instance, count, part):
     """Arrangements of a stage with which ``count`` microbatches cut every device's batch into equal parts."""
-    world, here = instance.machine.world_size, instance.clusters(part)
+    batch, here = instance.global_batch_size, instance.clusters(part)
     size = sum(item.world_size for item in here)
     near = gcd(*(item.devices_per_node for item in here))
     search = instance.search
@@ -158,10 +166,10 @@ def kinds_of(instance, count, part):
             continue
         if not among(tensor, search.tensor_parallel_degrees) or not among(data, search.data_parallel_degrees):
             continue
-        # Each device of the stage sees a part of one device's batch in each microbatch.
-        if count * data % world or instance.rows % (count * data // world):
+        # Each device of the stage sees a part of one loader's batch in each microbatch, all of them equal.
+        if count * data % (instance.loaders or 1) or batch % (count * data):
             continue
-        if among(instance.global_batch_size // (count * data), search.microbatch_sizes):
+        if among(batch // (count * data), search.microbatch_sizes):
             kinds = search.checkpointing_kinds if search.checkpointing and instance.network.num_layers else ("full",)
             groups = (
                 [0, *(n for n in search.shard_degrees if n < data and data % n == 0)]
@@ -197,7 +205,7 @@ def pipelines(instance):
     """Every number of microbatches, with the part of every stage and every sequence of arrangements."""
     world, layers, search = instance.machine.world_size, instance.network.num_layers, instance.search
     for count, stages in itertools.product(
-        range(1, world * instance.rows + 1), range(1, min(world, max(1, layers)) + 1)
+        range(1, instance.global_batch_size + 1), range(1, min(world, max(1, layers)) + 1)
     ):
         if not among(count, search.num_microbatches) or not among(stages, search.num_stages):
             continue
@@ -228,14 +236,15 @@ def slot_of(instance, count, parts, index, kind):
     everywhere = range(len(instance.machine.parts))
     # Copies of a pipeline are independent as far as all of its stages divide alike: at least what all could.
     datas = [item.data for part in everywhere for item in kinds_of(instance, count, part)]
+    replicas = gcd(instance.loaders or 0, *([kind.data] if len(parts) == 1 else datas))
     return StageSlot(
         stage_index=index,
         num_stages=len(parts),
         num_microbatches=count,
         data_parallel_degree=kind.data,
         rows=instance.global_batch_size // (count * kind.data),
-        batch_rows=instance.rows,
-        replicas=kind.data if len(parts) == 1 else gcd(*datas),
+        batch_rows=instance.global_batch_size // (instance.loaders or replicas),
+        replicas=replicas,
         tensor_parallel_degree=kind.tensor,
         sequence_parallel=kind.sequence,
         checkpointing=kind.checkpointing,

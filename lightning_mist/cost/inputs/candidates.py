@@ -18,7 +18,8 @@ class StageSlot:
 
     Attributes:
         rows: Rows that each of them sees per microbatch.
-        batch_rows: Rows of the batch that each rank loads.
+        batch_rows: Rows of the batch of each loader; all loaders together bring ``num_microbatches *
+            data_parallel_degree * rows``.
         replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
             the more ranks exchange their batches.
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
@@ -99,8 +100,8 @@ class StageSlot:
         return self.shard_group or self.num_peers
 
     @property
-    def world_size(self) -> int:
-        """Devices of the whole pipeline: each of them loads a batch."""
+    def loaders(self) -> int:
+        """Distinct batches that are loaded at once."""
         return self.num_microbatches * self.data_parallel_degree * self.rows // self.batch_rows
 
     @property
@@ -109,7 +110,7 @@ class StageSlot:
 
         A rank computes on one part of one batch per microbatch.
         """
-        return min(self.world_size // self.replicas, self.num_microbatches + 1)
+        return min(self.loaders // self.replicas, self.num_microbatches + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,7 @@ def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot
         PlanError: If one of several stages lies in several parts of the cluster.
     """
     parts = parts_of(plan, cluster) if isinstance(cluster, MixedCluster) else ()
-    batch_rows, replicas = max(1, plan.global_batch_size // plan.world_size), plan.num_replicas
+    batch_rows, replicas = max(1, plan.global_batch_size // plan.num_loaders), plan.num_replicas
     return tuple(
         (
             StageSlot(

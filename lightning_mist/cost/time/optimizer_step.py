@@ -101,7 +101,7 @@ def _once(
     alone = slot.shard_degree == 1
     factor = optimizer.gradient_bytes_per_parameter_byte
     # Scaled, and where they are shared copied too.
-    scaled = PASS * factor * int(slot.world_size > 1) if alone else PASS * factor + (1 + factor)
+    scaled = PASS * factor * int(slot.loaders > 1) if alone else PASS * factor + (1 + factor)
     into_buckets_K = np.where(reduces_K, 0.0, scaled) * held.trained_K
     left_K = (1 + int(spec.precision == "16-mixed")) * factor * owned_K
     given_K = np.where(gives_K, held.trained_K, 0.0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_mist.model.spec import ModelSpec, bytes_at
-from lightning_mist.plan import Plan, ZeroStage, row_slice
+from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
 from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, needs_spreading, tied_groups
 from lightning_mist.plan.messages import overlaps, side_of
 from lightning_mist.plan.sharding import deal_buckets
@@ -76,7 +76,7 @@ class RankView:
         self.spec, self.plan, self.rank = spec, plan, rank
         self.mesh: Mesh = make_mesh(plan, rank, whole.module_map)
         self.chunks = plan.chunks(plan.group_of(self.mesh.stage))
-        self.batch_rows = max(1, plan.global_batch_size // plan.world_size)
+        self.batch_rows = max(1, plan.global_batch_size // plan.num_loaders)
         self.module_map = whole.module_map
         part = {item.name: item.bytes for item in spec.parameters}
         wholes = {item.name: item.bytes for item in whole.parameters}
@@ -138,8 +138,8 @@ class RankView:
     @cached_property
     def batches(self) -> int:
         """Batches that it has: its own and those that it computes on."""
-        count = self.plan.num_microbatches
-        return len({self.rank} | {row_slice(self.plan, self.rank, index).owner for index in range(count)})
+        computed_on = {row_slice(self.plan, self.rank, index).owner for index in range(self.plan.num_microbatches)}
+        return len({loader_of(self.plan, rank) for rank in (self.rank, *computed_on)})
 
     @cached_property
     def buckets(self) -> tuple[Flat, ...]:

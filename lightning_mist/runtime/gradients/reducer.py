@@ -95,7 +95,7 @@ class GradientReducer:
             PlanError: If a parameter has a gradient that was not trained when the plan was made.
         """
         self._check_known()
-        scale = 1.0 / self._mesh.plan.world_size
+        scale = 1.0 / self._mesh.plan.num_loaders
         if len(self._group) == 1:
             if scale != 1.0:
                 _scale([p.grad for p in self._parameters.values() if p.grad is not None], scale)
@@ -208,7 +208,7 @@ class GradientReducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        flat, present = bucket.take_gradients(scale=1.0 / self._mesh.plan.world_size, ranks=len(self._group))
+        flat, present = bucket.take_gradients(scale=1.0 / self._mesh.plan.num_loaders, ranks=len(self._group))
         if bucket.owner is None:
             work = self._transport.all_reduce(flat, self._group)
         else:

@@ -67,7 +67,7 @@ class UnitGradients:
         """Start to reduce a unit's gradients, which the parameters lose, once those before have arrived."""
         self.settle()
         for bucket in self._of[key]:
-            scale = 1.0 / self._mesh.plan.world_size
+            scale = 1.0 / self._mesh.plan.num_loaders
             flat, present = bucket.take_gradients(scale=scale, ranks=len(self._group))
             assert bucket.owner is not None
             work = self._transport.reduce(flat, self._mesh.shard_peers[bucket.owner], self._group)

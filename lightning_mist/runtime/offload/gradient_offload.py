@@ -178,7 +178,7 @@ class OffloadedGradients:
         self.add(key)
         for item in self._of.get(key, ()):
             assert item.flat is not None
-            item.flat[: item.bucket.numel].mul_(1.0 / self._mesh.plan.world_size)
+            item.flat[: item.bucket.numel].mul_(1.0 / self._mesh.plan.num_loaders)
             for flag, is_present in zip(item.flat[item.bucket.numel :], item.present, strict=True):
                 flag.fill_(float(is_present))
             if item.bucket.owner is None:
@@ -198,9 +198,9 @@ class OffloadedGradients:
         for item in self._of[key]:
             if item.work is not None:
                 item.work.wait()
-            elif is_last and not self._shares and self._mesh.plan.world_size > 1:
+            elif is_last and not self._shares and self._mesh.plan.num_loaders > 1:
                 assert item.flat is not None
-                item.flat.mul_(1.0 / self._mesh.plan.world_size)
+                item.flat.mul_(1.0 / self._mesh.plan.num_loaders)
             item.work = None
             if is_last and item.is_mine:
                 if len(self._replicates) > 1 and self._mesh.is_sharded:

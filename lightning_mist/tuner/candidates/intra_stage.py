@@ -215,16 +215,18 @@ class IntraStage:
         pipeline: tuple[int, ...] = (),
     ) -> StageSlot:
         """A slot with an arrangement of devices."""
-        replicas = common_unit(space.least_replicas(num_microbatches) for space in (self.space, *self._elsewhere))
+        space = self.space
+        replicas = common_unit(item.least_replicas(num_microbatches) for item in (space, *self._elsewhere))
+        replicas = space.replicas([shape.data]) if num_stages == 1 else replicas
         return StageSlot(
             stage_index=stage_index,
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             data_parallel_degree=shape.data,
-            rows=self.space.rows(num_microbatches, shape.data),
-            batch_rows=self.space.batch_rows,
-            replicas=shape.data if num_stages == 1 else replicas,
-            schedule=self.space.schedule,
+            rows=space.rows(num_microbatches, shape.data),
+            batch_rows=space.batch_rows(replicas),
+            replicas=replicas,
+            schedule=space.schedule,
             tensor_parallel_degree=shape.tensor,
             sequence_parallel=shape.sequence,
             checkpointing=shape.checkpointing,

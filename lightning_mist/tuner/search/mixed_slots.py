@@ -246,8 +246,8 @@ def space_of(part: Cluster, space: Space, spec: ModelSpec) -> Space:
     counts = divisors(part.world_size) if asked is None else tuple(n for n in asked if n <= part.world_size)
     # A number that no stage of the part can have leaves it without any.
     search = replace(space.search, devices_per_stage=counts or (space.world_size,))
-    rows = space.batch_rows * space.world_size
-    return apply(search, spec, space.world_size, rows, devices_per_node=part.devices_per_node)
+    rows, near = space.global_batch_size, part.devices_per_node
+    return apply(search, spec, space.world_size, rows, devices_per_node=near)
 
 
 def mixed_layout(

@@ -68,5 +68,6 @@ def degrees_of_copies(space: Space) -> tuple[tuple[int, ...], ...]:
 
 def most_saved(spec: ModelSpec, space: Space) -> float:
     """Bytes by which a stage's own batches may be less than those that it is priced with, at most."""
-    whole = bytes_at(spec.batch_bytes, space.batch_rows, spec.sequence_length or 1)
-    return float((space.world_size - 1) * whole)
+    loaders = space.data_parallel_size or space.world_size
+    whole = bytes_at(spec.batch_bytes, -(-space.global_batch_size // loaders), spec.sequence_length or 1)
+    return float((loaders - 1) * whole)

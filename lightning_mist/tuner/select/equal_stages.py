@@ -97,7 +97,8 @@ def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -
     levels = sorted(level for level in space.search.zero_stages if level or not shape.shard)
     for level in levels if shape.data > 1 else (0,):
         yield Plan(
-            global_batch_size=space.batch_rows * space.world_size,
+            global_batch_size=space.global_batch_size,
+            data_parallel_size=space.loaders([shape.data]),
             num_microbatches=num_microbatches,
             stages=tuple(
                 StagePlan(

@@ -303,7 +303,8 @@ def make_plan(
         )
         first = end
     return Plan(
-        global_batch_size=space.batch_rows * space.world_size,
+        global_batch_size=space.global_batch_size,
+        data_parallel_size=space.loaders(shape.data for shape in shapes),
         num_microbatches=problem.num_microbatches,
         stages=tuple(stages),
         schedule=space.schedule,

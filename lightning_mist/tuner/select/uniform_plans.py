@@ -204,7 +204,8 @@ def _plan(stages: Stages, item: _Priced, index: int) -> Plan:
         layout = rank_layout(degrees, space.devices_per_node)
     ratios = {name: 0.0 if offload is None else float(getattr(offload, f"{name}_K")[index]) for name in OFFLOADED}
     return Plan(
-        global_batch_size=space.batch_rows * space.world_size,
+        global_batch_size=space.global_batch_size,
+        data_parallel_size=space.loaders([shape.data]),
         num_microbatches=slot.num_microbatches,
         stages=tuple(
             StagePlan(

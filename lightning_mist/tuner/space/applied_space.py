@@ -1,10 +1,12 @@
 """Which plans are looked at.
 
-With ``N`` devices that each load batches of ``B`` rows, ``G`` microbatches and a stage of ``n`` devices, of which each
-``t`` share every layer (tensor parallelism) and the ``d = n / t`` groups of them are data-parallel, each device of the
-stage computes on ``B N / (G d)`` rows per microbatch. A part of a microbatch never mixes the batches of two ranks
-(:mod:`lightning_mist.plan.rows`), so ``G d / N``, the number of parts that this stage cuts a batch into, is a whole
-number; it divides ``B``, so that all parts are equal.
+With a batch of ``B`` rows over all devices, ``G`` microbatches and a stage of ``n`` devices, of which each ``t`` share
+every layer (tensor parallelism) and the ``d = n / t`` groups of them are data-parallel, each device of the stage
+computes on ``B / (G d)`` rows per microbatch, a whole number. A part of a microbatch never mixes the batches of two
+loaders (:mod:`lightning_mist.plan.rows`), so that with ``L`` of these ``G d / L`` is a whole number too: the number of
+parts that this stage cuts a loader's batch into. By default every device loads, and ``L`` is their number. Where that
+does not divide ``B``, plans have as many loaders as copies of the pipeline, the greatest common divisor of their ``d``,
+which divides every ``G d`` by itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +24,7 @@ from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName
 from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
+from lightning_mist.tuner.space.loaders import settled_loaders
 from lightning_mist.tuner.space.shape import Shape
 
 __all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]
@@ -44,7 +47,8 @@ class Space:
     """A search space applied to one network, batch and number of devices.
 
     Attributes:
-        batch_rows: Rows of the batch that each device loads.
+        global_batch_size: Rows of a batch over all devices.
+        data_parallel_size: How many distinct batches are loaded at once; None if as many as a plan has copies.
         cuts_batches: Whether a batch may be cut.
         checkpointing: Whether layers may be recomputed.
         checkpointing_kinds: What of them may be.
@@ -56,7 +60,8 @@ class Space:
     search: SearchSpace
     num_layers: int
     world_size: int
-    batch_rows: int
+    global_batch_size: int
+    data_parallel_size: int | None
     max_stages: int
     cuts_batches: bool
     checkpointing: bool
@@ -91,11 +96,24 @@ class Space:
 
     def least_replicas(self, num_microbatches: int) -> int:
         """The least number of independent copies of a pipeline that stages with these microbatches can form."""
-        return common_unit(shape.data for shape in self.shapes(num_microbatches))
+        return self.replicas(shape.data for shape in self.shapes(num_microbatches))
+
+    def replicas(self, data_degrees: Iterable[int]) -> int:
+        """Copies of a pipeline that share no batch, by the data-parallel degrees of its stages."""
+        return gcd(self.data_parallel_size or 0, common_unit(data_degrees))
+
+    def loaders(self, data_degrees: Iterable[int]) -> int | None:
+        """How many batches are loaded at once for a plan, as :attr:`Plan.data_parallel_size` has it."""
+        found = self.data_parallel_size or self.replicas(data_degrees)
+        return None if found == self.world_size else found
+
+    def batch_rows(self, replicas: int) -> int:
+        """Rows of the batch of each loader, by the number of copies of the pipeline."""
+        return self.global_batch_size // (self.data_parallel_size or replicas)
 
     def rows(self, num_microbatches: int, data: int) -> int:
         """Rows that each device of a stage sees per microbatch, by the stage's data-parallel degree."""
-        return self.batch_rows * self.world_size // (num_microbatches * data)
+        return self.global_batch_size // (num_microbatches * data)
 
     @property
     def stage_counts(self) -> tuple[int, ...]:
@@ -122,14 +140,9 @@ class Space:
 
     def microbatch_counts(self) -> tuple[int, ...]:
         """Numbers of microbatches for which some stage cuts every batch into equal parts, ascending."""
-        asked = self.search.num_microbatches
-        parts = divisors(self.batch_rows) if self.cuts_batches else (1,)
-        found = {
-            part * self.world_size // data
-            for part in parts
-            for data in self.data_degrees()
-            if part * self.world_size % data == 0
-        }
+        asked, loaders = self.search.num_microbatches, self.data_parallel_size or 1
+        parts = divisors(self.global_batch_size // loaders) if self.cuts_batches else (1,)
+        found = {part * loaders // data for part in parts for data in self.data_degrees() if part * loaders % data == 0}
         return tuple(sorted(found if asked is None else found & set(asked)))
 
     def data_degrees(self) -> tuple[int, ...]:
@@ -173,13 +186,13 @@ class Space:
 
 @lru_cache(maxsize=1024)
 def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
-    found, counts = [], space.device_counts
+    found, counts, loaders = [], space.device_counts, space.data_parallel_size or 1
     for data in space.data_degrees():
-        parts, rest = divmod(num_microbatches * data, space.world_size)
-        sizes = space.search.microbatch_sizes
-        if sizes is not None and (not parts or space.rows(num_microbatches, data) not in sizes):
+        together, sizes = num_microbatches * data, space.search.microbatch_sizes
+        if sizes is not None and space.rows(num_microbatches, data) not in sizes:
             continue
-        if rest == 0 and parts >= 1 and space.batch_rows % parts == 0 and (parts == 1 or space.cuts_batches):
+        is_equal = together % loaders == 0 == space.global_batch_size % together
+        if is_equal and (together == loaders or space.cuts_batches):
             found += [
                 Shape(data, *kind, checkpointing, shard)
                 for kind in space.tensor
@@ -215,13 +228,8 @@ def apply(
     Raises:
         PlanError: If the batch does not come in equal parts from the devices.
     """
-    if global_batch_size < 1 or global_batch_size % world_size:
-        raise PlanError(
-            f"global_batch_size = {global_batch_size} on {world_size} devices: every device loads an equal batch, so "
-            f"it must be a multiple of {world_size}; use "
-            f"{max(1, round(global_batch_size / world_size)) * world_size}"
-        )
     ruled_out = {feature: spec.module_map.excludes(feature) for feature in _FEATURE_WORDS}
+    loaders = settled_loaders(search, world_size, global_batch_size, ruled_out["microbatches"])
     notes = _notes(ruled_out)
     if not spec.num_layers:
         notes.append("data parallelism only: the module has no repeated blocks to divide into stages or to recompute")
@@ -241,7 +249,8 @@ def apply(
         search=search,
         num_layers=spec.num_layers,
         world_size=world_size,
-        batch_rows=global_batch_size // world_size,
+        global_batch_size=global_batch_size,
+        data_parallel_size=loaders,
         max_stages=1 if ruled_out["pipeline"] else most,
         cuts_batches=not ruled_out["microbatches"],
         checkpointing=may_recompute,

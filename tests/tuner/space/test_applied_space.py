@@ -17,39 +17,65 @@ def space(layers=4, devices=4, rows=4, *, exclusions=(), **search):
     return apply(SearchSpace(**limits), spec(layers, exclusions=exclusions), devices, rows * devices)
 
 
-def brute_force(layers, devices, rows, tensor=(1,)):
-    """Numbers of stages and microbatches for which some plan obeys every rule."""
+def brute_force(layers, devices, rows, tensor=(1,), loaders=None):
+    """Numbers of stages and microbatches for which some plan of so many rows obeys every rule."""
     found = set()
     every = [(count // t, t) for count in divisors(devices) for t in tensor if count % t == 0]
     for num_stages in range(1, min(layers, devices) + 1):
         for degrees in itertools.product(every, repeat=num_stages):
             if sum(data * t for data, t in degrees) != devices:
                 continue
-            for count in range(1, rows * devices + 1):
-                if (rows * devices) % count == 0 and is_allowed(degrees, devices, rows, count):
+            for count in range(1, rows + 1):
+                if rows % count == 0 and is_allowed(degrees, devices, rows, count, loaders):
                     found.add((num_stages, count))
     return found
 
 
-def is_allowed(degrees, devices, rows, count):
+def is_allowed(degrees, devices, rows, count, loaders):
     stages = []
     for index, (degree, ranks) in enumerate(zip(degrees, rank_layout(degrees), strict=True)):
-        size, rest = divmod(rows * devices, degree[0] * count)
+        size, rest = divmod(rows, degree[0] * count)
         if rest:
             return False
         mesh = StageMesh(devices=ranks, data_parallel_degree=degree[0], tensor_parallel_degree=degree[1])
         stages.append(StagePlan(layers=(index, index + 1), mesh=mesh, microbatch_size=size))
-    plan = Plan(global_batch_size=rows * devices, num_microbatches=count, stages=tuple(stages))
+    loaders = loaders or (devices if rows % devices == 0 else gcd(*(degree for degree, _ in degrees)))
+    given = None if loaders == devices else loaders
     try:
+        plan = Plan(global_batch_size=rows, num_microbatches=count, stages=tuple(stages), data_parallel_size=given)
         slices = [row_slice(plan, rank, 0) for rank in range(devices)]
     except PlanError:
         return False
-    return all(rows % item.parts == 0 for item in slices)
+    return all(rows // loaders % item.parts == 0 for item in slices)
 
 
 @pytest.mark.parametrize(("layers", "devices", "rows"), [(4, 4, 4), (3, 4, 6), (6, 6, 2), (2, 3, 4), (1, 4, 3)])
 def test_pipelines_are_those_that_the_rules_of_plans_allow(layers, devices, rows):
-    assert set(space(layers, devices, rows).pipelines()) == brute_force(layers, devices, rows)
+    assert set(space(layers, devices, rows).pipelines()) == brute_force(layers, devices, rows * devices)
+
+
+@pytest.mark.parametrize(("layers", "devices", "rows"), [(4, 4, 6), (4, 4, 7), (3, 6, 8), (6, 6, 4), (1, 4, 2)])
+def test_a_batch_that_not_every_device_has_a_part_of_is_that_of_as_many_loaders_as_copies(layers, devices, rows):
+    network = with_splits(spec(layers), (2, False))
+    found = apply(SearchSpace(), network, devices, rows)
+    assert set(found.pipelines()) == brute_force(layers, devices, rows, tensor=(1, 2))
+    assert (found.loaders([4, 2]), found.loaders([1, 3]), found.batch_rows(2)) == (2, 1, rows // 2)
+
+
+@pytest.mark.parametrize("loaders", [1, 2, 4])
+def test_parts_are_of_one_of_the_given_number_of_loaders(loaders):
+    found = apply(SearchSpace(data_parallel_size=loaders, tensor_parallel_degrees=(1,)), spec(4), 4, 8)
+    assert set(found.pipelines()) == brute_force(4, 4, 8, loaders=loaders)
+    assert found.loaders([4]) == (None if loaders == 4 else loaders)
+    assert found.replicas([4]) == loaders
+
+
+def test_batches_that_may_not_be_cut_are_computed_on_by_the_copy_that_loads_them():
+    uncut = spec(4, exclusions=(("microbatches", "batch norm"),))
+    found = apply(SearchSpace(data_parallel_size=2, tensor_parallel_degrees=(1,)), uncut, 4, 8)
+    assert set(found.pipelines()) == {(2, 1), (4, 2)}
+    with pytest.raises(PlanError, match=r"10 on 4 devices: batches may not be cut \(batch norm\).*use 8 rows"):
+        apply(SearchSpace(), uncut, 4, 10)
 
 
 @pytest.mark.parametrize(("layers", "devices", "rows"), [(3, 4, 2), (2, 6, 2)])
@@ -57,7 +83,7 @@ def test_tensor_parallel_devices_load_batches_that_others_share(layers, devices,
     network = with_splits(spec(layers), (2, False), (2, True))
     found = apply(SearchSpace(tensor_parallel_degrees=None), network, devices, rows * devices)
     assert found.tensor == ((1, False), (2, False), (2, True))
-    assert set(found.pipelines()) == brute_force(layers, devices, rows, tensor=(1, 2))
+    assert set(found.pipelines()) == brute_force(layers, devices, rows * devices, tensor=(1, 2))
     # Two ranks that share every layer compute on two batches, one after the other.
     alone = apply(SearchSpace(tensor_parallel_degrees=(2,)), network, 2, 2)
     assert alone.pipelines() == ((1, 2),)
@@ -166,9 +192,13 @@ def test_the_exact_search_is_about_the_schedule_that_has_a_closed_form():
     assert space(schedules=("zb-h1",)).schedule == "1f1b"
 
 
-def test_the_batch_must_be_a_multiple_of_the_devices():
-    with pytest.raises(PlanError, match=r"global_batch_size = 10 on 4 devices.*use 8"):
-        apply(SearchSpace(), spec(4), 4, 10)
+def test_a_batch_must_be_a_multiple_of_the_loaders_and_these_a_divisor_of_the_devices():
+    with pytest.raises(PlanError, match=r"global_batch_size = 10 with data_parallel_size = 4.*use 8"):
+        apply(SearchSpace(data_parallel_size=4), spec(4), 4, 10)
+    with pytest.raises(PlanError, match=r"data_parallel_size = 3 on 4 devices.*must divide 4"):
+        apply(SearchSpace(data_parallel_size=3), spec(4), 4, 12)
+    with pytest.raises(PlanError, match=r"global_batch_size = 0 .*use 1"):
+        apply(SearchSpace(), spec(4), 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +208,7 @@ def test_the_batch_must_be_a_multiple_of_the_devices():
         ({"num_stages": ()}, "num_stages"),
         ({"num_microbatches": (0,)}, "num_microbatches"),
         ({"zero_stages": (4,)}, "zero_stages"),
+        ({"data_parallel_size": 0}, "at least 1 batch"),
         ({"tensor_parallel_degrees": (0,)}, "tensor_parallel_degrees"),
         ({"schedules": ("zigzag",)}, "known are 1f1b, gpipe, interleaved-1f1b, zb-h1"),
         ({"schedules": ()}, "give at least one"),
