@@ -16,11 +16,12 @@ import numpy as np
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.estimate.allocator import MemoryEvent, free, malloc
-from lightning_mist.estimate.replay.rank_state import RankView
+from lightning_mist.estimate.replay.rank_state import RankView, batches_of
 from lightning_mist.estimate.replay.step_events import Run
 from lightning_mist.model.events import Block, Label, Mark, StageTemplate, Tape
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ZeroStage
+from lightning_mist.plan.mesh import held_parameters
 from lightning_mist.schedule import Schedule, generate
 from lightning_mist.schedule.lowering import add_transfers, add_update
 
@@ -168,11 +169,15 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
     mesh = plan.stages[group].mesh
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
     classes: dict[tuple[object, ...], int] = {}
+    sizes = {item.name: item.bytes for item in part.parameters}
+    loads: dict[int, list[int]] = {}
+    for item in held_parameters(plan, spec.module_map) if plan.stages[group].zero_stage else ():
+        if group in item.stages:
+            loads.setdefault(item.owner(group), []).append(sizes[item.name])
     # Tensor-parallel ranks hold parts of the same size of everything.
-    for rank in mesh.devices[:: mesh.tensor_parallel_degree]:
-        view = RankView(part, spec, plan, rank)
-        load = tuple(item.bytes for item in view.held if item.name in view.owned)
-        classes.setdefault((view.batches, load if view.zero_stage else ()), rank)
+    for index, rank in enumerate(mesh.devices[:: mesh.tensor_parallel_degree]):
+        load = tuple(loads.get(index % (mesh.shard_degree or mesh.data_parallel_degree), ()))
+        classes.setdefault((batches_of(plan, rank), load), rank)
     replays = (replay_rank(spec, plan, rank, plain=plain, known=known) for rank in classes.values())
     return max(replays, key=lambda item: item.peak_bytes)
 

@@ -138,8 +138,7 @@ class RankView:
     @cached_property
     def batches(self) -> int:
         """Batches that it has: its own and those that it computes on."""
-        computed_on = {row_slice(self.plan, self.rank, index).owner for index in range(self.plan.num_microbatches)}
-        return len({loader_of(self.plan, rank) for rank in (self.rank, *computed_on)})
+        return batches_of(self.plan, self.rank)
 
     @cached_property
     def buckets(self) -> tuple[Flat, ...]:
@@ -232,6 +231,12 @@ class RankView:
                 )
             )
         return tuple(found)
+
+
+def batches_of(plan: Plan, rank: int) -> int:
+    """Batches that a rank has: its own and those that it computes on."""
+    computed_on = {row_slice(plan, rank, index).owner for index in range(plan.num_microbatches)}
+    return len({loader_of(plan, each) for each in (rank, *computed_on)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
