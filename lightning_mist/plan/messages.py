@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from lightning_mist.errors import PlanError
@@ -102,6 +103,7 @@ MESSAGE_CHANNELS = 4
 is posted a computation early. Not measured on a device yet."""
 
 
+@lru_cache(maxsize=8)
 def message_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
     """Every pair of ranks of which the first sends to the second; sorted, the same whoever asks.
 
