@@ -146,6 +146,8 @@ LAYOUTS: dict[str, Layout] = {
     "zero bubble, pp 2 x tp 2": _layouts(_same(2, tp=2), schedule="zb-h1"),
     "zero bubble, pp 2, all offloaded": _layouts([Group(offload=_ALL)] * 2, schedule="zb-h1", parts=2),
     "interleaved, all offloaded": _layouts([Group(offload=_ALL)] * 2, schedule="interleaved-1f1b", chunks=2),
+    "dp 4, ZeRO 1, HSDP 2 x 2, all offloaded": _layouts([Group(dp=4, zero=1, shard=2, offload=_ALL)], parts=2),
+    "tp 2 x dp 4, ZeRO 3, HSDP 2 x 2": _layouts([Group(dp=4, tp=2, zero=3, shard=2)]),
     "dp 2, ZeRO 3, all recomputed by operator": _layouts(_same(1, dp=2, zero=3, checkpointed=99, kind="selective")),
     "pp 2 x tp 2, sequence, some recomputed by operator": _layouts(
         [Group(tp=2, sequence=True, checkpointed=1, kind="selective"), Group(tp=2, sequence=True, checkpointed=1)]

@@ -77,11 +77,15 @@ def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:
     place, tensor = mesh.devices.index(rank), mesh.tensor_parallel_degree
     shared = tensor * mesh.context_parallel_degree
     first = place // tensor * tensor
+    peers, count = mesh.devices[place % tensor :: tensor], mesh.shard_ranks
+    index = place // tensor
+    within = [peers[index // count * count :][:count], peers[index % count :: count]] if mesh.shard_degree else []
     groups: tuple[tuple[Purpose, tuple[int, ...]], ...] = (
         ("Lightning", tuple(range(plan.world_size))),
         ("world", tuple(range(plan.world_size))),
         ("data parallel", mesh.devices[place % tensor :: tensor] if mesh.context_parallel_degree > 1 else ()),
         ("data parallel", mesh.devices[place % shared :: shared]),
+        *(("data parallel", ranks) for ranks in within),
         ("context parallel", mesh.devices[place // shared * shared + place % tensor :: tensor][: shared // tensor]),
         ("tensor parallel", mesh.devices[first : first + tensor]),
     )
