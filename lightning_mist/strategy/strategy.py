@@ -1,6 +1,5 @@
 """``MistStrategy``: what Lightning talks to."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -13,6 +12,7 @@ from lightning_mist.model.initialization import load_hollow
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
+from lightning_mist.strategy.acting_rank import ActingRank
 from lightning_mist.strategy.master_precision import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
@@ -21,57 +21,6 @@ from lightning_mist.strategy.plan_installation import PlanInstallation, refuse_d
 from lightning_mist.strategy.planning import PlanRequest, decide, whole_module_reason, write_plan
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
 from lightning_mist.units import parse_bytes
-
-
-class ActingRank:
-    """Mixed into a strategy: the ranks that user code sees are those of the owner of the rows that it works on.
-
-    Under plain data parallelism a step runs where its batch was loaded. Ranks that share batches run it for one
-    another, so while they do, what Lightning says of the rank is said of the batch's owner.
-    """
-
-    _acting_rank: int | None = None
-
-    @property
-    def global_rank(self) -> int:
-        """This rank, or whose rows the step sees."""
-        return _super(self, "global_rank") if self._acting_rank is None else self._acting_rank
-
-    @property
-    def local_rank(self) -> int:
-        """This rank within its node, or that of the owner of the rows that the step sees."""
-        own = _super(self, "local_rank")
-        return own if self._acting_rank is None else self._acting_rank % self._per_node()
-
-    @property
-    def node_rank(self) -> int:
-        """This rank's node, or that of the owner of the rows that the step sees."""
-        own = _super(self, "node_rank")
-        return own if self._acting_rank is None else self._acting_rank // self._per_node()
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where this process computes, whosever rows the step sees: Lightning takes it by the local rank."""
-        acting, self._acting_rank = self._acting_rank, None
-        try:
-            return super().root_device  # type: ignore[misc, no-any-return]
-        finally:
-            self._acting_rank = acting
-
-    def _per_node(self) -> int:
-        return max(1, int(getattr(self, "num_processes", 1)))
-
-    def act_for(self, rank: int | None) -> None:
-        """Speak for another rank from now on; ``None`` for this one again."""
-        before, self._acting_rank = self._acting_rank, rank
-        told = getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)
-        if told is not None and before != rank:
-            told.rank = self.global_rank
-
-
-def _super(strategy: ActingRank, name: str) -> int:
-    return int(getattr(super(ActingRank, strategy), name))
-
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 

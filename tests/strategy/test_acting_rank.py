@@ -1,6 +1,6 @@
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_mist.strategy.strategy import ActingRank
+from lightning_mist.strategy.acting_rank import ActingRank
 
 
 class Base:
