@@ -18,7 +18,7 @@ from benchmarks.parity.masters import Masters
 from benchmarks.parity.plans import ROWS, Layout, make_plan
 from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits
-from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan import ModuleMap, Plan, loader_of
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
 from lightning_mist.strategy.training.engine import Engine
@@ -189,7 +189,7 @@ def gradients_of(subject: Subject, engine: Engine) -> Gradients:
     """One rank's losses, and the gradients of what it updates (parts of them where it has parts)."""
     engine.take_optimizer(make_optimizer(engine.module))
     engine.hollow()
-    losses = [train_batch(engine, step[engine.rank]) for step in subject.batches]
+    losses = [train_batch(engine, batch) for batch in _of_rank(subject, engine.plan, engine.rank)]
     owned = [item.name for item in engine.executor.mesh.owned]
     if (moved := engine.executor.gradients) is not None:
         moved.lend(moved.names)
@@ -198,34 +198,44 @@ def gradients_of(subject: Subject, engine: Engine) -> Gradients:
 
 def judge_gradients(subject: Subject, plan: Plan, ranks: Sequence[Gradients]) -> Outcome:
     """What all ranks of a plan found, against a single process."""
-    losses, gradients = _with_masters(subject, plan) if subject.has_masters else _reference(subject, plan.world_size)
+    losses, gradients = _with_masters(subject, plan) if subject.has_masters else _reference(subject, plan)
     loss, differing = _loss_difference(subject, [found for found, _ in ranks], losses)
     worst, which = _gradient_difference(subject, plan, [mine for _, mine in ranks], gradients)
     return Outcome(loss=loss, gradient=worst, differing=differing or which)
 
 
-def _reference(subject: Subject, world: int) -> tuple[list[list[Tensor]], dict[str, Tensor | None]]:
+def _of_rank(subject: Subject, plan: Plan, rank: int) -> list[Any]:
+    """The batches that a rank loads, by step."""
+    return [step[loader_of(plan, rank)] for step in subject.batches]
+
+
+def _by_rank(plan: Plan, by_loader: Sequence[T]) -> list[T]:
+    return [by_loader[loader_of(plan, rank)] for rank in range(plan.world_size)]
+
+
+def _reference(subject: Subject, plan: Plan) -> tuple[list[list[Tensor]], dict[str, Tensor | None]]:
     """Losses by rank and step, and summed gradients, of a single process."""
-    module = copy.deepcopy(subject.module)
-    losses: list[list[Tensor]] = [[] for _ in range(world)]
+    module, loaders = copy.deepcopy(subject.module), plan.num_loaders
+    losses: list[list[Tensor]] = [[] for _ in range(loaders)]
     for step in subject.batches:
-        for rank, batch in enumerate(step[:world]):
-            losses[rank].append(_backward(module, batch, world))
-    return losses, {name: parameter.grad for name, parameter in module.named_parameters()}
+        for loader, batch in enumerate(step[:loaders]):
+            losses[loader].append(_backward(module, batch, loaders))
+    return _by_rank(plan, losses), {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def _with_masters(subject: Subject, plan: Plan) -> tuple[list[list[Tensor]], dict[str, Tensor | None]]:
     """The same by the arithmetic of master weights, which depends on the plan."""
     masters = Masters.of(subject.module, subject.dtype)
-    steps = [masters.train_batch(plan, subject.module_map, step) for step in subject.batches]
+    every = zip(*(_of_rank(subject, plan, rank) for rank in range(plan.world_size)), strict=True)
+    steps = [masters.train_batch(plan, subject.module_map, step) for step in every]
     losses = [list(of_rank) for of_rank in zip(*steps, strict=True)]
     return losses, {name: parameter.grad for name, parameter in masters.module.named_parameters()}
 
 
-def _backward(module: nn.Module, batch: Any, world: int) -> Tensor:
+def _backward(module: nn.Module, batch: Any, loaders: int) -> Tensor:
     with precision_of(module):
         loss = loss_of(module.training_step(copy.copy(batch), 0))  # type: ignore[operator]
-        (loss / world).backward()
+        (loss / loaders).backward()
     return loss.detach()
 
 
@@ -280,7 +290,7 @@ def compare_curves(subject: Subject, plan: Plan, optimize: Optimize = make_optim
         losses = []
         for step in range(CURVE_STEPS):
             optimizer.zero_grad()
-            losses.append(train_batch(engine, _batch(subject, step, engine.rank)))
+            losses.append(train_batch(engine, _batch(subject, step, loader_of(plan, engine.rank))))
             engine.clip_by_norm(optimizer, CLIP_NORM)
             optimizer.step()
             complete(engine.executor.gather_parameters())
@@ -290,7 +300,8 @@ def compare_curves(subject: Subject, plan: Plan, optimize: Optimize = make_optim
     if subject.has_masters:
         losses, parameters = _curve_with_masters(subject, plan, optimize)
     else:
-        losses, parameters = _reference_curve(subject, plan.world_size, optimize)
+        of_loaders, parameters = _reference_curve(subject, plan.num_loaders, optimize)
+        losses = _by_rank(plan, of_loaders)
     loss, differing = _loss_difference(subject, [found for found, _ in ranks], losses)
     values, worst = ranks[0][1], 0.0
     for name, wanted in parameters.items():
@@ -301,20 +312,21 @@ def compare_curves(subject: Subject, plan: Plan, optimize: Optimize = make_optim
     return Outcome(loss=loss, gradient=worst, differing=differing)
 
 
-def _batch(subject: Subject, step: int, rank: int) -> Any:
+def _batch(subject: Subject, step: int, loader: int) -> Any:
     """Another batch in every step, of those that there are."""
-    return subject.batches[step % ACCUMULATED][(rank + step // ACCUMULATED) % _MOST_RANKS]
+    return subject.batches[step % ACCUMULATED][(loader + step // ACCUMULATED) % _MOST_RANKS]
 
 
 @cache
-def _reference_curve(subject: Subject, world: int, optimize: Optimize) -> Curve:
+def _reference_curve(subject: Subject, loaders: int, optimize: Optimize) -> Curve:
+    """Losses by loader and step."""
     module = copy.deepcopy(subject.module)
     optimizer = optimize(module)
-    losses: list[list[Tensor]] = [[] for _ in range(world)]
+    losses: list[list[Tensor]] = [[] for _ in range(loaders)]
     for step in range(CURVE_STEPS):
         optimizer.zero_grad()
-        for rank in range(world):
-            losses[rank].append(_backward(module, _batch(subject, step, rank), world))
+        for loader in range(loaders):
+            losses[loader].append(_backward(module, _batch(subject, step, loader), loaders))
         _clipped_step(optimizer)
     return losses, {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -325,7 +337,7 @@ def _curve_with_masters(subject: Subject, plan: Plan, optimize: Optimize) -> Cur
     steps = []
     for step in range(CURVE_STEPS):
         optimizer.zero_grad()
-        batches = [_batch(subject, step, rank) for rank in range(plan.world_size)]
+        batches = _by_rank(plan, [_batch(subject, step, loader) for loader in range(plan.num_loaders)])
         steps.append(masters.train_batch(plan, subject.module_map, batches))
         _clipped_step(optimizer)
     return [list(of_rank) for of_rank in zip(*steps, strict=True)], masters.values()

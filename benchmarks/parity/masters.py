@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.plan import ModuleMap, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import ModuleMap, Plan, StagePlan, ZeroStage, loader_of
 from lightning_mist.plan.mesh import stage_ranks
 from tests.integration.parity import loss_of, microbatches
 
@@ -71,7 +71,8 @@ class Masters:
             gradient = _total([[of[name] for of in column] for column in columns], plan, stage, types[name])
             if gradient is not None:
                 master.grad = gradient if master.grad is None else master.grad + gradient
-        return [torch.stack(losses[rank]).sum() for rank in range(plan.world_size)]
+        by_loader = {loader_of(plan, owner): torch.stack(parts).sum() for owner, parts in losses.items()}
+        return [by_loader[loader_of(plan, rank)] for rank in range(plan.world_size)]
 
     def _column(
         self, plan: Plan, rank: int, batches: Sequence[Any], losses: dict[int, list[Tensor]]
@@ -96,7 +97,7 @@ def _total(
     columns: Sequence[Sequence[Tensor | None]], plan: Plan, stage: StagePlan, narrow: torch.dtype
 ) -> Tensor | None:
     """One parameter's gradient from those by data-parallel rank and microbatch."""
-    scale, size = 1 / plan.world_size, stage.mesh.shard_ranks
+    scale, size = 1 / plan.num_loaders, stage.mesh.shard_ranks
     there = [[g for g in column if g is not None] for column in columns]
     if not any(there):
         return None

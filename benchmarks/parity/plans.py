@@ -38,6 +38,7 @@ class Layout:
         schedule: Name of the schedule.
         chunks: Stages that each group runs, one after another; more than one under ``"interleaved-1f1b"``.
         uneven: Whether the first stage gets as many layers as possible.
+        loaders: Batches that are loaded at once, if not one by every rank.
     """
 
     groups: tuple[Group, ...] = field(default_factory=lambda: (Group(),))
@@ -45,6 +46,7 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     uneven: bool = False
+    loaders: int | None = None
 
     @property
     def num_stages(self) -> int:
@@ -58,11 +60,12 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
     Args:
         layout: The layout.
         layers: Layers of the model, at least as many as stages.
-        rows: Rows of every rank's batch.
+        rows: Rows of every loader's batch.
     """
     world = sum(group.dp * group.tp for group in layout.groups)
-    replicas = gcd(*(group.dp for group in layout.groups))
-    owners = world // replicas
+    loaders = layout.loaders or world
+    replicas = gcd(loaders, *(group.dp for group in layout.groups))
+    owners = loaders // replicas
     count = lcm(*(owners // gcd(owners, group.dp // replicas) for group in layout.groups))
     if layout.chunks > 1:
         count = lcm(count, len(layout.groups))
@@ -82,7 +85,7 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
                     sequence_parallel=group.sequence,
                     shard_degree=group.shard,
                 ),
-                microbatch_size=rows * world // (group.dp * count),
+                microbatch_size=rows * loaders // (group.dp * count),
                 zero_stage=ZeroStage(group.zero),
                 checkpointing=Checkpointing(layers=min(size, group.checkpointed), kind=group.kind),
                 offload=group.offload,
@@ -90,7 +93,8 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
         )
         first += size
     return Plan(
-        global_batch_size=rows * world,
+        global_batch_size=rows * loaders,
+        data_parallel_size=None if loaders == world else loaders,
         num_microbatches=count,
         stages=tuple(stages),
         schedule=layout.schedule,  # type: ignore[arg-type]
@@ -157,6 +161,15 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "all of it together": _layouts(
         [Group(dp=2, tp=2, zero=3, checkpointed=1, sequence=True), Group(dp=4, zero=2)], parts=2
+    ),
+    "1 loader, dp 2, ZeRO 2": _layouts(_same(1, dp=2, zero=2), loaders=1, parts=2),
+    "1 loader, zero bubble, pp 2": _layouts(_same(2), schedule="zb-h1", loaders=1, parts=3),
+    "1 loader, tp 2": _layouts(_same(1, tp=2), loaders=1),
+    "2 loaders, pp 2 x dp 2": _layouts(_same(2, dp=2), loaders=2),
+    "2 loaders, pp 2 x tp 2, sequence": _layouts(_same(2, tp=2, sequence=True), loaders=2),
+    "2 loaders, stages (dp 2, tp 1, ZeRO 3), (dp 1, tp 2)": _layouts([Group(dp=2, zero=3), Group(tp=2)], loaders=2),
+    "2 loaders, interleaved, dp 2, ZeRO 2": _layouts(
+        _same(2, dp=2, zero=2), schedule="interleaved-1f1b", chunks=2, loaders=2
     ),
 }
 """Every way to train that the table holds against a single process; ranks of one stage follow one another."""

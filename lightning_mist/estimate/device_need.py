@@ -63,6 +63,10 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
     purposes.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
     mine = [group for group in process_groups(plan, module_map) if rank in group]
     found = [Communicator(purpose="Lightning", ranks=tuple(range(plan.world_size)))]
+    if plan.data_parallel_size is not None:
+        # What is logged is reduced over one rank of each loader.
+        size = plan.world_size // plan.num_loaders
+        found.append(Communicator(purpose="Lightning", ranks=tuple(range(rank % size, plan.world_size, size))))
     found += [Communicator(purpose=purposes.get(ranks, "tied parameters"), ranks=ranks) for ranks in mine]
     found += [
         Communicator(purpose="messages", ranks=(min(pair), max(pair))) for pair in message_pairs(plan) if rank in pair

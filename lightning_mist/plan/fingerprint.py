@@ -126,11 +126,20 @@ def differences(planned: Fingerprint, present: Fingerprint) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layers: int, module_map: ModuleMap) -> None:
+def check_plan(
+    plan: Plan,
+    *,
+    world_size: int,
+    batch_rows: int | None,
+    num_layers: int,
+    module_map: ModuleMap,
+    data_parallel_size: int | None = None,
+) -> None:
     """Refuse a plan that does not fit the devices, the batch or the module.
 
     Args:
         batch_rows: Rows of one rank's batch; ``None`` if a batch has no rows to cut.
+        data_parallel_size: How many distinct batches are loaded at once; by default one by every rank.
     """
     if plan.world_size != world_size:
         raise PlanError(
@@ -142,6 +151,12 @@ def check_plan(plan: Plan, *, world_size: int, batch_rows: int | None, num_layer
         raise PlanError(
             f"the plan spreads {plan.num_layers} layers, but the module has {num_layers} repeated blocks{why}: the "
             f"numbers must be equal; make a plan for this module, or edit the stages' layers to end at {num_layers}"
+        )
+    if plan.data_parallel_size != data_parallel_size:
+        raise PlanError(
+            f"the plan is for batches of {plan.num_loaders} data loaders, but there are "
+            f"{data_parallel_size or world_size}: the numbers must be equal; use data_parallel_size="
+            f"{plan.data_parallel_size} in the strategy, or make a new plan"
         )
     parts = _parts(plan)
     loaders = plan.num_loaders

@@ -16,7 +16,7 @@ from math import prod
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.module_map import ModuleMap, ParameterUse
 from lightning_mist.plan.plan import Plan
-from lightning_mist.plan.rows import replica_of, replica_ranks
+from lightning_mist.plan.rows import loader_ranks, replica_of, replica_ranks
 from lightning_mist.plan.sharding import assign_owners
 from lightning_mist.plan.stage_settings import ZeroStage
 
@@ -255,8 +255,12 @@ def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], 
 
 
 def talking_groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Those groups whose ranks tell each other what is not on a device: objects, and what batches look like."""
+    """The groups whose ranks tell each other what is not on a device: objects, and what batches look like.
+
+    The world, replicas, and ranks that load the same samples.
+    """
     groups = [tuple(range(plan.world_size)), *(replica_ranks(plan, index) for index in range(plan.num_replicas))]
+    groups += [loader_ranks(plan, loader) for loader in range(plan.num_loaders)]
     return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
 
 

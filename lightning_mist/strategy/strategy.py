@@ -18,14 +18,15 @@ from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.plan_installation import PlanInstallation, refuse_directories
-from lightning_mist.strategy.planning import PlanRequest, decide, whole_module_reason, write_plan
+from lightning_mist.strategy.planning import PlanRequest, decide, searched_with, whole_module_reason, write_plan
+from lightning_mist.strategy.shared_loaders import SharedLoaders
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
 from lightning_mist.units import parse_bytes
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(ActingRank, PlanInstallation):
+class MistBase(ActingRank, SharedLoaders, PlanInstallation):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -44,6 +45,9 @@ class MistBase(ActingRank, PlanInstallation):
         host_memory_limit: The same of each node's host memory, for what a plan offloads; by default 80 %.
         offload_directory: Folder whose files hold offloaded optimizer state and parameters; with CPUs only.
         search: What the planner may choose from; by default everything.
+        data_parallel_size: How many distinct batches are loaded at once, which divides the number of processes: as many
+            equal groups of neighbouring ranks load the same samples, and a step sees what DDP with as many processes
+            would see. By default every process loads its own, as under DDP.
         cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
             detected. It must have as many devices as there are processes.
         blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.
@@ -86,6 +90,7 @@ class MistBase(ActingRank, PlanInstallation):
         host_memory_limit: str | int | None = None,
         offload_directory: str | None = None,
         search: SearchSpace | None = None,
+        data_parallel_size: int | None = None,
         cluster: str | Cluster | None = None,
         blocks: str | None = None,
         plan_path: str | None = None,
@@ -116,6 +121,7 @@ class MistBase(ActingRank, PlanInstallation):
             start_method=start_method,
             **{"gradient_as_bucket_view": gradient_as_bucket_view, **kwargs},
         )
+        self._data_parallel_size = data_parallel_size
         self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
         self._request = PlanRequest(
@@ -123,7 +129,7 @@ class MistBase(ActingRank, PlanInstallation):
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             host_memory_limit=None if host_memory_limit is None else parse_bytes(host_memory_limit),
             offload_directory=offload_directory,
-            search=search or SearchSpace(),
+            search=searched_with(search, data_parallel_size),
             cluster=cluster,
             blocks=blocks,
             plan_path=plan_path,
@@ -142,6 +148,7 @@ class MistBase(ActingRank, PlanInstallation):
         module, accelerator = self.lightning_module, self.accelerator
         assert module is not None
         assert accelerator is not None
+        self.begin_sharing(module)
         if trainer.state.fn != self._names.fitting:
             if (whole := empty_parameters.initial_values(module, self.root_device, None)) is not None:
                 whole.materialize(whole.names)
@@ -200,14 +207,15 @@ class MistBase(ActingRank, PlanInstallation):
             self._monitor.close()
         attach_engine(self.precision_plugin, None)
         self._fitting.close()
+        self.end_sharing()
         if self.lightning_module is not None:
             empty_parameters.hollow_on_host(self.lightning_module)
         super().teardown()
         self.stop_watching()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the optimizer's state is asked of processes that a copy has not."""
-        return {**super().__getstate__(), "_state_afterwards": None}
+        """What is pickled: processes that would be asked for the optimizer's state, or reduce, a copy has not."""
+        return {**super().__getstate__(), "_state_afterwards": None, "_one_of_each": None}
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -63,7 +63,8 @@ def fit(plan, **changes):
     found = changes.pop("module_map", None) or module_map(plan.num_layers)
     arguments = {
         "world_size": plan.world_size,
-        "batch_rows": plan.global_batch_size // plan.world_size,
+        "batch_rows": plan.global_batch_size // plan.num_loaders,
+        "data_parallel_size": plan.data_parallel_size,
         "num_layers": len(found.blocks),
         "module_map": found,
     }
@@ -126,7 +127,7 @@ def test_a_number_that_is_none_is_refused():
         Fingerprint.from_pairs([("world_size", "four")])
 
 
-@given(plans())
+@given(plans(fewer_loaders=True))
 def test_every_runnable_plan_fits_what_it_was_made_for(plan):
     fit(plan)
 
@@ -135,6 +136,7 @@ def test_every_runnable_plan_fits_what_it_was_made_for(plan):
     ("changes", "message"),
     [
         ({"world_size": 3}, "the plan is for 2 devices, but 3 processes run"),
+        ({"data_parallel_size": 1}, "the plan is for batches of 2 data loaders, but there are 1"),
         ({"num_layers": 5}, "the plan spreads 2 layers, but the module has 5 repeated blocks"),
         ({"batch_rows": 3}, "global_batch_size 4, but 2 ranks load batches of 3 rows, 6 in all: .* use batch_size=2"),
     ],

@@ -239,7 +239,7 @@ class DistributedTransport:
         backend = dist.get_default_backend_for_device(device)
         self._groups = {group: self._made(group, backend) for group in wanted}
         # Objects are gathered by blocking calls; a group apart keeps them out of the order of other collectives.
-        told = [group for group in wanted if talking is None or group in (world, *talking)]
+        told = wanted if talking is None else [group for group in dict.fromkeys((world, *talking)) if len(group) > 1]
         self._object_groups = {group: self._made(group, "gloo") for group in told}
         self._channels = {
             # Each has options of its own: making a group writes to them.

@@ -1,6 +1,6 @@
 """From a user's fit to a plan that every rank has."""
 
-from lightning_mist.strategy.planning.decision import Decision, PlanRequest
+from lightning_mist.strategy.planning.decision import Decision, PlanRequest, searched_with
 from lightning_mist.strategy.planning.local_machine import default_directory, machine_profile
 from lightning_mist.strategy.planning.memory_budget import is_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import whole_module_reason

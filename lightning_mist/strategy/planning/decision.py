@@ -1,7 +1,7 @@
 """What a fit asks of planning, and what it gets."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,21 @@ if TYPE_CHECKING:
     from lightning_mist.strategy.monitoring import Basis
 
 
+def searched_with(search: SearchSpace | None, data_parallel_size: int | None) -> SearchSpace:
+    """What is searched for so many loaders.
+
+    Raises:
+        ValueError: If the search space has its own, after which no loader is made.
+    """
+    search = search or SearchSpace()
+    if search.data_parallel_size not in (None, data_parallel_size):
+        raise ValueError(
+            f"search.data_parallel_size = {search.data_parallel_size} and data_parallel_size = {data_parallel_size}: "
+            "loaders are made before anything is searched; give it to the strategy, not to its search space"
+        )
+    return search
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What the user asked for; see the arguments of the strategy."""
@@ -40,6 +55,27 @@ class PlanRequest:
     self_check: bool
     verbose: bool = False
     master_weights: bool = False
+
+    def with_loaders(self, loaders: int | None) -> "PlanRequest":
+        """The same for so many loaders, fewer than there are processes; None for one each."""
+        return replace(self, search=replace(self.search, data_parallel_size=loaders))
+
+    @property
+    def loaders(self) -> int | None:
+        """How many distinct batches are loaded at once, if not by every process its own."""
+        return self.search.data_parallel_size
+
+    def refuse_plain(self, reason: str | None) -> None:
+        """Refuse to train plainly where ranks share loaders.
+
+        Raises:
+            PlanError: If there is a reason for plain data parallelism.
+        """
+        if reason is not None and self.loaders is not None:
+            raise PlanError(
+                f"data_parallel_size = {self.loaders}: only plain data parallelism could train here ({reason}), under "
+                "which every process loads its own batch; leave data_parallel_size out"
+            )
 
     @property
     def host_limit(self) -> int | None:

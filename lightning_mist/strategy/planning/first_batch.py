@@ -7,23 +7,19 @@ the batch; then they are as after that, as if it had been done only then.
 """
 
 import copy
-import hashlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_unflatten
 
 from lightning_mist.errors import MistError, TraceError
-from lightning_mist.model.fakes import batch_tensors, isolated
+from lightning_mist.model.fakes import isolated
 from lightning_mist.model.user_code import Generators
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.namespace import Namespace
-
-_ENTRIES = 1 << 16
-"""Of a tensor that tell one batch from another."""
+from lightning_mist.strategy.training import check_same_samples, digest_of
 
 
 class PutBack:
@@ -163,19 +159,6 @@ def on_device(trainer: Any, strategy: Any, batch: Any) -> Any:
     return strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def digest_of(batch: Any) -> str | None:
-    """Equal for batches whose tensors begin alike; None if there are no values to compare, or none that can be read."""
-    found, count = hashlib.blake2b(digest_size=16), 0
-    try:
-        for tensor in filter(torch.Tensor.numel, batch_tensors(batch)):
-            part = tensor.detach().reshape(-1)[:_ENTRIES].cpu().contiguous()
-            found.update(repr((tuple(tensor.shape), tensor.dtype)).encode() + part.view(torch.uint8).numpy().tobytes())
-            count += 1
-    except Exception:  # of any kind of tensor: nothing depends on it but a hint
-        return None
-    return found.hexdigest() if count else None
-
-
 def step_function(
     module: Any, names: Namespace, context: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[[Any], Any]:
@@ -212,7 +195,14 @@ def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:
     return everywhere(look)
 
 
-def load_the_same(batch: Any) -> bool:
-    """Whether all of several ranks have loaded equal batches, each its own; called on all at once."""
+def load_the_same(batch: Any, loaders: int) -> bool:
+    """Whether all of several loaders have given equal batches; called on all ranks at once.
+
+    Raises:
+        PlanError: If ranks that share a loader have loaded different ones.
+    """
     digests = of_all_ranks(digest_of(batch))
-    return len(digests) > 1 and digests[0] is not None and len(set(digests)) == 1
+    size = len(digests) // loaders
+    for first in range(0, len(digests), size) if size > 1 else ():
+        check_same_samples(digests[first : first + size], range(first, first + size), loaders)
+    return loaders > 1 and digests[0] is not None and len(set(digests)) == 1

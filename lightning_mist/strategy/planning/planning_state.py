@@ -291,7 +291,7 @@ class Planner:
             spec=spec,
             profile=profile,
             cluster=cluster,
-            global_batch_size=(batch_rows(self.batch) or 1) * cluster.world_size,
+            global_batch_size=(batch_rows(self.batch) or 1) * (request.loaders or cluster.world_size),
             memory_limit=request.memory_limit,
             search=request.search,
             host_limit=request.host_limit,

@@ -73,12 +73,13 @@ def decide(
         PlanError: If a given plan does not fit the module, the batch or the processes.
         TraceError: If the module would train wrongly under the plan.
     """
-    started = perf_counter()
+    started, request = perf_counter(), request.with_loaders(strategy.num_loaders)
     request.host_of_each(strategy.num_processes, strategy.root_device)  # refused before anything else
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
     if is_auto and initial is None:
         reason = _at_once_reason(trainer, request, plain)
+    request.refuse_plain(reason or plain)
     refuse_plain((reason or plain) if request.master_weights else None)
     if reason is None:
         try:
@@ -88,6 +89,7 @@ def decide(
         except (TraceError, PlanError) as error:
             if not is_auto or initial is not None or request.master_weights:
                 raise
+            request.refuse_plain(str(error))
             reason = str(error)
     progress.tell(f"plain data parallelism: {reason}")
     if request.memory_limit is not None:
@@ -136,7 +138,7 @@ def _decided(
         initial=initial,
         cluster=local_machine.cluster_for(request.cluster, strategy),
     )
-    if load_the_same(planner.batch):
+    if load_the_same(planner.batch, request.loaders or strategy.world_size):
         # A project may share out its data only under strategies that it knows by name.
         progress.tell(
             "all processes load the same first batch; a project that looks for 'ddp' in the strategy's name shares out "
@@ -204,7 +206,8 @@ def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     # Ranks may load batches of different sizes; a plan is for those of rank 0.
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
     layers, ranks = len(found.blocks), planner.strategy.world_size
-    check_plan(plan, world_size=ranks, batch_rows=rows, num_layers=layers, module_map=found)
+    loaders = planner.request.loaders
+    check_plan(plan, world_size=ranks, batch_rows=rows, num_layers=layers, module_map=found, data_parallel_size=loaders)
     check_supported(plan, found, master_weights=planner.request.master_weights)
     if planner.trainer.enable_validation:
         check_evaluation(plan, planner.module, planner.budget.limits(plan))

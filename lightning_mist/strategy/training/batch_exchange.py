@@ -3,7 +3,8 @@
 The ranks of one pipeline replica gather their batches: first a few bytes of each, by which all know whether anybody's
 batch has another structure than before (then the structures are gathered too), then the tensors, packed and padded to
 the largest. Every stage needs almost every batch, and a gathering has no order to get wrong, as messages would.
-Nothing is exchanged between replicas, nor where every rank computes on its own batch.
+Nothing is exchanged between replicas, nor where every rank computes on its own batch. Where ranks share data loaders,
+those that feed the replica give their batches to all others of it, one after another.
 """
 
 import copy
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lightning_mist.devices import packed, unpacked
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, RowSlice, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import Plan, RowSlice, feeders, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.communication import Microbatch, Transport, Work
 from lightning_mist.tensors import batch_rows, rebuild, slice_rows
 
@@ -123,15 +124,17 @@ class BatchExchange:
     """Gives a rank its microbatches, once a batch has been exchanged.
 
     Attributes:
-        owners: The ranks whose batches these ranks share.
+        group: The ranks of the replica, which share batches.
+        owners: Those of them whose batches these are.
         whole: Whether no batch is cut.
     """
 
     def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device) -> None:
         self.plan, self.rank, self.transport, self.device = plan, rank, transport, device
-        self.owners = replica_ranks(plan, replica_of(plan, rank))
+        replica = replica_of(plan, rank)
+        self.group, self.owners = replica_ranks(plan, replica), feeders(plan, replica)
         self._slices = {
-            peer: tuple(row_slice(plan, peer, index) for index in range(plan.num_microbatches)) for peer in self.owners
+            peer: tuple(row_slice(plan, peer, index) for index in range(plan.num_microbatches)) for peer in self.group
         }
         self.notes: tuple[int, ...] = ()
         self.whole = all(item.parts == 1 for slices in self._slices.values() for item in slices)
@@ -172,7 +175,7 @@ class BatchExchange:
         # Nothing is drawn for the parts' seeds: what user code draws between steps is what it would draw under DDP.
         self._batches_run += 1
         seed = _drawn_seed(self._batches_run) if not self.whole else 0
-        if len(self.owners) == 1:
+        if len(self.group) == 1:
             received: dict[int, tuple[Any, Any, int]] = {self.rank: (batch, random_state, seed)}
             self.notes = (note,)
         else:
@@ -223,17 +226,17 @@ class BatchExchange:
         notice = _Notice(
             seed=seed,
             note=note,
-            is_new=structure != self._structures.get(self.rank),
+            is_new=self.rank in self.owners and structure != self._structures.get(self.rank),
             random_state=random_state if self.whole else torch.empty(0, dtype=torch.uint8),
         )
-        said = self.transport.all_gather(notice.packed(), self.owners)
+        said = self.transport.all_gather(notice.packed(), self.group)
         yield said
-        notices = dict(zip(self.owners, map(_Notice.unpacked, said.result()), strict=True))
-        self.notes = tuple(notices[owner].note for owner in self.owners)
+        notices = dict(zip(self.group, map(_Notice.unpacked, said.result()), strict=True))
+        self.notes = tuple(item.note for item in notices.values())
         if any(item.is_new for item in notices.values()):
-            told = self.transport.all_gather_object(structure if notice.is_new else None, self.owners)
+            told = self.transport.all_gather_object(structure if notice.is_new else None, self.group)
             yield told
-            found = zip(self.owners, told.result(), strict=True)
+            found = zip(self.group, told.result(), strict=True)
             self._structures |= {owner: text for owner, text in found if text is not None}
         structures = {owner: pickle.loads(self._structures[owner]) for owner in self.owners}
         values: dict[int, list[list[Tensor]]] = {owner: [] for owner in self.owners}
@@ -262,11 +265,18 @@ class BatchExchange:
         """Gather the tensors in one place, and append those of each rank whose batch is computed on here."""
         wanted = {item.owner for item in self._slices[self.rank]} - {self.rank}
         nbytes = max(sum(leaf.nbytes for leaf in each) for each in leaves.values())
-        buffers: Sequence[Tensor] = [torch.empty(0, dtype=torch.uint8, device=device)] * len(self.owners)
-        if nbytes:
-            gathered = self.transport.all_gather(packed(tensors, device, nbytes), self.owners)
+        buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device=device)] * len(self.owners)
+        if nbytes and self.owners == self.group:
+            gathered = self.transport.all_gather(packed(tensors, device, nbytes), self.group)
             yield gathered
-            buffers = tuple(gathered.result())
+            buffers = list(gathered.result())
+        elif nbytes:
+            empty = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            buffers = [
+                packed(tensors, device, nbytes) if owner == self.rank else empty.clone() for owner in self.owners
+            ]
+            for owner, buffer in zip(self.owners, buffers, strict=True):
+                yield self.transport.broadcast(buffer, owner, self.group)
         for owner, buffer in zip(self.owners, buffers, strict=True):
             kinds = [(leaf.shape, leaf.dtype) for leaf in leaves[owner]]
             values[owner].append(unpacked(buffer, kinds) if owner in wanted else [])

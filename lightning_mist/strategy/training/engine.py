@@ -45,6 +45,7 @@ from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.batch_results import BatchResult, Piece, combine, pieces_by_owner, results_in
 from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import PartSteps
+from lightning_mist.strategy.training.same_samples import digest_of, of_loader
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.strategy.training.whole_model import OwnedOptimizer, WholeGradients
 
@@ -124,6 +125,7 @@ class Engine(WholeGradients):
             the gradients (None if the step returned none).
         """
         own_state, guard = get_random_state(self.device), self.guard
+        digest = None if self.plan.data_parallel_size is None else digest_of(batch)
         recorder = self.executor.recorder
         complete(self.buffers.before_forward())
         note = 0 if guard is None else guard.note()
@@ -157,7 +159,7 @@ class Engine(WholeGradients):
         for parameter, gradient in accumulated:
             parameter.grad = gradient
         self.exchange.forget()
-        pieces = self._bring_home(records)
+        pieces = self._bring_home(records, digest)
         state = pieces[-1].random_state if self.exchange.whole else own_state
         set_random_state(state, self.device)
         result = combine(pieces, self.device, self._part_steps.ways)
@@ -338,11 +340,11 @@ class Engine(WholeGradients):
     # Over all ranks ----------------------------------------------------------------------------------------------
 
     def _gathered(self, value: Any) -> list[Any]:
-        gathered = self.transport.all_gather_object(value, self.exchange.owners)
+        gathered = self.transport.all_gather_object(value, self.exchange.group)
         gathered.wait()
         return list(gathered.result())
 
-    def _bring_home(self, records: dict[int, tuple[LogRecord, ...]]) -> list[Piece]:
+    def _bring_home(self, records: dict[int, tuple[LogRecord, ...]], digest: str | None) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
         executor, mine = self.executor, dict[int, list[Piece]]()
         # Tensor-parallel peers have computed the same: the first of them tells.
@@ -355,11 +357,12 @@ class Engine(WholeGradients):
         if tells:
             states = executor.random_states
             mine = pieces_by_owner(self.exchange.microbatches, executor.outputs, records, states, copies)
-        if len(self.exchange.owners) == 1:
+        if len(self.exchange.group) == 1:
             return mine[self.rank]
         with executor.recorder.phase("results", waits=True):
             every = self._gathered(mine)
-        pieces = [piece for part in every for piece in part.get(self.rank, ())]
+            pieces = [piece for part in every for piece in part.get(self.rank, ())]
+            pieces = of_loader(pieces, digest, self.plan, self.transport)
         return sorted(pieces, key=lambda piece: piece.index)
 
 

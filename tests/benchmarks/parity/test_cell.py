@@ -23,6 +23,13 @@ def test_a_right_plan_is_equal(dtype):
     assert outcome.text == f"{max(outcome.loss, outcome.gradient):.1e}"
 
 
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.loaders and "tp" not in name])
+def test_ranks_that_share_a_loader_have_its_losses_and_gradients(name):
+    outcome = attempt(compare_gradients, subject("nano", torch.float64), LAYOUTS[name])
+    assert (outcome.differing, outcome.refused) == ("", "")
+    assert 0 < outcome.gradient < 1e-12
+
+
 def test_a_curve_is_equal():
     outcome = attempt(compare_curves, subject("nano", torch.float64), TWO_BY_TWO)
     assert (outcome.differing, outcome.refused) == ("", "")

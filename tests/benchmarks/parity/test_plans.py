@@ -12,7 +12,7 @@ def test_every_layout_is_a_plan_for_every_model(name, layers):
     assert plan.num_layers == layers
     assert plan.num_stages == layout.num_stages
     assert plan.world_size <= 8
-    assert plan.global_batch_size == ROWS * plan.world_size
+    assert plan.global_batch_size == ROWS * (layout.loaders or plan.world_size) == ROWS * plan.num_loaders
     for rank in range(plan.world_size):  # no part mixes two batches, and none is empty
         slices = [row_slice(plan, rank, index) for index in range(plan.num_microbatches)]
         assert all(low < high for low, high in (piece.rows(ROWS) for piece in slices))

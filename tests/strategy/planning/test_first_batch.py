@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.strategy.planning import first_batch as first_batch_module
-from lightning_mist.strategy.planning.first_batch import digest_of, first_batch, load_the_same, on_device
+from lightning_mist.strategy.planning.first_batch import first_batch, load_the_same, on_device
 
 
 class Stream(IterableDataset):
@@ -220,20 +220,21 @@ def test_no_training_batch_is_refused(tmp_path):
         fit(Looking(), "a list", tmp_path, limit_train_batches=0)
 
 
-def test_batches_are_told_apart_by_their_values():
-    batch = {"x": torch.arange(6.0).reshape(2, 3), "names": ["a"], "y": [torch.tensor(1), torch.empty(0)]}
-    same = {"x": batch["x"].t().contiguous().t(), "names": ["b"], "y": [torch.tensor(1), torch.empty(0)]}
-    assert digest_of(batch) == digest_of(same)
-    for change in ({"x": batch["x"] + 1}, {"x": batch["x"].double()}, {"x": batch["x"].reshape(3, 2)}):
-        assert digest_of({**batch, **change}) != digest_of(batch)
-    unreadable = torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(2, device="meta"), torch.eye(2).to_sparse()
-    for nothing in ("no tensors", torch.empty(0), *unreadable):
-        assert digest_of([nothing]) is None
-
-
 @pytest.mark.parametrize(
     ("digests", "same"), [(["a", "a"], True), (["a", "b"], False), (["a"], False), ([None] * 2, False)]
 )
 def test_batches_are_the_same_everywhere_if_ranks_can_tell(monkeypatch, digests, same):
     monkeypatch.setattr(first_batch_module, "of_all_ranks", lambda digest: digests)
-    assert load_the_same(torch.zeros(2)) is same
+    assert load_the_same(torch.zeros(2), len(digests)) is same
+
+
+@pytest.mark.parametrize(("digests", "same"), [("aabb", False), ("aaaa", True)])
+def test_ranks_that_share_a_loader_count_once(monkeypatch, digests, same):
+    monkeypatch.setattr(first_batch_module, "of_all_ranks", lambda digest: list(digests))
+    assert load_the_same(torch.zeros(2), 2) is same
+
+
+def test_ranks_that_share_a_loader_and_load_other_samples_are_refused(monkeypatch):
+    monkeypatch.setattr(first_batch_module, "of_all_ranks", lambda digest: list("aabc"))
+    with pytest.raises(PlanError, match="rank 3 has loaded other samples than rank 2"):
+        load_the_same(torch.zeros(2), 2)

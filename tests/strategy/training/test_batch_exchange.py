@@ -3,12 +3,15 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, StageMesh, StagePlan
+from lightning_mist.plan import Plan, StageMesh, StagePlan, loader_of, row_slice
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, _take_apart
 from tests.memory_transport import InMemoryWorld, drive
+from tests.plans import plans
 
 CPU = torch.device("cpu")
 
@@ -114,6 +117,31 @@ def test_stages_of_different_degree_see_the_same_rows():
         # Where one stage sees parts of a batch no stage may wait for a state to arrive.
         assert [item.random_state for item in (left, right, whole)] == [None] * 3
         assert None not in (left.seed, right.seed, whole.seed)
+
+
+@given(plans(max_microbatches=12, tensor_degrees=(1, 2), fewer_loaders=True), st.integers(0, 2))
+def test_ranks_compute_on_the_batches_of_those_that_feed_them(plan, missing):
+    rows = max(1, plan.global_batch_size // plan.num_loaders - missing)
+    exchanges = exchange(plan, [batch(loader_of(plan, rank), rows) for rank in range(plan.world_size)])
+    for rank, one in enumerate(exchanges):
+        for index, item in enumerate(one.microbatches):
+            piece = row_slice(plan, rank, index)
+            first, end = piece.rows(rows)
+            assert (item.owner, item.weight) == (piece.owner, (end - first) / rows)
+            if end > first:
+                assert torch.equal(item.value["x"], batch(loader_of(plan, piece.owner), rows)["x"][first:end])
+            state_is_sent = one.whole and item.random_state is not None
+            assert not state_is_sent or torch.equal(item.random_state, state(piece.owner))
+
+
+def test_only_what_a_feeder_has_loaded_travels():
+    mesh = StageMesh(devices=(0, 1), tensor_parallel_degree=2)
+    stage = StagePlan(layers=(0, 1), mesh=mesh, microbatch_size=4)
+    plan = Plan(global_batch_size=4, num_microbatches=1, stages=(stage,), data_parallel_size=1)
+    for one in exchange(plan, [batch(0, 4), batch(1, 4)]):
+        (item,) = one.microbatches
+        assert (item.owner, item.value["name"]) == (0, "r0")
+        assert torch.equal(item.random_state, state(0))
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():
