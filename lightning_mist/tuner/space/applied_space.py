@@ -109,7 +109,7 @@ class Space:
 
     def batch_rows(self, replicas: int) -> int:
         """Rows of the batch of each loader, by the number of copies of the pipeline."""
-        return self.global_batch_size // (self.data_parallel_size or replicas)
+        return self.global_batch_size // (self.data_parallel_size or max(1, replicas))
 
     def rows(self, num_microbatches: int, data: int) -> int:
         """Rows that each device of a stage sees per microbatch, by the stage's data-parallel degree."""
