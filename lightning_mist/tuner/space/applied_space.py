@@ -25,7 +25,7 @@ from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleN
 from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
 from lightning_mist.tuner.space.loaders import settled_loaders
-from lightning_mist.tuner.space.shape import Shape
+from lightning_mist.tuner.space.shape import Shape, shard_degrees
 
 __all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]
 
@@ -198,16 +198,9 @@ def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
                 for kind in space.tensor
                 if data * kind[0] in counts
                 for checkpointing in space.checkpointing_kinds
-                for shard in _shard_degrees(space.search, data)
+                for shard in shard_degrees(space.search, data)
             ]
     return tuple(sorted(found))
-
-
-def _shard_degrees(search: SearchSpace, data: int) -> tuple[int, ...]:
-    """Over how many of some ranks ZeRO may shard, 0 for all of them."""
-    if not any(search.zero_stages):
-        return (0,)
-    return (0, *(count for count in sorted(set(search.shard_degrees)) if count < data and data % count == 0))
 
 
 def apply(

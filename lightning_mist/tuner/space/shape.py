@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_mist.plan import CheckpointingKind, StageMesh, StagePlan
+from lightning_mist.plan.search_space import SearchSpace
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,3 +43,10 @@ class Shape:
             sequence_parallel=self.sequence,
             shard_degree=self.shard or None,
         )
+
+
+def shard_degrees(search: SearchSpace, data: int) -> tuple[int, ...]:
+    """Over how many of some ranks ZeRO may shard, 0 for all of them."""
+    if not any(search.zero_stages):
+        return (0,)
+    return (0, *(count for count in sorted(set(search.shard_degrees)) if count < data and data % count == 0))
