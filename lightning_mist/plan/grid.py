@@ -56,19 +56,11 @@ def plan_of(
     data = _data_degree(data_parallel_degree, shared, world_size)
     rows, count = _rows(global_batch_size, data, num_microbatches, microbatch_size, shared)
     per_stage = _layers_of_each(num_layers, pipeline_stages * chunks)
-    degrees = (data, context_parallel_degree, tensor_parallel_degree)
-    settings = sequence_parallel, shard_degree
+    degrees, settings = (data, context_parallel_degree, tensor_parallel_degree), (sequence_parallel, shard_degree)
     meshes = _meshes(degrees, pipeline_stages, devices_per_node, *settings) * chunks
-    template = StagePlan(
-        layers=(0, per_stage),
-        mesh=meshes[0],
-        microbatch_size=rows,
-        zero_stage=ZeroStage(zero_stage),
-        checkpointing=Checkpointing(
-            layers=per_stage if checkpointed_layers == "all" else checkpointed_layers, kind=checkpointing
-        ),
-        offload=offload or OffloadRatios(),
-    )
+    layers = per_stage if checkpointed_layers == "all" else checkpointed_layers
+    recomputed = Checkpointing(layers=layers, kind=checkpointing)
+    template = _first_stage(meshes[0], per_stage, rows, zero_stage, recomputed, offload)
     return Plan(
         global_batch_size=global_batch_size,
         num_microbatches=count,
@@ -76,6 +68,19 @@ def plan_of(
         # Where parts would be of several devices' batches, every copy of the pipeline loads one.
         data_parallel_size=None if count * data % world_size == 0 else data,
         stages=_stages_like(template, meshes),
+    )
+
+
+def _first_stage(
+    mesh: StageMesh, layers: int, rows: int, zero_stage: int, recomputed: Checkpointing, offload: OffloadRatios | None
+) -> StagePlan:
+    return StagePlan(
+        layers=(0, layers),
+        mesh=mesh,
+        microbatch_size=rows,
+        zero_stage=ZeroStage(zero_stage),
+        checkpointing=recomputed,
+        offload=offload or OffloadRatios(),
     )
 
 
