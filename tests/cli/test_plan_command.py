@@ -59,6 +59,14 @@ def test_plan_as_json(tmp_path, capsys):
     assert "plan written to" in shown.err
 
 
+def test_a_batch_that_is_no_multiple_of_the_devices_is_that_of_fewer_loaders(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    run(*plan_arguments(out=out, global_batch_size=7))
+    assert ": 7 rows of 1 data loader in" in capsys.readouterr().out
+    plan = load(out)
+    assert (plan.data_parallel_size, dict(plan.fingerprint)["batch_rows"]) == (1, "7")
+
+
 def test_plan_beside_others(tmp_path, capsys):
     out = tmp_path / "plan.json"
     run(*plan_arguments(out=out, zero_stages="[0]"), "--compare")
@@ -96,7 +104,7 @@ def test_plan_of_a_configuration(tmp_path, capsys):
         ({"cluster": "local:"}, "cluster 'local:': write local"),
         ({"cluster": "local:none"}, "cluster 'local:none': write local, or local: and a number of processes"),
         ({"global_batch_size": 0}, "global_batch_size = 0: at least one row is needed"),
-        ({"global_batch_size": 7}, "global_batch_size = 7 on 2 devices"),
+        ({"global_batch_size": 7, "data_parallel_size": 2}, "global_batch_size = 7 with data_parallel_size = 2"),
         ({"memory_limit": "lots"}, "'lots' is not a size"),
         ({"memory_limit": "1B"}, "memory_limit"),
         ({"memory_limit": "100GiB"}, "more than nothing and at most the 22.5 GiB of a device"),

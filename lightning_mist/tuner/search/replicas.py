@@ -68,6 +68,7 @@ def degrees_of_copies(space: Space) -> tuple[tuple[int, ...], ...]:
 
 def most_saved(spec: ModelSpec, space: Space) -> float:
     """Bytes by which a stage's own batches may be less than those that it is priced with, at most."""
-    loaders = space.data_parallel_size or space.world_size
-    whole = bytes_at(spec.batch_bytes, -(-space.global_batch_size // loaders), spec.sequence_length or 1)
-    return float((loaders - 1) * whole)
+    loaders, length = space.data_parallel_size, spec.sequence_length or 1
+    if loaders is None:  # every copy loads one batch, of all rows at most
+        return float(bytes_at(spec.batch_bytes, space.global_batch_size, length))
+    return float((loaders - 1) * bytes_at(spec.batch_bytes, space.global_batch_size // loaders, length))
