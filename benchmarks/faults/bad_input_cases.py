@@ -660,7 +660,7 @@ def plan_file_cases(files: Files, folder: Path, chance: random.Random) -> Iterat
         ("schedule",): ("", "1F1B", "gpipes"),
         ("stages",): ([],),
         ("stages", 0, "layers"): ([0, 3], [1, 2], [2, 0], [0], [0, 1, 2], [-1, 2]),
-        ("stages", 1, "devices"): ([0], [2], [1, 1], [], [-1], [10**12]),
+        ("stages", 1, "devices"): ([1], [2], [1, 1], [], [-1], [10**12]),
         ("stages", 0, "microbatch_size"): (0, 3, 10**12),
         ("stages", 0, "data_parallel_degree"): (0, 2),
         ("stages", 0, "tensor_parallel_degree"): (0, 2),
@@ -786,7 +786,6 @@ def profile_cases(files: Files, folder: Path, chance: random.Random) -> Iterator
         ("profile", "compute", 0, "flops_per_second"): ([], [0.0], [-1.0]),
         ("profile", "host_to_device_bytes_per_second"): (-1.0,),
         ("profile", "interference", "compute_network"): (-0.1, 1.1),
-        ("profile", "stack"): ("", "x"),
     }.items():
         for item in values:
             yield case(json.dumps(_with(good, path, item)))

@@ -95,9 +95,9 @@ class Cluster:
         if self.num_nodes < 1 or self.devices_per_node < 1:
             raise PlanError(f"a cluster of {self.num_nodes} nodes x {self.devices_per_node}: both must be at least 1")
         if self.world_size > MOST_DEVICES:
+            shown = f"{min(self.world_size, 10**18):,}"  # what is longer is no number to read
             raise PlanError(
-                f"a cluster of {self.num_nodes:.4g} nodes x {self.devices_per_node:.4g}: nothing is planned for more "
-                f"than {MOST_DEVICES:,} devices; name fewer"
+                f"a cluster of {shown} devices: nothing is planned for more than {MOST_DEVICES:,}; name fewer"
             )
         if self.host_memory_bytes is not None and self.host_memory_bytes < 1:
             raise PlanError(
