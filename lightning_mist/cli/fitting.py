@@ -62,11 +62,16 @@ class FoundPlan:
         return self.planner.spec
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What to know of the plan and of its numbers, for people."""
+    def cautions(self) -> tuple[str, ...]:
+        """What to know before the plan is used; the rest of the notes says where its numbers come from."""
         split = split_notes(self.plan, self.spec.module_map)
         precision = precision_notes(self.planner.cluster, self.spec.precision)
-        return (*self.restricted, *split, *precision, *self.spec.notes, *self.result.notes)
+        return (*self.restricted, *split, *precision, *self.spec.notes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the plan and of its numbers, for people."""
+        return (*self.cautions, *self.result.notes)
 
 
 def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, Any]) -> Fitting:

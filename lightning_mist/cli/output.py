@@ -75,10 +75,8 @@ def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, 
         return explain_plan(planner, result, seconds=seconds, **asked)
 
 
-def show_explanation(explanation: "Explanation", *, full: bool) -> None:
+def show_explanation(explanation: "Explanation") -> None:
     """Print why a plan was chosen."""
     from lightning_mist.explain import render_explanation
 
-    print(render_explanation(explanation, full=full, width=terminal_width(), color=sys.stdout.isatty()))
-    if not full:
-        print("\nmore about this, other plans and better machines: --explain")
+    print(render_explanation(explanation, width=terminal_width(), color=sys.stdout.isatty()))

@@ -1,7 +1,9 @@
 """``lightning-mist plan``: a plan made without the machine it is for."""
 
 import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import (
@@ -26,10 +28,12 @@ from lightning_mist.cli.output import (
     show_plan,
     show_sections,
     show_text,
+    terminal_width,
     told,
 )
 from lightning_mist.plan import Plan, SearchSpace, fingerprint_of, save
-from lightning_mist.plan.plan_tables import counted
+from lightning_mist.plan.plan_tables import counted, speed_line
+from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -210,7 +214,7 @@ def _degrees(search: SearchSpace, machine: "AnyCluster") -> tuple[int, ...]:
 
 
 def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) -> None:
-    from lightning_mist.explain import explanation_data
+    from lightning_mist.explain import explanation_data, main_reasons
     from lightning_mist.tuner.select import CLOSED_FORM_AND_CLOCK
 
     if json:
@@ -220,12 +224,18 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
         notes = (*_not_executed(found), *found.result.proof, *found.result.compared, *found.notes)
         print_json(found.plan, memory=found.memory, search=_search_data(found.result), notes=notes, **more)
         return
+    if not explain:
+        print(short_text(found, main_reasons(why), width=min(SHORT_COLUMNS, terminal_width())))
+        if found.compared is not None:
+            print_comparison(found.compared, found.spec)
+        return
     show_text(_subject(found))
+    show_text(f"plan: {recipe_of(found.plan)}")
     show_plan(found.plan, devices_of(found.plan, found.planner.cluster))
     for line in (found.memory, *_not_executed(found)):
         show_text(line)
     print()
-    show_explanation(why, full=explain)
+    show_explanation(why)
     if found.compared is not None:
         print_comparison(found.compared, found.spec)
     print()
@@ -235,6 +245,53 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
             ("the best plans met of other shapes", found.result.compared),
             ("what to know of this plan, and where its numbers come from", found.notes),
         )
+    )
+
+
+SHORT_COLUMNS = 100
+"""Columns of text of what is said of a plan in short."""
+
+_MOST_NOTES = 3
+
+
+def short_text(found: FoundPlan, reasons: Sequence[str], *, width: int) -> str:
+    """A plan on one screen: what was asked for, the plan, its speed, its memory, why, and what to know before using it.
+
+    Args:
+        reasons: Why this plan, in short sentences.
+        width: Columns of text at most.
+    """
+    plan = found.plan
+    assert plan.predicted is not None
+    notes = [*_not_executed(found), *found.cautions]
+    left = max(0, len(notes) - _MOST_NOTES)
+    lines = [
+        _subject(found),
+        "",
+        *_item("plan", recipe_of(plan), width),
+        *_item("speed", speed_line(plan), width),
+        *_item("memory", found.memory, width),
+        *(line for number, text in enumerate(reasons) for line in _item("" if number else "why", f"- {text}", width)),
+        *(
+            f"{'' if number else 'note':8}{shorten(text, width - 8, placeholder=' ...')}"
+            for number, text in enumerate(notes[:_MOST_NOTES])
+        ),
+        "",
+        f"{f'{left} more notes, all' if left else 'All'} reasons, tables and sources: --explain or --html report.html",
+    ]
+    return "\n".join([*wrap(lines[0], width), *lines[1:]])
+
+
+def _item(name: str, text: str, width: int) -> list[str]:
+    """A line of text behind a name, as many lines as it takes."""
+    hanging = " " * (10 if text.startswith("- ") else 8)
+    return wrap(
+        text,
+        width,
+        initial_indent=f"{name:8}",
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

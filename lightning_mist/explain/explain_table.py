@@ -16,15 +16,14 @@ LEAST_SHARE = 0.005
 """Terms that take a smaller share of every stage's peak have no column of their own."""
 
 
-def render_explanation(explanation: Explanation, *, full: bool = True, width: int = 120, color: bool = False) -> str:
-    """An explanation as text: titles with sentences, and in full also the bytes of every stage by term."""
+def render_explanation(explanation: Explanation, *, width: int = 120, color: bool = False) -> str:
+    """An explanation as text: the bytes of every stage by term, and titles with sentences."""
     console = TextConsole(width, color=color)
-    if full:
-        title, table = memory_table(explanation.plan)
-        console.print(title, style="bold italic")
-        console.print_table(table)
-        console.print()
-    _print_sections(console, explanation_sections(explanation, full=full))
+    title, table = memory_table(explanation.plan)
+    console.print(title, style="bold italic")
+    console.print_table(table)
+    console.print()
+    _print_sections(console, explanation_sections(explanation))
     return console.text
 
 

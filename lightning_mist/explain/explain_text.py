@@ -1,7 +1,7 @@
 """An explanation as sentences, and as data for other programs."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,6 @@ from lightning_mist.explain.explanation import (
     ranges_of,
     seconds_of,
 )
-from lightning_mist.explain.findings import is_hardly
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_seconds
@@ -130,55 +129,19 @@ Section = tuple[str, tuple[str, ...]]
 """A title and its sentences."""
 
 
-def explanation_sections(explanation: Explanation, *, full: bool = True) -> tuple[Section, ...]:
-    """An explanation as titles with sentences; sections without any are left out.
-
-    Args:
-        full: Whether to say also what does not bind, what other kinds of plans there are, and what was left out.
-    """
+def explanation_sections(explanation: Explanation) -> tuple[Section, ...]:
+    """An explanation as titles with sentences; sections without any are left out."""
     step = explanation.step_seconds
-    told = [finding for finding in explanation.findings if finding.binds or (full and _is_told(finding))]
-    alike = [] if full else [finding for finding in told if _is_felt_by_stage_only(finding, step)]
-    if len(alike) > 1:
-        told = [finding for finding in told if finding not in alike]
+    told = [finding for finding in explanation.findings if finding.binds or _is_told(finding)]
     findings = [f"{text}." for text in told_together(explanation.plan, told)]
-    findings += [_held_back(alike)] if len(alike) > 1 else []
-    findings += _together(explanation) if full else []
     sections: list[Section] = [
-        ("what binds" if not full else "what binds and what does not", tuple(findings)),
+        ("what binds and what does not", (*findings, *_together(explanation))),
         ("what each technique buys", tuple(technique_line(item, step) for item in explanation.techniques)),
-        ("the best plans found of other kinds", tuple(_other(item, step) for item in explanation.others if full)),
+        ("the best plans found of other kinds", tuple(_other(item, step) for item in explanation.others)),
         ("what a better machine would buy", tuple(what_if_line(item, step) for item in explanation.what_ifs)),
+        ("left out", (*_unsearched(explanation), *(f"{text}." for text in explanation.left_out))),
     ]
-    if full:
-        sections.append(("left out", (*_unsearched(explanation), *(f"{text}." for text in explanation.left_out))))
     return tuple((title, lines) for title, lines in sections if lines)
-
-
-def _is_felt_by_stage_only(finding: Finding, step: float) -> bool:
-    """Whether memory holds back a stage, and next to nothing of the step."""
-    values = dict(finding.values)
-    if finding.limit != "memory" or not finding.binds or "step_gain_seconds" not in values:
-        return False
-    return is_hardly(values["step_gain_seconds"], values["gain_seconds"], step)
-
-
-def _held_back(findings: Sequence[Finding]) -> str:
-    """Stages that memory holds back, none of them the step by itself, in one sentence."""
-
-    def between(name: str, shown: Callable[[float], str]) -> str:
-        values = [finding.value(name) for finding in findings]
-        least, most = shown(min(values)), shown(max(values))
-        return least if least == most else f"{least} to {most}"
-
-    stages = ranges([finding.stage for finding in findings if finding.stage is not None])
-    peak, limit, missing = (between(f"{name}_bytes", format_bytes) for name in ("peak", "limit", "missing"))
-    gain = between("gain_seconds", format_seconds)
-    return (
-        f"Each of stages {stages} needs {peak} of the {limit} that tensors may take on each device. With {missing} "
-        f"more its devices would work {gain} less per step; by itself this would hardly "
-        "make the step shorter, as it waits for other stages."
-    )
 
 
 def _unsearched(explanation: Explanation) -> tuple[str, ...]:

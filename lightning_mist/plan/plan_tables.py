@@ -23,6 +23,9 @@ _HEADINGS = {
 }
 """Headings by the names in :attr:`~lightning_mist.plan.plan.PredictedStage.spent`, in the order of columns."""
 
+_LEAST_SHARE = 1e-6
+"""Terms of a smaller share of a step are what rounding left of nothing."""
+
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
@@ -34,9 +37,11 @@ def seconds_table(plan: Plan) -> tuple[str, Table] | None:
     predicted = plan.predicted
     if predicted is None or not any(stage.spent for stage in predicted.stages) or predicted.step_seconds <= 0:
         return None
-    rows = [dict(predicted.stages[group].spent) for group in range(plan.num_groups)]
+    least = _LEAST_SHARE * predicted.step_seconds
+    spent = [predicted.stages[group].spent for group in range(plan.num_groups)]
+    rows = [{name: seconds for name, seconds in pairs if seconds > least} for pairs in spent]
     known = [*_HEADINGS, *(name for row in rows for name in row)]
-    names = [name for name in dict.fromkeys(known) if any(row.get(name, 0.0) > 0 for row in rows)]
+    names = [name for name in dict.fromkeys(known) if any(name in row for row in rows)]
     unit, scale = next((item for item in _UNITS if predicted.step_seconds >= item[1]), _UNITS[-1])
     title = f"where {format_seconds(predicted.step_seconds)} per step go, by stage ({unit}, and part of the step)"
     table = Table()
@@ -79,6 +84,22 @@ def rate_lines(plan: Plan) -> tuple[str, ...]:
             f"the step takes {ratio} times that"
         )
     return tuple(lines)
+
+
+def speed_line(plan: Plan) -> str:
+    """What a predicted step takes and achieves, in one line: its seconds, tokens, and model FLOPs utilisation."""
+    assert plan.predicted is not None
+    rates = step_rates(plan, plan.predicted.step_seconds)
+    parts = [f"{format_seconds(plan.predicted.step_seconds)} per step"]
+    if rates is not None:
+        is_text = rates.tokens_per_second is not None
+        rate = rates.tokens_per_second if rates.tokens_per_second is not None else rates.rows_per_second
+        parts.append(f"{per_second(rate / plan.world_size)} {'tokens' if is_text else 'rows'}/s per device")
+        if rates.utilisation is not None:
+            parts.append(f"MFU {_utilisation(plan, rates)}")
+        elif rates.flops_per_second is not None:
+            parts.append(f"{format_rate(rates.flops_per_second, 'FLOP/s')} per device")
+    return ", ".join(parts)
 
 
 def throughput(rates: StepRates) -> str:
@@ -137,13 +158,13 @@ _COLUMNS = (
     _Column("layers", lambda stage: _range(stage.layers)),
     _Column("devices", lambda stage: ranges(stage.devices)),
     _Column("microbatch", lambda stage: str(stage.microbatch_size)),
-    _Column("data parallel", lambda stage: str(stage.mesh.data_parallel_degree)),
+    _Column("data parallel", lambda stage: str(stage.mesh.data_parallel_degree), dull="1"),
     _Column("tensor parallel", lambda stage: str(stage.mesh.tensor_parallel_degree), dull="1"),
     _Column("context parallel", lambda stage: str(stage.mesh.context_parallel_degree), dull="1"),
     _Column("sequence parallel", lambda stage: "yes" if stage.mesh.sequence_parallel else "no", dull="no"),
-    _Column("ZeRO", lambda stage: str(int(stage.zero_stage))),
+    _Column("ZeRO", lambda stage: str(int(stage.zero_stage)), dull="0"),
     _Column("HSDP", lambda stage: hybrid(stage) or "whole", dull="whole"),
-    _Column("checkpointed", lambda stage: str(stage.checkpointing.layers)),
+    _Column("checkpointed", lambda stage: str(stage.checkpointing.layers), dull="0"),
     _Column("recomputed", lambda stage: stage.checkpointing.kind, dull="full"),
     _Column("offload", _offload, dull="none"),
 )

@@ -156,3 +156,47 @@ def short_name(plan: Plan) -> str:
 
 def _each(values: Sequence[int]) -> str:
     return str(values[0]) if len(set(values)) == 1 else "-".join(map(str, values))
+
+
+def recipe_of(plan: Plan) -> str:
+    """A plan in one line, as launchers of Megatron or torchtitan would be told it; what is not used is not mentioned.
+
+    Returns:
+        For example ``"tp 8, pp 4, dp 2, vpp 3, zero 1, recompute 4 of 24, microbatch 2 x 32"``: degrees of tensor,
+        pipeline and data parallelism, chunks of each group of devices, layers recomputed of all, rows of a microbatch
+        and how many there are. What differs from stage to stage is said from the least to the most.
+    """
+    groups = plan.stages[: plan.num_groups]
+    meshes = [stage.mesh for stage in groups]
+    layers = _per_group(plan, lambda stage: stage.num_layers)
+    recomputed = [stage.checkpointing.kind for stage in plan.stages if stage.checkpointing.layers]
+    kinds = "" if set(recomputed) <= {"full"} else f" {' and '.join(sorted(set(recomputed)))}"
+    of_layers = f" ({_span(layers)} layers each)" if max(layers) - min(layers) > 1 else ""
+    schedule = "" if plan.schedule in ("1f1b", "interleaved-1f1b") else f" by {plan.schedule}"
+    data, tensor, context = (
+        [getattr(mesh, f"{name}_parallel_degree") for mesh in meshes] for name in ("data", "tensor", "context")
+    )
+    offloaded = [
+        f"{kind} {_span([round(100 * getattr(stage.offload, kind)) for stage in groups])}%"
+        for kind in _OFFLOADED
+        if any(getattr(stage.offload, kind) for stage in groups)
+    ]
+    parts = {
+        f"tp {_span(tensor)}{' with sp' if any(mesh.sequence_parallel for mesh in meshes) else ''}": max(tensor) > 1,
+        f"cp {_span(context)}": max(context) > 1,
+        f"pp {plan.num_groups}{of_layers}{schedule}": plan.num_groups > 1,
+        f"dp {_span(data)}": max(data) > 1 or len(groups) == 1,
+        f"vpp {plan.num_stages // plan.num_groups}": plan.num_groups < plan.num_stages,
+        f"zero {_span([int(stage.zero_stage) for stage in groups])}{_hybrid(groups).lower()}": any(
+            stage.zero_stage for stage in groups
+        ),
+        f"recompute {sum(stage.checkpointing.layers for stage in plan.stages)} of {plan.num_layers}{kinds}": recomputed,
+        f"offload {' and '.join(offloaded)}": offloaded,
+        f"microbatch {_span([stage.microbatch_size for stage in groups])} x {plan.num_microbatches}": True,
+        f"loaders {plan.data_parallel_size}": plan.data_parallel_size,
+    }
+    return ", ".join(part for part, is_used in parts.items() if is_used)
+
+
+def _span(values: Sequence[int]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"

@@ -169,7 +169,7 @@ def _memory(report: Report, simulation: Simulation) -> str:
 def _why(report: Report) -> Iterator[str]:
     """Why this plan: of a whole explanation all, else what the search itself says."""
     if report.explanation is not None:
-        parts = explanation_sections(report.explanation, full=True)
+        parts = explanation_sections(report.explanation)
         inner = [page.subsection(_capital(title), page.items(lines)) for title, lines in parts]
         yield page.section("Why this plan", *inner)
     elif report.result is not None and report.result.alternatives:

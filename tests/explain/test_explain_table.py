@@ -52,10 +52,7 @@ def test_sentences_are_wrapped_and_never_cut():
     assert lines[at + 1 : at + 3] == ["- a (b): c. Without it the plan takes", "  600 ms per step (+20.0%)."]
 
 
-def test_in_short_there_is_no_table_and_no_colour_unless_asked_for():
+def test_there_is_no_colour_unless_asked_for():
     made = replace(explanation(), plan=with_terms(GIB, GIB))
-    short = render_explanation(made, full=False)
-    assert short.startswith("what binds\n- it is full.\n")
-    assert "most loaded device" not in short
-    assert "\x1b" not in short
-    assert "\x1b" in render_explanation(made, full=False, color=True)
+    assert "\x1b" not in render_explanation(made)
+    assert "\x1b" in render_explanation(made, color=True)

@@ -134,32 +134,9 @@ def test_all_is_said_under_titles():
     )
 
 
-def test_in_short_only_what_binds_is_said_and_no_empty_section():
-    short = dict(explanation_sections(replace(explanation(), what_ifs=()), full=False))
-    assert list(short) == ["what binds", "what each technique buys"]
-    assert short["what binds"] == ("it is full.",)
-
-
-def test_stages_that_memory_holds_back_and_not_the_step_share_a_sentence_in_short():
-    def full(stage, missing, step_gain):
-        values = {"peak_bytes": 2**20 + stage, "limit_bytes": 2**21, "missing_bytes": missing * 2**20}
-        values |= {"gain_seconds": 0.1, "step_gain_seconds": step_gain}
-        return Finding(stage=stage, limit="memory", binds=True, values=tuple(values.items()), text=f"memory of {stage}")
-
-    findings = (full(0, 1, 0.1), full(1, 2, 0.001), full(2, 5, 0.0))
-    three = replace(
-        pipeline(*[{"layers": 1}] * 3), predicted=replace(plan().predicted, stages=(plan().predicted.stages[0],) * 3)
-    )
-    held = replace(explanation(), plan=three, findings=findings)
-    assert dict(explanation_sections(held, full=False))["what binds"] == (
-        "memory of 0.",
-        "Each of stages 1 and 2 needs 1.0 MiB of the 2.0 MiB that tensors may take on each device. With 2.0 MiB to "
-        "5.0 MiB more its devices would work 100 ms less per step; by itself this would hardly make the step shorter, "
-        "as it waits for other stages.",
-    )
-    assert len(dict(explanation_sections(held))["what binds and what does not"]) == 3
-    alone = dict(explanation_sections(replace(held, findings=findings[:2]), full=False))
-    assert alone["what binds"] == ("memory of 0.", "memory of 1.")
+def test_there_is_no_empty_section():
+    short = dict(explanation_sections(replace(explanation(), what_ifs=(), others=())))
+    assert list(short) == ["what binds and what does not", "what each technique buys", "left out"]
 
 
 def test_stages_that_wait_or_hide_share_a_sentence():

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Plan, PredictedStage, StageMesh, StagePlan, render
-from lightning_mist.plan.plan_tables import per_second, rate_lines, seconds_table
+from lightning_mist.plan.plan_tables import per_second, rate_lines, seconds_table, speed_line
 from tests.plan.test_plan_tables import PLAN
 from tests.plan.test_throughput import WORK
 
@@ -89,6 +89,20 @@ def test_all_of_it_fits(width):
     assert "…" not in text
     for word in ("recompute", "transfers", "optimizer", "backward"):
         assert word in text
+
+
+def test_what_rounding_left_of_nothing_has_no_column():
+    terms = {"compute_seconds": 1.5, "bubble_seconds": 2e-16}
+    _, table = seconds_table(planned(terms, {**terms, "copies_seconds": 0.1}))
+    assert [str(column.header) for column in table.columns] == ["stage", "compute", "exposed\ncopies"]
+    assert list(table.columns[2].cells) == ["-", "0.1  7%"]
+
+
+def test_one_line_says_what_the_step_achieves():
+    assert speed_line(planned()) == "1.5 s per step, 533 tokens/s per device, MFU 33.3% of 4 TFLOP/s (a data sheet)"
+    assert speed_line(planned(work=None)) == "1.5 s per step, 5.33 rows/s per device"
+    unknown = replace(WORK, peak_flops_per_second=0.0)
+    assert speed_line(planned(work=unknown)) == "1.5 s per step, 533 tokens/s per device, 1.33 TFLOP/s per device"
 
 
 def test_lines_say_what_the_step_achieves():

@@ -25,6 +25,8 @@ from lightning_mist.plan import (
     split_notes,
     to_json,
 )
+from lightning_mist.plan.plan_tables import speed_line
+from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
@@ -372,9 +374,10 @@ def _publish(
             is_fastest = made is not None and made.plan.is_plain
             what = "plain data parallelism is the fastest plan that was found: " if is_fastest else ""
             progress.tell(f"{what}{format_seconds(plan.predicted.step_seconds)} per step predicted")
-        progress.details(render(plan))
     else:
-        progress.show(render(plan))
+        speed = "" if plan.predicted is None else f"; predicted: {speed_line(plan)}"
+        progress.tell(f"{recipe_of(plan)}{speed}")
+    progress.details(render(plan))
     offloads = (note for group in range(plan.num_groups) for note in ratio_notes(plan, found, group))
     for note in (*split_notes(plan, found), *dict.fromkeys(offloads)):
         progress.say(note)
