@@ -39,6 +39,11 @@ def test_other_sizes_are_refused(text):
         parse_bytes(text)
 
 
+def test_sizes_beyond_all_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"'9{20}'\.\.\.: sizes are finite"):
+        parse_bytes("9" * 400 + "GiB")
+
+
 @pytest.mark.parametrize("number", [-1, float("nan"), float("inf")])
 def test_impossible_numbers_of_bytes_are_refused(number):
     with pytest.raises(ValueError, match="sizes are finite and not negative"):

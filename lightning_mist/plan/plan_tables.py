@@ -37,9 +37,7 @@ def seconds_table(plan: Plan) -> tuple[str, Table] | None:
     predicted = plan.predicted
     if predicted is None or not any(stage.spent for stage in predicted.stages) or predicted.step_seconds <= 0:
         return None
-    least = _LEAST_SHARE * predicted.step_seconds
-    spent = [predicted.stages[group].spent for group in range(plan.num_groups)]
-    rows = [{name: seconds for name, seconds in pairs if seconds > least} for pairs in spent]
+    rows = spent_rows(plan)
     known = [*_HEADINGS, *(name for row in rows for name in row)]
     names = [name for name in dict.fromkeys(known) if any(name in row for row in rows)]
     unit, scale = next((item for item in _UNITS if predicted.step_seconds >= item[1]), _UNITS[-1])
@@ -52,6 +50,16 @@ def seconds_table(plan: Plan) -> tuple[str, Table] | None:
         cells = (_share(row.get(name, 0.0), scale, predicted.step_seconds) for name in names)
         table.add_row(" and ".join(map(str, plan.chunks(group))), *cells)
     return title, table
+
+
+def spent_rows(plan: Plan) -> list[dict[str, float]]:
+    """Seconds by term for every group of devices of a plan with a prediction, without what is next to nothing."""
+    assert plan.predicted is not None
+    least = _LEAST_SHARE * plan.predicted.step_seconds
+    return [
+        {name: seconds for name, seconds in plan.predicted.stages[group].spent if seconds > least}
+        for group in range(plan.num_groups)
+    ]
 
 
 def _share(seconds: float, scale: float, step_seconds: float) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.explain import ComparedPlan
 from lightning_mist.plan import Plan
-from lightning_mist.plan.plan_tables import per_second
+from lightning_mist.plan.plan_tables import per_second, spent_rows
 from lightning_mist.report import page
 from lightning_mist.report.draw_memory import COLORS as MEMORY_COLORS
 from lightning_mist.report.draw_memory import WORDS as MEMORY_WORDS
@@ -71,7 +71,7 @@ def seconds_section(plan: Plan) -> str:
     """Where the seconds of a step go."""
     predicted = plan.predicted
     assert predicted is not None
-    rows, step = [dict(predicted.stages[group].spent) for group in range(plan.num_groups)], predicted.step_seconds
+    rows, step = spent_rows(plan), predicted.step_seconds
     if not any(rows) or step <= 0:
         return ""
     terms, labels = _present(SPENT, rows), [group_name(plan, group) for group in range(plan.num_groups)]

@@ -16,6 +16,12 @@ def test_counts_are_positive(nodes: int, devices: int) -> None:
         Cluster(num_nodes=nodes, devices_per_node=devices, device=DEVICE)
 
 
+@pytest.mark.parametrize("nodes", [125_001, 10**400])
+def test_nobody_has_so_many_devices(nodes: int) -> None:
+    with pytest.raises(PlanError, match=r"a cluster of 1[\d,]+ devices: nothing is planned for more than 1,000,000"):
+        Cluster(num_nodes=nodes, devices_per_node=8, device=DEVICE)
+
+
 def test_hosts_have_memory() -> None:
     with pytest.raises(PlanError, match="hosts with 0 bytes of memory: a host has some; leave it out"):
         Cluster(num_nodes=1, devices_per_node=1, device=DEVICE, host_memory_bytes=0)

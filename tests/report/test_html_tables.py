@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from lightning_mist.explain.comparison import ComparedPlan
 from lightning_mist.report.html_tables import comparison_table, group_name, memory_section, seconds_section
 from tests.report.networks import predicted
@@ -35,3 +37,13 @@ def test_what_does_not_fit_says_why():
     assert "2 stages (the best found)" in text
     assert "rows/s" in text
     assert "tokens/s" not in text
+
+
+def test_what_rounding_left_of_nothing_has_no_colour():
+    plan = predicted(1, 4)
+    (stage,) = plan.predicted.stages
+    spent = (("compute_seconds", plan.predicted.step_seconds), ("bubble_seconds", 1e-17))
+    found = replace(plan, predicted=replace(plan.predicted, stages=(replace(stage, spent=spent),)))
+    text = seconds_section(found)
+    assert "compute" in text
+    assert "bubble" not in text

@@ -214,6 +214,16 @@ def test_a_plan_runs_with_its_predicted_seconds():
     assert "0REDUCE_TIED" not in seconds_of(result)
 
 
+def test_no_clock_is_run_for_hours():
+    plan = predicted_plan([{}, {}, {}])
+    many = 10**6 * plan.num_microbatches
+    long = replace(plan, num_microbatches=many, global_batch_size=plan.global_batch_size * 10**6)
+    with pytest.raises(
+        PlanError, match=f"{many:,} microbatches on 3 stages: .* at most of 4,000,000; look at a plan of"
+    ):
+        simulate_plan(long)
+
+
 def test_a_plan_runs_with_the_terms_of_its_prediction():
     terms = [
         {"transfer_seconds": 0.5, "reduce_seconds": 1, "tied_seconds": 2, "update_seconds": 3, "gather_seconds": 4},

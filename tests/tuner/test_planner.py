@@ -4,7 +4,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.interleaved_memory import plan_memory
-from lightning_mist.errors import InfeasibleError
+from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.spec.polynomial import MICROBATCH
 from lightning_mist.tuner import Planner, SearchSpace, tune
@@ -22,6 +22,11 @@ def test_asked_again_a_planner_answers_as_a_new_one():
         fresh = tune(ALIKE, cluster(4), profile=profile(), global_batch_size=4 * rows, memory_limit=limit)
         assert replace(again, stats=fresh.stats) == fresh
         assert again.stats.candidates == fresh.stats.candidates > 0
+
+
+def test_networks_of_more_layers_than_tables_can_have_are_refused():
+    with pytest.raises(PlanError, match=r"10,000 layers: plans are searched for at most 2,000; put several in one"):
+        Planner(replace(spec(4), kinds=spec(4).kinds[:1] * 10_000), cluster(2), profile=profile())
 
 
 def test_host_memory_is_not_negative():

@@ -140,6 +140,14 @@ def test_missing_element_types_are_measured_again(tmp_path: Path) -> None:
         (lambda content: content.replace('"schema": 2', '"schema": 0'), "has schema 0: schema 2 is read"),
         (lambda content: content.replace("operator_seconds", "operator_second"), "KeyError.*; measure again"),
         (lambda content: content.replace('"spread": 0.0', '"spread": "wide"', 1), "ValueError.*; measure again"),
+        (lambda content: "[" * 3000, "cannot be read"),
+        (
+            lambda content: content.replace('"spread": 0.0', '"spread": -1.0', 1),
+            "-1.0 in place of a number that is not",
+        ),
+        (lambda content: content.replace(f'"source": "{PROFILE.source}"', '"source": 5'), "5 in place of text"),
+        (lambda content: re.sub(r'"collectives": \[', '"collectives": 3, "": [', content), "3 in place of a list"),
+        (lambda content: re.sub(r'("memory_bytes_per_second": )[\d.e+]+', r"\g<1>0.0", content), "a rate of 0"),
         (lambda content: content.replace('"num_threads": "', '"num_threads": "9'), "was made for"),
     ],
 )

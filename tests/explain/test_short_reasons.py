@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from lightning_mist.explain.explanation import Finding, TechniqueValue, Version
-from lightning_mist.explain.main_reasons import main_reasons
+from lightning_mist.explain.short_reasons import main_reasons
 from tests.explain.test_explain_text import STEP, explanation, plan, version
 
 
