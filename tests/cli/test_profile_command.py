@@ -44,10 +44,11 @@ def test_a_plan_is_made_for_the_file(asked, tmp_path, capsys):
     out = tmp_path / "profile.json"
     run("profile", "--out", out, "--devices", "1")
     model = ("--model", "tests.cli.networks:make_net", "--global-batch-size", 4)
-    run("plan", "--cluster", out, *model)
-    shown = capsys.readouterr().out
-    assert "1 stage on 1 device" in shown
-    assert "the profile's rates (measured in a test)" in shown
+    capsys.readouterr()
+    run("plan", "--cluster", out, *model, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert [stage["devices"] for stage in found["plan"]["stages"]] == [[0]]
+    assert any("the profile's rates (measured in a test)" in note for note in found["notes"])
 
 
 def test_profile_as_json(asked, capsys):
