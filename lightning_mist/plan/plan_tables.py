@@ -181,13 +181,15 @@ _COLUMNS = (
 
 def render(plan: Plan, *, width: int = 120, color: bool = False, devices: Sequence[str] = ()) -> str:
     """A plan as a table: one line per stage, with the predictions if there are any, and where their seconds go."""
-    table = Table(title=_title(plan), title_justify="left", title_style="bold")
+    table = Table()
     headings, rows = stage_cells(plan, devices)
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*row)
     console = TextConsole(width, color=color)
+    # A table's own title would be broken at the width of what may be few columns.
+    console.print(_title(plan), style="bold")
     console.print_table(table)
     seconds = seconds_table(plan)
     if seconds is not None:
