@@ -126,11 +126,10 @@ def _in_100(estimate: "MemoryEstimate") -> str:
 
 
 def _more_risk(riskier: Fitting, gain: float) -> str:
-    stages = riskier.result.plan.num_groups
+    stages = counted(riskier.result.plan.num_groups, "stage")
+    seconds = format_seconds(riskier.result.predicted.step_seconds)
     return (
-        f"with more risk: a plan of {counted(stages, 'stage')} would take "
-        f"{format_seconds(riskier.result.predicted.step_seconds)} ({gain:.1%} less), but does not fit in about "
-        f"{_in_100(riskier.estimate)} of 100 cases"
+        f"with a risk of {_in_100(riskier.estimate)} in 100 not to fit, {stages} would take {seconds} ({gain:.1%} less)"
     )
 
 
