@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError
+from lightning_mist.strategy.planning import PlanRequest
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -24,7 +25,7 @@ else:
 class SharedLoaders(_Base):
     """Mixed into a strategy: equal groups of neighbouring ranks load the same samples, and count once."""
 
-    _data_parallel_size: int | None = None
+    _request: PlanRequest
     _one_of_each: Any = None  # the process group with this rank's place in every group of ranks
     _counts_all = False
     _metrics: tuple[Any, ...] = ()
@@ -36,7 +37,7 @@ class SharedLoaders(_Base):
         Raises:
             PlanError: If the ranks do not come in as many equal groups.
         """
-        loaders, world = self._data_parallel_size, self.world_size
+        loaders, world = self._request.loaders, self.world_size
         if loaders is not None and (loaders < 1 or world % loaders):
             raise PlanError(
                 f"data_parallel_size = {loaders} on {world} processes: equal groups of them load the same samples, so "

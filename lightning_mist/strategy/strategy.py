@@ -119,7 +119,6 @@ class MistBase(ActingRank, SharedLoaders, PlanInstallation):
             *(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, process_group_backend),
             **kwargs,
         )
-        self._data_parallel_size = data_parallel_size
         self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
         self._request = PlanRequest(

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 import torchmetrics
@@ -11,7 +13,7 @@ class Base:
     """Says over which group it was asked to reduce."""
 
     def __init__(self, rank, world_size, loaders):
-        self.global_rank, self.world_size, self._data_parallel_size = rank, world_size, loaders
+        self.global_rank, self.world_size, self._request = rank, world_size, SimpleNamespace(loaders=loaders)
         self._timeout = None
 
     @property

@@ -35,7 +35,7 @@ def searched_with(search: SearchSpace | None, data_parallel_size: int | None) ->
             f"search.data_parallel_size = {search.data_parallel_size} and data_parallel_size = {data_parallel_size}: "
             "loaders are made before anything is searched; give it to the strategy, not to its search space"
         )
-    return search
+    return replace(search, data_parallel_size=data_parallel_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

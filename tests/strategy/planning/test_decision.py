@@ -7,7 +7,8 @@ from lightning_mist.strategy.planning.decision import Decision, searched_with
 
 
 def test_loaders_are_the_strategys_and_not_only_what_is_searched():
-    assert searched_with(None, 2) == searched_with(SearchSpace(), None) == SearchSpace()
+    assert searched_with(None, 2) == SearchSpace(data_parallel_size=2)
+    assert searched_with(SearchSpace(), None) == SearchSpace()
     assert searched_with(SearchSpace(data_parallel_size=2), 2).data_parallel_size == 2
     with pytest.raises(ValueError, match="give it to the strategy"):
         searched_with(SearchSpace(data_parallel_size=2), None)
