@@ -198,17 +198,17 @@ def _made(planner: Planner, names: Namespace, started: float) -> Decision:
 
 def _needs(planner: Planner, plan: Plan) -> int:
     """The least ``memory_limit`` that a plan was made for: by its prediction, or else the one at hand."""
-    limit = planner.budget.limit
     peaks = [] if plan.predicted is None else [stage.peak_bytes for stage in plan.predicted.stages]
-    return min(limit, ceil(max(peaks) / tensor_share(planner.cluster))) if peaks else limit
+    return (
+        min(planner.budget.limit, ceil(max(peaks) / tensor_share(planner.cluster))) if peaks else planner.budget.limit
+    )
 
 
 def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     """Refuse a plan that cannot run here, or not within what may be used."""
     # Ranks may load batches of different sizes; a plan is for those of rank 0.
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
-    layers, ranks = len(found.blocks), planner.strategy.world_size
-    loaders = planner.request.loaders
+    layers, ranks, loaders = len(found.blocks), planner.strategy.world_size, planner.request.loaders
     check_plan(plan, world_size=ranks, batch_rows=rows, num_layers=layers, module_map=found, data_parallel_size=loaders)
     check_supported(plan, found, master_weights=planner.request.master_weights)
     if planner.trainer.enable_validation:
@@ -221,13 +221,12 @@ def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate 
     if planner.spec is not None:
         return estimate_made(planner.spec, plan, budget)
     changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
-    traces = planner.module.automatic_optimization
     return estimate_given(
         plan,
         found,
         budget,
         believed=not changed,
-        trace=(lambda: planner.trace(found)) if traces else None,
+        trace=(lambda: planner.trace(found)) if planner.module.automatic_optimization else None,
         say=planner.progress.tell,
     )
 
