@@ -198,10 +198,9 @@ def _made(planner: Planner, names: Namespace, started: float) -> Decision:
 
 def _needs(planner: Planner, plan: Plan) -> int:
     """The least ``memory_limit`` that a plan was made for: by its prediction, or else the one at hand."""
+    limit, share = planner.budget.limit, tensor_share(planner.cluster)
     peaks = [] if plan.predicted is None else [stage.peak_bytes for stage in plan.predicted.stages]
-    return (
-        min(planner.budget.limit, ceil(max(peaks) / tensor_share(planner.cluster))) if peaks else planner.budget.limit
-    )
+    return min(limit, ceil(max(peaks) / share)) if peaks else limit
 
 
 def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
@@ -374,8 +373,7 @@ def _publish(
             what = "plain data parallelism is the fastest plan that was found: " if is_fastest else ""
             progress.tell(f"{what}{format_seconds(plan.predicted.step_seconds)} per step predicted")
     else:
-        speed = "" if plan.predicted is None else f"; predicted: {speed_line(plan)}"
-        progress.tell(f"{recipe_of(plan)}{speed}")
+        progress.tell(recipe_of(plan) + ("" if plan.predicted is None else f"; predicted: {speed_line(plan)}"))
     progress.details(render(plan))
     offloads = (note for group in range(plan.num_groups) for note in ratio_notes(plan, found, group))
     for note in (*split_notes(plan, found), *dict.fromkeys(offloads)):
