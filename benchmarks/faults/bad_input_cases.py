@@ -322,7 +322,6 @@ def shape_cases() -> Iterator[Case]:
     ):
         yield Case(family="what does not go together", arguments=_estimate(**degrees))
     for options in (
-        {"global_batch_size": "7"},
         {"layer_cuts": "30"},
         {"layer_cuts": "12,6"},
         {"layer_cuts": "6", "num_stages": "3"},
