@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 TRIES = 3
 """How often a plan is made again, with less memory, whose estimate does not fit. One is mostly enough."""
 
+WORTH_PAYING = 0.1
+"""Share of a step's seconds that a plan may take longer to be surer to fit. What offloads has no replay, and so wide an
+interval that on small devices nothing but plans that take half as long again would do."""
+
 WORTH_TELLING = 1e-3
 """Share of a step's seconds from which on it is said what more risk would gain."""
 
@@ -77,7 +81,8 @@ class FoundPlan:
 def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, Any]) -> Fitting:
     """A plan that fits in 95 of 100 cases by its estimate, if one is found in a few tries.
 
-    Else it is that which is most likely to fit of those that were made; its estimate says so.
+    Else, or if that takes much longer (:data:`WORTH_PAYING`), it is that which is most likely to fit of those that were
+    made and do not; its estimate says so, and a note what the surest would take.
     """
     from lightning_mist.tuner.infeasible import UndecidedError
 
@@ -95,14 +100,16 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
             note = "no plan fits in 95 of 100 cases by its estimate"
             break
         made.append(Fitting(result=result, asked=again, estimate=estimate_of(planner, result.plan, limit)))
-    best = min(made, key=lambda item: _risk(item.estimate))
+    likely = [item for item in made if item.estimate.is_likely] or made
+    fastest, surest = min(likely, key=_seconds), min(made, key=lambda item: _risk(item.estimate))
+    most = _seconds(fastest) * (1 + WORTH_PAYING)
+    best = min((item for item in likely if _seconds(item) <= most), key=lambda item: _risk(item.estimate))
     notes = [note] if note else []
-    likely = [item for item in made if item.estimate.is_likely and item is not best]
-    if likely:
-        fastest = min(likely, key=lambda item: item.result.predicted.step_seconds)
-        gain = 1 - fastest.result.predicted.step_seconds / best.result.predicted.step_seconds
-        if gain >= WORTH_TELLING:
-            notes.append(_more_risk(fastest, gain))
+    notes += [
+        _beside(best, other)
+        for other in (fastest, surest)
+        if other is not best and other in likely and abs(_seconds(other) / _seconds(best) - 1) >= WORTH_TELLING
+    ]
     return replace(best, notes=tuple(notes))
 
 
@@ -125,11 +132,17 @@ def _in_100(estimate: "MemoryEstimate") -> str:
     return f"{max(1.0, 100 * _risk(estimate)):.0f}"
 
 
-def _more_risk(riskier: Fitting, gain: float) -> str:
-    stages = counted(riskier.result.plan.num_groups, "stage")
-    seconds = format_seconds(riskier.result.predicted.step_seconds)
+def _seconds(made: Fitting) -> float:
+    return made.result.predicted.step_seconds
+
+
+def _beside(best: Fitting, other: Fitting) -> str:
+    """What another plan takes, and how likely it does not fit."""
+    stages, change = counted(other.result.plan.num_groups, "stage"), _seconds(other) / _seconds(best) - 1
+    more = f"{-change:.1%} less" if change < 0 else f"{change:.1%} more"
     return (
-        f"with a risk of {_in_100(riskier.estimate)} in 100 not to fit, {stages} would take {seconds} ({gain:.1%} less)"
+        f"with a risk of {_in_100(other.estimate)} in 100 not to fit, {stages} would take "
+        f"{format_seconds(_seconds(other))} ({more})"
     )
 
 
