@@ -101,14 +101,14 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
             break
         made.append(Fitting(result=result, asked=again, estimate=estimate_of(planner, result.plan, limit)))
     likely = [item for item in made if item.estimate.is_likely] or made
-    fastest, surest = min(likely, key=_seconds), min(made, key=lambda item: _risk(item.estimate))
+    fastest, surest = min(likely, key=_seconds), min(likely, key=lambda item: _risk(item.estimate))
     most = _seconds(fastest) * (1 + WORTH_PAYING)
     best = min((item for item in likely if _seconds(item) <= most), key=lambda item: _risk(item.estimate))
     notes = [note] if note else []
     notes += [
         _beside(best, other)
         for other in (fastest, surest)
-        if other is not best and other in likely and abs(_seconds(other) / _seconds(best) - 1) >= WORTH_TELLING
+        if other is not best and abs(_seconds(other) / _seconds(best) - 1) >= WORTH_TELLING
     ]
     return replace(best, notes=tuple(notes))
 

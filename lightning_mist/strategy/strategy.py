@@ -113,10 +113,11 @@ class MistBase(ActingRank, SharedLoaders, PlanInstallation):
         **kwargs: Any,
     ) -> None:
         refuse_directories(save_distributed_checkpoint)
-        kwargs |= {"timeout": timeout, "start_method": start_method, "gradient_as_bucket_view": gradient_as_bucket_view}
+        kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
+        kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(
             *(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin),
-            *(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, process_group_backend),
+            *(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period),
             **kwargs,
         )
         self._find_unused_parameters, self._report_path = find_unused_parameters, report_path

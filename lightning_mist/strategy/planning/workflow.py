@@ -380,9 +380,8 @@ def _publish(
         progress.say(note)
     if estimate is not None:
         progress.tell(estimate.headline())
-    if made is not None:
-        for note in made.explain():
-            progress.say(note)
+    for note in () if made is None else made.explain():
+        progress.say(note)
     if planner.request.plan != "auto" or plan.predicted is None:
         return None  # it was given, or there was nothing to plan
     if path is not None:
