@@ -9,7 +9,7 @@ Array axes
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.estimate.allocator import MemoryEvent, free, malloc
 from lightning_mist.estimate.replay.rank_state import RankView, batches_of
-from lightning_mist.estimate.replay.step_events import Run
+from lightning_mist.estimate.replay.step_events import Arrivals, Run
 from lightning_mist.model.events import Block, Label, Mark, StageTemplate, Tape
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, ZeroStage
+from lightning_mist.plan import Plan, ScheduleName, ZeroStage
 from lightning_mist.plan.mesh import held_parameters
-from lightning_mist.schedule import Schedule, generate
+from lightning_mist.schedule import Schedule, arrived_sends, generate
 from lightning_mist.schedule.lowering import add_transfers, add_update
 
 
@@ -152,8 +152,8 @@ def replay_rank(
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
     view = RankView(part, spec, plan, rank)
     in_buckets = (plan.is_plain and not spec.master_weights) if plain is None else plain
-    schedule = _schedule(plan, spec, shorten=shorten)
-    tape, begin = Run(view, schedule, {} if known is None else known, in_buckets=in_buckets).play()
+    lists = _lists(plan, spec, shorten=shorten)
+    tape, begin = Run(view, *lists, {} if known is None else known, in_buckets=in_buckets).play()
     return Replay(rank, tape, begin)
 
 
@@ -182,16 +182,25 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
     return max(replays, key=lambda item: item.peak_bytes)
 
 
-def _schedule(plan: Plan, spec: ModelSpec, *, shorten: bool) -> Schedule:
+def _lists(plan: Plan, spec: ModelSpec, *, shorten: bool) -> tuple[Schedule, Arrivals]:
     """The lists that the runtime executes; of microbatches that repeat each other as many as it takes."""
     count = min(plan.num_microbatches, _shown(plan)) if shorten else plan.num_microbatches
-    computations = generate(plan.num_stages, count, plan.schedule, num_groups=plan.num_groups)
     tied = any(len(stages) > 1 for stages in spec.module_map.owners(plan.bounds).values())
-    gathers = [
+    gathers = tuple(
         ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
         for stage in plan.stages[: plan.num_groups]
-    ]
-    return add_update(add_transfers(computations), tied=tied and plan.num_groups > 1, gathers=gathers)
+    )
+    return _lowered(plan.num_stages, count, plan.schedule, tied=tied and plan.num_groups > 1, gathers=gathers)
+
+
+@lru_cache(maxsize=2)
+def _lowered(
+    num_stages: int, num_microbatches: int, name: ScheduleName, *, tied: bool, gathers: tuple[bool, ...]
+) -> tuple[Schedule, Arrivals]:
+    """Every rank of a plan goes by the same lists: they are made once."""
+    computations = generate(num_stages, num_microbatches, name, num_groups=len(gathers))
+    schedule = add_update(add_transfers(computations), tied=tied, gathers=gathers)
+    return schedule, arrived_sends(schedule)
 
 
 def _shown(plan: Plan) -> int:

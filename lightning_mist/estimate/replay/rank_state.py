@@ -93,6 +93,7 @@ class RankView:
             for item in self.mesh.held
         )
         self.by_name = {item.name: item for item in self.held}
+        self._crossing: dict[tuple[int, int, int], tuple[CrossingTensor, ...]] = {}
 
     @property
     def zero_stage(self) -> ZeroStage:
@@ -206,6 +207,12 @@ class RankView:
 
     def crossing(self, stage: int, other: int, microbatch: int) -> tuple["CrossingTensor", ...]:
         """How this rank exchanges the tensors that cross the boundary between a stage of its and a neighbour."""
+        key = stage, other, microbatch
+        if key not in self._crossing:
+            self._crossing[key] = self._find_crossing(*key)
+        return self._crossing[key]
+
+    def _find_crossing(self, stage: int, other: int, microbatch: int) -> tuple["CrossingTensor", ...]:
         cut = self.plan.stages[max(stage, other)].layers[0]
         specs = self.spec.boundaries[cut - 1]
         live = self.module_map.cuts[cut - 1]

@@ -1,18 +1,24 @@
 """Optimizer steps of one rank: what is there from the start, batches, the optimizer's update."""
 
+from collections.abc import Mapping
+from typing import TypeAlias
+
 from lightning_mist.estimate.replay.batch_events import BatchWalk
 from lightning_mist.estimate.replay.gradient_events import Gradients
 from lightning_mist.estimate.replay.rank_state import RankView
 from lightning_mist.model.events import Label, StageShape, StageTemplate, Tape, stack
 from lightning_mist.model.spec import bytes_at
 from lightning_mist.plan import ZeroStage
-from lightning_mist.schedule import Action, ActionKind, Schedule, arrived_sends
+from lightning_mist.schedule import Action, ActionKind, Schedule
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.shard_units import expand
 from lightning_mist.schedule.stage_units import expanded_units
 
 STEPS = 2
 """Optimizer steps that are replayed: the first makes the optimizer's state, the second is like all that follow."""
+
+Arrivals: TypeAlias = tuple[Mapping[Action, tuple[Action, ...]], ...]
+"""For every group of devices which of its sends each of its computations finds arrived."""
 
 
 class Run:
@@ -22,13 +28,14 @@ class Run:
         self,
         view: RankView,
         schedule: Schedule,
+        arrivals: Arrivals,
         known: dict[tuple[object, ...], StageTemplate],
         *,
         in_buckets: bool,
     ) -> None:
         self._view, self._tape, self._in_buckets = view, Tape(), in_buckets
         self._actions = schedule[view.mesh.stage]
-        self._arrivals = arrived_sends(schedule)[view.mesh.stage]
+        self._arrivals = arrivals[view.mesh.stage]
         units = expanded_units(view.plan, view.module_map, view.units)
         self._lines = dict(zip(self._actions, expand(self._actions, units), strict=True))
         self._gradients = Gradients(self._tape, view, in_buckets=in_buckets)
