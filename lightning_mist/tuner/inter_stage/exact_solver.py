@@ -99,7 +99,9 @@ def solve_family(
     return _Search(family, _Walks(family), below, deadline, tolerance=tolerance).run()
 
 
-def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = np.inf) -> dict[int, Answer]:
+def solve_each(
+    family: Family, below: Mapping[int, float], *, deadline: float = np.inf, tolerance: float = PRECISION
+) -> dict[int, Answer]:
     """About the best answer of every number of stages of a family, where it takes fewer seconds than something.
 
     With each comes the best of those whose slowest stage takes less: the next on the frontier of the time of the
@@ -108,6 +110,7 @@ def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = 
     Args:
         below: By number of stages the seconds from which on answers are of no interest; others are not looked at.
         deadline: Value of ``thread_time()`` at which to stop with what has been found.
+        tolerance: Share by which an answer may take longer than its bound says.
     """
     found: dict[int, Answer] = {}
     asked = sorted(below.keys() & family.heads.keys())
@@ -115,12 +118,12 @@ def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = 
         return found
     walks = _Walks(family)
     for count in asked:
-        result = _Search(family, walks, below[count], deadline, only=count).run()
+        result = _Search(family, walks, below[count], deadline, only=count, tolerance=tolerance).run()
         if result.num_stages:
             best, slots = result.answers[count], family.problem(count).slots
             slowest = max(float(slot.steady_K[index]) for slot, index in zip(slots, best.chosen, strict=True))
-            search = _Search(family, walks, below[count], deadline, only=count, slowest=slowest)
-            other = search.run().answers.get(count, _NONE)
+            limits = {"slowest": slowest, "tolerance": tolerance}
+            other = _Search(family, walks, below[count], deadline, only=count, **limits).run().answers.get(count, _NONE)
             found[count] = replace(best, lower_bottleneck=other.chosen)
     return found
 
@@ -163,17 +166,15 @@ class _Walks:
         self._kept: dict[tuple[float, float | None], Walk] = {}
         self._room = _MOST_SUMS
 
-    def walk(self, bottleneck: float, cap: float | None, only: int | None) -> Walk:
-        """One pass, of which one number of stages is of interest, or all are."""
+    def walk(self, bottleneck: float, cap: float | None, only: int | None, limit: float) -> Walk:
+        """One pass, of which one number of stages is of interest, or all are, and sums up to a limit."""
         walk = self._kept.get((bottleneck, cap))
-        if walk is None:
-            walk = self.suffixes.walk(bottleneck, cap)
+        if walk is None or walk.only not in (None, only) or walk.limit < limit:
+            walk = self.suffixes.walk(bottleneck, cap, only, limit)
             self._room -= sum(map(len, walk.sums))
             if self._room >= 0:
                 self._kept[bottleneck, cap] = walk
-        if only is None:
-            return walk
-        return replace(walk, values={count: value for count, value in walk.values.items() if count == only})
+        return walk
 
 
 class _Search:
@@ -190,7 +191,7 @@ class _Search:
         slowest: float = np.inf,
         tolerance: float = PRECISION,
     ) -> None:
-        self.family, self.below, self.deadline = family, below, deadline
+        self.family, self.below, self.deadline, self.slowest = family, below, deadline, slowest
         self._tolerance = tolerance
         self.walks, self.suffixes, self.only = walks, walks.suffixes, only
         self.repeats = family.num_microbatches - 1
@@ -225,7 +226,9 @@ class _Search:
 
     def _explore(self, first: int, last: int) -> float:
         """Look at all bottleneck times between two; returns a bound on the objective there."""
-        walk = self._walk(float(self.bottlenecks_K[last]))
+        # All numbers of stages begin with the pass of the most seconds: it is made for all of them.
+        only = self.only if self.slowest < np.inf else None
+        walk = self._of_interest(self.walks.walk(float(self.bottlenecks_K[last]), None, only, self._limit))
         if not walk.values:
             return np.inf
         bound, low = np.inf, min(walk.values.values())
@@ -255,7 +258,18 @@ class _Search:
                 self.found[self.num_stages] = objective, chosen
 
     def _walk(self, bottleneck: float, cap: float | None = None) -> Walk:
-        return self.walks.walk(bottleneck, cap, self.only)
+        return self._of_interest(self.walks.walk(bottleneck, cap, self.only, self._limit))
+
+    @property
+    def _limit(self) -> float:
+        """The most that the steady times of a better answer can be together."""
+        return (self.objective - self.repeats * self.suffixes.least_bottleneck()) * (1 + PRECISION)
+
+    def _of_interest(self, walk: Walk) -> Walk:
+        """A pass with the values of the number of stages alone that is of interest."""
+        if self.only is None:
+            return walk
+        return replace(walk, values={count: value for count, value in walk.values.items() if count == self.only})
 
     def _fastest(self, first: int, last: int, low: float) -> int:
         """The least bottleneck time that can lead to a better answer; answers near it are good ones to begin with."""

@@ -63,6 +63,8 @@ class Walk:
     Attributes:
         bottleneck: The most steady seconds of a stage.
         cap: The most that ``sum t + D`` may be, or ``None``.
+        only: The number of stages that was of interest, or ``None`` where all were.
+        limit: Sums of steady times above which suffixes were of no interest.
         values: For every number of stages with an answer the least sum of steady times; without a cap the boundary
             time of the first stage counts with them.
         states: The states that were looked at.
@@ -71,6 +73,8 @@ class Walk:
 
     bottleneck: float
     cap: float | None
+    only: int | None
+    limit: float
     values: dict[int, float]
     states: _States
     sums: tuple[FloatArray, ...]
@@ -130,32 +134,34 @@ class Suffixes:
         speed = float(self._capacity_P.sum())
         return self.family.num_layers / speed if speed > 0 else np.inf
 
-    def walk(self, bottleneck: float, cap: float | None = None) -> Walk:
+    def walk(self, bottleneck: float, cap: float | None = None, only: int | None = None, limit: float = np.inf) -> Walk:
         """One pass.
 
         Args:
             bottleneck: The most steady seconds of a stage.
             cap: The most that ``sum t + D`` may be; by default anything.
+            only: The only number of stages that is of interest; by default all are.
+            limit: Sums of steady times above which suffixes are of no interest.
         """
-        idle = {id(item): self._idle(item, bottleneck) for item in (*self.heads.values(), self.last)}
-        heads = [float(idle[id(head)].min(initial=np.inf)) for head in self.heads.values()]
-        least_head, least_last = min(heads, default=np.inf), float(idle[id(self.last)].min(initial=np.inf))
+        heads = self.heads if only is None else {only: self.heads[only]}
+        least_head = min((self._least_idle(head, bottleneck) for head in heads.values()), default=np.inf)
+        least_last = self._least_idle(self.last, bottleneck)
         states = self._states(bottleneck, least_head, least_last)
         slack = states.slack - least_head - least_last
         values: dict[int, float] = {}
         sums: list[FloatArray] = []
         if not len(states.row_J) or not slack >= -self._margin(bottleneck):
-            return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=())
+            return Walk(bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=())
         sums.append(self._last_sums(states, bottleneck, cap))
         maps: dict[int, IntArray] = {}
         made: dict[int, list[tuple[SlotOptions, IntArray]]] = {}
-        for count in range(2, max(self.heads) + 1):
-            if count in self.heads:
-                total_K = self._totals(self.heads[count], states, sums[-1], bottleneck, cap)
+        for count in range(2, max(heads) + 1):
+            if count in heads:
+                total_K = self._totals(heads[count], states, sums[-1], bottleneck, cap)
                 best = float(total_K.min(initial=np.inf))
                 if best < np.inf:
                     values[count] = best
-            if count > len(self.middle) + 1 or not (sums[-1] < np.inf).any():
+            if count in (only, len(self.middle) + 2) or not (sums[-1] < np.inf).any():
                 break
             key = id(self.middle[count - 2])
             if key not in made:
@@ -166,7 +172,10 @@ class Suffixes:
                 if cap is None and self._repeats[key] > 1:
                     made[key] = list(sources)
             sums.append(self._extended(made.get(key, sources), states, sums[-1], cap, bottleneck))
-        return Walk(bottleneck=bottleneck, cap=cap, values=values, states=states, sums=tuple(sums))
+            sums[-1][sums[-1] > limit] = np.inf
+        return Walk(
+            bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=tuple(sums)
+        )
 
     def chosen(self, walk: Walk, num_stages: int) -> tuple[int, ...]:
         """The choice of every stage of an answer that a pass found."""
@@ -200,10 +209,10 @@ class Suffixes:
     def _margin(self, bottleneck: float) -> float:
         return _MARGIN * (self.family.num_layers + bottleneck * float(self._capacity_P.sum()))
 
-    def _idle(self, item: EndOptions, bottleneck: float) -> FloatArray:
-        """Layers by which the devices of a choice would be idle at a bottleneck time; infinite if it takes longer."""
+    def _least_idle(self, item: EndOptions, bottleneck: float) -> float:
+        """Layers by which the devices of a choice are idle at least; infinite if all take longer."""
         idle_K = bottleneck * item.devices_K / self.rate_P[item.part_K] - item.layers_K
-        return np.where(item.steady_K <= bottleneck, idle_K, np.inf)
+        return float(idle_K.min(where=item.steady_K <= bottleneck, initial=np.inf))
 
     def _states(self, bottleneck: float, least_head: float, least_last: float) -> _States:
         rows, margin = np.arange(1, self.family.num_layers), self._margin(bottleneck)
@@ -289,18 +298,22 @@ class Suffixes:
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
-        for some, source_C in sources:
-            behind_CJ = behind_J[source_C]
+        # Stages in front of suffixes of so many layers make such of more: only these rows can be reached.
+        reached_N = states.row_J[behind_J[:-1] < np.inf]
+        for some, source_CJ in sources:
+            ends = reached_N[0] + some.layers_C.min(initial=1), reached_N[-1] + some.layers_C.max(initial=0) + 1
+            at = slice(*np.searchsorted(states.row_J, ends))
+            behind_CJ = behind_J.take(source_CJ[:, at])
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
             else:
-                steady_CJ, reach_CJ = some.steady_CR[:, states.row_J], some.reach_CR[:, states.row_J]
+                steady_CJ, reach_CJ = some.steady_CR[:, states.row_J[at]], some.reach_CR[:, states.row_J[at]]
                 steady_CJ = np.where(steady_CJ <= bottleneck, steady_CJ, np.inf)
             sum_CJ = steady_CJ + behind_CJ
             if cap is not None:
                 behind_CJ += reach_CJ
-                sum_CJ[behind_CJ > cap] = np.inf
-            np.minimum(best_J[:-1], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1])
+                np.copyto(sum_CJ, np.inf, where=behind_CJ > cap)
+            np.minimum(best_J[:-1][at], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1][at])
         return best_J
 
     def sources(

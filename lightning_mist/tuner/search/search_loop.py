@@ -24,7 +24,7 @@ from lightning_mist.tuner.candidates import TimeIsUpError
 from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
 from lightning_mist.tuner.search.near_optimal import near_resident, to_compare_with
 from lightning_mist.tuner.search.pipelines import Pipelines
-from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
+from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, ROUGHLY, SearchState
 
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
@@ -123,10 +123,8 @@ def _outcome(
 
 def _solve_several(state: SearchState, groups: Groups) -> None:
     """Solve pipelines of several stages, with a cutoff assumed as long as there is no incumbent, or only a slow one."""
-    # What is as near as this is looked at with all state resident in the end, so that its bound is asked for at once.
-    bounds = {group: state.raise_bound(group, state.least * NEAR_RESIDENT) for group in groups}
-    cutoff = state.least * state.near
-    groups = [group for group in groups if bounds[group] < cutoff * (1 - PRECISION)]
+    _bound_several(state, groups)
+    groups = [group for group in groups if state.bound_of(group) < state.least * state.near * (1 - PRECISION)]
     if not groups:
         return
     lowest = min(map(state.bound_of, groups))
@@ -139,6 +137,21 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
         _solve(state, groups, cutoff)
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if state.least * state.near <= cutoff or state.is_stopped:
+            return
+
+
+def _bound_several(state: SearchState, groups: Groups) -> None:
+    """Bound groups as far as it takes to know which may be near the best: with a cutoff assumed, as in solving them.
+
+    Far above what the best takes bounds say nothing and take long.
+    """
+    # What is as near as this is looked at with all state resident in the end, so that its bound is asked for at once.
+    most = state.least * NEAR_RESIDENT
+    lowest = min(map(state.bound_of, groups), default=0.0)
+    for factor in ASSUMED:
+        below = min(most, lowest * factor * NEAR_RESIDENT) if lowest else most
+        bounds = [state.raise_bound(group, below) for group in groups]
+        if below == most or min(bounds) < below * (1 - PRECISION):
             return
 
 
@@ -196,7 +209,8 @@ def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
             counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]
             family = state.pipelines.family(group, counts, below=below)
             if family.heads:
-                for count, answer in solve_family(family, below=below, deadline=state.deadline).answers.items():
+                found = solve_family(family, below=below, deadline=state.deadline, tolerance=ROUGHLY)
+                for count, answer in found.answers.items():
                     state.meet(group.pipeline(count), Incumbent(problem=family.problem(count), answer=answer))
 
 

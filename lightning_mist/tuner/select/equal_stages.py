@@ -3,6 +3,8 @@
 Chunks have no closed form, so that the search cannot find the pipeline that gains most by them. Of equal stages there
 are few: every arrangement of devices and ZeRO stage is tried, with as few recomputed layers as let it fit in one piece
 to begin with. It keeps at least as much in chunks, so that as many layers are recomputed as these need, or more.
+Where layers cannot be dealt out equally some stages have one more: those in the middle, as the first computes the
+embedding beside its layers and the last the loss, as Llama 3 does with 126 layers in 16 stages (Dubey et al., 2024).
 """
 
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_mist.cost.inputs import IntArray
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates import IntraStage
@@ -51,11 +54,20 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
 
 def _arrangements(space: Space) -> Iterator[tuple[int, int, Shape]]:
     """Numbers of equal stages and of microbatches that chunks can have, and arrangements of a stage's devices."""
-    equal = replace(space, search=replace(space.search, equal_stages=True))
-    for num_stages, num_microbatches in equal.pipelines():
-        if num_stages > 1 and num_microbatches % num_stages == 0:
-            for shape in equal.shapes_of(num_stages, num_microbatches):
-                yield num_stages, num_microbatches, shape
+    for num_stages, num_microbatches in space.pipelines():
+        if num_stages > 1 and num_microbatches % num_stages == space.world_size % num_stages == 0:
+            for shape in space.shapes(num_microbatches):
+                if shape.devices * num_stages == space.world_size:
+                    yield num_stages, num_microbatches, shape
+
+
+def _cuts(num_layers: int, num_stages: int) -> IntArray:
+    """Where every stage begins and the last ends; of unequal ones those in the middle have a layer more."""
+    each, more = divmod(num_layers, num_stages)
+    layers_S = np.full(num_stages, each)
+    begin = (num_stages - more) // 2
+    layers_S[begin : begin + more] += 1
+    return np.concatenate([[0], np.cumsum(layers_S)])
 
 
 def _least_seconds_of(stages: IntraStage, plan: Plan, more: int = 0) -> float:
@@ -81,7 +93,7 @@ def _least_seconds(
         for each_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R, seconds.recompute_R)
     )
     # Head and tail are regions of their own.
-    first_S = 1 + np.arange(num_stages) * (space.num_layers // num_stages)
+    first_S = 1 + _cuts(space.num_layers, num_stages)[:-1]
     edge_S = np.concatenate([[0], first_S[1:], [space.num_layers + 2]])
     busy_S = np.diff(both_R[edge_S]) + again_R[first_S + recomputed] - again_R[first_S]
     before_S = (np.cumsum(busy_S) - busy_S) / max(space.search.chunks)
@@ -90,8 +102,9 @@ def _least_seconds(
 
 def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -> Iterator[Plan]:
     """Plans with equal stages in one piece, one for every ZeRO stage; with as few recomputed layers as there may be."""
-    layout, count = rank_layout([(shape.data, shape.tensor)] * num_stages, space.devices_per_node), space.num_layers
-    recomputed = int(space.recomputed(np.array([count // num_stages]))[1].min())
+    layout = rank_layout([(shape.data, shape.tensor)] * num_stages, space.devices_per_node)
+    cuts = _cuts(space.num_layers, num_stages).tolist()
+    recomputed = int(space.recomputed(np.diff(cuts))[1].min())
     kept = Checkpointing(layers=recomputed, kind=shape.checkpointing)
     rows, meshes = space.rows(num_microbatches, shape.data), [shape.mesh(devices) for devices in layout]
     levels = sorted(level for level in space.search.zero_stages if level or not shape.shard)
@@ -102,7 +115,7 @@ def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -
             num_microbatches=num_microbatches,
             stages=tuple(
                 StagePlan(
-                    layers=(count * stage // num_stages, count * (stage + 1) // num_stages),
+                    layers=(cuts[stage], cuts[stage + 1]),
                     mesh=mesh,
                     microbatch_size=rows,
                     zero_stage=ZeroStage(level),

@@ -254,10 +254,11 @@ def _under_other_schedule(
         return None, ()
     is_asked = space.schedule in space.search.schedules
     below = base.seconds * (1 - simplest.ALIKE) if is_asked else np.inf
-    found = best_variant(stages.model, space, stages.limits, stages.host_limits, [base.plan, *others], below=below)
-    if isinstance(stages, IntraStage):
-        least = below if found is None else min(below, step_seconds_of_plan(found))
-        found = even_chunks(stages, below=least) or found
+    # Equal stages in chunks are mostly faster, and rule out most others before these are made to fit.
+    even = even_chunks(stages, below=below) if isinstance(stages, IntraStage) else None
+    least = below if even is None else step_seconds_of_plan(even)
+    plans = [base.plan, *others]
+    found = best_variant(stages.model, space, stages.limits, stages.host_limits, plans, below=least) or even
     if not is_asked and found is None:
         refuse_without_variant(tried)
     if found is not None and (not is_asked or step_seconds_of_plan(found) <= below):

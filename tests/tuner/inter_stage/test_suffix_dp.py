@@ -43,6 +43,18 @@ def test_a_pass_finds_the_least_sums_of_every_number_of_stages(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_pass_of_one_number_of_stages_and_a_limit_finds_the_same_below_it(seed):
+    family = random_family(seed)
+    suffixes = Suffixes(family)
+    bottleneck = float(suffixes.bottlenecks()[-1])
+    for count, value in suffixes.walk(bottleneck).values.items():
+        alone = suffixes.walk(bottleneck, only=count, limit=value)
+        assert alone.values == {count: value}
+        assert suffixes.chosen(alone, count) == suffixes.chosen(suffixes.walk(bottleneck), count)
+        assert min(suffixes.walk(bottleneck, only=count, limit=value / 2).values.values(), default=np.inf) >= value
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_choices_reach_what_a_pass_found(seed):
     family = random_family(seed)
     suffixes = Suffixes(family)

@@ -62,7 +62,7 @@ def test_what_is_proven_without_all_ratios_is_not_certified(monkeypatch, has_tim
         seen.append(problem)
         return real(problem, **asked)
 
-    def late(*asked):
+    def late(*asked, **more):
         raise TimeIsUpError
 
     monkeypatch.setattr(inter_stage, "solve_program", program)

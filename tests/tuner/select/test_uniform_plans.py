@@ -235,6 +235,15 @@ def test_even_chunks_of_a_search(limits):
     assert even_chunks(stages(space), below=best.predicted.step_seconds) is None
 
 
+def test_layers_that_do_not_come_out_even_are_more_in_the_middle():
+    network = with_splits(spec(9, measured=True), (2, False))
+    model = StageCostModel(network, MACHINE, cluster(4, kind="cuda"))
+    search = SearchSpace(num_stages=(4,), schedules=("interleaved-1f1b",))
+    best = even_chunks(IntraStage(model, apply(search, network, 4, ROWS), 1e12), below=np.inf)
+    assert [sum(best.stages[index].num_layers for index in best.chunks(group)) for group in range(4)] == [2, 3, 2, 2]
+    assert best.predicted == predict_with(model, best)
+
+
 def test_the_memory_of_chunks_that_take_too_long_is_not_added_up(monkeypatch):
     best = even_chunks(stages(SearchSpace(zero_stages=(0,))), below=np.inf)
     asked, real = [], schedule_variants.plans_peaks
