@@ -62,6 +62,24 @@ def open_profile(text: str, cluster: "AnyCluster", precision: str) -> "HardwareP
     return measure_local(single(cluster, "measuring"), precision).profile
 
 
+def check_rates(text: str, cluster: "AnyCluster", precision: str) -> None:
+    """Refuse a precision in which a described device has no rate, before the network is looked at: that takes time.
+
+    Raises:
+        ProfileError: If the catalog, or the file of what was measured, has no rate for it.
+    """
+    from lightning_mist.cost.time import compute_dtype, compute_rate
+    from lightning_mist.hardware import catalog_profile, read_machine
+    from lightning_mist.model.presets import check_precision
+
+    check_precision(precision)
+    if is_local(text):  # to be measured in this precision
+        return
+    measured = read_machine(Path(text))[1] if is_measured(text) else None
+    for part in cluster.parts:
+        compute_rate(measured or catalog_profile(part), compute_dtype(precision), 1.0)
+
+
 def in_stack(profile: "HardwareProfile | None", cluster: "AnyCluster", stack: str) -> "HardwareProfile | None":
     """A profile, or the catalog's for a described machine, under the kernels of a stack.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import (
     Precision,
+    check_rates,
     devices_of,
     in_stack,
     is_local,
@@ -142,6 +143,7 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
         kinds, restricted = executed_offload(search.offload, device_kind, has_files=False, master_weights=masters)
         search = replace(search, offload=kinds)
     check_memory_limit(machine, limit)
+    check_rates(request.cluster, machine, precision.name)
     if request.global_batch_size < 1:
         raise ValueError(
             f"global_batch_size = {request.global_batch_size}: at least one row is needed; give a batch's rows"

@@ -273,6 +273,20 @@ def test_others_are_priced_in_the_precision_of_their_tools(capsys):
     assert lines["FSDP"]["precision"] == "bf16-true with fp32 master weights"
 
 
+@pytest.mark.parametrize(
+    ("cluster", "precision", "dtype"),
+    [
+        ("1x8xV100-32", "bf16-true", "bfloat16"),
+        ("1x8xA100-40+1x8xT4", "bf16-mixed", "bfloat16"),
+        ("1xL4", "64-true", "float64"),
+    ],
+)
+def test_precisions_without_a_rate_are_refused_before_the_network_is_looked_at(capsys, cluster, precision, dtype):
+    text = refused(capsys, *plan_arguments(model="nowhere:at_all", cluster=cluster, precision=precision))
+    assert f"has no rate for {dtype}" in text
+    assert "use a precision that it has" in text
+
+
 PRESET = ("--model", "gpt3-1.3b", "--seq-len", "512", "--precision", "bf16-true")
 ONE_STAGE = ("--max-stages", "1", "--schedules", '["1f1b"]', "--offload", "[]", "--tensor-parallel-degrees", "[1]")
 

@@ -13,7 +13,7 @@ from lightning_mist.cost.time.communication import (
 )
 from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
 from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
-from lightning_mist.cost.time.operator_seconds import compute_dtype
+from lightning_mist.cost.time.operator_seconds import compute_dtype, compute_rate
 from lightning_mist.cost.time.optimizer_step import update_seconds
 from lightning_mist.cost.time.overlap import (
     COMPUTE,

@@ -124,7 +124,7 @@ def _kernel_rate(
     return rate_E
 
 
-def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray) -> FloatArray:
+def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray | float) -> FloatArray:
     """FLOP/s of matrix products of so many operations each, interpolated in the logarithm of their number.
 
     Raises:
@@ -133,7 +133,8 @@ def compute_rate(profile: HardwareProfile, dtype: str, flops_E: FloatArray) -> F
     for rate in profile.compute:
         if rate.dtype == dtype:
             logarithms_E = np.log(np.maximum(flops_E, 1.0))
-            return np.interp(logarithms_E, np.log(rate.flops), rate.flops_per_second)
+            found_E: FloatArray = np.interp(logarithms_E, np.log(rate.flops), rate.flops_per_second)
+            return found_E
     known = ", ".join(rate.dtype for rate in profile.compute) or "nothing"
     raise ProfileError(
         f"the profile of {profile.device} has no rate for {dtype}, which this precision computes in; it has {known}: "
