@@ -8,13 +8,15 @@ fork.
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning_mist.cli.cluster_input import oldest_capability
+from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.hardware.catalog.devices import capability_of
 from lightning_mist.tuner import Planner, SearchSpace, degrees_to_try
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_mist.model.spec.model_spec import ModelSpec
 
 PRECISION = "bf16-true"
+NOTHING_FITS = "nothing fits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Reply:
         seconds: From the question to the plan.
         processor_seconds: What the process computed meanwhile, which others on the machine hardly change.
         peak_bytes: Greatest resident size of the process so far, imports included.
-        status: The planner's.
+        status: The planner's; :data:`NOTHING_FITS` where there is no plan, of which the rest is not known.
         gap: The proven gap.
         candidates: Stage candidates that were priced for all questions so far.
         stages: Stages of the plan.
@@ -56,10 +59,10 @@ class Reply:
     processor_seconds: float
     peak_bytes: int
     status: str
-    gap: float
-    candidates: int
-    stages: int
-    step_seconds: float
+    gap: float | None = None
+    candidates: int | None = None
+    stages: int | None = None
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,14 @@ class Session:
 
 
 def spec_of(
-    shape: "LanguageModelShape", name: str, cluster_text: str, *, rows: int, sequence_length: int
+    shape: "LanguageModelShape",
+    name: str,
+    cluster_text: str,
+    *,
+    rows: int,
+    sequence_length: int,
+    precision: str = PRECISION,
+    master_weights: bool = False,
 ) -> "ModelSpec":
     """The network as ``lightning-mist plan`` describes it, split over all degrees that the cluster allows.
 
@@ -85,30 +95,36 @@ def spec_of(
     Args:
         shape: Its sizes, a preset's or ones like them.
         name: For people.
-        cluster_text: In words, of one kind of devices.
+        cluster_text: In words.
         rows: Rows of each device's batch.
         sequence_length: Tokens per row.
+        precision: Lightning's name of it.
+        master_weights: Whether weights in 16 bits have masters in 32.
 
     Raises:
         ValueError: If networks of its family would have to be traced for such devices.
     """
+    from lightning_mist.model import with_master_weights
     from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_spec
 
     cluster = parse_cluster(cluster_text)
+    capability = oldest_capability(cluster)
+    degrees = {degree for part in cluster.parts for degree in degrees_to_try(SearchSpace(), part.devices_per_node)}
     found = preset_spec(
         shape,
         name=name,
-        precision=PRECISION,
+        precision=precision,
         rows=rows,
         length=sequence_length,
-        degrees=degrees_to_try(SearchSpace(), cluster.devices_per_node),
+        degrees=tuple(sorted(degrees)),
         optimizer=KNOWN_OPTIMIZERS["AdamW"],
-        device_kind=cluster.device.kind,
-        capability=capability_of(cluster.device.name),
+        device_kind=cluster.kind,
+        capability=capability,
     )
     if found is None:
-        raise ValueError(f"{name} was never traced in {PRECISION} for {cluster.device.name}: choose another")
-    return found
+        devices = " and ".join(part.device.name for part in cluster.parts)
+        raise ValueError(f"{name} was never traced in {precision} for {devices}: choose another")
+    return with_master_weights(found) if master_weights else found
 
 
 def ask_apart(
@@ -125,19 +141,24 @@ def _ask(spec: "ModelSpec", cluster_text: str, questions: tuple[Question, ...], 
     for question in questions:
         started, computed = perf_counter(), process_time()
         planner = planner or Planner(spec, cluster)
-        found = planner.tune(
-            global_batch_size=question.global_batch_size, memory_limit=question.memory_limit, search=search
-        )
+        known: dict[str, Any] = {"status": NOTHING_FITS}
+        with suppress(InfeasibleError):
+            found = planner.tune(
+                global_batch_size=question.global_batch_size, memory_limit=question.memory_limit, search=search
+            )
+            known = {
+                "status": found.status,
+                "gap": found.gap,
+                "candidates": found.stats.candidates,
+                "stages": found.plan.num_stages,
+                "step_seconds": found.predicted.step_seconds,
+            }
         replies.append(
             Reply(
                 seconds=perf_counter() - started,
                 processor_seconds=process_time() - computed,
                 peak_bytes=_memory("VmHWM"),
-                status=found.status,
-                gap=found.gap,
-                candidates=found.stats.candidates,
-                stages=found.plan.num_stages,
-                step_seconds=found.predicted.step_seconds,
+                **known,
             )
         )
     return Session(replies=tuple(replies), before_bytes=before)

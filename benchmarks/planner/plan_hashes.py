@@ -45,25 +45,20 @@ class Unlike:
     """A network on a cluster of unlike devices.
 
     Attributes:
-        case: The network, on a cluster of as many nodes and devices that are alike, for which it is described.
-        cluster: The cluster, in words.
         spaces: Names of what is searched: what is done within the time limit.
     """
 
     case: Case
-    cluster: str
     spaces: tuple[str, ...]
 
 
 UNLIKE = (
     Unlike(
-        case=Case(model="gpt3-2.7b", cluster="2x4xA100-40", batch=64, length=2048, limit=60.0),
-        cluster="1x4xA100-40+1x4xL4",
+        case=Case(model="gpt3-2.7b", cluster="1x4xA100-40+1x4xL4", batch=64, length=2048, limit=60.0),
         spaces=("default", "nothing"),
     ),
     Unlike(
-        case=Case(model="gpt3-13b", cluster="2x8xA100-40", batch=256, length=2048, limit=60.0),
-        cluster="1x8xA100-40+1x8xL4",
+        case=Case(model="gpt3-13b", cluster="1x8xA100-40+1x8xL4", batch=256, length=2048, limit=60.0),
         spaces=("nothing",),
     ),
 )
@@ -137,8 +132,8 @@ def of_case(case: Case, name: str, search: SearchSpace) -> Iterator[Sample]:
 def of_unlike(item: Unlike, name: str, search: SearchSpace) -> Sample:
     """The sample of devices that are unlike."""
     question = Question(global_batch_size=item.case.batch)
-    found = ask(Planner(described(item.case), parse_cluster(item.cluster)), question, search)
-    return sample_of(item.case.model, item.cluster, question, 1.0, name, found)
+    found = ask(Planner(described(item.case), parse_cluster(item.case.cluster)), question, search)
+    return sample_of(item.case.model, item.case.cluster, question, 1.0, name, found)
 
 
 def of_paper(name: str) -> Sample:

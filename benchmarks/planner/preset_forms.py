@@ -39,7 +39,7 @@ VERSION = 1
 ROWS = 8
 DEGREES = (2, 8)
 CAPABILITIES = {"cuda80": (8, 0), "cuda70": (7, 0)}
-KEPT = tuple((kept, device) for device, known in PRECISIONS.items() for kept in sorted(set(known.values())))
+KEPT = tuple(sorted({tuple(name.split("_")) for known in PRECISIONS.values() for name in known.values()}))
 
 # hidden = heads x (64, 128, 80), everything else times a large prime, so that no small sum of products is zero
 SIZES = (

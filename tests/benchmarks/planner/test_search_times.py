@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planner.apart import PRECISION, Question, Reply, Session, ask_apart, spec_of
-from benchmarks.planner.search_times import CASES, questions_of, sample_of, spaces
+from benchmarks.planner.apart import NOTHING_FITS, PRECISION, Question, Reply, Session, ask_apart, spec_of
+from benchmarks.planner.search_times import CASES, MIXED, PRECISIONS, questions_of, sample_of, spaces
+from lightning_mist.cli.cluster_input import check_rates
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
@@ -47,10 +48,33 @@ def test_what_cannot_be_described_is_refused() -> None:
 
 
 def test_cases_ask_for_whole_batches() -> None:
-    for case in CASES:
+    for case in (*CASES, *MIXED):
         assert case.model in PRESETS
         for question in questions_of(case):
             assert question.global_batch_size % parse_cluster(case.cluster).world_size == 0
+
+
+def test_cases_are_known_in_all_of_their_precisions() -> None:
+    for case in (*CASES, *MIXED):
+        for precision in map(PRECISIONS.__getitem__, case.precisions):
+            check_rates(case.cluster, parse_cluster(case.cluster), precision.name)
+            found = spec_of(
+                PRESETS[case.model],
+                case.model,
+                case.cluster,
+                rows=1,
+                sequence_length=case.length,
+                precision=precision.name,
+                master_weights=precision.master_weights,
+            )
+            assert (found.precision, found.master_weights) == (precision.name, precision.master_weights)
+
+
+def test_where_nothing_fits_is_said() -> None:
+    asked = (Question(global_batch_size=8, memory_limit=2**20), Question(global_batch_size=8))
+    first, second = ask_apart(spec(4), "1x2xL4", asked, SearchSpace(max_stages=1)).replies
+    assert (first.status, first.stages, first.step_seconds) == (NOTHING_FITS, None, None)
+    assert second.stages == 1
 
 
 def test_every_space_is_searched_once_and_the_default_of_the_command_first() -> None:
@@ -77,7 +101,7 @@ def test_medians_of_seconds_and_the_most_memory_are_kept() -> None:
         )
         return Session(replies=replies, before_bytes=40)
 
-    sample = sample_of(CASES[0], "default", [session(3.0, 50), session(1.0, 70), session(2.0, 60)])
+    sample = sample_of(CASES[0], "32-true", "default", [session(3.0, 50), session(1.0, 70), session(2.0, 60)])
     asked = ("search", "less_memory", "more_memory", "half_batch", "processor")
     assert [sample[f"{name}_seconds"] for name in asked] == [2.0, 4.0, 6.0, 8.0, 1.0]
     assert [sample[f"{name}_bytes"] for name in ("rise", "process_peak", "replan_peak")] == [30, 70, 73]
