@@ -49,15 +49,28 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
 
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "cuda80": {
-        "32-true": "32-true",
-        "bf16-true": "bf16-true",
-        "16-true": "bf16-true",
-        "bf16-mixed": "bf16-mixed",
-        "16-mixed": "bf16-mixed",
-    }
+        "32-true": "32-true_cuda80",
+        "bf16-true": "bf16-true_cuda80",
+        "16-true": "bf16-true_cuda80",
+        "bf16-mixed": "bf16-mixed_cuda80",
+        "16-mixed": "bf16-mixed_cuda80",
+    },
+    "cuda70": {
+        "32-true": "32-true_cuda80",
+        "16-true": "16-true_cuda70",
+        "16-mixed": "16-mixed_cuda70",
+    },
 }
-"""By class of device, precisions, and under which name their files lie: from compute capability 8.0 on both types of 16
-bits run the same operators."""
+"""By class of device, precisions, and under which name their files lie.
+
+From compute capability 8.0 on both types of 16 bits run the same operators, flash attention among them. Before, float16
+runs memory-efficient attention, as float32 does everywhere; bfloat16 runs no fused attention there.
+"""
+
+WIDEST_HEADS: Mapping[str, int] = {"cuda80": 192, "cuda70": 128}
+"""By class of device, the width of heads up to which attention runs and keeps what was traced: flash attention's
+backward on every device (torch's sdp_utils.cpp), memory-efficient attention without a buffer for its output
+(kernel_forward.h, kNeedsOutputAccumulatorBuffer)."""
 
 
 def family_of(shape: LanguageModelShape) -> str | None:
@@ -138,11 +151,11 @@ _PARTS = ("head", "layer", "tail")
 
 
 def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> Forms | None:
-    """The forms of a model's family in a precision of Lightning's name; None if there are none."""
+    """The forms of a model's family in a precision of Lightning's name; None if there are none for its sizes."""
     family, kept = family_of(shape), PRECISIONS.get(device_class, {}).get(precision)
-    if family is None or kept is None:
+    if family is None or kept is None or shape.head_width > WIDEST_HEADS[device_class] or shape.head_width % 8:
         return None
-    place = files("lightning_mist.model") / "data" / f"{family}_{kept}_{device_class}.json.gz"
+    place = files("lightning_mist.model") / "data" / f"{family}_{kept}.json.gz"
     if not place.is_file():
         return None
     data = json.loads(gzip.decompress(place.read_bytes()))

@@ -54,7 +54,7 @@ def preset_spec(
         None where such a model was never traced in this precision for such a device: then it has to be.
     """
     forms = load_forms(shape, precision, device_class(device_kind, capability))
-    if forms is None or shape.head_width > _FLASH_WIDTH or shape.head_width % 8:
+    if forms is None:
         return None
     dtype = "float32" if precision == "32-true" or precision.endswith("-mixed") else forms.half
     itemsize = 4 if dtype == "float32" else 2
@@ -87,9 +87,6 @@ def preset_spec(
             for sequence in (False, True)
         ),
     )
-
-
-_FLASH_WIDTH = 192  # heads up to this width run the attention that was traced on every device (torch's sdp_utils.cpp)
 
 
 def _split(

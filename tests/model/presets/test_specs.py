@@ -67,6 +67,11 @@ CASES = [
     ("llama", "16-mixed", (8, 0)),
     ("falcon", "bf16-true", (9, 0)),
     ("llama3", "32-true", (8, 0)),
+    ("gpt3", "16-mixed", (7, 0)),
+    ("falcon", "16-mixed", (7, 5)),
+    ("llama", "16-true", (7, 5)),
+    ("llama3", "16-true", (7, 0)),
+    ("gpt3", "32-true", (7, 5)),
 ]
 
 
@@ -128,6 +133,7 @@ def test_degrees_that_do_not_divide_are_left_out():
         ({}, {"precision": "64-true"}),
         ({}, {"device_kind": "cpu"}),
         ({}, {"capability": (7, 0)}),
+        ({"heads": 2}, {"precision": "16-true", "capability": (7, 0)}),
     ],
     ids=str,
 )
@@ -136,5 +142,9 @@ def test_what_was_never_traced_is_not_known(changes, how):
     assert of(replace(shape_of("gpt3"), **changes), **how) is None
 
 
-def test_every_preset_is_known():
-    assert [name for name, shape in PRESETS.items() if of(replace(shape, layers=2), degrees=()) is None] == []
+@pytest.mark.parametrize(
+    ("precision", "capability"), [("bf16-true", (8, 0)), ("16-mixed", (7, 0)), ("16-true", (7, 5)), ("32-true", (7, 0))]
+)
+def test_every_preset_is_known(precision, capability):
+    how = {"precision": precision, "capability": capability, "degrees": ()}
+    assert [name for name, shape in PRESETS.items() if of(replace(shape, layers=2), **how) is None] == []
