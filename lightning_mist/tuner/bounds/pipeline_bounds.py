@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_mist.cost import StageCostModel, StageSlot
+from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.time import copy_rates, interference_of
 from lightning_mist.plan import OFFLOADED
-from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, range_bounds, slots_of
+from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, SlotOf, range_bounds, slots_of
 from lightning_mist.tuner.bounds.stage_bounds import (
     PositionBounds,
     Setting,
@@ -34,18 +34,15 @@ from lightning_mist.tuner.bounds.stage_bounds import (
     position_bounds,
     stage_bounds,
 )
-from lightning_mist.tuner.candidates import ROOM, SlotChoices
-from lightning_mist.tuner.inter_stage import Family, Suffixes, Walk, matching, solve_family
-from lightning_mist.tuner.space import ANYWHERE, Shape, Space
+from lightning_mist.tuner.candidates import EVERY_PART, ROOM, SlotChoices
+from lightning_mist.tuner.inter_stage import Family, PipelineGroup, Suffixes, Walk, matching, solve_family
+from lightning_mist.tuner.space import ANYWHERE, Space
 
 ROUNDS = 3
 """How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
 
 TOLERANCE = 3e-3
 """Share by which a bound may be less than what its dynamic program proves at most."""
-
-SlotOf = Callable[[int, int, int, Shape], StageSlot]
-"""A slot, by stage, number of stages and of microbatches, and arrangement of its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +80,14 @@ class _Known:
 
 
 @dataclass(slots=True, kw_only=True)
-class PipelineBounds:
-    """Lower bounds of pipelines under one memory limit; keeps what it has found.
+class PartBounds:
+    """Lower bounds of stages on devices that are alike, under one memory limit; keeps what it has found.
 
     Attributes:
         memory_limit: Bytes that a device may use.
         kinds: Kinds of state that may be offloaded.
+        part: Which part of the cluster these devices are.
+        num_parts: How many parts the cluster has.
     """
 
     model: StageCostModel
@@ -96,40 +95,16 @@ class PipelineBounds:
     slot_of: SlotOf
     memory_limit: float
     kinds: frozenset[str] = frozenset()
-    _found: dict[tuple[frozenset[str], tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
+    part: int = 0
+    num_parts: int = 1
     _ranges: dict[int, tuple[float, RangeBounds]] = field(default_factory=dict)
     _known: dict[tuple[frozenset[str], int], _Known] = field(default_factory=dict)
 
-    def bound(self, counts: tuple[int, ...], num_microbatches: int, below: float, deadline: float = np.inf) -> float:
-        """Step seconds that no pipeline of some numbers of stages goes below, as far as they are less than ``below``.
-
-        Args:
-            below: Seconds from which on it does not matter; finite.
-            deadline: Value of ``thread_time()`` at which to stop with what has been found.
-        """
-        key = self.kinds, counts, num_microbatches
-        bound, asked = self._found.get(key, (0.0, 0.0))
-        # One below what was asked for is one of the problem, whatever is asked for.
-        if asked <= bound < below:
-            family = self._family(counts, num_microbatches, below)
-            # A pipeline with a stage that is left out takes at least as long.
-            bound = below
-            if family.heads:
-                bound = min(below, solve_family(family, below=below, deadline=deadline, tolerance=TOLERANCE).bound)
-            self._found[key] = bound, below
-        return min(bound, below)
-
-    def open_stages(self, counts: Sequence[int], num_microbatches: int, below: float) -> OpenStages:
-        """What stages can have of pipelines that take fewer seconds than ``below``."""
-        return open_stages(self._family(counts, num_microbatches, below), below)
-
-    def _family(self, counts: Sequence[int], num_microbatches: int, below: float) -> Family:
-        """The pipelines that take fewer seconds than ``below``, with lower bounds of stages for choices."""
-        bottleneck = below / num_microbatches * ROOM
+    def choices(self, num_microbatches: int, bottleneck: float) -> Callable[[int, int], SlotChoices]:
+        """By stage and number of stages, lower bounds up to a bottleneck time as choices; equal ones are the same."""
         known = self._known.get((self.kinds, num_microbatches))
         if known is None or known.bottleneck < bottleneck:
             known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
-
         made: dict[tuple[Position, int], SlotChoices] = {}
 
         def choices(stage_index: int, num_stages: int) -> SlotChoices:
@@ -144,17 +119,18 @@ class PipelineBounds:
                     bottleneck=known.bottleneck,
                 )
             if (position, others) not in made:
-                made[position, others] = _as_choices(known.stages[position, others].within(bottleneck))
+                made[position, others] = _as_choices(known.stages[position, others].within(bottleneck), self.part)
             return made[position, others]
 
-        sizes = self.space.num_layers, (self.space.world_size,)
-        return Family.of(*sizes, num_microbatches, counts, choices)
+        return choices
 
     def _prepared(self, num_microbatches: int, bottleneck: float) -> _Known:
-        slots, setting = slots_of(self.space, self.slot_of, num_microbatches), self._setting(num_microbatches)
+        neighbours = [(other, self.part, other) for other in range(self.num_parts)] if self.num_parts > 1 else [()]
+        own = (self.part,) * len(neighbours[0])
+        slots, setting = slots_of(self.space, self.slot_of, num_microbatches, own), self._setting(num_microbatches)
         up_to, ranges = self._ranges.get(num_microbatches, (0.0, None))
         if ranges is None or up_to < bottleneck:
-            ranges = range_bounds(self.model, self.space, slots, bottleneck)
+            ranges = range_bounds(self.model, self.space, slots, bottleneck, neighbours)
             self._ranges[num_microbatches] = bottleneck, ranges
         batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
         positions = {position: position_bounds(ranges, position, setting, bottleneck) for position in POSITIONS}
@@ -171,13 +147,69 @@ class PipelineBounds:
         )
 
 
+@dataclass(slots=True, kw_only=True)
+class PipelineBounds:
+    """Lower bounds of pipelines; keeps what it has found.
+
+    Attributes:
+        parts: Those of the stages in every part of the cluster, or of all if devices are alike.
+        num_devices: Devices of every part.
+    """
+
+    parts: Sequence[PartBounds]
+    num_layers: int
+    num_devices: tuple[int, ...]
+    _found: dict[tuple[frozenset[str], PipelineGroup], tuple[float, float]] = field(default_factory=dict)
+
+    def let_offload(self, kinds: frozenset[str]) -> None:
+        """Say which kinds of state may be offloaded."""
+        for part in self.parts:
+            part.kinds = kinds
+
+    def bound(self, group: PipelineGroup, below: float, deadline: float = np.inf) -> float:
+        """Step seconds that no pipeline of a group goes below, as far as they are less than ``below``.
+
+        Args:
+            below: Seconds from which on it does not matter; finite.
+            deadline: Value of ``thread_time()`` at which to stop with what has been found.
+        """
+        key = self.parts[0].kinds, group
+        bound, asked = self._found.get(key, (0.0, 0.0))
+        # One below what was asked for is one of the problem, whatever is asked for.
+        if asked <= bound < below:
+            family = self._family(group, group.counts, below)
+            # A pipeline with a stage that is left out takes at least as long.
+            bound = below
+            if family.heads:
+                bound = min(below, solve_family(family, below=below, deadline=deadline, tolerance=TOLERANCE).bound)
+            self._found[key] = bound, below
+        return min(bound, below)
+
+    def open_stages(self, group: PipelineGroup, counts: Sequence[int], below: float) -> OpenStages:
+        """What stages can have of pipelines with some of a group's numbers of stages that take less than ``below``."""
+        return open_stages(self._family(group, counts, below), below)
+
+    def _family(self, group: PipelineGroup, counts: Sequence[int], below: float) -> Family:
+        """The pipelines that take fewer seconds than ``below``, with lower bounds of stages for choices."""
+        bottleneck = below / group.num_microbatches * ROOM
+        # The stages of one part are asked for what several of them share.
+        used = sorted({group.first, *group.rest} - {EVERY_PART}) or [0]
+        made = {part: self.parts[part].choices(group.num_microbatches, bottleneck) for part in used}
+
+        def choices(stage_index: int, num_stages: int) -> SlotChoices:
+            parts = group.parts(num_stages)
+            return made[parts[stage_index] if parts else 0](stage_index, num_stages)
+
+        return Family.of(self.num_layers, self.num_devices, group.num_microbatches, counts, choices)
+
+
 def open_stages(family: Family, below: float) -> OpenStages:
     """What stages can have of pipelines that take fewer seconds than something.
 
     Args:
-        family: The pipelines, on devices that are all alike.
+        family: The pipelines, of each of whose stages all choices lie in one part.
     """
-    shape = family.num_devices[0] + 1, family.num_layers + 1
+    shape = max(family.num_devices) + 1, family.num_layers + 1
     nothing = OpenStages(
         counts=(), slowest=0.0, heads_CNL=np.zeros((0, *shape), bool), tails_BNL=np.zeros((0, *shape), bool)
     )
@@ -212,14 +244,14 @@ def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | 
     return walk
 
 
-def _as_choices(bounds: StageBounds) -> SlotChoices:
-    """Lower bounds as choices that may lie anywhere."""
+def _as_choices(bounds: StageBounds, part: int) -> SlotChoices:
+    """Lower bounds as choices that may have any layers, on devices of a part."""
     zero_K, none_K = np.zeros(len(bounds), dtype=np.int64), np.zeros(len(bounds))
     return SlotChoices(
         start_K=zero_K + ANYWHERE,
         layers_K=bounds.layers_V,
         devices_K=bounds.devices_V,
-        part_K=zero_K,
+        part_K=zero_K + part,
         steady_K=bounds.steady_V,
         boundary_K=none_K,
         peak_K=none_K,

@@ -13,8 +13,8 @@ Array axes
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,12 @@ from lightning_mist.tuner.space import Shape, Space
 
 Position = Literal["first", "middle", "last"]
 """Whether a stage begins with the head of the network, ends with its tail, or neither."""
+
+Parts: TypeAlias = tuple[int, ...]
+"""The part of the cluster in which every stage lies; none if all devices are alike."""
+
+SlotOf = Callable[[int, int, int, Shape, Parts], StageSlot]
+"""A slot, by stage, number of stages and of microbatches, arrangement of its devices, and parts."""
 
 POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
 """Positions, in the order of axis ``X``."""
@@ -74,16 +80,27 @@ class RangeBounds(ArrayRecord):
     is_across_R: BoolArray
 
 
-def range_bounds(model: StageCostModel, space: Space, slots: Sequence[StageSlot], bottleneck: float) -> RangeBounds:
-    """Lower bounds of all ranges that compute for no longer than a bottleneck time, nor leave the others too much."""
+def range_bounds(
+    model: StageCostModel,
+    space: Space,
+    slots: Sequence[StageSlot],
+    bottleneck: float,
+    neighbours: Sequence[Parts] = ((),),
+) -> RangeBounds:
+    """Lower bounds of all ranges that compute for no longer than a bottleneck time, nor leave the others too much.
+
+    Args:
+        neighbours: The parts of unlike devices in which a stage and those next to it may lie, three of each.
+    """
     if not slots:
         return _no_ranges()
     rows: list[dict[str, Any]] = []
     rest_L = _least_device_seconds(model, slots)[::-1]
     for slot in slots:
-        # Those that leave more than the other devices can compute in time are the first.
-        fewest = int((rest_L > bottleneck * ROOM * (space.world_size - slot.devices)).sum())
-        arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1))
+        # Those that leave more than the other devices can compute in time are the first; unlike ones may be faster.
+        others = np.inf if slot.parts else space.world_size - slot.devices
+        fewest = int((rest_L > bottleneck * ROOM * others).sum())
+        arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1), neighbours)
         if len(arranged.layers_K):
             zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
             if ZeroStage.OPTIMIZER in zeros or slot.shard_group is not None:
@@ -124,23 +141,29 @@ def least_sums(values_L: FloatArray) -> FloatArray:
     return np.array([(prefix[length:] - prefix[: len(prefix) - length]).min() for length in range(len(prefix))])
 
 
-def slots_of(
-    space: Space, slot_of: Callable[[int, int, int, Shape], StageSlot], num_microbatches: int
-) -> tuple[StageSlot, ...]:
+def slots_of(space: Space, slot_of: SlotOf, num_microbatches: int, parts: Parts = ()) -> tuple[StageSlot, ...]:
     """A slot of a pipeline for every arrangement of devices that leaves some to other stages.
 
     Args:
-        slot_of: A slot, by stage, number of stages and of microbatches, and arrangement.
+        parts: The part of unlike devices in which each of three stages lies; the slot is that of the second.
     """
     shapes = (shape for shape in space.shapes(num_microbatches) if shape.devices < space.world_size)
-    return tuple(slot_of(1, 2, num_microbatches, shape) for shape in shapes)
+    return tuple(slot_of(1, len(parts) or 2, num_microbatches, shape, parts) for shape in shapes)
 
 
 class _Arranged:
     """Ranges on one arrangement of devices, of the fewest layers or more."""
 
-    def __init__(self, model: StageCostModel, space: Space, slot: StageSlot, bottleneck: float, fewest: int) -> None:
-        self.model, self.space, self.slot = model, space, slot
+    def __init__(
+        self,
+        model: StageCostModel,
+        space: Space,
+        slot: StageSlot,
+        bottleneck: float,
+        fewest: int,
+        neighbours: Sequence[Parts],
+    ) -> None:
+        self.model, self.space, self.slot, self.neighbours = model, space, slot, neighbours
         self.memory = model.memory(slot)
         self.holdings, self.degree = self.memory.holdings, slot.shard_degree
         self.nodes = shard_nodes(model.cluster, slot)
@@ -186,10 +209,11 @@ class _Arranged:
 
     def _transferred(self) -> FloatArray:
         """Seconds of receiving what comes from the neighbours, over any cut, with axis ``X``."""
-        cuts = np.arange(1, self.space.num_layers)
+        cuts, model = np.arange(1, self.space.num_layers), self.model
         ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
-        found = transfers(self.model.profile, self.model.cluster, self.slot, ends, self.memory)
-        arrival, back = (float(seconds_C.min()) * self.corrected for seconds_C in found)
+        slots = [replace(self.slot, parts=parts) for parts in self.neighbours]
+        found = [transfers(model.profile, model.cluster, slot, ends, self.memory, seams=model.seams) for slot in slots]
+        arrival, back = (min(float(item.min()) for item in side) * self.corrected for side in zip(*found, strict=True))
         return np.array([back, arrival + back, arrival])
 
     def _exchanged(self, zero_stage: int) -> dict[str, FloatArray]:

@@ -26,9 +26,10 @@ from lightning_mist.hardware import Cluster, MixedCluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan
 from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.tuner.bounds import PartBounds, PipelineBounds
 from lightning_mist.tuner.candidates import EVERY_PART, IntraStage, SlotChoices
 from lightning_mist.tuner.inter_stage import Family, InterStageProblem, Pipeline, PipelineGroup
-from lightning_mist.tuner.space import Space, apply, at_most, divisors, host_bytes_of_each, usable_bytes
+from lightning_mist.tuner.space import Space, apply, at_most, divisors, host_bytes_of_each, places_behind, usable_bytes
 
 
 class MixedStages:
@@ -56,6 +57,22 @@ class MixedStages:
         )
         only = replace(space, search=replace(space.search, devices_per_stage=(space.world_size,)))
         self.together = IntraStage(model, only, min(limits), host_limit=min(host_limits))
+        self.bounds = PipelineBounds(
+            parts=[
+                PartBounds(
+                    model=own,
+                    space=part.space,
+                    slot_of=part.slot,
+                    memory_limit=part.memory_limit,
+                    part=number,
+                    num_parts=len(self.parts),
+                )
+                for number, (own, part) in enumerate(zip(model.parts, self.parts, strict=True))
+            ],
+            num_layers=space.num_layers,
+            num_devices=self.sizes,
+        )
+        self.try_ratios(space.offload_ratios)
 
     @property
     def memory_limit(self) -> float:
@@ -95,17 +112,18 @@ class MixedStages:
 
     def quick_bounds(self) -> dict[Pipeline, float]:
         """Step seconds that no plan of each pipeline goes below, whatever memory it needs."""
-        bounds = {key[:2]: self.bound(*key[:2]) for key in self.pipelines}
+        bounds = {numbers: self.bound(*numbers) for numbers in {key[:2] for key in self.pipelines}}
         return {key: bounds[key[:2]] for key in self.pipelines}
 
     def lower_bound(self, group: PipelineGroup, below: float, deadline: float) -> float:
-        """Bounds that know the memory of stages are of devices that are all alike; here nothing is known."""
-        return 0.0
+        """Step seconds that no plan of a group that fits goes below, as far as they are less than ``below``."""
+        return self.bounds.bound(group, below, deadline)
 
     def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
-        """Let stages offload these fractions of each kind of state, until ``deadline``."""
+        """Let stages, and bounds, offload these fractions of each kind of state, until ``deadline``."""
         for item in (*self.parts, self.together):
             item.try_ratios(ratios if item.space.offload_ratios else (), deadline)
+        self.bounds.let_offload(frozenset(self.space.search.offloaded if ratios else ()))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -129,19 +147,19 @@ class MixedStages:
             counts: Their numbers of stages, of the group's.
             below: Seconds; a pipeline takes at least ``G`` times the steady time of any of its stages.
         """
-        return Family.of(
-            self.space.num_layers,
-            self.sizes,
-            group.num_microbatches,
-            counts,
-            lambda index, num_stages: self._choices(index, num_stages, group, below),
-        )
-
-    def _choices(self, index: int, num_stages: int, group: PipelineGroup, below: float) -> SlotChoices:
-        """What a stage of one of several may be."""
-        parts, count = group.parts(num_stages), group.num_microbatches
-        part = parts[index]
-        return _in_part(self.parts[part].frontier(index, num_stages, count, below / count, pipeline=parts), part)
+        found, count = None, group.num_microbatches
+        if below < np.inf:
+            found = self.bounds.open_stages(group, counts, below)
+            counts = found.counts
+        slowest = np.inf if found is None else found.slowest
+        places = [*places_behind(counts), *((0, stages) for stages in counts)]
+        choices: dict[tuple[int, int], SlotChoices] = {}
+        for part, own in enumerate(self.parts):
+            here = [place for place in places if group.parts(place[1])[place[0]] == part]
+            asked = [(*place, group.parts(place[1]), None if found is None else found.of(*place)) for place in here]
+            slots = own.frontiers(asked, count, slowest)
+            choices |= {place: _in_part(slot, part) for place, slot in zip(here, slots, strict=True)}
+        return Family.of(self.space.num_layers, self.sizes, count, counts, lambda *place: choices[place])
 
     def bound(self, num_stages: int, num_microbatches: int) -> float:
         """Step seconds that no pipeline goes below, whatever memory it needs and wherever its stages lie.

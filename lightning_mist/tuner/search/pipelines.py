@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.tuner.bounds import PipelineBounds, quick_bounds
+from lightning_mist.tuner.bounds import PartBounds, PipelineBounds, quick_bounds
 from lightning_mist.tuner.candidates import EVERY_PART, IntraStage
 from lightning_mist.tuner.inter_stage import Family, InterStageProblem, Pipeline, PipelineGroup
 from lightning_mist.tuner.space import Space, places_behind
@@ -47,9 +47,9 @@ class AlikePipelines:
     def __init__(self, intra: IntraStage) -> None:
         assert isinstance(intra.model, StageCostModel)
         self.intra, self.space = intra, intra.space
-        self.bounds = PipelineBounds(
-            model=intra.model, space=intra.space, slot_of=intra.slot, memory_limit=intra.memory_limit
-        )
+        own = PartBounds(model=intra.model, space=intra.space, slot_of=intra.slot, memory_limit=intra.memory_limit)
+        sizes = intra.space.num_layers, (intra.space.world_size,)
+        self.bounds = PipelineBounds(parts=(own,), num_layers=sizes[0], num_devices=sizes[1])
         self.try_ratios(intra.space.offload_ratios)
 
     @cached_property
@@ -71,12 +71,12 @@ class AlikePipelines:
 
     def lower_bound(self, group: PipelineGroup, below: float, deadline: float) -> float:
         """Step seconds that no plan of a group that fits goes below, as far as they are less than ``below``."""
-        return self.bounds.bound(group.counts, group.num_microbatches, below, deadline)
+        return self.bounds.bound(group, below, deadline)
 
     def try_ratios(self, ratios: Sequence[float], deadline: float = np.inf) -> None:
         """Let stages, and bounds, offload these fractions of each kind of state, until ``deadline``."""
         self.intra.try_ratios(ratios, deadline)
-        self.bounds.kinds = frozenset(self.space.search.offloaded if ratios else ())
+        self.bounds.let_offload(frozenset(self.space.search.offloaded if ratios else ()))
 
     def single(self, num_microbatches: int, *, below: float) -> InterStageProblem:
         """The choices of the only stage, without those that take at least ``below`` seconds."""
@@ -94,7 +94,7 @@ class AlikePipelines:
         if below == np.inf:
             frontier = partial(self.intra.frontier, num_microbatches=num_microbatches)
             return Family.of(*sizes, num_microbatches, counts, frontier)
-        found = self.bounds.open_stages(counts, num_microbatches, below)
+        found = self.bounds.open_stages(group, counts, below)
         places = [*places_behind(found.counts), *((0, count) for count in found.counts)]
         asked = [(*place, (), found.of(*place)) for place in places]
         slots = self.intra.frontiers(asked, num_microbatches, found.slowest)

@@ -7,7 +7,11 @@ import pytest
 
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.bounds.pipeline_bounds import open_stages
+from lightning_mist.tuner.candidates import EVERY_PART
+from lightning_mist.tuner.inter_stage import PipelineGroup
+from lightning_mist.tuner.search import mixed_stages
 from lightning_mist.tuner.search.pipelines import AlikePipelines
+from lightning_mist.tuner.search.search_loop import search_pipelines
 from tests.tuner.instances import random_instance
 from tests.tuner.plans import is_feasible
 from tests.tuner.problems import random_problem, slot, small_seeds
@@ -21,6 +25,26 @@ def prepared(seed):
     return planner.stages(space, found.memory_limit, found.host_memory_limit)
 
 
+def group_of(count, microbatches, parts=()):
+    """The group of one pipeline, with its stages in some parts."""
+    return PipelineGroup(microbatches, parts[0] if parts else EVERY_PART, parts[1:], (count,))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_pipeline_on_unlike_devices_takes_less_than_its_bound(seed):
+    instance = random_instance(seed, unlike=1)
+    planner = Planner(instance.network, instance.machine, profile=instance.rates)
+    space = planner.space(instance.rows * instance.machine.world_size, instance.search)
+    maker = mixed_stages(planner.model, space, instance.memory_limit, instance.host_memory_limit)
+    for (count, microbatches, parts), found in search_pipelines(maker, np.inf).found.items():
+        seconds = found.answer.objective
+        if count > 1:
+            group = group_of(count, microbatches, parts)
+            assert maker.bounds.bound(group, 2 * seconds) <= seconds * (1 + 1e-9)
+            assert maker.bounds.bound(group, seconds / 2) <= seconds / 2
+            assert maker.bounds.open_stages(group, (count,), seconds * 1.01).counts == (count,)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_pipeline_takes_less_than_its_bound(seed):
     maker = prepared(seed)
@@ -28,8 +52,9 @@ def test_no_pipeline_takes_less_than_its_bound(seed):
     for (count, microbatches, *_), found in outcome.found.items():
         seconds = found.answer.objective
         if count > 1:
-            assert bounds.bound((count,), microbatches, 2 * seconds) <= seconds * (1 + 1e-9)
-            assert bounds.bound((count,), microbatches, seconds / 2) <= seconds / 2
+            group = group_of(count, microbatches)
+            assert bounds.bound(group, 2 * seconds) <= seconds * (1 + 1e-9)
+            assert bounds.bound(group, seconds / 2) <= seconds / 2
 
 
 def test_bounds_are_the_same_in_whatever_order_they_are_asked_for():
@@ -38,10 +63,11 @@ def test_bounds_are_the_same_in_whatever_order_they_are_asked_for():
         microbatches = [count for stages, count in maker.space.pipelines() if stages == 2]
         if not microbatches:
             continue
-        wanted = AlikePipelines(maker).bounds.bound((2,), microbatches[-1], 1e9)
+        group = group_of(2, microbatches[-1])
+        wanted = AlikePipelines(maker).bounds.bound(group, 1e9)
         bounds = AlikePipelines(maker).bounds
         for below in (wanted / 2, wanted * 2, 1e9, wanted / 2) if wanted < 1e9 else ():
-            assert bounds.bound((2,), microbatches[-1], below) == pytest.approx(min(wanted, below), rel=1e-8)
+            assert bounds.bound(group, below) == pytest.approx(min(wanted, below), rel=1e-8)
             compared += 1
     assert compared > 5
 
@@ -51,7 +77,7 @@ def test_where_nothing_is_fast_enough_the_bound_is_what_was_asked_for(seed):
     maker = prepared(seed)
     for stages, microbatches in maker.space.pipelines():
         if stages > 1:
-            assert AlikePipelines(maker).bounds.bound((stages,), microbatches, 1e-12) == 1e-12
+            assert AlikePipelines(maker).bounds.bound(group_of(stages, microbatches), 1e-12) == 1e-12
 
 
 def answers_of(problem):

@@ -24,11 +24,11 @@ EVERY_SCHEDULE = ("1f1b", "interleaved-1f1b", "zb-h1")
 def without_bounds(monkeypatch):
     """Switch off the lower bounds of families, and variable fixing by them."""
 
-    def everything(self, counts, num_microbatches, below):
-        size = self.space.world_size + 1, self.space.num_layers + 1
+    def everything(self, group, counts, below):
+        size = max(self.num_devices) + 1, self.num_layers + 1
         return OpenStages(
             counts=tuple(counts),
-            slowest=below / num_microbatches,
+            slowest=below / group.num_microbatches,
             heads_CNL=np.ones((len(counts), *size), dtype=bool),
             tails_BNL=np.ones((max(counts) - 1, *size), dtype=bool),
         )
