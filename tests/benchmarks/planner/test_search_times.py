@@ -71,7 +71,7 @@ def test_cases_are_known_in_all_of_their_precisions() -> None:
 
 
 def test_where_nothing_fits_is_said() -> None:
-    asked = (Question(global_batch_size=8, memory_limit=2**20), Question(global_batch_size=8))
+    asked = (Question(global_batch_size=8, memory_limit=600), Question(global_batch_size=8))
     first, second = ask_apart(spec(4), "1x2xL4", asked, SearchSpace(max_stages=1)).replies
     assert (first.status, first.stages, first.step_seconds) == (NOTHING_FITS, None, None)
     assert second.stages == 1
