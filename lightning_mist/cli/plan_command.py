@@ -127,6 +127,7 @@ def plan(*, request: PlanRequest, options: SearchSpace) -> None:
 
 def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
+    from lightning_mist.cost import with_units
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
     from lightning_mist.tuner.space import check_memory_limit
@@ -163,7 +164,7 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     if request.compare:
         rivals = {name: Planner(other, machine, profile=profile) for name, other in _rivals(network).items()}
         result, compared = compare_with_others(planner, result, rivals=rivals, **limits)
-    plan = replace(result.plan, fingerprint=_made_for(spec, result.plan))
+    plan = with_units(planner.model, replace(result.plan, fingerprint=_made_for(spec, result.plan)))
     estimate = fitting.estimate if result is fitting.result else estimate_of(planner, plan, limit)
     return FoundPlan(
         planner=planner,

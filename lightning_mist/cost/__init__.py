@@ -11,6 +11,7 @@ from lightning_mist.cost.prediction import (
     predict_with,
     predictions,
     seconds_with,
+    with_units,
 )
 from lightning_mist.cost.stage_model import StageCostModel
 from lightning_mist.cost.step_time import step_seconds, step_seconds_of

@@ -5,11 +5,13 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_mist.cost.batched_stages import Terms, seconds_of_terms, terms_of_plans
+from lightning_mist.cost.inputs import StageCandidates, StageSlot, placed_slots_of
 from lightning_mist.cost.interleaved_memory import plans_needs
 from lightning_mist.cost.memory import NeedTerms, StageMemory
 from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
 from lightning_mist.cost.roofline import step_work
+from lightning_mist.cost.stage_model import StageCostModel
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
@@ -48,6 +50,21 @@ def least_seconds(model: CostModel, plans: Sequence[Plan]) -> list[float]:
     """
     rules = rules_of(model.cluster, model.spec.precision)
     return [clock_floor(plan, terms, rules) for plan, terms in zip(plans, _terms(model, plans), strict=True)]
+
+
+def with_units(model: CostModel, plan: Plan) -> Plan:
+    """A predicted plan that also says what happens unit by unit, for pictures."""
+    assert plan.predicted is not None
+    places = zip(plan.predicted.stages, placed_slots_of(plan, model.cluster), strict=True)
+    stages = tuple(replace(stage, units=_units(model, *placed)) for stage, placed in places)
+    return replace(plan, predicted=replace(plan.predicted, stages=stages))
+
+
+def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    # Where devices of several parts wait for each other, it is the slowest that is told of.
+    models = [model] if isinstance(model, StageCostModel) else model.models(slot)
+    slowest = max(models, key=lambda one: float(one.seconds(slot, candidates).steady_K[0]))
+    return tuple((f"channels.{name}", rows) for name, rows in slowest.channels(slot, candidates).items())
 
 
 def _clocked(model: CostModel, plan: Plan) -> float:

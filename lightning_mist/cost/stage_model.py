@@ -36,12 +36,14 @@ from lightning_mist.cost.time import (
     CopyPlace,
     CopySeconds,
     CopyStages,
+    Passes,
     RegionSeconds,
     RegionSums,
     StageCosts,
     StageSeconds,
     UnitSeconds,
     Unsharding,
+    channel_rows,
     computation_factor,
     copy_rates,
     copy_seconds,
@@ -284,6 +286,23 @@ class StageCostModel(PlanCosts):
             once_K=overhead.once_K,
         )
         return found, stages, shards
+
+    def channels(self, slot: StageSlot, candidates: StageCandidates) -> Passes:
+        """When the channels of a single candidate's devices are busy; nothing where all of them are one (a CPU's).
+
+        Rows as of :func:`~lightning_mist.cost.time.channel_rows`, and in ``"reduce"`` the seconds of averaging
+        gradients that hide in the last backward, where nothing is offloaded.
+        """
+        interference = interference_of(*self._machine)
+        if interference is None:
+            return {}
+        found, stages, _ = self._without_copies(slot, candidates)
+        offloads = candidates.offload is not None
+        passes = channel_rows(stages, copy_rates(*self._machine) if offloads else None, interference)
+        between_K = replicate_seconds(*self._machine, slot, candidates, self.memory(slot).holdings)
+        hidden = float((stages.reduce_K - (found.reduce_K - between_K))[0])
+        hidden *= factor_of(self.profile.corrections, "communication")
+        return passes if offloads or hidden <= 0 else {**passes, "reduce": (hidden,)}
 
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         """Seconds of what candidates exchange with other stages, as runs have corrected them."""

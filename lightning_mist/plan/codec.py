@@ -31,6 +31,9 @@ from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, Sta
 SCHEMA = 1
 """The version of the plan file that this version writes, and the newest that it reads."""
 
+_LATER = ("spent", "needs", "units")
+"""What predictions of stages may lack."""
+
 _RULE_KEYS = ("transfers", "update_after")
 
 T = TypeVar("T")
@@ -50,7 +53,7 @@ def to_json(plan: Plan) -> str:
     }
     text = json.dumps(document, indent=1, allow_nan=False)
     # Inside a JSON string a newline is escaped, so this touches only the layout: lists of numbers go on one line.
-    return re.sub(r"\[\n[\d,\s]+\]", lambda match: f"[{' '.join(match[0][1:-1].split())}]", text) + "\n"
+    return re.sub(r"\[\n[\d,\s.e+-]+\]", lambda match: f"[{' '.join(match[0][1:-1].split())}]", text) + "\n"
 
 
 def from_json(text: str) -> Plan:
@@ -117,9 +120,9 @@ def _predicted_document(predicted: Predicted | None) -> dict[str, object]:
     stages = []
     for stage in predicted.stages:
         values = asdict(stage)
-        for key in ("breakdown", "spent", "needs"):
+        for key in ("breakdown", *_LATER):
             values[key] = dict(values[key])
-        stages.append({key: value for key, value in values.items() if value or key not in ("spent", "needs")})
+        stages.append({key: value for key, value in values.items() if value or key not in _LATER})
     defaults = Predicted(step_seconds=0.0, stages=())
     rules = {key: getattr(predicted, key) for key in _RULE_KEYS if getattr(predicted, key) != getattr(defaults, key)}
     work = {} if predicted.work is None else {"work": asdict(predicted.work)}
@@ -309,6 +312,7 @@ _READERS: dict[Any, Callable[[object, str], Any]] = {
     UpdateAfter: _text,
     tuple[tuple[str, float], ...]: _mapping(_number),
     tuple[tuple[str, str], ...]: _mapping(_text),
+    tuple[tuple[str, tuple[float, ...]], ...]: _mapping(_list(_number)),
     tuple[StagePlan, ...]: _list(_stage),
     tuple[PredictedStage, ...]: _list(_record(PredictedStage)),
     Predicted | None: _predicted,

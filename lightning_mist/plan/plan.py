@@ -121,6 +121,9 @@ class PredictedStage:
         needs: What the memory of the stage's devices is made of, as ``(name, bytes)``: see
             :mod:`~lightning_mist.cost.memory.stage_bytes`. From it and the schedule follow the bytes over the step.
             Empty in plans that were predicted before this was known.
+        units: What happens unit by unit (head, layers, tail), as ``(name, numbers)``: ``channels.PASS``, rows as of
+            :func:`~lightning_mist.cost.time.channel_rows`, each behind how many units are alike, and
+            ``channels.reduce``. Empty where nobody asked for it (:func:`~lightning_mist.cost.with_units`).
     """
 
     steady_seconds: float
@@ -131,6 +134,7 @@ class PredictedStage:
     breakdown: tuple[tuple[str, float], ...] = ()
     spent: tuple[tuple[str, float], ...] = ()
     needs: tuple[tuple[str, float], ...] = ()
+    units: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_mist.report.figures import (
@@ -17,7 +18,7 @@ from lightning_mist.report.figures import (
     write_legend,
     write_title,
 )
-from lightning_mist.report.timeline import LEAST_IDLE, Bar, BarKind, Lane, Timeline, Window, windows_of
+from lightning_mist.report.timeline import CHANNELS, LEAST_IDLE, Bar, BarKind, Lane, Timeline, Window, windows_of
 from lightning_mist.units import format_seconds
 
 # Okabe and Ito, 2008: told apart by colour-blind readers too.
@@ -30,6 +31,9 @@ COLORS: dict[BarKind, str] = {
     "collectives": "#cc79a7",
     "copies": "#882255",
     "optimizer": "#e69f00",
+    "network": "#cc79a7",
+    "from host": "#882255",
+    "to host": "#d55e00",
     "send": "#999999",
 }
 
@@ -42,13 +46,29 @@ WORDS: dict[BarKind, str] = {
     "collectives": "collectives waited for",
     "copies": "host copies waited for",
     "optimizer": "optimizer",
+    "network": "collectives",
+    "from host": "copies from host",
+    "to host": "copies to host",
     "send": "transfers to other stages",
 }
 
+_BESIDE = frozenset({*CHANNELS, "send"})
 _DARK = frozenset({"backward", "input backward", "weight backward"})
 _NUMBERED = frozenset({"forward", "backward", "input backward", "weight backward"})
 MOST_SHAPES = 24
 """Lanes whose bars are shapes in SVG; those of more are pixels, which take less room there."""
+
+_THIN = 1.25
+"""Room of a thin lane beneath a group's work, where that takes five."""
+
+_SHORT: dict[BarKind, str] = {"network": "collectives", "send": "sends"}
+"""What thin lanes are called that are called otherwise in the legend."""
+
+_LABELLED = 0.07
+"""Inches of a thin lane that has room for its name."""
+
+_GAP = 5e-4
+"""Share of a picture's width between bars of a thin lane below which they are drawn as one."""
 
 _DIGIT = 0.068
 """Inches of a digit of the smallest text."""
@@ -66,7 +86,7 @@ def timeline_figure(timeline: Timeline) -> Any:
     Many microbatches do not fit: then the first and the last of the step are shown.
     """
     windows, count = windows_of(timeline), len(timeline.lanes)
-    lane = min(0.62, max(0.16, 7.0 / count))
+    lane = min(0.5 + 0.12 * len(_thin(timeline)), max(0.16, 7.0 / count))
     figure = step_figure(lane * count, bottom=0.85)
     axes = panels(figure, 1, windows)[0]
     inches = (WIDTH - LEFT - RIGHT) * (0.95 if len(windows) > 1 else 1.0)
@@ -75,31 +95,55 @@ def timeline_figure(timeline: Timeline) -> Any:
         _draw_lanes(axis, timeline, window, scale, lane)
     _label_lanes(axes[0], timeline, lane)
     _title(figure, timeline, windows)
-    _legend(figure, timeline)
+    _legend(figure, timeline, () if _names_thin(timeline, lane) else timeline.channels)
     return figure
+
+
+def _thin(timeline: Timeline) -> tuple[BarKind, ...]:
+    """What has a thin lane beneath each group's work, from above."""
+    sends: tuple[BarKind, ...] = ("send",) if any(lane.sends for lane in timeline.lanes) else ()
+    return (*timeline.channels, *sends)
+
+
+def _places(timeline: Timeline) -> dict[BarKind | None, tuple[float, float]]:
+    """Where the work and each thin lane of a group are, from its bottom: where it begins and how high it is."""
+    thin = _thin(timeline)
+    unit = 0.84 / (5 + _THIN * len(thin))
+    found: dict[BarKind | None, tuple[float, float]] = {None: (0.9 - 5 * unit, 5 * unit)}
+    return found | {kind: (0.9 - unit * (5 + _THIN * (index + 1)), unit) for index, kind in enumerate(thin)}
 
 
 def _draw_lanes(axis: Any, timeline: Timeline, window: Window, scale: float, height: float) -> None:
     """One part of the step: what takes time in colour on grey, with the numbers of microbatches where there is room."""
     _, factor = time_unit(timeline.step_seconds)
-    sends = any(lane.sends for lane in timeline.lanes)
-    top, bottom = (0.9, 0.24) if sends else (0.9, 0.1)
+    places, is_dense = _places(timeline), len(timeline.lanes) > MOST_SHAPES
     chunks = 1 + max(bar.chunk for lane in timeline.lanes for bar in lane.work)
+    whole = (window[0] * factor, (window[1] - window[0]) * factor)
     for index, lane in enumerate(timeline.lanes):
         base = len(timeline.lanes) - 1 - index
-        axis.broken_barh(
-            [(window[0] * factor, (window[1] - window[0]) * factor)],
-            (base + bottom, top - bottom),
-            facecolors=SHADE,
-            linewidth=0,
-        )
-        place = base + bottom, top - bottom
-        is_dense = len(timeline.lanes) > MOST_SHAPES
-        _draw_bars(axis, [bar for bar in lane.work if _is_in(bar, window)], place, factor, chunks, is_dense)
-        _draw_bars(axis, [bar for bar in lane.sends if _is_in(bar, window)], (base + 0.06, 0.12), factor, 1, is_dense)
-        if height >= 0.16:
-            _number(axis, lane, window, base + (top + bottom) / 2, scale, factor, height)
+        beside = [*lane.channels(window), *lane.sends]
+        for kind, (bottom, room) in places.items():
+            place = base + bottom, room
+            axis.broken_barh([whole], place, facecolors=SHADE, linewidth=0)
+            if kind is None:
+                _draw_bars(axis, [bar for bar in lane.work if _is_in(bar, window)], place, factor, chunks, is_dense)
+                if height >= 0.16:
+                    _number(axis, lane, window, base + bottom + room / 2, scale, factor, height * room / 0.66)
+            else:
+                bars = [bar for bar in beside if bar.kind == kind and _is_in(bar, window)]
+                _draw_bars(axis, _joined(bars, _GAP * whole[1] / factor), place, factor, 1, is_dense)
     axis.set_ylim(0, len(timeline.lanes))
+
+
+def _joined(bars: Sequence[Bar], gap: float) -> list[Bar]:
+    """Bars of a thin lane, those as one between which nobody could see anything."""
+    result: list[Bar] = []
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        if result and bar.start - result[-1].end < gap:
+            result[-1] = replace(result[-1], end=max(bar.end, result[-1].end))
+        else:
+            result.append(bar)
+    return result
 
 
 def _is_in(bar: Bar, window: Window) -> bool:
@@ -115,8 +159,8 @@ def _draw_bars(
         extent = bar.start * factor, (bar.end - bar.start) * factor
         by_color[_shade(COLORS[bar.kind], bar.chunk, chunks)].append(extent)
     for color, extents in by_color.items():
-        # What is on its way takes so little time that an edge would hide it.
-        edge = color if color == COLORS["send"] else "white"
+        # What happens beside takes so little time, or room, that an edge would hide it.
+        edge = color if bars[0].kind in _BESIDE else "white"
         axis.broken_barh(extents, place, facecolors=color, edgecolor=edge, linewidth=0.25, rasterized=is_dense)
 
 
@@ -156,8 +200,20 @@ def _label_lanes(axis: Any, timeline: Timeline, height: float) -> None:
         for lane in timeline.lanes
     ]
     size = 8 if height >= 0.2 else 6
-    axis.set_yticks([count - 1 - index + 0.57 for index in range(count)], [_short(text) for text in labels])
+    places = _places(timeline)
+    middle = places[None][0] + places[None][1] / 2
+    axis.set_yticks([count - 1 - index + middle for index in range(count)], [_short(text) for text in labels])
     axis.tick_params(axis="y", length=0, labelsize=size)
+    if _names_thin(timeline, height):
+        thin = [(bottom + room / 2, kind) for kind, (bottom, room) in places.items() if kind]
+        ticks = [(index + at, _SHORT.get(kind, kind)) for index in range(count) for at, kind in thin]
+        axis.set_yticks([at for at, _ in ticks], [text for _, text in ticks], minor=True)
+        axis.tick_params(axis="y", which="minor", length=0, labelsize=6)
+
+
+def _names_thin(timeline: Timeline, height: float) -> bool:
+    """Whether thin lanes have room for their names."""
+    return all(room * height >= _LABELLED for _, room in _places(timeline).values())
 
 
 def _short(text: str, most: int = 20) -> str:
@@ -172,10 +228,10 @@ def _title(figure: Any, timeline: Timeline, windows: Sequence[Window]) -> None:
     write_title(figure, head, timeline, windows, "lighter: later stages of the same devices" * is_shaded)
 
 
-def _legend(figure: Any, timeline: Timeline) -> None:
+def _legend(figure: Any, timeline: Timeline, channels: Sequence[BarKind]) -> None:
     from matplotlib.patches import Patch
 
-    present = {bar.kind for lane in timeline.lanes for bar in (*lane.work, *lane.sends)}
+    present = {bar.kind for lane in timeline.lanes for bar in (*lane.work, *lane.sends)} | {*channels}
     entries = [Patch(facecolor=COLORS[kind], label=WORDS[kind]) for kind in COLORS if kind in present]
     if timeline.idle_share > LEAST_IDLE:
         entries.append(Patch(facecolor=SHADE, label="waiting"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -21,11 +22,21 @@ BarKind = Literal[
     "collectives",
     "copies",
     "optimizer",
+    "network",
+    "from host",
+    "to host",
     "send",
 ]
 """What a bar stands for: ``"collectives"`` are those of ZeRO and of shared sequences that computation waits for, and
-averaging gradients; ``"copies"`` those between device and host that it waits for; ``"send"`` is on its way to a
-neighbouring stage."""
+averaging gradients; ``"copies"`` those between device and host that it waits for. Beside computation, hidden or not,
+``"network"`` is all of these collectives, ``"from host"`` and ``"to host"`` are all copies, and ``"send"`` is on its
+way to a neighbouring stage."""
+
+Window = tuple[float, float]
+"""A part of a step, from one second to another."""
+
+CHANNELS: tuple[BarKind, ...] = ("network", "from host", "to host")
+"""What devices do beside computing, but for sending; in the order in which rows of units tell it."""
 
 _COMPUTE: dict[ActionKind, BarKind] = {
     ActionKind.FORWARD: "forward",
@@ -55,18 +66,66 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What channels do beside a part of a lane's work.
+
+    Attributes:
+        rows: Units by channels, as of :func:`~lightning_mist.cost.time.channel_rows`.
+        pieces: When the work is done, in seconds since the step's start: what is told as one may be in several places,
+            such as an update and the first forward. They are together as long as the rows, but for what the clock adds
+            to all units alike, so that rows are stretched to them.
+    """
+
+    rows: tuple[float, ...]
+    pieces: tuple[Window, ...]
+
+    def bars(self) -> Iterator[Bar]:
+        """When each channel is busy."""
+        intervals, seconds = _intervals(self.rows)
+        stretch = sum(end - start for start, end in self.pieces) / seconds
+        passed = 0.0
+        for start, end in self.pieces:
+            for kind, first, last in intervals:
+                begin, stop = max(first * stretch - passed, 0.0), min(last * stretch - passed, end - start)
+                if stop > begin:
+                    yield Bar(kind, start + begin, start + stop)
+            passed += end - start
+
+
+@lru_cache(maxsize=256)
+def _intervals(rows: tuple[float, ...]) -> tuple[tuple[tuple[BarKind, float, float], ...], float]:
+    """When each channel is busy in a pass, and how long that takes."""
+    found: list[tuple[BarKind, float, float]] = []
+    at = 0.0
+    for index in range(0, len(rows), 6):
+        count, seconds, *busy, waited = rows[index : index + 6]
+        for _ in range(int(count)):
+            found += [(kind, at, at + end) for kind, end in zip(CHANNELS, busy, strict=True) if end]
+            at += seconds
+            found += [("from host", at - waited, at)] * (waited > 0)
+    return tuple(found), at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
     """A group of devices.
 
     Attributes:
         work: What its devices do, in order; they wait where there is nothing.
         sends: What is on its way from them to other groups.
+        passes: What their other channels do meanwhile, as far as the prediction says it.
     """
 
     label: str
     devices: str
     work: tuple[Bar, ...]
     sends: tuple[Bar, ...]
+    passes: tuple[Pass, ...] = ()
+
+    def channels(self, window: Window) -> list[Bar]:
+        """What their other channels do in a part of the step, hidden or not."""
+        near = (item for item in self.passes if any(_meets(piece, window) for piece in item.pieces))
+        return [bar for item in near for bar in item.bars() if _meets((bar.start, bar.end), window)]
 
     @property
     def busy_seconds(self) -> float:
@@ -82,6 +141,13 @@ class Timeline:
     step_seconds: float
     num_microbatches: int
     schedule: str
+
+    @property
+    def channels(self) -> tuple[BarKind, ...]:
+        """The channels that any group uses beside computing and sending."""
+        rows = {item.rows for lane in self.lanes for item in lane.passes}
+        used = {kind for item in rows for kind, _, _ in _intervals(item)[0]}
+        return tuple(kind for kind in CHANNELS if kind in used)
 
     @property
     def microbatch_seconds(self) -> float:
@@ -129,7 +195,45 @@ def _lane(plan: Plan, group: int, spans: Sequence[Span], terms: Sequence[dict[st
             for span in spans
             if span.action.kind in SENDS and span.end > span.start
         ),
+        passes=tuple(Pass(rows=rows, pieces=pieces) for rows, pieces in _passes(plan, group, spans) if rows),
     )
+
+
+def _passes(plan: Plan, group: int, spans: Sequence[Span]) -> Iterator[tuple[tuple[float, ...], tuple[Window, ...]]]:
+    """Rows of units beside the work of a group, and when that is done."""
+    assert plan.predicted is not None
+    chunks = plan.chunks(group)
+    known = {chunk: dict(plan.predicted.stages[chunk].units) for chunk in chunks}
+    if not any(known.values()):
+        return
+
+    def rows(name: str, *of: int) -> tuple[float, ...]:
+        return tuple(value for chunk in of for value in known[chunk].get(f"channels.{name}", ()))
+
+    at = {(span.action.kind, span.action.stage, span.action.microbatch): (span.start, span.end) for span in spans}
+    once = {span.action.kind: (span.start, span.end) for span in spans if span.action.microbatch is None}
+    last = plan.num_microbatches - 1
+    first, final = rows("first forward", *chunks), rows("last backward", *chunks)
+    backward = ActionKind.BACKWARD_INPUT if plan.schedule == "zb-h1" else ActionKind.BACKWARD
+    for (kind, stage, microbatch), piece in at.items():
+        if kind is ActionKind.FORWARD and not (first and microbatch == 0):
+            yield rows("forward", stage), (piece,)
+        elif kind is backward and not (final and microbatch == last):
+            yield rows("backward", stage), (piece,)
+    # The clock counts an update behind the last backward which the runtime takes in the next first forward.
+    step = [once[kind] for kind in (ActionKind.OPTIMIZER_STEP, ActionKind.GATHER_PARAMETERS) if kind in once]
+    yield first, (*step, *(at[ActionKind.FORWARD, chunk, 0] for chunk in chunks))
+    ends = tuple(at[backward, chunk, last] for chunk in reversed(chunks))
+    reduce = once.get(ActionKind.REDUCE_GRADIENTS, (ends[-1][1],) * 2)
+    yield rows("last backward", *reversed(chunks)), (*ends, reduce)
+    yield rows("update", group), tuple(step[:1])
+    hidden = rows("reduce", *chunks)
+    alone = [once[kind] for kind in (ActionKind.REDUCE_TIED, ActionKind.GATHER_PARAMETERS) if kind in once]
+    alone = [piece for piece in alone if not (first and piece in step)]
+    if not final:
+        alone.append((max(ends[-1][0], reduce[0] - sum(hidden)), reduce[1]))
+    for start, end in alone:
+        yield ((1.0, end - start, end - start, 0.0, 0.0, 0.0) if end > start else ()), ((start, end),)
 
 
 def _bars(plan: Plan, span: Span, terms: Sequence[dict[str, float]]) -> Iterator[Bar]:
@@ -175,9 +279,6 @@ def _parts(kind: ActionKind, terms: dict[str, float], seconds: float) -> tuple[_
 LEAST_IDLE = 1e-6
 """Less of a step in which devices wait is what sums of floating-point numbers leave."""
 
-Window = tuple[float, float]
-"""A part of a step, from one second to another."""
-
 AROUND = 4
 """Microbatches that are shown beyond the filling, or the draining, of the pipeline."""
 
@@ -195,6 +296,10 @@ def windows_of(timeline: Timeline, points: Iterable[float] = ()) -> tuple[Window
     if sum(end - start for start, end in found) >= WHOLE * step:
         return ((0.0, step),)
     return found
+
+
+def _meets(piece: Window, window: Window) -> bool:
+    return piece[1] > window[0] and piece[0] < window[1]
 
 
 def _merged(windows: Iterable[Window], step: float) -> tuple[Window, ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 from functools import lru_cache
 
-from lightning_mist.cost import predict
+from lightning_mist.cost import StageCostModel, predict, with_units
 from lightning_mist.plan import plan_of
 from tests.specs import cluster, profile, spec
 
@@ -26,3 +26,16 @@ def predicted(stages=2, microbatches=4, *, devices=None, kind="cuda", layers=8, 
     )
     found = predict(network, MACHINE, cluster(devices, kind=kind), plan)
     return dataclasses.replace(plan, predicted=found)
+
+
+def with_channels(stages=2, microbatches=4, **options):
+    """The same, with what happens unit by unit."""
+    plan = predicted(stages, microbatches, **options)
+    network = spec(plan.num_layers, measured=True)
+    return with_units(StageCostModel(network, MACHINE, cluster(plan.world_size, kind="cuda")), plan)
+
+
+def rows_of(stage, name):
+    """Rows of the units of a predicted stage in a pass."""
+    values = dict(stage.units).get(f"channels.{name}", ())
+    return [values[index : index + 6] for index in range(0, len(values), 6)]

@@ -2,9 +2,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_mist.report.draw_timeline import COLORS, WORDS, _shade, draw_timeline, timeline_figure
-from lightning_mist.report.timeline import timeline_of
-from tests.report.networks import predicted
+from lightning_mist.plan import OffloadRatios
+from lightning_mist.report.draw_timeline import COLORS, WORDS, _joined, _shade, draw_timeline, timeline_figure
+from lightning_mist.report.timeline import Bar, timeline_of
+from tests.report.networks import predicted, with_channels
 
 
 def texts(timeline):
@@ -72,3 +73,27 @@ def test_later_chunks_are_lighter():
     assert _shade("#000000", 1, 2) == "#737373"
     figure = timeline_figure(timeline_of(predicted(2, 4, schedule="interleaved-1f1b", chunks=2)))
     assert any("lighter: later stages" in text.get_text() for text in figure.texts)
+
+
+def names_of_thin_lanes(figure):
+    return [text.get_text() for text in figure.axes[0].get_yticklabels(minor=True)]
+
+
+def test_channels_have_thin_lanes_beneath_every_group():
+    moved = OffloadRatios(activations=1.0)
+    figure = timeline_figure(timeline_of(with_channels(2, offload=moved)))
+    assert names_of_thin_lanes(figure) == ["from host", "to host", "sends"] * 2
+    assert names_of_thin_lanes(timeline_figure(timeline_of(predicted(2, 4)))) == ["sends"] * 2
+    assert names_of_thin_lanes(timeline_figure(timeline_of(with_channels(1)))) == []
+    # Their names say what they are; where there is no room for names the legend does.
+    legend = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert WORDS["from host"] not in legend
+    many = timeline_figure(timeline_of(with_channels(16, 32, layers=16, offload=moved)))
+    assert names_of_thin_lanes(many) == []
+    assert {WORDS["from host"], WORDS["to host"]} <= {text.get_text() for text in many.legends[0].get_texts()}
+
+
+def test_bars_that_cannot_be_told_apart_are_one():
+    bars = [Bar("network", 0.0, 1.0), Bar("network", 1.05, 2.0), Bar("network", 3.0, 4.0)]
+    assert _joined(bars[::-1], 0.1) == [Bar("network", 0.0, 2.0), bars[2]]
+    assert _joined(bars, 0.01) == bars

@@ -41,6 +41,7 @@ from lightning_mist.cost.time.stage_seconds import (
     corrected_regions,
     corrected_terms,
 )
+from lightning_mist.cost.time.unit_walk import Passes, channel_rows
 from lightning_mist.cost.time.zero_seconds import (
     Beside,
     UnitSeconds,

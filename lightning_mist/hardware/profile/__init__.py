@@ -26,6 +26,7 @@ from lightning_mist.hardware.profile.interference_model import (
     COEFFICIENTS,
     Channel,
     Interference,
+    ends_together,
     seconds_together,
     speed_table,
 )

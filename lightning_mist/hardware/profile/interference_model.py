@@ -146,6 +146,28 @@ def seconds_together(loads: NDArray[np.float64], speeds: NDArray[np.float64]) ->
     return bounded.reshape(loads.shape[1:])
 
 
+def ends_together(loads: NDArray[np.float64], speeds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """When each of some loads that start together is done: what :func:`seconds_together` is the largest of.
+
+    Args:
+        loads: As there, channels times any number.
+
+    Returns:
+        Seconds, in the shape of the loads; 0 for those that are nothing.
+    """
+    left, ends, now = loads.copy(), np.zeros_like(loads), np.zeros(loads.shape[1])
+    while (left > 0.0).any():
+        active = left > 0.0
+        speed = speeds[_BITS @ active].T
+        needed = np.where(active, left / speed, np.inf)
+        passed = np.where(active.any(axis=0), needed.min(axis=0), 0.0)
+        now = now + passed
+        is_done = active & (needed <= passed)
+        ends = np.where(is_done, now, ends)
+        left = np.where(active & ~is_done, left - passed * speed, 0.0)
+    return ends
+
+
 def _flow(left: NDArray[np.float64], slowness: NDArray[np.float64]) -> NDArray[np.float64]:
     """Seconds until loads (channels times any number) are done, with slownesses (channels times sets)."""
     total = np.zeros(left.shape[1])
