@@ -1,13 +1,15 @@
 """A plan's predicted seconds and bytes, in total and by term."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from lightning_mist.cost.batched_stages import Terms, seconds_of_terms, terms_of_plans
-from lightning_mist.cost.inputs import StageCandidates, StageSlot, placed_slots_of
+from lightning_mist.cost.inputs import StageCandidates, StageRegions, StageSlot, placed_slots_of
 from lightning_mist.cost.interleaved_memory import plans_needs
-from lightning_mist.cost.memory import NeedTerms, StageMemory
+from lightning_mist.cost.memory import NeedTerms, StageMemory, bytes_of_units
 from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
 from lightning_mist.cost.roofline import step_work
@@ -56,15 +58,23 @@ def with_units(model: CostModel, plan: Plan) -> Plan:
     """A predicted plan that also says what happens unit by unit, for pictures."""
     assert plan.predicted is not None
     places = zip(plan.predicted.stages, placed_slots_of(plan, model.cluster), strict=True)
-    stages = tuple(replace(stage, units=_units(model, *placed)) for stage, placed in places)
+    stages = tuple(replace(stage, units=tuple(_units(model, *placed))) for stage, placed in places)
     return replace(plan, predicted=replace(plan.predicted, stages=stages))
 
 
-def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> tuple[tuple[str, tuple[float, ...]], ...]:
+def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> Iterator[tuple[str, tuple[float, ...]]]:
     # Where devices of several parts wait for each other, it is the slowest that is told of.
     models = [model] if isinstance(model, StageCostModel) else model.models(slot)
     slowest = max(models, key=lambda one: float(one.seconds(slot, candidates).steady_K[0]))
-    return tuple((f"channels.{name}", rows) for name, rows in slowest.channels(slot, candidates).items())
+    for name, rows in slowest.channels(slot, candidates).items():
+        yield f"channels.{name}", rows
+    seconds, regions = model.region_seconds(*slot.computed), StageRegions.of(model.spec, candidates)
+    units, again_R = slice(int(regions.low_K[0]), int(regions.high_K[0])), np.zeros_like(seconds.recompute_R)
+    again = slice(int(regions.first_K[0]), int(regions.middle_K[0]))
+    again_R[again] = seconds.recompute_R[again]
+    for name, bytes_XU in bytes_of_units(model.memory(slot), slot, candidates).items():
+        seconds_R = seconds.forward_R if name == "forward" else seconds.backward_R + again_R
+        yield f"bytes.{name}", tuple(np.stack([seconds_R[units], *bytes_XU], axis=1).reshape(-1).tolist())
 
 
 def _clocked(model: CostModel, plan: Plan) -> float:

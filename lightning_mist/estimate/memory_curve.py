@@ -9,11 +9,11 @@ Array axes
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray
+from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.cost.interleaved_memory import situation_terms, update_terms
 from lightning_mist.cost.memory import (
     TERMS,
@@ -41,6 +41,44 @@ _UPDATES = {
 """What is done in each situation after the last backward, in order."""
 
 
+BETWEEN = 0.2
+"""The last part of a unit's time that is told with what it leaves: when in it there is most is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """A unit of a forward or backward.
+
+    Attributes:
+        name: ``"head"``, ``"tail"``, or the number of its layer.
+        there: Bytes of the microbatch at hand beside what the unit needs while it runs.
+        most: The most while it runs.
+    """
+
+    name: str
+    seconds: float
+    there: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A part of a curve in pieces that may be parts of units.
+
+    Attributes:
+        index_E: The piece of the curve that each is of.
+        names: The unit that runs; nothing between units, and where they are not known.
+        there_E: Of the working set what stays from unit to unit.
+        most_E: The working set.
+    """
+
+    times_E: FloatArray
+    index_E: IntArray
+    names: tuple[str, ...]
+    there_E: FloatArray
+    most_E: FloatArray
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryCurve:
     """Bytes of the most loaded device of a group over one step; each piece lasts until the next begins.
@@ -51,6 +89,8 @@ class MemoryCurve:
         names: What each piece is: an action as text, ``"waiting"``, or a situation after the last backward.
         terms: Bytes by term, as ``(name, array)`` in the order of
             :data:`~lightning_mist.cost.memory.memory_model.TERMS`.
+        units: For the names of pieces that compute what is there in each of their units, as they come, if that is
+            known.
     """
 
     group: int
@@ -58,6 +98,7 @@ class MemoryCurve:
     end: float
     names: tuple[str, ...]
     terms: tuple[tuple[str, FloatArray], ...]
+    units: Mapping[str, tuple[UnitBytes, ...]] = field(default_factory=dict)
 
     @property
     def total_E(self) -> FloatArray:
@@ -69,6 +110,45 @@ class MemoryCurve:
     def peak_index(self) -> int:
         """The piece with the most bytes, the first of several."""
         return int(self.total_E.argmax())
+
+    def time_of(self, index: int) -> tuple[float, float]:
+        """When a piece begins and ends."""
+        ends_E = np.append(self.times_E[1:], self.end)
+        return float(self.times_E[index]), float(ends_E[index])
+
+    def pair(self) -> tuple[int, int] | None:
+        """The backward with most bytes of those whose units are known, and before it the forward of its microbatch."""
+        total_E, known = self.total_E, [at for at, name in enumerate(self.names) if self.units.get(name)]
+        actions = {at: Action.parse(self.names[at]) for at in known}
+        backwards = [at for at in known if actions[at].kind is ActionKind.BACKWARD]
+        if not backwards:
+            return None
+        last = max(backwards, key=lambda at: float(total_E[at]))
+        forward = replace(actions[last], kind=ActionKind.FORWARD)
+        return next(at for at in known if actions[at] == forward), last
+
+    def within(self, start: float, end: float) -> "Pieces":
+        """A part of it, what is computed unit by unit."""
+        first = max(0, int(np.searchsorted(self.times_E, start, side="right")) - 1)
+        last = max(first + 1, int(np.searchsorted(self.times_E, end, side="left")))
+        working_E, ends_E = dict(self.terms)["working_bytes"], np.append(self.times_E[1:], self.end)
+        found: list[tuple[float, int, str, float, float]] = []
+        for index in range(first, last):
+            at, working = float(self.times_E[index]), float(working_E[index])
+            units = self.units.get(self.names[index]) or (UnitBytes("", 1.0, 0.0, working),)
+            stretch = (float(ends_E[index]) - at) / sum(unit.seconds for unit in units)
+            # Where torch's own module runs there is more, gradients in buckets, all the time.
+            more = working - max(unit.most for unit in units)
+            for unit, behind in zip(units, (*units[1:], None), strict=True):
+                there = unit.there + more
+                found.append((at, index, unit.name, there, unit.most + more))
+                at += unit.seconds * stretch
+                if behind is not None:
+                    left = min(there, behind.there + more), behind.there + more
+                    found.append((at - BETWEEN * unit.seconds * stretch, index, "", *left))
+        found = [piece for piece in found if piece[0] < end] or found[:1]
+        times, index_E, names, there_E, most_E = map(list, zip(*found, strict=True))
+        return Pieces(np.maximum(times, start), np.array(index_E), tuple(names), np.array(there_E), np.array(most_E))
 
     @property
     def peak_bytes(self) -> int:
@@ -132,7 +212,27 @@ def _curve(
         pieces += [(last, "waiting", kept), (start, name, terms)]
         last = stop
     pieces.append((last, "waiting", kept))
-    return _assembled(group, pieces, needs[group].always, end)
+    return replace(_assembled(group, pieces, needs[group].always, end), units=_units(plan, actions))
+
+
+def _units(plan: Plan, actions: Sequence[Action]) -> dict[str, tuple[UnitBytes, ...]]:
+    """What is there in each unit of forwards and whole backwards, as they come."""
+    assert plan.predicted is not None
+    known = {}
+    for index, (stage, predicted) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
+        names = ["head"] * (index == 0) + list(map(str, range(*stage.layers)))
+        names += ["tail"] * (index == plan.num_stages - 1)
+        for kind, rows in predicted.units:
+            values = zip(names, rows[::3], rows[1::3], rows[2::3], strict=False)
+            known[index, kind] = tuple(UnitBytes(*row) for row in values)
+    found = {}
+    for action in actions:
+        kind = f"bytes.{'first ' * (action.microbatch == 0)}backward"
+        if action.kind is ActionKind.FORWARD:
+            found[str(action)] = known.get((action.stage, "bytes.forward"), ())
+        elif action.kind is ActionKind.BACKWARD:
+            found[str(action)] = known.get((action.stage, kind), ())[::-1]
+    return found
 
 
 def _around_stage(

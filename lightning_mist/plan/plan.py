@@ -123,7 +123,9 @@ class PredictedStage:
             Empty in plans that were predicted before this was known.
         units: What happens unit by unit (head, layers, tail), as ``(name, numbers)``: ``channels.PASS``, rows as of
             :func:`~lightning_mist.cost.time.channel_rows`, each behind how many units are alike, and
-            ``channels.reduce``. Empty where nobody asked for it (:func:`~lightning_mist.cost.with_units`).
+            ``channels.reduce``; ``bytes.WHAT``, of each unit in the order of forward its seconds and both of
+            :func:`~lightning_mist.cost.memory.bytes_of_units`. Empty where nobody asked for it
+            (:func:`~lightning_mist.cost.with_units`).
     """
 
     steady_seconds: float

@@ -1,7 +1,7 @@
 """Bytes of every stage over one step as a picture, by term."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,11 +82,12 @@ COLORS = {
     "parameter_bytes": "#0072b2",
     "buffer_bytes": "#003f63",
     "optimizer_bytes": "#56b4e9",
+    "offload_bytes": "#882255",
     "batch_bytes": "#999999",
     "gradient_bytes": "#e69f00",
     "activation_bytes": "#009e73",
     "transfer_bytes": "#f0e442",
-    "offload_bytes": "#882255",
+    "there_bytes": "#8ed6bf",
     "working_bytes": "#cc79a7",
 }
 
@@ -99,8 +100,18 @@ WORDS = {
     "activation_bytes": "activations of microbatches in flight",
     "transfer_bytes": "sent and received",
     "offload_bytes": "buffers of host copies",
+    "there_bytes": "its part that stays between units",
     "working_bytes": "working set of the microbatch at hand",
 }
+
+MOST_SHAPES = 100
+"""Pieces of a part of a step whose units are shapes in SVG; those of more are pixels, which take less room there."""
+
+MOST_NAMED = 40
+"""Names of units that there is room for on an axis."""
+
+_OF_UNITS = ("there_bytes", "working_bytes")
+"""What changes from unit to unit, from below."""
 
 LEAST_SHARE = 2e-3
 """Terms that never reach this share of the highest peak are too thin to be seen and are left out."""
@@ -122,7 +133,7 @@ def memory_figure(picture: MemoryPicture) -> Any:
     figure = step_figure(row * len(shown), bottom=1.05, hspace=0.12)
     axes = panels(figure, len(shown), windows)
     highest = max(picture.worst.peak_bytes, *picture.limits, 0.0)
-    unit, scale = next((item for item in _UNITS if highest >= item[1]), _UNITS[-1])
+    unit, scale = _unit_of(highest)
     terms = _present(picture)
     for line, curve in zip(axes, shown, strict=True):
         for axis, window in zip(line, windows, strict=True):
@@ -135,6 +146,39 @@ def memory_figure(picture: MemoryPicture) -> Any:
     return figure
 
 
+def unit_figure(picture: MemoryPicture) -> Any | None:
+    """One forward and one backward of the group that needs most, unit by unit; None where units are not known."""
+    curve = picture.worst
+    pair = curve.pair()
+    if pair is None:
+        return None
+    windows = [curve.time_of(index) for index in pair]
+    figure = step_figure(2.4, bottom=1.05)
+    (line,) = panels(figure, 1, windows)
+    unit, scale = _unit_of(curve.peak_bytes)
+    _, factor = time_unit(picture.timeline.step_seconds)
+    terms = _present(replace(picture, curves=(curve,)))
+    least = sum(end - start for start, end in windows) / MOST_NAMED
+    for axis, window, index in zip(line, windows, pair, strict=True):
+        _draw(axis, curve, terms, window, scale, replace(picture, limits=()))
+        pieces = curve.within(*window)
+        ends_E = _closed(pieces.times_E, window[1])
+        named = [(float(ends_E[at] + ends_E[at + 1]) / 2, name) for at, name in enumerate(pieces.names) if name]
+        shown: list[tuple[float, str]] = []
+        for time, name in (named[0], named[-1], *named[1:-1]):
+            if all(abs(time - other) >= least for other, _ in shown):
+                shown.append((time, name))
+        axis.set_xticks([time * factor for time, _ in shown], [name for _, name in shown], fontsize=7)
+        axis.set_xlabel(say_piece(curve.names[index]), loc="left", labelpad=2)
+        axis.set_ylim(0, curve.peak_bytes / scale * 1.16)
+    line[0].set_ylabel(unit)
+    _mark_peak(line, curve, windows, scale, picture)
+    head = f"memory within a microbatch: {picture.timeline.lanes[curve.group].label}, by head, layers and tail"
+    write_title(figure, head, picture.timeline, windows[:1])
+    write_legend(figure, line[0].get_legend_handles_labels()[0], columns=4)
+    return figure
+
+
 def _present(picture: MemoryPicture) -> list[str]:
     """Terms that are high enough to be seen, in the order of the legend."""
     least = LEAST_SHARE * picture.worst.peak_bytes
@@ -142,7 +186,18 @@ def _present(picture: MemoryPicture) -> list[str]:
     for curve in picture.curves:
         for name, values_E in curve.terms:
             highest[name] = max(highest.get(name, 0.0), float(values_E.max()))
+    highest["there_bytes"] = highest["working_bytes"] * any(any(curve.units.values()) for curve in picture.curves)
     return [name for name in COLORS if highest.get(name, 0.0) > least]
+
+
+def _unit_of(nbytes: float) -> tuple[str, float]:
+    """The unit for an axis of so many bytes, and how many it has."""
+    return next((item for item in _UNITS if nbytes >= item[1]), _UNITS[-1])
+
+
+def _closed(values_E: FloatArray, end: float | None = None) -> FloatArray:
+    """Steps with the end of the last one."""
+    return np.append(values_E, values_E[-1] if end is None else end)
 
 
 def _draw(
@@ -150,43 +205,48 @@ def _draw(
 ) -> None:
     """One part of the step of one group of devices."""
     _, factor = time_unit(picture.timeline.step_seconds)
-    times_E, index_E = _pieces(curve, window)
-    values = dict(curve.terms)
+    pieces, values = curve.within(*window), dict(curve.terms)
+    steady = [name for name in terms if name not in _OF_UNITS]
+    # What does not change from unit to unit is drawn as it is: unit by unit all of it would make a large picture.
+    first_E = np.unique(pieces.index_E, return_index=True)[1]
     axis.stackplot(
-        times_E * factor,
-        [values[name][index_E] / scale for name in terms],
-        labels=[WORDS[name] for name in terms],
-        colors=[COLORS[name] for name in terms],
+        _closed(pieces.times_E[first_E], window[1]) * factor,
+        [_closed(values[name][pieces.index_E[first_E]]) / scale for name in steady],
+        labels=[WORDS[name] for name in steady],
+        colors=[COLORS[name] for name in steady],
         step="post",
         linewidth=0,
     )
+    low_E = below_E = sum((values[name][pieces.index_E] for name in steady), np.zeros(len(pieces.index_E)))
+    for name, above_E in zip(_OF_UNITS, (pieces.there_E, pieces.most_E), strict=True):
+        if name in terms:
+            axis.fill_between(
+                _closed(pieces.times_E, window[1]) * factor,
+                _closed(low_E) / scale,
+                _closed(below_E + above_E) / scale,
+                color=COLORS[name],
+                label=WORDS[name],
+                step="post",
+                linewidth=0,
+                rasterized=len(low_E) > MOST_SHAPES,
+            )
+            low_E = below_E + above_E
     limit = picture.limit(curve)
     if limit is not None:
         axis.axhline(limit / scale, color="#d55e00", linewidth=1.4, label="limit for tensors")
 
 
-def _pieces(curve: MemoryCurve, window: Window) -> tuple[FloatArray, Any]:
-    """When the pieces of a curve that lie in a part of the step begin, its end behind them, and which they are."""
-    first = max(0, int(np.searchsorted(curve.times_E, window[0], side="right")) - 1)
-    last = int(np.searchsorted(curve.times_E, window[1], side="left"))
-    index_E = np.arange(first, max(last, first + 1))
-    times_E = np.clip(np.append(curve.times_E[index_E], window[1]), *window)
-    return times_E, np.append(index_E, index_E[-1])
-
-
 def _mark_peak(line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: float, picture: MemoryPicture) -> None:
     """Say how high the highest point is, and where."""
     _, factor = time_unit(picture.timeline.step_seconds)
-    at = curve.peak_index
-    begin = float(curve.times_E[at])
-    end = float(curve.times_E[at + 1]) if at + 1 < len(curve.times_E) else curve.end
-    column = next(index for index, (start, stop) in enumerate(windows) if start <= begin <= stop)
+    name, unit, begin, end = peak_of(curve)
+    column = max(index for index, (start, _) in enumerate(windows) if start <= begin)
     start, stop = windows[column]
     middle, height = min((begin + end) / 2, stop), curve.peak_bytes / scale
     share = (middle - start) / (stop - start)
     line[column].plot(middle * factor, height, marker="v", color=INK, markersize=5, clip_on=False)
     line[column].annotate(
-        f"peak {format_bytes(curve.peak_bytes)}: {say_piece(curve.names[at])}",
+        f"peak {format_bytes(curve.peak_bytes)}: {say_piece(name)}{unit}",
         (middle * factor, height),
         xytext=(0, 5),
         textcoords="offset points",
@@ -194,6 +254,16 @@ def _mark_peak(line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: 
         fontsize=8,
         bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
     )
+
+
+def peak_of(curve: MemoryCurve) -> tuple[str, str, float, float]:
+    """What runs when there is most: the piece, which unit of it as further words, and from when to when."""
+    begin, end = curve.time_of(curve.peak_index)
+    pieces = curve.within(begin, end)
+    most = int(pieces.most_E.argmax())
+    unit, ends_E = pieces.names[most], _closed(pieces.times_E, end)
+    words = f", {'layer ' * unit.isdecimal()}{unit}" if unit else ""
+    return curve.names[curve.peak_index], words, float(ends_E[most]), float(ends_E[most + 1])
 
 
 def say_piece(name: str) -> str:

@@ -151,7 +151,7 @@ def _timeline(plan: Plan, simulation: Simulation) -> str:
 
 def _memory(report: Report, simulation: Simulation) -> str:
     """Bytes over the step as a picture, of plans that say what they are made of."""
-    from lightning_mist.report.draw_memory import memory_figure, memory_picture
+    from lightning_mist.report.draw_memory import memory_figure, memory_picture, unit_figure
 
     assert report.plan.predicted is not None
     if not all(stage.needs for stage in report.plan.predicted.stages):
@@ -163,7 +163,18 @@ def _memory(report: Report, simulation: Simulation) -> str:
         "Bytes of each stage's most loaded device, with what it must hold during each action, at the time when that "
         "action runs. The highest point is the peak that the plan was chosen by."
     )
-    return page.section("Memory over one step", page.picture(svg, caption))
+    pictures = [page.picture(svg, caption)]
+    with styled("units", is_text=True):
+        if (figure := unit_figure(picture)) is not None:
+            svg = inline_svg(figure, "units", "Memory over the layers of one forward and one backward")
+            pictures.append(page.picture(svg, _UNITS))
+    return page.section("Memory over one step", *pictures)
+
+
+_UNITS = (
+    "The same within one microbatch of the fullest stage: in front of the first layer (head), in each layer, and "
+    "behind the last one (tail: logits and loss), forward and backward. Each tooth is the most while a unit runs."
+)
 
 
 def _why(report: Report) -> Iterator[str]:

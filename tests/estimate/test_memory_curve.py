@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost import predict
+from lightning_mist.cost import StageCostModel, predict, with_units
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.memory_curve import memory_curves
 from lightning_mist.plan import OffloadRatios, from_json, plan_of, to_json
@@ -113,3 +113,48 @@ def test_a_prediction_that_does_not_say_is_refused():
         memory_curves(bare, simulate_plan(plan))
     with pytest.raises(PlanError, match="made of"):
         memory_curves(dataclasses.replace(plan, predicted=None), simulate_plan(plan))
+
+
+def by_units(**options):
+    plan = predicted(**options)
+    return with_units(StageCostModel(spec(8, measured=True), COPYING, cluster(4, kind="cuda")), plan)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("moved", [None, OffloadRatios(activations=0.5, gradients=1.0)], ids=["kept", "moved"])
+def test_units_are_as_high_as_the_piece_that_they_are_of(pipeline, zero, moved):
+    options = {} if moved is None else {"offload": moved}
+    plan = by_units(**pipeline, zero_stage=zero, num_microbatches=12, checkpointed_layers=1, **options)
+    for curve in curves(plan):
+        pieces = curve.within(0.0, curve.end)
+        assert (np.diff(pieces.times_E) >= 0).all()
+        assert (pieces.there_E <= pieces.most_E * (1 + 1e-9) + 1e-6).all()
+        most_E = np.full(len(curve.names), -np.inf)
+        np.maximum.at(most_E, pieces.index_E, pieces.most_E)
+        # What happens in no time at the very end has no room.
+        lasts_E = curve.times_E < curve.end
+        assert most_E[lasts_E] == pytest.approx(dict(curve.terms)["working_bytes"][lasts_E])
+
+
+def test_units_come_in_the_order_in_which_they_run():
+    (curve,) = curves(by_units(pipeline_stages=1, num_microbatches=2))
+    (forward, backward) = curve.pair()
+    units = ["head", *map(str, range(8)), "tail"]
+    for index, wanted in ((forward, units), (backward, units[::-1])):
+        start, end = curve.time_of(index)
+        pieces = curve.within(start, end)
+        assert [name for name in pieces.names if name] == wanted
+        assert set(pieces.index_E) == {index}
+        middle = curve.within((start + end) / 2, end)
+        assert 0 < sum(map(bool, middle.names)) <= len(wanted)
+        assert middle.times_E[0] == (start + end) / 2
+
+
+def test_without_units_pieces_are_whole():
+    (curve,) = curves(predicted(pipeline_stages=1, num_microbatches=2))
+    pieces = curve.within(0.0, curve.end)
+    assert (pieces.times_E == curve.times_E[curve.times_E < curve.end]).all()
+    assert not any(pieces.names)
+    assert not pieces.there_E.any()
+    assert curve.pair() is None

@@ -1,11 +1,10 @@
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
-from lightning_mist.report.draw_memory import WORDS, _pieces, draw_memory, memory_figure, memory_picture, say_piece
+from lightning_mist.report.draw_memory import WORDS, draw_memory, memory_figure, memory_picture, say_piece, unit_figure
 from lightning_mist.units import format_bytes
-from tests.report.networks import predicted
+from tests.report.networks import predicted, with_channels
 
 
 @pytest.mark.parametrize("name", ["a.png", "b.svg"])
@@ -50,16 +49,41 @@ def test_what_is_drawn_is_as_high_as_the_curve():
     assert top == pytest.approx(curve.total_E.max() / scale, rel=0.01)
 
 
-def test_the_part_of_a_curve_within_a_window():
-    curve = memory_picture(predicted(2, 4)).curves[0]
-    times, index = _pieces(curve, (0.0, curve.end))
-    assert (times[:-1] == curve.times_E).all()
-    assert times[-1] == curve.end
-    assert (index[:-1] == np.arange(len(curve.times_E))).all()
-    middle = curve.times_E[3], (curve.times_E[4] + curve.times_E[5]) / 2
-    times, index = _pieces(curve, middle)
-    assert (times[0], times[-1]) == middle
-    assert index.tolist() == [3, 4, 4]
+def names(axis):
+    return [text.get_text() for text in axis.get_xticklabels()]
+
+
+def test_one_forward_and_one_backward_are_drawn_by_their_layers():
+    picture = memory_picture(with_channels(2, 4, checkpointed_layers=2))
+    figure = unit_figure(picture)
+    forward, backward = figure.axes
+    layers = ["4", "5", "6", "7", "tail"] if picture.worst.group else ["head", "0", "1", "2", "3"]
+    # The most that a picture has room for; the outermost in any case.
+    for axis, order in ((forward, layers), (backward, layers[::-1])):
+        assert [name for name in order if name in names(axis)] == sorted(names(axis), key=order.index)
+        assert {order[0], order[-1]} <= set(names(axis))
+    assert [axis.get_xlabel().split(" of ")[0] for axis in figure.axes] == ["forward", "backward"]
+    assert WORDS["there_bytes"] in {text.get_text() for text in figure.legends[0].get_texts()}
+    (peak,) = [text.get_text() for axis in figure.axes for text in axis.texts]
+    assert peak.startswith(f"peak {format_bytes(picture.worst.peak_bytes)}: ")
+
+
+def test_pictures_of_units_are_as_high_as_those_of_the_step():
+    picture = memory_picture(with_channels(1, 4, checkpointed_layers=8))
+    figures = memory_figure(picture), unit_figure(picture)
+    scale = 2.0**20 if picture.worst.peak_bytes >= 2**20 else 2.0**10
+    tops = [
+        max(path.vertices[:, 1].max() for axis in figure.axes for band in axis.collections for path in band.get_paths())
+        for figure in figures
+    ]
+    assert tops == pytest.approx([picture.worst.total_E.max() / scale] * 2, rel=0.01)
+
+
+def test_of_units_that_are_not_known_nothing_is_drawn():
+    picture = memory_picture(predicted(2, 4))
+    assert unit_figure(picture) is None
+    assert WORDS["there_bytes"] not in {text.get_text() for text in memory_figure(picture).legends[0].get_texts()}
+    assert unit_figure(memory_picture(with_channels(2, 4, schedule="zb-h1"))) is None
 
 
 def test_pieces_in_words():

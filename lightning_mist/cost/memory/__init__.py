@@ -20,3 +20,4 @@ from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
 from lightning_mist.cost.memory.offload_shares import OffloadedBytes, StateShares
 from lightning_mist.cost.memory.phases import Phase, phases_in_order, stage_phases
 from lightning_mist.cost.memory.stage_bytes import Bytes, NeedTerms, PeakParts, StageNeeds, need_terms, needs_of
+from lightning_mist.cost.memory.unit_bytes import bytes_of_units

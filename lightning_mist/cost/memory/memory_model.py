@@ -193,13 +193,14 @@ class MemoryModel:
             gradient_share=1 / degree, trained_R=self.holdings.table.trained_R, is_one_unit=self.holdings.is_one_unit
         )
 
-    def _shares(self, candidates: StageCandidates, degree: int) -> SharedOut | None:
+    def shares(self, candidates: StageCandidates, degree: int) -> SharedOut | None:
         """What the fullest rank has, if any candidate deals out anything."""
         if degree == 1 or not (candidates.zero_stage_K >= ZeroStage.OPTIMIZER).any():
             return None
         return self.holdings.shares(candidates, degree)
 
-    def _runs(self, candidates: StageCandidates, held: HeldBytes, degree: int, shares: SharedOut | None) -> StageRuns:
+    def runs(self, candidates: StageCandidates, held: HeldBytes, degree: int, shares: SharedOut | None) -> StageRuns:
+        """Candidates as runs of layers."""
         low_K, _ = covered(self.spec, candidates.start_K, candidates.end_K)
         imbalance_K, away = np.zeros(len(candidates)), (np.zeros((4, len(candidates))),) * 2
         zero_K = candidates.zero_stage_K
@@ -233,8 +234,8 @@ class MemoryModel:
             return offloaded_needs(self, slot, candidates)
         context, degree = slot.context_parallel_degree, slot.shard_degree
         costs, held = self.costs(slot.rows, context), self.holdings.of(candidates)
-        shares = self._shares(candidates, degree)
-        runs = self._runs(candidates, held, degree, shares)
+        shares = self.shares(candidates, degree)
+        runs = self.runs(candidates, held, degree, shares)
         owned_K, gradients_K, parameters_K = _owned(candidates, held, shares)
         factor = self.spec.optimizer.gradient_bytes_per_parameter_byte
         plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self._plain(slot, candidates)

@@ -116,7 +116,7 @@ class OffloadingModel(Protocol):
         """Variants with other parameters and changed costs of regions, built once for each key."""
 
 
-def _resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
+def resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingModel:
     """The networks of what resident on the device: gradients of offloaded parameters are made and are gone."""
 
     def build() -> tuple[VariantHoldings, Adjustment]:
@@ -166,7 +166,7 @@ def resident_needs(
         pairs: Ratios of activations and of gradients, with axes for each and for the two; and which each candidate has.
         offloaded: Shares of gradients, shared out from ZeRO-2 and from ZeRO-1 on.
     """
-    found = _resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
+    found = resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
     gradients, owned = offloaded
     gathered = dict(whole.update).get("parameter gathering", {})
     changed: dict[str, Mapping[str, Bytes]] = {

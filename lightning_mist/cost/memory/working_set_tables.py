@@ -18,7 +18,9 @@ layers' gradient bytes, those of the layers above ``k`` exist when the backward 
 every backward makes them anew, and of those above only what this rank owns stays, and what is being reduced.
 """
 
+from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -243,6 +245,16 @@ class WorkingSets:
         self._split: RangeTable | None = None
         self._ended: dict[float, RangeTable] = {}
 
+    def without_temporaries(self) -> "WorkingSets":
+        """The same where nothing is alive but what stays when a unit has run."""
+        made, none_R = copy(self), np.zeros_like(self.costs.saved_R)
+        none: dict[str, Any] = dict.fromkeys(_PEAKS, none_R)
+        made.costs = replace(self.costs, **none)
+        made.forward = self._table(none_R, none_R, after=False)
+        made.backward = self._tables(none_R, none_R, self.reduced_R)
+        made.first = self._tables(none_R, none_R, self.reduced_R, -self._made[..., 1:])
+        return made
+
     @property
     def split(self) -> RangeTable:
         """Of backwards that make gradients of inputs only."""
@@ -307,6 +319,9 @@ class WorkingSets:
         if not reduced_R.any():
             return top, top
         return top, self._table(plain_R, recomputed_R, besides_L + reduced_R[..., 1:-1])
+
+
+_PEAKS = tuple(name for name in RegionCosts.__slots__ if name.endswith("_peak_R"))
 
 
 def _making_anew(costs: RegionCosts) -> RegionCosts:

@@ -20,11 +20,13 @@ class _Range:
     """Layers of stages up to some layer, recomputed ones before the others.
 
     Attributes:
+        end_K: The layer behind the last of them.
         place_EXK: Where in tables the two values are of which the larger one is that of a run.
         below_XK: What is below its first layer.
         recomputed_K: What the recomputed ones among them keep.
     """
 
+    end_K: IntArray
     place_EXK: IntArray
     below_XK: FloatArray
     recomputed_K: FloatArray
@@ -40,6 +42,7 @@ class StageWorking:
     def __init__(self, sets: WorkingSets, runs: StageRuns) -> None:
         self.sets, self._runs = sets, runs
         self._has_head, self._has_tail = bool(runs.is_first_K.any()), bool(runs.is_last_K.any())
+        self._is_head_K, self._is_tail_K = runs.is_first_K, runs.is_last_K
         self._is_recomputed_K = runs.middle_K == runs.end_K
         self._variant_K = 0 if runs.variant_K is None else runs.variant_K * sets.width
         self._start_K, self._middle_K, self._end_K = (
@@ -75,7 +78,7 @@ class StageWorking:
         place_EXK[:, 0] = sets.places(self._start_K, middle_K - runs.start_K, recomputed=True)
         place_EXK[:, 1] = sets.places(placed_K, end_K - middle_K, recomputed=False)
         below_XK[0], below_XK[1] = self._checkpointed_K, sets.saved_B[placed_K]
-        return _Range(place_EXK, below_XK, sets.checkpointed_B[placed_K] - self._checkpointed_K)
+        return _Range(end_K, place_EXK, below_XK, sets.checkpointed_B[placed_K] - self._checkpointed_K)
 
     def _over(self, table: RangeTable, layers: _Range) -> FloatArray:
         """The maximum over layers."""
@@ -119,11 +122,15 @@ class StageWorking:
 
     def _last_layer(self, table: RangeTable) -> FloatArray:
         """The value of the stage's last layer."""
-        sets, end_K = self.sets, self._end_K
-        recomputed_K = table.flat[sets.last_place(end_K, recomputed=True)] - self._checkpointed_K
-        plain_K = table.flat[sets.last_place(end_K, recomputed=False)] - sets.saved_B[self._middle_K]
+        return self._layer(table, self._runs.end_K)
+
+    def _layer(self, table: RangeTable, end_K: IntArray) -> FloatArray:
+        """The value of the layer in front of a position."""
+        sets, placed_K = self.sets, self._placed(end_K)
+        recomputed_K = table.flat[sets.last_place(placed_K, recomputed=True)] - self._checkpointed_K
+        plain_K = table.flat[sets.last_place(placed_K, recomputed=False)] - sets.saved_B[self._middle_K]
         plain_K = plain_K + self._whole.recomputed_K
-        return np.where(self._is_recomputed_K, recomputed_K, plain_K) + self._head_K
+        return np.where(end_K <= self._runs.middle_K, recomputed_K, plain_K) + self._head_K
 
     def _first_layer(self, table: RangeTable) -> FloatArray | None:
         """The value of the stage's first layer, if it has several and needs more than the others may."""
@@ -146,9 +153,9 @@ class StageWorking:
         if first_K is not None:
             result_K = np.maximum(result_K, first_K + away_AK[1])
         if self._has_head:
-            result_K = np.maximum(result_K, np.where(self._runs.is_first_K, head_K + away_AK[0], -np.inf))
+            result_K = np.maximum(result_K, np.where(self._is_head_K, head_K + away_AK[0], -np.inf))
         if self._has_tail:
-            result_K = np.maximum(result_K, np.where(self._runs.is_last_K, tail_K + away_AK[3], -np.inf))
+            result_K = np.maximum(result_K, np.where(self._is_tail_K, tail_K + away_AK[3], -np.inf))
         return result_K
 
     def forward(self) -> FloatArray:
@@ -182,10 +189,10 @@ class StageWorking:
         result_K: FloatArray | float = 0.0
         if self._has_head:
             head_K = copied * runs.edge(trained_R, 0) + above_head_K + runs.backward_away_AK[0]
-            result_K = np.where(runs.is_first_K, head_K, 0.0)
+            result_K = np.where(self._is_head_K, head_K, 0.0)
         if self._has_tail:
             tail_K = self._before_tail_K + copied * runs.edge(trained_R, -1) + runs.backward_away_AK[3]
-            result_K = np.maximum(result_K, np.where(runs.is_last_K, tail_K, 0.0))
+            result_K = np.maximum(result_K, np.where(self._is_tail_K, tail_K, 0.0))
         return np.maximum(result_K, 0.0)
 
     def first_backward(self) -> FloatArray:
@@ -281,3 +288,25 @@ class StageWorking:
             tail_K = self._before_tail_K + gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
             result_K = np.maximum(result_K, np.where(runs.is_last_K, tail_K, -np.inf))
         return result_K
+
+
+class UnitWorking(StageWorking):
+    """Working sets of each unit of one stage, head, layers and tail, of which the stage's are the largest.
+
+    The stage is asked about once for every unit (axis ``K``), and of each time only one unit counts.
+    """
+
+    def __init__(self, sets: WorkingSets, runs: StageRuns) -> None:
+        start, end = int(runs.start_K[0]), int(runs.end_K[0])
+        self._own_K = np.arange(start - int(runs.is_first_K[0]), end + int(runs.is_last_K[0]))
+        super().__init__(sets, runs.take(np.zeros(len(self._own_K), dtype=np.int64)))
+        self._is_head_K, self._is_tail_K = self._own_K < start, self._own_K == end
+        self._is_layer_K = ~(self._is_head_K | self._is_tail_K)
+
+    def _over(self, table: RangeTable, layers: _Range) -> FloatArray:
+        is_there_K = self._is_layer_K & (self._own_K < layers.end_K)
+        return np.where(is_there_K, self._layer(table, np.minimum(self._own_K + 1, self._runs.end_K)), -np.inf)
+
+    def _last_layer(self, table: RangeTable) -> FloatArray:
+        is_last_K = self._is_layer_K & (self._own_K + 1 == self._runs.end_K)
+        return np.where(is_last_K, super()._last_layer(table), -np.inf)

@@ -27,7 +27,7 @@ def setup(rows):
     )
     held = model.holdings.of(candidates)
     working = WorkingSets(model.costs(rows), model.holdings.table.single_R)
-    return model.costs(rows), working, model._runs(candidates, held, 1, None)
+    return model.costs(rows), working, model.runs(candidates, held, 1, None)
 
 
 def parts(stage):
