@@ -50,6 +50,7 @@ def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapp
         given: What stood on the command line, by name.
         seconds: The most seconds to search for plans under less memory.
     """
+    from lightning_mist.cost import profiles_of
     from lightning_mist.report.frontier import memory_frontier
     from lightning_mist.report.html_report import Report, render_report
 
@@ -61,6 +62,7 @@ def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapp
         result=found.result,
         memory_limits=why.limits,
         device_names=devices_of(found.plan, found.planner.cluster),
+        machine=(found.planner.cluster, profiles_of(found.planner.model)),
         explanation=why,
         comparison=found.compared or (),
         comparison_notes=comparison_notes(found.compared, found.spec) if found.compared else (),

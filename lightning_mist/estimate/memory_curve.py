@@ -10,6 +10,7 @@ Array axes
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,15 +46,8 @@ BETWEEN = 0.2
 """The last part of a unit's time that is told with what it leaves: when in it there is most is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """A unit of a forward or backward.
-
-    Attributes:
-        name: ``"head"``, ``"tail"``, or the number of its layer.
-        there: Bytes of the microbatch at hand beside what the unit needs while it runs.
-        most: The most while it runs.
-    """
+class UnitBytes(NamedTuple):
+    """A unit of a forward or backward: what stays of the working set between units, and the most while it runs."""
 
     name: str
     seconds: float
@@ -61,16 +55,8 @@ class UnitBytes:
     most: float
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A part of a curve in pieces that may be parts of units.
-
-    Attributes:
-        index_E: The piece of the curve that each is of.
-        names: The unit that runs; nothing between units, and where they are not known.
-        there_E: Of the working set what stays from unit to unit.
-        most_E: The working set.
-    """
+class Pieces(NamedTuple):
+    """A part of a curve by units: begins, pieces of the curve, names of units (or nothing), and bytes as of units."""
 
     times_E: FloatArray
     index_E: IntArray
@@ -127,28 +113,27 @@ class MemoryCurve:
         forward = replace(actions[last], kind=ActionKind.FORWARD)
         return next(at for at in known if actions[at] == forward), last
 
-    def within(self, start: float, end: float) -> "Pieces":
+    def within(self, start: float, end: float) -> Pieces:
         """A part of it, what is computed unit by unit."""
         first = max(0, int(np.searchsorted(self.times_E, start, side="right")) - 1)
         last = max(first + 1, int(np.searchsorted(self.times_E, end, side="left")))
-        working_E, ends_E = dict(self.terms)["working_bytes"], np.append(self.times_E[1:], self.end)
+        working_E = dict(self.terms)["working_bytes"]
         found: list[tuple[float, int, str, float, float]] = []
         for index in range(first, last):
-            at, working = float(self.times_E[index]), float(working_E[index])
+            (at, stop), working = self.time_of(index), float(working_E[index])
             units = self.units.get(self.names[index]) or (UnitBytes("", 1.0, 0.0, working),)
-            stretch = (float(ends_E[index]) - at) / sum(unit.seconds for unit in units)
+            stretch = (stop - at) / sum(unit.seconds for unit in units)
             # Where torch's own module runs there is more, gradients in buckets, all the time.
             more = working - max(unit.most for unit in units)
             for unit, behind in zip(units, (*units[1:], None), strict=True):
-                there = unit.there + more
-                found.append((at, index, unit.name, there, unit.most + more))
+                found.append((at, index, unit.name, unit.there + more, unit.most + more))
                 at += unit.seconds * stretch
                 if behind is not None:
-                    left = min(there, behind.there + more), behind.there + more
-                    found.append((at - BETWEEN * unit.seconds * stretch, index, "", *left))
+                    left = at - BETWEEN * unit.seconds * stretch
+                    found.append((left, index, "", min(unit.there, behind.there) + more, behind.there + more))
         found = [piece for piece in found if piece[0] < end] or found[:1]
-        times, index_E, names, there_E, most_E = map(list, zip(*found, strict=True))
-        return Pieces(np.maximum(times, start), np.array(index_E), tuple(names), np.array(there_E), np.array(most_E))
+        times, index_E, names, there_E, most_E = zip(*found, strict=True)
+        return Pieces(np.maximum(times, start), np.array(index_E), names, np.array(there_E), np.array(most_E))
 
     @property
     def peak_bytes(self) -> int:

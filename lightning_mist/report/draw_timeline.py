@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning_mist.report.figures import (
@@ -18,7 +17,17 @@ from lightning_mist.report.figures import (
     write_legend,
     write_title,
 )
-from lightning_mist.report.timeline import CHANNELS, LEAST_IDLE, Bar, BarKind, Lane, Timeline, Window, windows_of
+from lightning_mist.report.timeline import (
+    CHANNELS,
+    LEAST_IDLE,
+    Bar,
+    BarKind,
+    Lane,
+    Timeline,
+    Window,
+    merged,
+    windows_of,
+)
 from lightning_mist.units import format_seconds
 
 # Okabe and Ito, 2008: told apart by colour-blind readers too.
@@ -130,20 +139,10 @@ def _draw_lanes(axis: Any, timeline: Timeline, window: Window, scale: float, hei
                 if height >= 0.16:
                     _number(axis, lane, window, base + bottom + room / 2, scale, factor, height * room / 0.66)
             else:
-                bars = [bar for bar in beside if bar.kind == kind and _is_in(bar, window)]
-                _draw_bars(axis, _joined(bars, _GAP * whole[1] / factor), place, factor, 1, is_dense)
+                times = [(bar.start, bar.end) for bar in beside if bar.kind == kind and _is_in(bar, window)]
+                found = merged(times, timeline.step_seconds, _GAP * whole[1] / factor)
+                _draw_bars(axis, [Bar(kind, *time) for time in found], place, factor, 1, is_dense)
     axis.set_ylim(0, len(timeline.lanes))
-
-
-def _joined(bars: Sequence[Bar], gap: float) -> list[Bar]:
-    """Bars of a thin lane, those as one between which nobody could see anything."""
-    result: list[Bar] = []
-    for bar in sorted(bars, key=lambda bar: bar.start):
-        if result and bar.start - result[-1].end < gap:
-            result[-1] = replace(result[-1], end=max(bar.end, result[-1].end))
-        else:
-            result.append(bar)
-    return result
 
 
 def _is_in(bar: Bar, window: Window) -> bool:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from lightning_mist.errors import PlanError
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
+from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
 from lightning_mist.plan.plan_tables import per_second, stage_cells
 from lightning_mist.report import page
 from lightning_mist.report.figures import inline_svg, styled
 from lightning_mist.report.frontier import Frontier, frontier_figure, frontier_lines
-from lightning_mist.report.html_tables import comparison_table, memory_section, seconds_section
+from lightning_mist.report.html_tables import comparison_bars, comparison_table, memory_section, seconds_section
 from lightning_mist.report.timeline import timeline_of
 from lightning_mist.runtime.support import unsupported
 from lightning_mist.schedule import Simulation, simulate_plan
@@ -27,6 +28,7 @@ class Report:
         result: The search that found it, if one did.
         memory_limits: Bytes that tensors may take on each device of each stage, if known.
         device_names: What the devices of each stage are; empty if they are all alike.
+        machine: What it is for, if known, and what each of its parts was priced with.
         comparison: The plan beside others; the plan itself comes first.
         inputs: What it was made from, as ``(name, value)``: model, cluster, batch, command, versions.
     """
@@ -36,6 +38,7 @@ class Report:
     result: TuneResult | None = None
     memory_limits: tuple[float, ...] = ()
     device_names: tuple[str, ...] = ()
+    machine: tuple[AnyCluster, tuple[HardwareProfile, ...]] | None = None
     explanation: Explanation | None = None
     comparison: tuple[ComparedPlan, ...] = ()
     comparison_notes: tuple[str, ...] = ()
@@ -64,6 +67,7 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     yield page.section(
         "The plan", page.paragraph(_PLAN, "soft"), page.table(*stage_cells(plan, report.device_names), text=_WORDY)
     )
+    yield _map(report)
     yield seconds_section(plan)
     yield _timeline(plan, simulation)
     yield memory_section(plan, report.memory_limits)
@@ -136,6 +140,20 @@ def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
             yield f"{mean:.1%}", "of the step stages wait for each other (bubble)"
 
 
+def _map(report: Report) -> str:
+    from lightning_mist.report.draw_map import map_figure
+
+    if report.machine is None:
+        return ""
+    with styled("map", is_text=True):
+        svg = inline_svg(map_figure(report.plan, *report.machine), "map", "Nodes, and what each of their devices runs")
+    caption = (
+        "Which node runs what. Nodes that run the same, but for rows, are drawn once; devices that share each layer "
+        "touch. Rates are those that the plan was priced with, one device sending while all do."
+    )
+    return page.section("Where it runs", page.picture(svg, caption))
+
+
 def _timeline(plan: Plan, simulation: Simulation) -> str:
     from lightning_mist.report.draw_timeline import timeline_figure
 
@@ -192,11 +210,13 @@ def _comparison(report: Report) -> str:
         return ""
     intro = (
         "What people would have chosen, each tuned over its own settings, under the same cost model and the same "
-        "memory limits. Times ours: how many times as long a step takes."
+        "memory limits. Bars are seconds of a step and what they go to, the mean of all stages; hatched is what has no "
+        "plan, with the reason. Times ours: how many times as long a step takes."
     )
     return page.section(
         "Beside what people would have chosen",
         page.paragraph(intro, "soft"),
+        *comparison_bars(report.comparison),
         comparison_table(report.comparison),
         page.items(report.comparison_notes),
     )

@@ -105,6 +105,36 @@ def memory_section(plan: Plan, limits: Sequence[float] = ()) -> str:
     return _section("Where the memory goes", _MEMORY, terms, bars, cells, "peak")
 
 
+HATCHED = "repeating-linear-gradient(45deg,#999999 0px,#999999 2px,transparent 2px,transparent 8px)"
+"""What stands for no plan."""
+
+
+def comparison_bars(compared: Sequence[ComparedPlan]) -> tuple[str, str]:
+    """Seconds of a step of a plan and of others, by what they are spent on: a legend, and bars."""
+    longest = max(item.step_seconds or 0.0 for item in compared)
+    rows = [{} if item.plan is None else _mean(spent_rows(item.plan)) for item in compared]
+    # Bars end where steps do: a bubble must not look like what is behind them.
+    terms, bars = _present({**SPENT, "bubble_seconds": ("bubble", "#b4b8bf")}, rows), []
+    for item, row in zip(compared, rows, strict=True):
+        if item.step_seconds is None:
+            reason = item.noted(item.reason)
+            short = reason if len(reason) <= MOST_REASON else f"{reason[: MOST_REASON - 3]}..."
+            bars.append(page.Bar(item.name, ((HATCHED, 1.0, reason),), short))
+        else:
+            parts = _parts(row, terms, longest, format_seconds)
+            bars.append(page.Bar(item.name, parts, format_seconds(item.step_seconds)))
+    return page.keys((color, words) for words, color in terms.values()), page.bars(bars)
+
+
+MOST_REASON = 56
+"""Characters of a reason beside a bar; the table has all of it."""
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for row in rows for name in row}
+    return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
+
+
 def comparison_table(compared: Sequence[ComparedPlan]) -> str:
     """A plan beside others."""
     has_tokens = any(item.tokens_per_second is not None for item in compared)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
@@ -65,15 +65,11 @@ class Bar:
     microbatch: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """What channels do beside a part of a lane's work.
+class Pass(NamedTuple):
+    """What channels do beside a part of a lane's work: rows of units (``channels.PASS``), and when the work is done.
 
-    Attributes:
-        rows: Units by channels, as of :func:`~lightning_mist.cost.time.channel_rows`.
-        pieces: When the work is done, in seconds since the step's start: what is told as one may be in several places,
-            such as an update and the first forward. They are together as long as the rows, but for what the clock adds
-            to all units alike, so that rows are stretched to them.
+    What is told as one may be in several places, such as an update and the first forward. They are together as long as
+    the rows, but for what the clock adds to all units alike, so that rows are stretched to them.
     """
 
     rows: tuple[float, ...]
@@ -195,11 +191,11 @@ def _lane(plan: Plan, group: int, spans: Sequence[Span], terms: Sequence[dict[st
             for span in spans
             if span.action.kind in SENDS and span.end > span.start
         ),
-        passes=tuple(Pass(rows=rows, pieces=pieces) for rows, pieces in _passes(plan, group, spans) if rows),
+        passes=tuple(item for item in _passes(plan, group, spans) if item.rows),
     )
 
 
-def _passes(plan: Plan, group: int, spans: Sequence[Span]) -> Iterator[tuple[tuple[float, ...], tuple[Window, ...]]]:
+def _passes(plan: Plan, group: int, spans: Sequence[Span]) -> Iterator[Pass]:
     """Rows of units beside the work of a group, and when that is done."""
     assert plan.predicted is not None
     chunks = plan.chunks(group)
@@ -217,23 +213,23 @@ def _passes(plan: Plan, group: int, spans: Sequence[Span]) -> Iterator[tuple[tup
     backward = ActionKind.BACKWARD_INPUT if plan.schedule == "zb-h1" else ActionKind.BACKWARD
     for (kind, stage, microbatch), piece in at.items():
         if kind is ActionKind.FORWARD and not (first and microbatch == 0):
-            yield rows("forward", stage), (piece,)
+            yield Pass(rows("forward", stage), (piece,))
         elif kind is backward and not (final and microbatch == last):
-            yield rows("backward", stage), (piece,)
+            yield Pass(rows("backward", stage), (piece,))
     # The clock counts an update behind the last backward which the runtime takes in the next first forward.
     step = [once[kind] for kind in (ActionKind.OPTIMIZER_STEP, ActionKind.GATHER_PARAMETERS) if kind in once]
-    yield first, (*step, *(at[ActionKind.FORWARD, chunk, 0] for chunk in chunks))
+    yield Pass(first, (*step, *(at[ActionKind.FORWARD, chunk, 0] for chunk in chunks)))
     ends = tuple(at[backward, chunk, last] for chunk in reversed(chunks))
     reduce = once.get(ActionKind.REDUCE_GRADIENTS, (ends[-1][1],) * 2)
-    yield rows("last backward", *reversed(chunks)), (*ends, reduce)
-    yield rows("update", group), tuple(step[:1])
+    yield Pass(rows("last backward", *reversed(chunks)), (*ends, reduce))
+    yield Pass(rows("update", group), tuple(step[:1]))
     hidden = rows("reduce", *chunks)
     alone = [once[kind] for kind in (ActionKind.REDUCE_TIED, ActionKind.GATHER_PARAMETERS) if kind in once]
     alone = [piece for piece in alone if not (first and piece in step)]
     if not final:
         alone.append((max(ends[-1][0], reduce[0] - sum(hidden)), reduce[1]))
     for start, end in alone:
-        yield ((1.0, end - start, end - start, 0.0, 0.0, 0.0) if end > start else ()), ((start, end),)
+        yield Pass((1.0, end - start, end - start, 0.0, 0.0, 0.0) if end > start else (), ((start, end),))
 
 
 def _bars(plan: Plan, span: Span, terms: Sequence[dict[str, float]]) -> Iterator[Bar]:
@@ -292,7 +288,7 @@ def windows_of(timeline: Timeline, points: Iterable[float] = ()) -> tuple[Window
     width = (groups + AROUND) * timeline.microbatch_seconds
     epilogue = step - max(bar.end for lane in timeline.lanes for bar in lane.work if bar.microbatch is not None)
     wanted = [(0.0, width), (step - width - epilogue, step)]
-    found = _merged([*wanted, *((point - width / 4, point + width / 4) for point in points)], step)
+    found = merged([*wanted, *((point - width / 4, point + width / 4) for point in points)], step)
     if sum(end - start for start, end in found) >= WHOLE * step:
         return ((0.0, step),)
     return found
@@ -302,11 +298,11 @@ def _meets(piece: Window, window: Window) -> bool:
     return piece[1] > window[0] and piece[0] < window[1]
 
 
-def _merged(windows: Iterable[Window], step: float) -> tuple[Window, ...]:
-    """Windows in order, those that touch as one, within the step."""
+def merged(windows: Iterable[Window], step: float, gap: float = 0.0) -> tuple[Window, ...]:
+    """Windows in order, those that touch, or nearly, as one, within the step."""
     result: list[Window] = []
     for start, end in sorted((max(0.0, start), min(end, step)) for start, end in windows):
-        if result and start <= result[-1][1]:
+        if result and start - result[-1][1] <= gap:
             result[-1] = result[-1][0], max(end, result[-1][1])
         else:
             result.append((start, end))

@@ -3,8 +3,8 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.report.draw_timeline import COLORS, WORDS, _joined, _shade, draw_timeline, timeline_figure
-from lightning_mist.report.timeline import Bar, timeline_of
+from lightning_mist.report.draw_timeline import COLORS, WORDS, _shade, draw_timeline, timeline_figure
+from lightning_mist.report.timeline import merged, timeline_of
 from tests.report.networks import predicted, with_channels
 
 
@@ -94,6 +94,6 @@ def test_channels_have_thin_lanes_beneath_every_group():
 
 
 def test_bars_that_cannot_be_told_apart_are_one():
-    bars = [Bar("network", 0.0, 1.0), Bar("network", 1.05, 2.0), Bar("network", 3.0, 4.0)]
-    assert _joined(bars[::-1], 0.1) == [Bar("network", 0.0, 2.0), bars[2]]
-    assert _joined(bars, 0.01) == bars
+    times = [(3.0, 4.0), (0.0, 1.0), (1.05, 2.0)]
+    assert merged(times, 10.0, 0.1) == ((0.0, 2.0), (3.0, 4.0))
+    assert merged(times, 10.0, 0.01) == ((0.0, 1.0), (1.05, 2.0), (3.0, 4.0))

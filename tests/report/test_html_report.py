@@ -4,6 +4,7 @@ from functools import lru_cache
 import pytest
 
 from lightning_mist.cli.html_output import check_html
+from lightning_mist.cost import with_units
 from lightning_mist.errors import PlanError
 from lightning_mist.explain import baselines, explain_plan
 from lightning_mist.explain.comparison import compare_plans
@@ -28,9 +29,10 @@ def whole():
     others = baselines(network, cluster(2), profile=MACHINE, **ASKED)
     return Report(
         title="net <4> on 2 cpu",
-        plan=result.plan,
+        plan=with_units(planner.model, result.plan),
         result=result,
         memory_limits=(3e6,) * result.plan.num_stages,
+        machine=(cluster(2), (MACHINE,)),
         explanation=explain_plan(planner, result, seconds=0.0, **ASKED),
         comparison=compare_plans(result.plan, others),
         comparison_notes=("a note on others",),
@@ -51,6 +53,7 @@ def test_a_whole_report():
     found, text = sections(render_report(report))
     for title in (
         "The plan",
+        "Where it runs",
         "of a step go",
         "One step on a clock",
         "Where the memory goes",
@@ -68,7 +71,7 @@ def test_a_whole_report():
     assert format_seconds(report.result.predicted.step_seconds) in text
     for stage in report.result.predicted.stages:
         assert format_bytes(stage.peak_bytes) in text
-    assert sum(tag == "svg" for tag, _ in found.tags) == 3
+    assert sum(tag == "svg" for tag, _ in found.tags) == 5
     # Nothing is fetched, and identifiers of pictures do not meet.
     assert not [
         attrs
@@ -109,6 +112,7 @@ def test_a_plan_alone_is_enough():
     assert "Why this plan" not in text
     assert "With less memory" not in text
     assert "Beside what" not in text
+    assert "Where it runs" not in text
 
 
 def test_what_is_not_executed_yet_is_said_first():

@@ -1,7 +1,17 @@
 from dataclasses import replace
 
+import pytest
+
 from lightning_mist.explain.comparison import ComparedPlan
-from lightning_mist.report.html_tables import comparison_table, group_name, memory_section, seconds_section
+from lightning_mist.report.html_tables import (
+    HATCHED,
+    comparison_bars,
+    comparison_table,
+    group_name,
+    memory_section,
+    seconds_section,
+)
+from lightning_mist.units import format_seconds
 from tests.report.networks import predicted
 from tests.report.test_page import parsed
 
@@ -37,6 +47,31 @@ def test_what_does_not_fit_says_why():
     assert "2 stages (the best found)" in text
     assert "rows/s" in text
     assert "tokens/s" not in text
+
+
+def test_rivals_are_bars_as_long_as_their_steps():
+    fast, slow = predicted(2, 4), predicted(2, 8)
+    step = {plan: plan.predicted.step_seconds for plan in (fast, slow)}
+    lines = [
+        ComparedPlan(name=name, plan=plan, step_seconds=step[plan], ratio=step[plan] / step[fast], peak_bytes=1)
+        for name, plan in (("this plan", fast), ("FSDP", slow))
+    ]
+    why = "does not fit: " + "so it is " * 10
+    legend, bars = comparison_bars([*lines, ComparedPlan(name="DDP", plan=None, reason=why)])
+    widths = [
+        sum(float(part.split("%")[0]) for part in bar.split("width:")[1:]) for bar in bars.split('class="bar"')[1:]
+    ]
+    longest = max(step.values())
+    assert widths == pytest.approx([100 * step[fast] / longest, 100 * step[slow] / longest, 100], abs=0.05)
+    assert "bubble" in legend
+    shown = " ".join(parsed(bars).text)
+    for words in ("this plan", "FSDP", format_seconds(step[slow]), "DDP", "does not fit: so it is"):
+        assert words in shown
+    # What does not fit is hatched, with the whole reason where it is pointed at.
+    *fitting, last = bars.split('class="bar"')[1:]
+    assert HATCHED in last
+    assert why in last
+    assert all(HATCHED not in bar for bar in fitting)
 
 
 def test_what_rounding_left_of_nothing_has_no_colour():
