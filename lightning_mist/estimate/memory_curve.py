@@ -138,7 +138,11 @@ class MemoryCurve:
     @property
     def peak_bytes(self) -> int:
         """The most bytes, each term rounded as predictions are."""
-        return sum(round(float(values_E[self.peak_index])) for _, values_E in self.terms)
+        return self.bytes_of(self.peak_index)
+
+    def bytes_of(self, index: int) -> int:
+        """The most bytes in a piece, each term rounded."""
+        return sum(round(float(values_E[index])) for _, values_E in self.terms)
 
 
 def memory_curves(plan: Plan, simulation: Simulation) -> tuple[MemoryCurve, ...]:

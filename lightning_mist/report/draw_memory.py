@@ -104,8 +104,8 @@ WORDS = {
     "working_bytes": "working set of the microbatch at hand",
 }
 
-MOST_SHAPES = 100
-"""Pieces of a part of a step whose units are shapes in SVG; those of more are pixels, which take less room there."""
+MOST_SHAPES = 60
+"""Pieces of a part of a step that are shapes in SVG; more are pixels, which take less room there."""
 
 MOST_NAMED = 40
 """Names of units that there is room for on an axis."""
@@ -140,7 +140,7 @@ def memory_figure(picture: MemoryPicture) -> Any:
             _draw(axis, curve, terms, window, scale, picture)
             axis.set_ylim(0, highest / scale * 1.16)
         line[0].set_ylabel(f"{picture.timeline.lanes[curve.group].label}\n{unit}", fontsize=8)
-        _mark_peak(line, curve, windows, scale, picture)
+        _mark(line, curve, curve.peak_index, windows, scale, picture)
     _title(figure, picture, shown, windows)
     write_legend(figure, axes[0, 0].get_legend_handles_labels()[0], columns=4)
     return figure
@@ -155,7 +155,8 @@ def unit_figure(picture: MemoryPicture) -> Any | None:
     windows = [curve.time_of(index) for index in pair]
     figure = step_figure(2.4, bottom=1.05)
     (line,) = panels(figure, 1, windows)
-    unit, scale = _unit_of(curve.peak_bytes)
+    highest = max(pair, key=curve.bytes_of)
+    unit, scale = _unit_of(curve.bytes_of(highest))
     _, factor = time_unit(picture.timeline.step_seconds)
     terms = _present(replace(picture, curves=(curve,)))
     least = sum(end - start for start, end in windows) / MOST_NAMED
@@ -170,9 +171,9 @@ def unit_figure(picture: MemoryPicture) -> Any | None:
                 shown.append((time, name))
         axis.set_xticks([time * factor for time, _ in shown], [name for _, name in shown], fontsize=7)
         axis.set_xlabel(say_piece(curve.names[index]), loc="left", labelpad=2)
-        axis.set_ylim(0, curve.peak_bytes / scale * 1.16)
+        axis.set_ylim(0, curve.bytes_of(highest) / scale * 1.16)
     line[0].set_ylabel(unit)
-    _mark_peak(line, curve, windows, scale, picture)
+    _mark(line, curve, highest, windows, scale, picture)
     head = f"memory within a microbatch: {picture.timeline.lanes[curve.group].label}, by head, layers and tail"
     write_title(figure, head, picture.timeline, windows[:1])
     write_legend(figure, line[0].get_legend_handles_labels()[0], columns=4)
@@ -209,14 +210,16 @@ def _draw(
     steady = [name for name in terms if name not in _OF_UNITS]
     # What does not change from unit to unit is drawn as it is: unit by unit all of it would make a large picture.
     first_E = np.unique(pieces.index_E, return_index=True)[1]
-    axis.stackplot(
-        _closed(pieces.times_E[first_E], window[1]) * factor,
-        [_closed(values[name][pieces.index_E[first_E]]) / scale for name in steady],
-        labels=[WORDS[name] for name in steady],
-        colors=[COLORS[name] for name in steady],
-        step="post",
-        linewidth=0,
-    )
+    if steady:
+        axis.stackplot(
+            _closed(pieces.times_E[first_E], window[1]) * factor,
+            [_closed(values[name][pieces.index_E[first_E]]) / scale for name in steady],
+            labels=[WORDS[name] for name in steady],
+            colors=[COLORS[name] for name in steady],
+            step="post",
+            linewidth=0,
+            rasterized=len(first_E) > MOST_SHAPES,
+        )
     low_E = below_E = sum((values[name][pieces.index_E] for name in steady), np.zeros(len(pieces.index_E)))
     for name, above_E in zip(_OF_UNITS, (pieces.there_E, pieces.most_E), strict=True):
         if name in terms:
@@ -236,17 +239,20 @@ def _draw(
         axis.axhline(limit / scale, color="#d55e00", linewidth=1.4, label="limit for tensors")
 
 
-def _mark_peak(line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: float, picture: MemoryPicture) -> None:
-    """Say how high the highest point is, and where."""
+def _mark(
+    line: Any, curve: MemoryCurve, index: int, windows: Sequence[Window], scale: float, picture: MemoryPicture
+) -> None:
+    """Say how high the highest point of a piece is, and where."""
     _, factor = time_unit(picture.timeline.step_seconds)
-    name, unit, begin, end = peak_of(curve)
+    unit, begin, end = highest_of(curve, index)
+    what = "peak" if index == curve.peak_index else "most"
     column = max(index for index, (start, _) in enumerate(windows) if start <= begin)
     start, stop = windows[column]
-    middle, height = min((begin + end) / 2, stop), curve.peak_bytes / scale
+    middle, height = min((begin + end) / 2, stop), curve.bytes_of(index) / scale
     share = (middle - start) / (stop - start)
     line[column].plot(middle * factor, height, marker="v", color=INK, markersize=5, clip_on=False)
     line[column].annotate(
-        f"peak {format_bytes(curve.peak_bytes)}: {say_piece(name)}{unit}",
+        f"{what} {format_bytes(curve.bytes_of(index))}: {say_piece(curve.names[index])}{unit}",
         (middle * factor, height),
         xytext=(0, 5),
         textcoords="offset points",
@@ -256,14 +262,14 @@ def _mark_peak(line: Any, curve: MemoryCurve, windows: Sequence[Window], scale: 
     )
 
 
-def peak_of(curve: MemoryCurve) -> tuple[str, str, float, float]:
-    """What runs when there is most: the piece, which unit of it as further words, and from when to when."""
-    begin, end = curve.time_of(curve.peak_index)
+def highest_of(curve: MemoryCurve, index: int) -> tuple[str, float, float]:
+    """Which unit of a piece has most, as further words, and from when to when."""
+    begin, end = curve.time_of(index)
     pieces = curve.within(begin, end)
     most = int(pieces.most_E.argmax())
     unit, ends_E = pieces.names[most], _closed(pieces.times_E, end)
     words = f", {'layer ' * unit.isdecimal()}{unit}" if unit else ""
-    return curve.names[curve.peak_index], words, float(ends_E[most]), float(ends_E[most + 1])
+    return words, float(ends_E[most]), float(ends_E[most + 1])
 
 
 def say_piece(name: str) -> str:

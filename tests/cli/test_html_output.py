@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_mist.cli.html_output import check_target, command_of, inputs_of
-from lightning_mist.plan import SearchSpace
+from lightning_mist.plan import SearchSpace, load
 from tests.cli.networks import refused, run
 from tests.cli.test_plan_command import plan_arguments
 from tests.report.networks import predicted
@@ -43,10 +43,14 @@ def test_inputs_in_words():
 
 def test_plan_writes_a_page(tmp_path, capsys):
     path = tmp_path / "report.html"
-    run(*plan_arguments(html=path, max_stages=2), "--compare")
+    run(*plan_arguments(html=path, out=tmp_path / "plan.json", max_stages=2), "--compare")
     assert f"report written to {path}" in capsys.readouterr().out
     text = " ".join(parsed(path.read_text(encoding="utf-8")).text)
     for words in ("tests.cli.networks:make_net on 2xL4", "Why this plan", "With less memory", "DDP", "Fits in"):
+        assert words in text
+    # What pictures show of units is in the plan, too.
+    assert all(dict(stage.units)["bytes.forward"] for stage in load(tmp_path / "plan.json").predicted.stages)
+    for words in ("1 node of L4", "stage 0", "its part that stays between units", "tail"):
         assert words in text
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -5,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan
+from lightning_mist.plan import Plan, Predicted, PredictedStage
 from lightning_mist.plan.codec import from_json, load, save, to_json
 from tests.plans import plans
 
@@ -64,6 +65,18 @@ def test_round_trip(plan):
     text = to_json(plan)
     assert from_json(text) == plan
     assert to_json(from_json(text)) == text
+
+
+def test_what_units_do_is_kept_a_line_for_each_kind():
+    units = (("channels.forward", (2.0, 1.5e-7, 0.0)), ("bytes.forward", (0.25, 1024.0)))
+    stage = PredictedStage(
+        steady_seconds=1.0, boundary_seconds=0.0, forward_seconds=0.5, backward_seconds=0.5, peak_bytes=1, units=units
+    )
+    plan = dataclasses.replace(from_json(TEXT), predicted=Predicted(step_seconds=1.0, stages=(stage,)))
+    text = to_json(plan)
+    assert from_json(text) == plan
+    assert '"channels.forward": [2.0, 1.5e-07, 0.0]' in text
+    assert "units" not in to_json(from_json(TEXT))
 
 
 def test_keys_with_defaults_may_be_left_out():

@@ -1,5 +1,7 @@
+import dataclasses
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from lightning_mist.report.draw_memory import WORDS, draw_memory, memory_figure, memory_picture, say_piece, unit_figure
@@ -77,6 +79,29 @@ def test_pictures_of_units_are_as_high_as_those_of_the_step():
         for figure in figures
     ]
     assert tops == pytest.approx([picture.worst.total_E.max() / scale] * 2, rel=0.01)
+
+
+def test_networks_without_layers_have_a_head_and_a_tail():
+    picture = memory_picture(with_channels(1, 2, layers=0))
+    figure = unit_figure(picture)
+    assert {"head", "tail"} >= set(names(figure.axes[0])) > set()
+    memory_figure(picture)
+
+
+def test_where_another_action_needs_most_the_pair_says_what_it_needs():
+    picture = memory_picture(with_channels(2, 4))
+    curve = max(picture.curves, key=lambda curve: curve.peak_bytes)
+    terms = tuple(
+        (
+            name,
+            values_E + (name == "working_bytes") * curve.peak_bytes * (np.arange(len(values_E)) == len(values_E) - 1),
+        )
+        for name, values_E in curve.terms
+    )
+    (_, backward) = curve.pair()
+    figure = unit_figure(dataclasses.replace(picture, curves=(dataclasses.replace(curve, terms=terms),)))
+    (said,) = [text.get_text() for axis in figure.axes for text in axis.texts]
+    assert said.startswith(f"most {format_bytes(curve.bytes_of(backward))}: backward of")
 
 
 def test_of_units_that_are_not_known_nothing_is_drawn():

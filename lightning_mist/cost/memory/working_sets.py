@@ -305,6 +305,8 @@ class UnitWorking(StageWorking):
 
     def _over(self, table: RangeTable, layers: _Range) -> FloatArray:
         is_there_K = self._is_layer_K & (self._own_K < layers.end_K)
+        if not is_there_K.any():
+            return np.full(len(is_there_K), -np.inf)
         return np.where(is_there_K, self._layer(table, np.minimum(self._own_K + 1, self._runs.end_K)), -np.inf)
 
     def _last_layer(self, table: RangeTable) -> FloatArray:
