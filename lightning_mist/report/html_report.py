@@ -149,7 +149,7 @@ def _map(report: Report) -> str:
         svg = inline_svg(map_figure(report.plan, *report.machine), "map", "Nodes, and what each of their devices runs")
     caption = (
         "Which node runs what. Nodes that run the same, but for rows, are drawn once; devices that share each layer "
-        "touch. Rates are those that the plan was priced with, one device sending while all do."
+        "touch. Rates are those that the plan was priced with, of one device while all of its node send."
     )
     return page.section("Where it runs", page.picture(svg, caption))
 
@@ -162,7 +162,7 @@ def _timeline(plan: Plan, simulation: Simulation) -> str:
         svg = inline_svg(timeline_figure(timeline), "timeline", "Timeline of one step, by stage")
     caption = (
         "What every stage does when, by the plan's own schedule on a clock. Numbers are microbatches; where there is "
-        "nothing but grey, devices wait."
+        "nothing but grey, devices wait. Thin lanes are what they copy and exchange meanwhile, hidden or not."
     )
     return page.section("One step on a clock", page.picture(svg, caption))
 
