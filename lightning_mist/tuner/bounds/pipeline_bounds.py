@@ -233,9 +233,8 @@ def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | 
     """A pass at the steady seconds that no stage of a pipeline exceeds that is fast enough, if one can be."""
     others = num_microbatches - 1
     bottleneck, walk = below / num_microbatches, None
-    limit = (below - others * suffixes.least_bottleneck()) * ROOM
     for _ in range(ROUNDS if others else 1):
-        walk = suffixes.walk(bottleneck, limit=limit)
+        walk = suffixes.walk(bottleneck)
         least = min(walk.values.values(), default=np.inf)
         if least >= below * ROOM:
             return None

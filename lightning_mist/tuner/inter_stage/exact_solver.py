@@ -99,9 +99,7 @@ def solve_family(
     return _Search(family, _Walks(family), below, deadline, tolerance=tolerance).run()
 
 
-def solve_each(
-    family: Family, below: Mapping[int, float], *, deadline: float = np.inf, tolerance: float = PRECISION
-) -> dict[int, Answer]:
+def solve_each(family: Family, below: Mapping[int, float], *, deadline: float = np.inf) -> dict[int, Answer]:
     """About the best answer of every number of stages of a family, where it takes fewer seconds than something.
 
     With each comes the best of those whose slowest stage takes less: the next on the frontier of the time of the
@@ -110,7 +108,6 @@ def solve_each(
     Args:
         below: By number of stages the seconds from which on answers are of no interest; others are not looked at.
         deadline: Value of ``thread_time()`` at which to stop with what has been found.
-        tolerance: Share by which an answer may take longer than its bound says.
     """
     found: dict[int, Answer] = {}
     asked = sorted(below.keys() & family.heads.keys())
@@ -118,12 +115,12 @@ def solve_each(
         return found
     walks = _Walks(family)
     for count in asked:
-        result = _Search(family, walks, below[count], deadline, only=count, tolerance=tolerance).run()
+        result = _Search(family, walks, below[count], deadline, only=count).run()
         if result.num_stages:
             best, slots = result.answers[count], family.problem(count).slots
             slowest = max(float(slot.steady_K[index]) for slot, index in zip(slots, best.chosen, strict=True))
-            limits = {"slowest": slowest, "tolerance": tolerance}
-            other = _Search(family, walks, below[count], deadline, only=count, **limits).run().answers.get(count, _NONE)
+            search = _Search(family, walks, below[count], deadline, only=count, slowest=slowest)
+            other = search.run().answers.get(count, _NONE)
             found[count] = replace(best, lower_bottleneck=other.chosen)
     return found
 

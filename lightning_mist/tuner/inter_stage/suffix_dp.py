@@ -298,22 +298,18 @@ class Suffixes:
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
-        # Stages in front of suffixes of so many layers make such of more: only these rows can be reached.
-        reached_N = states.row_J[behind_J[:-1] < np.inf]
         for some, source_CJ in sources:
-            ends = reached_N[0] + some.layers_C.min(initial=1), reached_N[-1] + some.layers_C.max(initial=0) + 1
-            at = slice(*np.searchsorted(states.row_J, ends))
-            behind_CJ = behind_J.take(source_CJ[:, at])
+            behind_CJ = behind_J.take(source_CJ)
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
             else:
-                steady_CJ, reach_CJ = some.steady_CR[:, states.row_J[at]], some.reach_CR[:, states.row_J[at]]
+                steady_CJ, reach_CJ = some.steady_CR[:, states.row_J], some.reach_CR[:, states.row_J]
                 steady_CJ = np.where(steady_CJ <= bottleneck, steady_CJ, np.inf)
             sum_CJ = steady_CJ + behind_CJ
             if cap is not None:
                 behind_CJ += reach_CJ
                 np.copyto(sum_CJ, np.inf, where=behind_CJ > cap)
-            np.minimum(best_J[:-1][at], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1][at])
+            np.minimum(best_J[:-1], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1])
         return best_J
 
     def sources(

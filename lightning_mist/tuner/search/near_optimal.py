@@ -9,7 +9,7 @@ The search solves the first to their proven optima in the whole space.
 import heapq
 
 from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup
-from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, ROUGHLY, SearchState
+from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 from lightning_mist.tuner.space import Space
 
 COMPARED, COMPARED_OFFLOADED = 1.25, 1.1
@@ -36,7 +36,7 @@ def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: fl
         keys = {group.pipeline(count): count for count in group.counts}
         counts = [count for key, count in keys.items() if key not in near and state.bounds[key] < cutoff]
         if counts and not state.is_late:
-            found |= state.optima(group, counts, cutoff, tolerance=ROUGHLY)
+            found |= state.optima(group, counts, cutoff)
     return found
 
 
@@ -74,6 +74,6 @@ def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline
             # What bounds a whole group says little of one number of stages.
             heapq.heappush(waiting, (state.raise_bound(group, below), True, group))
             continue
-        for key, item in state.optima(group, [num_stages], below, tolerance=ROUGHLY).items():
+        for key, item in state.optima(group, [num_stages], below).items():
             best, below = {key: item}, item.answer.objective
     return best

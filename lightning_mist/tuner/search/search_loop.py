@@ -24,7 +24,7 @@ from lightning_mist.tuner.candidates import TimeIsUpError
 from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
 from lightning_mist.tuner.search.near_optimal import near_resident, to_compare_with
 from lightning_mist.tuner.search.pipelines import Pipelines
-from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, ROUGHLY, SearchState
+from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
@@ -209,8 +209,7 @@ def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
             counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]
             family = state.pipelines.family(group, counts, below=below)
             if family.heads:
-                found = solve_family(family, below=below, deadline=state.deadline, tolerance=ROUGHLY)
-                for count, answer in found.answers.items():
+                for count, answer in solve_family(family, below=below, deadline=state.deadline).answers.items():
                     state.meet(group.pipeline(count), Incumbent(problem=family.problem(count), answer=answer))
 
 

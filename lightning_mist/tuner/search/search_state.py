@@ -17,10 +17,6 @@ NEAR_OFFLOADED = 1.015
 """The same with what may be offloaded, of which evaluating all that are so near takes most of a search. With 1.02 and
 1.03 the plans of all questions in the record ``plan-hashes-after_amd-epyc-2-cores_202611.json`` are the same."""
 
-ROUGHLY = 1e-3
-"""Share by which plans may take longer than the best of their kind that are there to be beaten, or for the clock to
-choose among: on it pipelines take between 13 % less and 8 % more."""
-
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
 
@@ -94,13 +90,8 @@ class SearchState:
             self.bounds[key] = max(self.bounds[key], bound)
         return self.bound_of(group)
 
-    def optima(
-        self, group: PipelineGroup, counts: list[int], below: float, *, tolerance: float = PRECISION
-    ) -> dict[Pipeline, Incumbent]:
+    def optima(self, group: PipelineGroup, counts: list[int], below: float) -> dict[Pipeline, Incumbent]:
         """The best answers of some numbers of stages of a group that take fewer seconds than ``below``.
-
-        Args:
-            tolerance: Share by which they may take longer than the best.
 
         Raises:
             TimeIsUpError: If there is no time left to evaluate their stages.
@@ -112,8 +103,7 @@ class SearchState:
             problems = {1: problem}
         else:
             family = self.pipelines.family(group, counts, below=below)
-            wanted = dict.fromkeys(family.heads, below)
-            answers = solve_each(family, wanted, deadline=self.deadline, tolerance=tolerance)
+            answers = solve_each(family, dict.fromkeys(family.heads, below), deadline=self.deadline)
             problems = {count: family.problem(count) for count in answers}
         return {
             group.pipeline(count): Incumbent(problem=problems[count], answer=answer)
