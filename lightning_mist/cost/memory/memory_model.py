@@ -10,9 +10,8 @@ What a device of stage ``i`` holds, beside everything of its process that is not
 * *The working set* of the microbatch at hand: its saved bytes and the temporaries of the part being computed; from
   ZeRO-2 on gradients that are being reduced, under ZeRO-3 the parameters of the part and of the next one.
 
-These change over a batch, so the peak is the maximum over situations (:mod:`lightning_mist.cost.memory.phases`): a
-forward, the first backward, a later backward, the filling of gradient buckets, the optimizer's step, the gathering of
-updated parameters.
+The peak is the maximum over situations (:mod:`lightning_mist.cost.memory.phases`): a forward, the first and a later
+backward, the filling of gradient buckets, the optimizer's step, the gathering of updated parameters.
 
 Array axes
     K  candidates

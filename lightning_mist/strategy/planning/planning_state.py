@@ -357,8 +357,7 @@ class Planner:
     def cache(self, found: ModuleMap, plan: Plan) -> None:
         """Keep a plan that was made here."""
         if self.strategy.is_global_zero:
-            path = self._cache_path(found)
-            warning = cache_plan(plan, path)
+            warning = cache_plan(plan, path := self._cache_path(found))
             if warning is None:
                 self.cached_at = path
             else:

@@ -2,8 +2,7 @@
 
 Lightning calls ``training_step``, then may clear gradients, then calls ``backward`` on the loss. The whole schedule
 runs inside ``training_step``; its gradients are put aside and a loss is returned whose backward installs them,
-multiplied by whatever gradient arrives there. So clearing, accumulation, scaling and hooks keep the meaning they have
-for any loss.
+multiplied by whatever gradient arrives there: clearing, accumulation, scaling and hooks mean what they always do.
 """
 
 import gc
