@@ -45,6 +45,28 @@ def test_only_the_stages_that_need_most_are_replayed_if_asked():
         assert first.allocated.p50 == pytest.approx(second.allocated.p50, rel=0.1)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_of_groups_alike_but_for_microbatches_in_flight_one_is_replayed(chunks):
+    cluster, network = parse_cluster("1x5xL4"), with_events(spec(20, parameter_bytes=40_000_000))
+    schedule = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    plan = plan_of(
+        20,
+        world_size=5,
+        global_batch_size=100_000,
+        num_microbatches=20,
+        pipeline_stages=5,
+        chunks=chunks,
+        schedule=schedule,
+    )
+    some, every = (estimator(network, cluster).stages(plan, replay=which)[:5] for which in ("worst", "all"))
+    assert not any(stage.tensors for stage in some[2:4])
+    for found, known in zip(some[1:4], every[1:4], strict=True):
+        assert found.device_total.p50 == pytest.approx(known.device_total.p50, rel=0.03)
+        assert sum(value for _, value in found.terms) == found.device_total.p50
+        assert (found.stage, found.devices) == (known.stage, known.devices)
+    assert worst_of(some) == worst_of(every)
+
+
 def test_on_cpus_there_is_nothing_but_tensors():
     stage = worst_of(estimator(cluster=parse_cluster("4xcpu:8GiB")).stages(PLAN))
     assert stage.allocated == stage.reserved == stage.device_total

@@ -12,8 +12,10 @@ predicted exactly, by its own lists of actions. If it does not fit, every group 
 until it does. What comes out is never slower than what went in, and nothing is proven about other pipelines.
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from functools import lru_cache
 from typing import NoReturn, TypeAlias
 
@@ -50,22 +52,43 @@ def best_variant(
         below: Plans that do not take fewer seconds are of no interest.
         most: How many are run on the clock, the best by a bound of their seconds; by default all.
     """
-    best: Plan | None = None
     candidates = [candidate for plan in plans for candidate in _variants(plan, space)]
     floors = zip(least_seconds(model, candidates), candidates, strict=True)
     tried = sorted(((floor, item) for floor, item in floors if floor < below), key=lambda item: item[0])[:most]
     may_fit = _may_fit(model, space, limits, [candidate for _, candidate in tried])
-    # What does not even fit on its last stage is found out fastest, what is slower all the same next.
-    wanted = (candidate for (_, candidate), may in zip(tried, may_fit, strict=True) if may)
-    quick = sorted(((seconds_with(model, candidate), candidate) for candidate in wanted), key=lambda item: item[0])
-    # If the fastest fits as it is, nothing else has to: what recomputes more takes longer.
-    for some in (quick[:1], quick[1:]):
-        near = [candidate for seconds, candidate in some if seconds < below]
-        fitting = [found for found in fitted(model, space, limits, host_limits, near) if found is not None]
-        for floor, found in zip(least_seconds(model, fitting), fitting, strict=True):
-            if floor < below and (seconds := seconds_with(model, found)) < below:
-                best, below = found, seconds
-    return None if best is None else replace(best, predicted=predict_with(model, best))
+    # Best first: each is clocked as it is, then made to fit, then clocked again, as long as it may be the fastest.
+    waiting = [
+        (floor, place, _Known.FLOOR, candidate)
+        for place, ((floor, candidate), may) in enumerate(zip(tried, may_fit, strict=True))
+        if may
+    ]
+    while waiting:
+        seconds, place, known, plan = heapq.heappop(waiting)
+        if seconds >= below:
+            break
+        if known is _Known.FITS:
+            return replace(plan, predicted=predict_with(model, plan))
+        if known is _Known.CLOCKED:
+            found = next(iter(fitted(model, space, limits, host_limits, [plan])))
+            if found is plan:
+                heapq.heappush(waiting, (seconds, place, _Known.FITS, plan))
+            elif found is not None:
+                # What recomputes more takes no less.
+                floor = max(seconds, least_seconds(model, [found])[0])
+                heapq.heappush(waiting, (floor, place, _Known.FITS_FLOOR, found))
+            continue
+        clocked = _Known.CLOCKED if known is _Known.FLOOR else _Known.FITS
+        heapq.heappush(waiting, (seconds_with(model, plan), place, clocked, plan))
+    return None
+
+
+class _Known(IntEnum):
+    """What is known of a candidate: a floor of its seconds, these, and whether it fits."""
+
+    FLOOR = 0
+    CLOCKED = 1
+    FITS_FLOOR = 2
+    FITS = 3
 
 
 def has_chunks(space: Space) -> bool:
