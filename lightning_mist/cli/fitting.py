@@ -88,7 +88,7 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
 
     limit, note = asked["memory_limit"], ""
     made = [Fitting(result=result, asked=asked, estimate=estimate_of(planner, result.plan, limit))]
-    while made[-1].estimate.verdict != "fits" and len(made) <= TRIES:
+    while made[-1].estimate.device_verdict != "fits" and len(made) <= TRIES:
         again = {**asked, "memory_limit": _less(planner, made[-1])}
         say(f"that plan does not fit in {_in_100(made[-1].estimate)} of 100 cases: searching with less memory")
         try:

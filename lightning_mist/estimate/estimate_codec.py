@@ -61,6 +61,8 @@ def _read(kind: Any, value: Any, path: str) -> Any:
     if get_origin(kind) is tuple:
         item = get_args(kind)[0]
         return tuple(_read(item, each, f"{path}[{index}]") for index, each in enumerate(value))
+    if value is not None and (records := [item for item in get_args(kind) if is_dataclass(item)]):
+        return _read(records[0], value, path)
     return value
 
 

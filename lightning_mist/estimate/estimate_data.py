@@ -6,14 +6,18 @@ allocator holds for them; *device total*, with everything that is outside of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from lightning_mist.cost.memory import TERMS
+from lightning_mist.estimate.host_need import HostNeed
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.plan import Plan
 from lightning_mist.units import format_bytes, parse_bytes
 
 Verdict: TypeAlias = Literal["fits", "tight", "does not fit"]
+
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+"""From the best to the worst."""
 
 OUTER_TERMS = ("allocator_bytes", "context_bytes", "communicator_bytes")
 """What a device total has beyond tensors: what the allocator keeps free, the context with its kernels, and buffers of
@@ -122,6 +126,7 @@ class MemoryEstimate:
         memory_limit: Bytes of each device that may be used.
         source: ``"traced"``, or ``"closed form"`` with the reason.
         changes: What would make it fit, each evaluated, the smallest change first; empty if it fits.
+        host: The node on which offload takes most of what it may, if one takes any and its memory is known.
         notes: What is assumed, and what the runtime does not execute.
     """
 
@@ -133,6 +138,7 @@ class MemoryEstimate:
     source: str = "traced"
     stages: tuple[StageEstimate, ...]
     changes: tuple[Change, ...] = ()
+    host: HostNeed | None = None
     notes: tuple[str, ...] = ()
     plan: Plan
 
@@ -147,15 +153,31 @@ class MemoryEstimate:
 
     @property
     def verdict(self) -> Verdict:
-        """``"fits"`` if what suffices in 95 of 100 cases is within the limit, ``"tight"`` if what all need is."""
+        """``"fits"`` if what suffices in 95 of 100 cases is within the limit, ``"tight"`` if what all need is.
+
+        What is offloaded has to be within what it may take of its node, and is tight within what the node has.
+        """
         return self._verdict(self.memory_limit)
 
+    @property
+    def device_verdict(self) -> Verdict:
+        """The verdict about devices alone, whatever their hosts have."""
+        return self._device_verdict(self.memory_limit)
+
     def _verdict(self, limit: int) -> Verdict:
+        return max(self._device_verdict(limit), self._host_verdict(), key=VERDICTS.index)
+
+    def _device_verdict(self, limit: int) -> Verdict:
         found = [
             verdict_of(stage.device_total, limit if stage.limit is None else min(limit, stage.limit), stage.least)
             for stage in self.stages
         ]
-        return max(found, key=("fits", "tight", "does not fit").index)
+        return max(found, key=VERDICTS.index)
+
+    def _host_verdict(self) -> Verdict:
+        if self.host is None or self.host.bytes <= self.host.usable:
+            return "fits"
+        return "tight" if self.host.bytes <= self.host.there else "does not fit"
 
     @property
     def is_likely(self) -> bool:
@@ -189,10 +211,18 @@ class MemoryEstimate:
         largest = ", ".join(f"{WORDS[name]} {format_bytes(value)}" for name, value in terms[:2])
         of_tensors = f" (tensors {format_bytes(worst.allocated.p50)})" if worst.allocated.p50 < total.p50 else ""
         need = f"{at} needs {format_bytes(total.p50)}{of_tensors}, up to {format_bytes(total.p95)} in 95 of 100 cases"
-        begin = {"fits": "Fits", "tight": "Tight: it may not fit", "does not fit": "Does not fit"}[self.verdict]
+        begin = {"fits": "Fits", "tight": "Tight: it may not fit", "does not fit": "Does not fit"}[self.device_verdict]
         if begin.startswith("Tight") and not self.is_likely:
             begin = "Very tight: more likely than not it does not fit"
-        return f"{begin} in {limit} per device: {need}. Largest: {largest}."
+        return f"{begin} in {limit} per device: {need}. Largest: {largest}.{self._host_words()}"
+
+    def _host_words(self) -> str:
+        """What a node's memory has to hold."""
+        if self.host is None:
+            return ""
+        words = {"fits": "It fits", "tight": "That is tight", "does not fit": "It does not fit"}[self._host_verdict()]
+        held, usable, there = (format_bytes(value) for value in (self.host.bytes, self.host.usable, self.host.there))
+        return f" Offload holds {held} of a host's {there}. {words} in the {usable} that it may take."
 
     def explain(self) -> str:
         """The verdict, what would make it fit, and what is assumed, as lines of text."""

@@ -6,6 +6,7 @@ from lightning_mist.cost.memory import TERMS, StageMemory
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.changes import changes_that_fit
 from lightning_mist.estimate.estimate_data import MemoryEstimate, StageEstimate, verdict_of, worst_of
+from lightning_mist.estimate.host_need import HostNeed, host_need
 from lightning_mist.estimate.stage_estimates import (
     Estimator,
     Replaying,
@@ -41,8 +42,13 @@ def estimate_plan(
         stages=stages,
         source=estimator.source,
         changes=changes_that_fit(estimator, plan) if advises else (),
+        host=_host_need(cluster, plan, stages),
         notes=(*spec.notes, *what_is_not_run(plan), *_flush_notes(stages, limit)),
     )
+
+
+def _host_need(cluster: AnyCluster, plan: Plan, stages: Sequence[StageEstimate]) -> HostNeed | None:
+    return host_need(cluster, plan, {group: stages[group].host_bytes for group in range(plan.num_groups)})
 
 
 def limit_of(cluster: Cluster, memory_limit: str | int | None) -> int:
@@ -100,6 +106,7 @@ def estimate_prediction(plan: Plan, module_map: ModuleMap, cluster: AnyCluster, 
         optimizer="its optimizer",
         stages=stages,
         source="the plan's own prediction",
+        host=_host_need(cluster, plan, stages),
         notes=what_is_not_run(plan),
     )
 

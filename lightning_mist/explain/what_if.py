@@ -4,9 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile, MixedCluster, catalog_profile, host_memory
+from lightning_mist.hardware import (
+    AnyCluster,
+    Cluster,
+    HardwareProfile,
+    MixedCluster,
+    catalog_profile,
+    host_memory,
+    usable_host_bytes,
+)
 from lightning_mist.plan import Plan, SearchSpace
-from lightning_mist.tuner.space import host_bytes_of_each, tensor_share, usable_bytes, usable_host_bytes
+from lightning_mist.tuner.space import host_bytes_of_each, tensor_share, usable_bytes
 from lightning_mist.units import format_bytes
 
 MORE_BYTES = 2**30
@@ -22,7 +30,7 @@ class Machine:
 
     Attributes:
         host_memory_limit: What a node may use of its host's memory; ``None`` for the share that
-            plans use of what it has, see :func:`~lightning_mist.tuner.space.usable_memory.usable_host_bytes`.
+            plans use of what it has, see :func:`~lightning_mist.hardware.host_share.usable_host_bytes`.
         is_other: Whether more differs than limits, so that another planner has to be asked.
     """
 

@@ -139,7 +139,7 @@ class Planner:
             memory_limit: Bytes of each device that may be used in all; see :func:`usable_bytes`.
             host_memory_limit: Bytes of host memory of each node that offloading may take, its devices equal parts; by
                 default a share of what the hosts have, see
-                :func:`~lightning_mist.tuner.space.usable_memory.usable_host_bytes`.
+                :func:`~lightning_mist.hardware.host_share.usable_host_bytes`.
             search: Limits of the search; by default none.
 
         Raises:
@@ -182,7 +182,7 @@ def tune(
             :func:`~lightning_mist.tuner.space.usable_memory.usable_bytes`.
         host_memory_limit: Bytes of host memory of each node that offloading may take, of which every device may take
             an equal part; by default a share of what the hosts have, see
-            :func:`~lightning_mist.tuner.space.usable_memory.usable_host_bytes`.
+            :func:`~lightning_mist.hardware.host_share.usable_host_bytes`.
         search: Limits of the search; by default none.
 
     Raises:

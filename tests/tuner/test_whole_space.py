@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.hardware import MixedCluster
+from lightning_mist.hardware import USABLE_HOST_MEMORY, MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
-from lightning_mist.tuner.space.usable_memory import USABLE_HOST_MEMORY
 from lightning_mist.units import format_bytes, parse_bytes
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance

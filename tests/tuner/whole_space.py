@@ -21,11 +21,11 @@ from lightning_mist.cost import StageCandidates, StageSlot, cost_model, step_sec
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.cost.memory.phases import stage_phases
-from lightning_mist.hardware import AnyCluster, HardwareProfile
+from lightning_mist.hardware import USABLE_HOST_MEMORY, AnyCluster, HardwareProfile
 from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.space.applied_space import OFFLOADED
-from lightning_mist.tuner.space.usable_memory import USABLE_HOST_MEMORY, USABLE_MEMORY
+from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 
 ALL = -1
 """Where the only stage of a plan on unlike devices lies."""

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import Cluster
+from lightning_mist.hardware import USABLE_HOST_MEMORY, Cluster
 from lightning_mist.hardware.detection import host_memory_bytes
 from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import ModuleMap, Plan, SearchSpace
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.strategy.planning.local_machine import default_directory
-from lightning_mist.tuner.space import USABLE_HOST_MEMORY
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate

@@ -17,6 +17,11 @@ COMPARED, COMPARED_OFFLOADED = 1.25, 1.1
 on the device, and if it may be offloaded, which takes several times as long to look at."""
 
 
+MOST_NEAR = 12
+"""Pipelines that are enough for the clock and other schedules to choose among: others are not looked for any more. Of
+long pipelines on many devices there are dozens so near, and proving the optimum of each takes as long as the search."""
+
+
 def compared(space: Space, winner: int) -> tuple[int, ...]:
     """Numbers of stages to compare the winner with: one, half, one less, one more, twice as many."""
     wanted = {1, winner // 2, winner - 1, winner + 1, 2 * winner} - {winner}
@@ -26,13 +31,18 @@ def compared(space: Space, winner: int) -> tuple[int, ...]:
 def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: float) -> dict[Pipeline, Incumbent]:
     """The best answers with all state resident of pipelines not in ``near`` that are as near as these may be.
 
+    Those with the least bounds come first, until there are enough.
+
     Raises:
         TimeIsUpError: If there is no time left to evaluate their stages.
     """
     pipelines, cutoff = state.pipelines, least * NEAR_RESIDENT
     pipelines.try_ratios((), state.deadline)
     found: dict[Pipeline, Incumbent] = {}
-    for group in pipelines.groups if pipelines.space.offload_ratios else ():
+    groups = pipelines.groups if pipelines.space.offload_ratios else ()
+    for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
+        if len(near) + len(found) >= MOST_NEAR:
+            break
         keys = {group.pipeline(count): count for count in group.counts}
         counts = [count for key, count in keys.items() if key not in near and state.bounds[key] < cutoff]
         if counts and not state.is_late:

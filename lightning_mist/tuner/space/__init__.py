@@ -20,7 +20,6 @@ from lightning_mist.tuner.space.layer_ranges import (
 )
 from lightning_mist.tuner.space.shape import Shape
 from lightning_mist.tuner.space.usable_memory import (
-    USABLE_HOST_MEMORY,
     USABLE_MEMORY,
     at_most,
     check_memory_limit,
@@ -28,5 +27,4 @@ from lightning_mist.tuner.space.usable_memory import (
     host_notes,
     tensor_share,
     usable_bytes,
-    usable_host_bytes,
 )

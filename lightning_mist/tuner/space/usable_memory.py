@@ -2,18 +2,12 @@
 
 from collections.abc import Iterator
 
-from lightning_mist.hardware import AnyCluster, Cluster, host_memory
+from lightning_mist.hardware import USABLE_HOST_MEMORY, AnyCluster, Cluster, host_memory, usable_host_bytes
 from lightning_mist.units import format_bytes
 
 USABLE_MEMORY = 0.8
 """Share of a device's memory that plans use by default. What a prediction leaves out (context, communicators,
 fragmentation) stayed below a quarter of it in all 454 runs of Fujii, Watanabe and Yokota, 2024 (arXiv 2411.06465)."""
-
-USABLE_HOST_MEMORY = 0.8
-"""Share of a host's memory that plans use by default. Of the rest, 5 % are the system's (as GKE reserves on premises:
-cloud.google.com/anthos, "Resources available for your workloads"); 4 % are the processes' own on the smallest host of
-the catalog, 64 GiB for one device (2 GiB with torch and CUDA: github.com/pytorch/pytorch issue 113326); and 10 % may be
-pages of files that are being written, such as checkpoints (``dirty_background_ratio`` of Linux)."""
 
 
 def usable_bytes(cluster: Cluster, memory_limit: int | None) -> float:
@@ -54,25 +48,13 @@ def tensor_share(cluster: AnyCluster) -> float:
     return USABLE_MEMORY if cluster.kind == "cuda" else 1.0
 
 
-def usable_host_bytes(part: Cluster) -> float:
-    """Bytes of its host's memory that the devices of a node together may use; infinite if nothing is known of it.
-
-    This is :data:`USABLE_HOST_MEMORY` of it, less what the devices themselves are there of a CPU's processes.
-    """
-    there = host_memory(part)
-    if there is None:
-        return float("inf")
-    own = 0 if part.kind == "cuda" else part.devices_per_node * part.device.memory_bytes
-    return max(0.0, USABLE_HOST_MEMORY * there - own)
-
-
 def host_bytes_of_each(cluster: AnyCluster, host_memory_limit: int | None) -> float:
     """Bytes of host memory that each device may use for what it offloads.
 
     Args:
         cluster: The devices; of unlike ones those count that have least.
         host_memory_limit: Bytes of each node, which all its devices share equally; None for what plans use of the
-            host's, see :func:`usable_host_bytes`.
+            host's, see :func:`~lightning_mist.hardware.host_share.usable_host_bytes`.
 
     Returns:
         The bytes; infinite if there is no limit and nothing is known of the hosts.

@@ -2,16 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.hardware import MixedCluster, parse_cluster
+from lightning_mist.hardware import USABLE_HOST_MEMORY, MixedCluster, parse_cluster
 from lightning_mist.tuner.space.usable_memory import (
-    USABLE_HOST_MEMORY,
     USABLE_MEMORY,
     check_memory_limit,
     host_bytes_of_each,
     host_notes,
     tensor_share,
     usable_bytes,
-    usable_host_bytes,
 )
 from tests.specs import cluster
 
@@ -40,7 +38,6 @@ def test_no_more_than_a_device_has_can_be_allowed(limit):
 def test_devices_share_what_is_used_of_their_host():
     assert host_bytes_of_each(parse_cluster("4x8xL4"), None) == USABLE_HOST_MEMORY * 96 * 2**30
     described = replace(cluster(4, nodes=2, kind="cuda"), host_memory_bytes=1000)
-    assert usable_host_bytes(described) == USABLE_HOST_MEMORY * 1000
     assert host_bytes_of_each(described, None) == USABLE_HOST_MEMORY * 500
     assert host_bytes_of_each(described, 3000) == 1500
 
@@ -51,11 +48,6 @@ def test_unlike_devices_have_the_least_of_their_hosts():
     assert (
         host_bytes_of_each(MixedCluster(parts=(parts[1], cluster(1, kind="cuda"))), None) == USABLE_HOST_MEMORY * 1500
     )
-
-
-def test_of_a_cpu_s_host_only_what_its_processes_leave_is_used():
-    assert usable_host_bytes(replace(cluster(2, memory=1000), host_memory_bytes=10_000)) == 6000
-    assert usable_host_bytes(replace(cluster(2, memory=1000), host_memory_bytes=2000)) == 0
 
 
 def test_without_any_knowledge_host_memory_is_unlimited_and_a_note_says_so():
