@@ -13,8 +13,8 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import COUNTS, OFFLOADED, Plan, SearchSpace, StagePlan
-from lightning_mist.tuner.candidates import EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
-from lightning_mist.tuner.inter_stage import InterStageProblem, Pipeline, least_peak
+from lightning_mist.tuner.candidates import ANY_SEAMS, EVERY_PART, IntraStage, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.inter_stage import InterStageProblem, Pipeline, heads_of, least_peak, tails_of
 from lightning_mist.tuner.minimum_memory import LateError, LeastMemory
 from lightning_mist.tuner.search import MixedStages, Stages
 from lightning_mist.tuner.space import tensor_share
@@ -163,20 +163,33 @@ def _least(
 
 def _problem(intra: Stages, pipeline: Pipeline, look: LeastMemory) -> InterStageProblem:
     """What every stage needs at least, in place of seconds: bytes, on unlike devices as parts of what there is."""
-    stages, microbatches, parts = pipeline
-    if isinstance(intra, MixedStages):
-        own = [intra.parts[part] for part in parts] or [intra.together]
-        slots = tuple(
-            _as_parts(_by_memory(item, index, stages, microbatches, look, parts), _limit(item, look), part)
-            for index, (item, part) in enumerate(zip(own, parts or (EVERY_PART,), strict=True))
-        )
-        sizes = intra.sizes
+    stages, microbatches, order = pipeline
+    if not isinstance(intra, MixedStages):
+        slots = [_by_memory(intra, index, stages, microbatches, look) for index in range(stages)]
+    elif stages == 1:
+        one = _by_memory(intra.together, 0, 1, microbatches, look)
+        slots = [_as_parts(one, _limit(intra.together, look), EVERY_PART)]
     else:
-        slots = tuple(_by_memory(intra, index, stages, microbatches, look) for index in range(stages))
-        sizes = (intra.space.world_size,)
+        slots = [_in_some_part(intra, pipeline, index, look) for index in range(stages)]
     return InterStageProblem(
-        num_layers=intra.space.num_layers, num_devices=sizes, num_microbatches=microbatches, slots=slots
+        num_layers=intra.space.num_layers,
+        num_devices=intra.sizes if isinstance(intra, MixedStages) else (intra.space.world_size,),
+        num_microbatches=microbatches,
+        slots=tuple(slots),
+        order=order or (0,),
     )
+
+
+def _in_some_part(intra: MixedStages, pipeline: Pipeline, index: int, look: LeastMemory) -> SlotChoices:
+    """What a stage of several needs at least in each part in which it may lie, wherever those next to it do."""
+    stages, microbatches, order = pipeline
+    places = tails_of(order, stages - 1 - index, (stages,)) if index else heads_of(order, stages)
+    found = [SlotChoices.none()]
+    for place in {place.part: place for place in places}.values():
+        own = intra.parts[place.part]
+        choices = _by_memory(own, index, stages, microbatches, look, place.pipeline)
+        found.append(_as_parts(choices, _limit(own, look), place.part))
+    return SlotChoices.joined(found)
 
 
 def _limit(intra: IntraStage, look: LeastMemory) -> float:
@@ -186,7 +199,8 @@ def _limit(intra: IntraStage, look: LeastMemory) -> float:
 
 def _as_parts(choices: SlotChoices, limit: float, part: int) -> SlotChoices:
     """Choices of a part of a cluster, what they need as a part of its limit."""
-    return replace(choices, steady_K=choices.steady_K / max(limit, 1.0), part_K=np.full(len(choices), part))
+    part_K, seams_K = np.full(len(choices), part), np.full(len(choices), ANY_SEAMS)
+    return replace(choices, steady_K=choices.steady_K / max(limit, 1.0), part_K=part_K, seams_K=seams_K)
 
 
 def _by_memory(

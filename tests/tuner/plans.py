@@ -1,5 +1,7 @@
 """Plans by hand, for questions about plans."""
 
+import itertools
+
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates import EVERY_PART
@@ -39,7 +41,7 @@ def pipeline(*stages, microbatches=4, rows=4, per_node=None, **changes):
 
 
 def is_feasible(problem, chosen):
-    """Whether the choices cover every layer once, in order, and use every device of every part."""
+    """Whether the choices cover every layer once, in order, and use every device of every part, neighbours together."""
     position, left = 0, list(problem.num_devices)
     for slot, index in zip(problem.slots, chosen, strict=True):
         if slot.start_K[index] not in (ANYWHERE, position):
@@ -52,4 +54,6 @@ def is_feasible(problem, chosen):
             left = [0] * len(left)
         else:
             return False
-    return position == problem.num_layers and not any(left)
+    passed = [int(slot.part_K[index]) for slot, index in zip(problem.slots, chosen, strict=True)]
+    ways = tuple(part for part, _ in itertools.groupby(passed))
+    return position == problem.num_layers and not any(left) and ways in ((EVERY_PART,), problem.order)

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from lightning_mist.tuner.candidates.intra_stage import EVERY_PART, SlotChoices
+from lightning_mist.tuner.candidates import ANY_SEAMS, EVERY_PART, SlotChoices
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
 from lightning_mist.tuner.space.layer_ranges import ANYWHERE
 from tests.tuner.plans import is_feasible
@@ -18,6 +18,7 @@ def slot(start, layers, devices, steady, boundary, part=None):
         layers_K=np.asarray(layers, dtype=np.int64),
         devices_K=np.asarray(devices, dtype=np.int64),
         part_K=zeros if part is None else np.asarray(part, dtype=np.int64),
+        seams_K=zeros + ANY_SEAMS,
         steady_K=np.asarray(steady, dtype=np.float64),
         boundary_K=np.asarray(boundary, dtype=np.float64),
         peak_K=zeros.astype(np.float64),
@@ -64,6 +65,7 @@ def random_problem(seed):
         num_devices=num_devices,
         num_microbatches=int(rng.choice([1, 2, 5, 40])),
         slots=tuple(slots),
+        order=tuple(rng.permutation(num_parts).tolist()),
     )
 
 
@@ -120,4 +122,5 @@ def random_family(seed):
         num_microbatches=int(rng.choice([1, 3, 20])),
         tails=tuple(choices("middle" if behind else "last", behind) for behind in range(most - 1)),
         heads={count: choices("first", count - 1) for count in range(2, most + 1)},
+        order=tuple(rng.permutation(num_parts).tolist()),
     )

@@ -13,6 +13,7 @@ Array axes
     C  numbers of stages
     N  numbers of devices, from 0 to all
     L  numbers of layers, from 0 to all
+    Q  where stages lie: in which part, next to which others
     V  numbers of layers and devices of a stage
 """
 
@@ -34,7 +35,7 @@ from lightning_mist.tuner.bounds.stage_bounds import (
     position_bounds,
     stage_bounds,
 )
-from lightning_mist.tuner.candidates import EVERY_PART, ROOM, SlotChoices
+from lightning_mist.tuner.candidates import ANY_SEAMS, ROOM, SlotChoices
 from lightning_mist.tuner.inter_stage import Family, PipelineGroup, Suffixes, Walk, matching, solve_family
 from lightning_mist.tuner.space import ANYWHERE, Space
 
@@ -53,19 +54,24 @@ class OpenStages:
         counts: The numbers of stages, ascending, with which a pipeline may be fast enough.
         slowest: Steady seconds that no stage exceeds.
         heads_CNL: Devices and layers of first stages, by the numbers of stages.
-        tails_BNL: The same of other stages, by how many are behind them.
+        tails_BQNL: The same of other stages, by how many are behind them.
     """
 
     counts: tuple[int, ...]
     slowest: float
     heads_CNL: BoolArray
-    tails_BNL: BoolArray
+    tails_BQNL: BoolArray
 
-    def of(self, stage_index: int, num_stages: int) -> BoolArray:
-        """Devices and layers of one stage; none if no pipeline that has it is fast enough."""
-        behind, none_NL = num_stages - 1 - stage_index, np.zeros(self.tails_BNL.shape[1:], dtype=bool)
+    def of(self, stage_index: int, num_stages: int, part: int = 0, seams: int = 0) -> BoolArray:
+        """Devices and layers of one stage; none if no pipeline that has it is fast enough.
+
+        Args:
+            part: The part in which it lies.
+            seams: Which of the stages next to it lie in others, as of choices.
+        """
+        behind, none_NL = num_stages - 1 - stage_index, np.zeros(self.tails_BQNL.shape[2:], dtype=bool)
         if stage_index:
-            return self.tails_BNL[behind] if behind < len(self.tails_BNL) else none_NL
+            return self.tails_BQNL[behind, part * ANY_SEAMS + seams] if behind < len(self.tails_BQNL) else none_NL
         return self.heads_CNL[self.counts.index(num_stages)] if num_stages in self.counts else none_NL
 
 
@@ -192,26 +198,30 @@ class PipelineBounds:
     def _family(self, group: PipelineGroup, counts: Sequence[int], below: float) -> Family:
         """The pipelines that take fewer seconds than ``below``, with lower bounds of stages for choices."""
         bottleneck = below / group.num_microbatches * ROOM
-        # The stages of one part are asked for what several of them share.
-        used = sorted({group.first, *group.rest} - {EVERY_PART}) or [0]
-        made = {part: self.parts[part].choices(group.num_microbatches, bottleneck) for part in used}
+        order = group.parts or (0,)
+        made = [self.parts[part].choices(group.num_microbatches, bottleneck) for part in order]
+        joined: dict[tuple[int, ...], SlotChoices] = {}
 
         def choices(stage_index: int, num_stages: int) -> SlotChoices:
-            parts = group.parts(num_stages)
-            return made[parts[stage_index] if parts else 0](stage_index, num_stages)
+            last = num_stages - 1
+            of_parts = made[:1] if not stage_index else made[-1:] if stage_index == last else made
+            found = [choices(stage_index, num_stages) for choices in of_parts]
+            # What several stages may be is the same object for all of them.
+            return joined.setdefault(tuple(map(id, found)), SlotChoices.joined(found))
 
-        return Family.of(self.num_layers, self.num_devices, group.num_microbatches, counts, choices)
+        return Family.of(self.num_layers, self.num_devices, group.num_microbatches, counts, choices, order)
 
 
 def open_stages(family: Family, below: float) -> OpenStages:
     """What stages can have of pipelines that take fewer seconds than something.
 
     Args:
-        family: The pipelines, of each of whose stages all choices lie in one part.
+        family: The pipelines.
     """
     shape = max(family.num_devices) + 1, family.num_layers + 1
+    places = 1 if len(family.num_devices) == 1 else len(family.num_devices) * ANY_SEAMS
     nothing = OpenStages(
-        counts=(), slowest=0.0, heads_CNL=np.zeros((0, *shape), bool), tails_BNL=np.zeros((0, *shape), bool)
+        counts=(), slowest=0.0, heads_CNL=np.zeros((0, *shape), bool), tails_BQNL=np.zeros((0, places, *shape), bool)
     )
     if not family.heads:
         return nothing
@@ -220,13 +230,16 @@ def open_stages(family: Family, below: float) -> OpenStages:
     if walk is None:
         return nothing
     masks = {count: np.zeros(shape, dtype=bool) for count in family.heads}
-    tails_BNL = np.zeros((len(family.tails), *shape), dtype=bool)
+    tails_BQNL = np.zeros((len(family.tails), places, *shape), dtype=bool)
     for item in matching(suffixes, walk, family.num_microbatches, suffixes.least_bottleneck(), below):
-        mask_NL = masks[item.behind + 1] if item.is_head else tails_BNL[item.behind]
-        mask_NL[item.devices_A, item.layers_A] = True
+        if item.is_head:
+            masks[item.behind + 1][item.devices_A, item.layers_A] = True
+        else:
+            place_A = item.part_A * ANY_SEAMS + item.seams_A
+            tails_BQNL[item.behind, place_A, item.devices_A, item.layers_A] = True
     counts = tuple(count for count, mask_NL in sorted(masks.items()) if mask_NL.any())
     heads_CNL = np.stack([masks[count] for count in counts]) if counts else nothing.heads_CNL
-    return OpenStages(counts=counts, slowest=walk.bottleneck, heads_CNL=heads_CNL, tails_BNL=tails_BNL)
+    return OpenStages(counts=counts, slowest=walk.bottleneck, heads_CNL=heads_CNL, tails_BQNL=tails_BQNL)
 
 
 def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | None:
@@ -251,6 +264,7 @@ def _as_choices(bounds: StageBounds, part: int) -> SlotChoices:
         layers_K=bounds.layers_V,
         devices_K=bounds.devices_V,
         part_K=zero_K + part,
+        seams_K=zero_K + ANY_SEAMS,
         steady_K=bounds.steady_V,
         boundary_K=none_K,
         peak_K=none_K,

@@ -1,7 +1,14 @@
 """Ways to run the stage of a slot, as arrays: evaluated, feasible, not dominated."""
 
 from lightning_mist.tuner.candidates.candidate_tables import ROOM, Table
-from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.candidates.choices import (
+    ANY_SEAMS,
+    BEHIND,
+    EVERY_PART,
+    FRONT,
+    SlotChoices,
+    with_peaks_as_seconds,
+)
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.candidates.offload_feasible import OUTERMOST, may_offload
 from lightning_mist.tuner.candidates.offload_search import TimeIsUpError

@@ -123,6 +123,7 @@ class Table:
             layers_K=self.ranges.layers_W[range_K],
             devices_K=self.devices_K[index_K],
             part_K=np.zeros(len(index_K), dtype=np.int64),
+            seams_K=np.zeros(len(index_K), dtype=np.int64),
             steady_K=steady_J[of_K],
             boundary_K=boundary_J[of_K],
             peak_K=peak_J[of_K],

@@ -16,6 +16,12 @@ from lightning_mist.tuner.space import Shape
 EVERY_PART = -1
 """Part of a choice that takes all devices of all parts of a cluster, as the only stage of a plan may."""
 
+FRONT, BEHIND = 1, 2
+"""Bits of :attr:`SlotChoices.seams_K`: the stage in front, or that behind, lies in another part."""
+
+ANY_SEAMS = 4
+"""In place of these bits: what a choice takes holds wherever the stages next to it lie."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotChoices(ArrayRecord):
@@ -24,6 +30,8 @@ class SlotChoices(ArrayRecord):
     Attributes:
         start_K: First layer, or :data:`~lightning_mist.tuner.space.layer_ranges.ANYWHERE`.
         part_K: Part of the cluster that they lie in, 0 if it has one, or :data:`EVERY_PART`.
+        seams_K: For which of the stages next to it, bits :data:`FRONT` and :data:`BEHIND`, lie in other parts it is
+            priced, or :data:`ANY_SEAMS`; 0 if the cluster has one part.
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         peak_K: Peak bytes.
@@ -37,6 +45,7 @@ class SlotChoices(ArrayRecord):
     layers_K: IntArray
     devices_K: IntArray
     part_K: IntArray
+    seams_K: IntArray
     steady_K: FloatArray
     boundary_K: FloatArray
     peak_K: FloatArray

@@ -12,4 +12,5 @@ from lightning_mist.tuner.inter_stage.problem import (
     Pipeline,
     PipelineGroup,
 )
+from lightning_mist.tuner.inter_stage.stage_places import StagePlace, heads_of, tails_of
 from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk

@@ -132,6 +132,8 @@ class Matching:
         from_A: The state that holds it and what is behind it; 0 of first stages.
         to_A: The state behind it; -1 if there is none.
         choice_A: Index of the choice in its slot.
+        part_A: The part in which it lies.
+        seams_A: Which of the stages next to it lie in others, as of choices.
     """
 
     behind: int
@@ -139,6 +141,8 @@ class Matching:
     from_A: IntArray
     to_A: IntArray
     choice_A: IntArray
+    part_A: IntArray
+    seams_A: IntArray
     devices_A: IntArray
     layers_A: IntArray
 
@@ -168,19 +172,23 @@ def matching(
         if (front_J < np.inf).any():
             options = suffixes.middle[behind - 1]
             options = options.take(options.least_C <= walk.bottleneck)
-            for some, source_CJ in suffixes.sources(options, states, {}):
-                column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J
+            for some, at_J, source_CJ in suffixes.sources(options, states, {}):
+                column = slice(None) if some.steady_CR.shape[1] == 1 else states.row_J[at_J]
                 steady_CJ, reach_CJ = some.steady_CR[:, column], some.reach_CR[:, column]
-                kept_CJ = matters(front_J[:-1], steady_CJ, reach_CJ, sums_J[source_CJ])
+                kept_CJ = matters(front_J[at_J], steady_CJ, reach_CJ, sums_J[source_CJ])
                 option, place = np.nonzero(kept_CJ)
-                to = source_CJ[option, place]
-                np.minimum.at(next_J, to, front_J[place] + np.broadcast_to(steady_CJ, kept_CJ.shape)[option, place])
+                from_A, to_A = at_J[place], source_CJ[option, place]
+                np.minimum.at(
+                    next_J, to_A, front_J[from_A] + np.broadcast_to(steady_CJ, kept_CJ.shape)[option, place]
+                )
                 yield Matching(
                     behind=behind,
                     is_head=False,
-                    from_A=place,
-                    to_A=to,
+                    from_A=from_A,
+                    to_A=to_A,
                     choice_A=np.broadcast_to(some.index_CR[:, column], kept_CJ.shape)[option, place],
+                    part_A=some.part_C[option],
+                    seams_A=suffixes.chain.seams(some.part_C[option], states.used_J[to_A], states.used_J[from_A]),
                     devices_A=some.devices_C[option],
                     layers_A=some.layers_C[option],
                 )
@@ -189,20 +197,25 @@ def matching(
             behind_K = suffixes.behind_head(head, states)
             kept_K = matters(0.0, head.steady_K, head.reach_K, sums_J[behind_K])
             np.minimum.at(next_J, behind_K[kept_K], head.steady_K[kept_K])
-            yield _of_end(head.take(kept_K), behind, 0 * behind_K[kept_K], behind_K[kept_K])
+            yield _of_end(suffixes, head.take(kept_K), behind, 0 * behind_K[kept_K], behind_K[kept_K])
         front_J = next_J
     last, place_K = suffixes.last, suffixes.last_places(states)
     kept_K = matters(front_J[place_K], last.steady_K, last.reach_K, 0.0)
-    yield _of_end(last.take(kept_K), 0, place_K[kept_K], np.full(int(kept_K.sum()), -1))
+    yield _of_end(suffixes, last.take(kept_K), 0, place_K[kept_K], np.full(int(kept_K.sum()), -1))
 
 
-def _of_end(ends: EndOptions, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
+def _of_end(suffixes: Suffixes, ends: EndOptions, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
+    chain = suffixes.chain
+    end_A = chain.size - 1 if behind else ends.devices_K // chain.unit_P[ends.part_K]
+    begin_A = end_A - ends.devices_K // chain.unit_P[ends.part_K]
     return Matching(
         behind=behind,
         is_head=behind > 0,
         from_A=from_A,
         to_A=to_A,
         choice_A=ends.index_K,
+        part_A=ends.part_K,
+        seams_A=chain.seams(ends.part_K, begin_A, end_A),
         devices_A=ends.devices_K,
         layers_A=ends.layers_K,
     )

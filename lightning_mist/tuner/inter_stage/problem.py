@@ -16,7 +16,10 @@ PRECISION = 1e-9
 
 
 class Pipeline(NamedTuple):
-    """Numbers of stages and microbatches, and the part of every stage; none if it has all or there is only one."""
+    """Numbers of stages and microbatches, and the parts of the cluster in the order in which a batch passes them.
+
+    The only stage of a pipeline has all parts, of which there is one if devices are alike; then none are named.
+    """
 
     num_stages: int
     num_microbatches: int
@@ -24,26 +27,20 @@ class Pipeline(NamedTuple):
 
 
 class PipelineGroup(NamedTuple):
-    """Pipelines whose stages cost the same, but for how many stages of the part in front are in front of them.
+    """Pipelines whose stages cost the same, but for how many are behind them.
 
     Attributes:
-        first: The part in which their first stages lie, or :data:`~lightning_mist.tuner.candidates.choices.EVERY_PART`.
-        rest: The part of every stage behind these.
+        parts: As of a :class:`Pipeline`.
         counts: Their numbers of stages, ascending.
     """
 
     num_microbatches: int
-    first: int
-    rest: tuple[int, ...]
+    parts: tuple[int, ...]
     counts: tuple[int, ...]
-
-    def parts(self, num_stages: int) -> tuple[int, ...]:
-        """The part of every stage of the pipeline with a number of stages; none if devices are alike."""
-        return () if self.first == EVERY_PART else (self.first,) * (num_stages - len(self.rest)) + self.rest
 
     def pipeline(self, num_stages: int) -> Pipeline:
         """The pipeline with a number of stages."""
-        return Pipeline(num_stages, self.num_microbatches, self.parts(num_stages))
+        return Pipeline(num_stages, self.num_microbatches, self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +53,14 @@ class InterStageProblem:
         slots: The choices of every stage. A stage takes devices of one part; a choice of
             :data:`~lightning_mist.tuner.candidates.intra_stage.EVERY_PART` takes all devices there are, so that it can
             only be the only stage.
+        order: The parts in the order in which stages pass them: those of one part are neighbours.
     """
 
     num_layers: int
     num_devices: tuple[int, ...]
     num_microbatches: int
     slots: tuple[SlotChoices, ...]
+    order: tuple[int, ...] = (0,)
 
     def steady(self, chosen: tuple[int, ...]) -> FloatArray:
         """Steady seconds of the chosen choices."""
@@ -112,6 +111,7 @@ class InterStageProblem:
             num_microbatches=self.num_microbatches,
             tails=self.slots[:0:-1],
             heads={len(self.slots): self.slots[0]},
+            order=self.order,
         )
 
 
@@ -127,6 +127,7 @@ class Family:
         num_devices: Devices to deal out, of every part of the cluster.
         tails: The choices of a stage by the number of stages behind it, for all stages but first ones.
         heads: The choices of the first stage by the number of stages, which is at least 2.
+        order: The parts in the order in which stages pass them: those of one part are neighbours.
     """
 
     num_layers: int
@@ -134,6 +135,7 @@ class Family:
     num_microbatches: int
     tails: tuple[SlotChoices, ...]
     heads: Mapping[int, SlotChoices]
+    order: tuple[int, ...] = (0,)
 
     @classmethod
     def of(
@@ -143,6 +145,7 @@ class Family:
         num_microbatches: int,
         counts: Sequence[int],
         choices_of: Callable[[int, int], SlotChoices],
+        order: tuple[int, ...] = (0,),
     ) -> "Family":
         """The pipelines of some numbers of stages with the choices of their stages.
 
@@ -151,6 +154,7 @@ class Family:
 
         Args:
             num_devices: Devices to deal out, of every part of the cluster.
+            choices_of: The choices of a stage, by it and the number of stages.
         """
         tails: list[SlotChoices] = []
         for place in places_behind(counts):
@@ -165,6 +169,7 @@ class Family:
             num_microbatches=num_microbatches,
             tails=tuple(tails),
             heads={count: slot for count, slot in heads.items() if len(slot)},
+            order=order,
         )
 
     def problem(self, num_stages: int) -> InterStageProblem:
@@ -174,6 +179,7 @@ class Family:
             num_devices=self.num_devices,
             num_microbatches=self.num_microbatches,
             slots=(self.heads[num_stages], *reversed(self.tails[: num_stages - 1])),
+            order=self.order,
         )
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.tuner.candidates import EVERY_PART, SlotChoices, non_dominated
+from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, EVERY_PART, FRONT, SlotChoices, non_dominated
 from lightning_mist.tuner.space import ANYWHERE
 
 
@@ -25,7 +25,8 @@ class SlotOptions(ArrayRecord):
     """Choices by what they use up; infinite where an option has none.
 
     Attributes:
-        rank_C: How many options use up the same and are faster everywhere.
+        seams_C: For what stages next to it each is priced, as of choices.
+        rank_C: How many options use up the same at the same seams and are faster everywhere.
         steady_CR: Steady seconds.
         reach_CR: Steady and boundary seconds together.
         index_CR: Index of the choice in its slot, -1 where there is none.
@@ -35,6 +36,7 @@ class SlotOptions(ArrayRecord):
     AXIS: ClassVar[str] = "C"
 
     part_C: IntArray
+    seams_C: IntArray
     devices_C: IntArray
     layers_C: IntArray
     rank_C: IntArray
@@ -62,16 +64,22 @@ class EndOptions(ArrayRecord):
     index_K: IntArray
 
 
-def end_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], *, is_first: bool) -> EndOptions:
+def end_options(
+    slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...], order: tuple[int, ...], *, is_first: bool
+) -> EndOptions:
     """The choices of the first or the last stage that count.
 
     Args:
+        order: The parts in the order in which stages pass them.
         is_first: Whether it is the first stage, which starts with the network, or the last, which ends with it.
     """
     start_K = 0 if is_first else num_layers - slot.layers_K
-    index_K = _that_count(
-        slot, num_layers, num_devices, (slot.start_K == ANYWHERE) | (slot.start_K == start_K), start_K
-    )
+    inside_K = ((slot.start_K == ANYWHERE) | (slot.start_K == start_K)) & (slot.part_K == order[0 if is_first else -1])
+    if len(order) > 1:
+        # A stage with all devices of its part has the next one in another.
+        beside_K = np.where(slot.devices_K == num_devices[order[0 if is_first else -1]], BEHIND if is_first else FRONT, 0)
+        inside_K &= (slot.seams_K == ANY_SEAMS) | (slot.seams_K == beside_K)
+    index_K = _that_count(slot, num_layers, num_devices, inside_K, start_K)
     return EndOptions(
         part_K=slot.part_K[index_K],
         devices_K=slot.devices_K[index_K],
@@ -103,6 +111,7 @@ def slot_options(slot: SlotChoices, num_layers: int, num_devices: tuple[int, ...
     steady_CR = np.where(index_CR >= 0, _at(slot.steady_K, index_CR), np.inf)
     return SlotOptions(
         part_C=slot.part_K[index_K[first_C]],
+        seams_C=slot.seams_K[index_K[first_C]],
         devices_C=slot.devices_K[index_K[first_C]],
         layers_C=slot.layers_K[index_K[first_C]],
         rank_C=rank_K[first_C],
@@ -119,9 +128,10 @@ def _at(values_K: FloatArray, index_CR: IntArray) -> FloatArray:
 
 
 def _kinds(slot: SlotChoices, index_K: IntArray, num_layers: int) -> IntArray:
-    """A number for the part, devices and layers of some choices."""
+    """A number for the part, seams, devices and layers of some choices."""
     most = int(slot.devices_K.max(initial=0)) + 1
-    kind_K: IntArray = (slot.part_K[index_K] * most + slot.devices_K[index_K]) * (num_layers + 1)
+    place_K = slot.part_K[index_K] * (ANY_SEAMS + 1) + slot.seams_K[index_K]
+    kind_K: IntArray = (place_K * most + slot.devices_K[index_K]) * (num_layers + 1)
     return kind_K + slot.layers_K[index_K]
 
 

@@ -1,7 +1,7 @@
 """Passes over the suffixes of pipelines, from the last stage to the first, for all numbers of stages at once.
 
-A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and its devices of every
-part. One pass finds for every ``k`` and state the least sum of steady times, with every steady time at most ``T`` (the
+A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and of units of devices, in
+the order in which stages take them (:mod:`lightning_mist.tuner.inter_stage.part_chain`). One pass finds for every ``k`` and state the least sum of steady times, with every steady time at most ``T`` (the
 bottleneck time), and if asked with every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a
 suffix of ``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
 
@@ -16,19 +16,22 @@ Array axes
     J  states that can be part of an answer; in a table of sums one more, which is never reached
     K  choices of a first or last stage
     P  parts of the cluster
-    U  combinations of devices of every part
+    U  numbers of units of devices
+    M  some options
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
+from lightning_mist.tuner.candidates import ANY_SEAMS
+from lightning_mist.tuner.inter_stage.part_chain import PartChain
 from lightning_mist.tuner.inter_stage.problem import Family
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions, SlotOptions, end_options, slot_options
-from lightning_mist.tuner.space import common_unit
 
 _MARGIN = 1e-9
 """Relative margin within which rounding may make a choice look as if it were idle by too much."""
@@ -40,17 +43,28 @@ _AT_ONCE = 1 << 19
 """Sums that are formed at once: 4 MiB, so that they stay near the processor."""
 
 
+Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
+"""Options, states in which a stage can end that is one of them, and by both the state behind it; axes ``J`` and
+``CJ``."""
+
+Maps: TypeAlias = dict[int, dict[int, IntArray]]
+"""The states behind a stage, by its part and seams, and by how much it makes the number of a state larger."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
     """The states that can be part of an answer at a bottleneck time.
 
     Attributes:
+        row_J: Layers.
+        used_J: Units of devices.
         flat_J: Number of the state among all, also those that cannot.
         number: The place in J of every state; the number of states where there is none.
         slack: Layers by which all devices together can be idle.
     """
 
     row_J: IntArray
+    used_J: IntArray
     flat_J: IntArray
     number: IntArray
     slack: float
@@ -84,10 +98,11 @@ class Suffixes:
     """The stages of a family of pipelines, prepared for passes."""
 
     def __init__(self, family: Family) -> None:
-        layers, devices = family.num_layers, family.num_devices
+        layers, devices, order = family.num_layers, family.num_devices, family.order
         self.family = family
-        self.heads = {count: end_options(slot, layers, devices, is_first=True) for count, slot in family.heads.items()}
-        self.last = end_options(family.tails[0], layers, devices, is_first=False)
+        heads = family.heads.items()
+        self.heads = {count: end_options(slot, layers, devices, order, is_first=True) for count, slot in heads}
+        self.last = end_options(family.tails[0], layers, devices, order, is_first=False)
         # Bounds of many stages are the same choices.
         alike = {id(slot): slot for slot in family.tails[1:]}
         options = {key: slot_options(slot, layers, devices) for key, slot in alike.items()}
@@ -96,17 +111,11 @@ class Suffixes:
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(options.part_C, options.devices_C) for options in options.values()]
-        units = []
-        for part, count in enumerate(devices):
-            taken = np.unique(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs]))
-            units.append(common_unit([*taken.tolist(), count]))
-        self.unit_P = np.array(units)
-        self._units_P = np.array(devices) // self.unit_P
-        # A state as one number: layers first, then the units of each part.
-        sizes_P = self._units_P + 1
-        self._strides_P = np.cumprod([1, *sizes_P[:0:-1]])[::-1].astype(np.int64)
-        self._combinations = int(sizes_P.prod())
-        self._used_PU = np.stack(np.unravel_index(np.arange(self._combinations), tuple(sizes_P)))
+        taken = [
+            np.unique(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs])).tolist()
+            for part in range(len(devices))
+        ]
+        self.chain = PartChain.of(devices, order, taken)
         self.rate_P = self._rates()
         self._capacity_P = np.array(devices) / self.rate_P
 
@@ -115,7 +124,7 @@ class Suffixes:
 
         Where a layer takes no time it is so little that all layers fit, and not so little that numbers overflow.
         """
-        rate_P = np.full(len(self.unit_P), np.inf)
+        rate_P = np.full(len(self.family.num_devices), np.inf)
         for item in (*self.heads.values(), self.last):
             np.minimum.at(rate_P, item.part_K, item.steady_K * item.devices_K / item.layers_K)
         for options in self.middle:
@@ -153,8 +162,8 @@ class Suffixes:
         if not len(states.row_J) or not slack >= -self._margin(bottleneck):
             return Walk(bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=())
         sums.append(self._last_sums(states, bottleneck, cap))
-        maps: dict[int, IntArray] = {}
-        made: dict[int, list[tuple[SlotOptions, IntArray]]] = {}
+        maps: Maps = {}
+        made: dict[int, list[Sources]] = {}
         for count in range(2, max(heads) + 1):
             if count in heads:
                 total_K = self._totals(heads[count], states, sums[-1], bottleneck, cap)
@@ -168,7 +177,7 @@ class Suffixes:
                 options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
                 if cap is not None:
                     options = _needed(options, sums[-1], cap)
-                sources: Iterable[tuple[SlotOptions, IntArray]] = self.sources(options, states, maps)
+                sources: Iterable[Sources] = self.sources(options, states, maps)
                 if cap is None and self._repeats[key] > 1:
                     made[key] = list(sources)
             sums.append(self._extended(made.get(key, sources), states, sums[-1], cap, bottleneck))
@@ -189,8 +198,8 @@ class Suffixes:
             column = 0 if options.steady_CR.shape[1] == 1 else row
             flat = int(states.flat_J[place])
             steady_C, (units_C, offset_C) = options.steady_CR[:, column], self._uses(stage - 1)
-            used_C = self._used_PU[:, flat % self._combinations][options.part_C]
-            fits_C = (options.layers_C < row) & (used_C >= units_C) & (steady_C <= walk.bottleneck)
+            fits_C = self.chain.fits(options.part_C, options.seams_C, units_C, np.array(flat % self.chain.size))
+            fits_C &= (options.layers_C < row) & (steady_C <= walk.bottleneck)
             # The pass has left out only options from which no answer can come, and none leads from here to a state.
             at_N = np.flatnonzero(fits_C)
             behind_N = states.number[flat - offset_C[at_N]]
@@ -217,44 +226,45 @@ class Suffixes:
     def _states(self, bottleneck: float, least_head: float, least_last: float) -> _States:
         rows, margin = np.arange(1, self.family.num_layers), self._margin(bottleneck)
         slack = bottleneck * float(self._capacity_P.sum()) - self.family.num_layers
-        hold_U = bottleneck * ((self.unit_P / self.rate_P) @ self._used_PU)
+        hold_U = bottleneck * ((self.chain.unit_P / self.rate_P) @ self.chain.used_PU)
         idle_RU = hold_U[None, :] - rows[:, None]
         inside_RU = (idle_RU >= least_last - margin) & (idle_RU <= slack - least_head + margin)
         row_J, used_J = np.nonzero(inside_RU)
         row_J = row_J + 1
-        number = np.full(self.family.num_layers * self._combinations, len(row_J), dtype=np.int64)
-        flat_J = row_J * self._combinations + used_J
+        number = np.full(self.family.num_layers * self.chain.size, len(row_J), dtype=np.int64)
+        flat_J = row_J * self.chain.size + used_J
         number[flat_J] = np.arange(len(row_J))
-        return _States(row_J=row_J, flat_J=flat_J, number=number, slack=slack)
+        return _States(row_J=row_J, used_J=used_J, flat_J=flat_J, number=number, slack=slack)
 
     def _offsets(self, options: SlotOptions) -> IntArray:
         """How much smaller the number of the state behind a stage is than that with it."""
-        units_C = options.devices_C // self.unit_P[options.part_C]
-        offset_C: IntArray = options.layers_C * self._combinations + units_C * self._strides_P[options.part_C]
+        offset_C: IntArray = options.layers_C * self.chain.size + self._units(options.devices_C, options.part_C)
         return offset_C
+
+    def _units(self, devices_C: IntArray, part_C: IntArray) -> IntArray:
+        units_C: IntArray = devices_C // self.chain.unit_P[part_C]
+        return units_C
 
     def _uses(self, place: int) -> tuple[IntArray, IntArray]:
         """The units that the options of a stage between others use up, and their offsets; kept."""
         found = self._used.get(place)
         if found is None:
             options = self.middle[place]
-            found = options.devices_C // self.unit_P[options.part_C], self._offsets(options)
+            found = self._units(options.devices_C, options.part_C), self._offsets(options)
             self._used[place] = found
         return found
 
     def behind_head(self, head: EndOptions, states: _States) -> IntArray:
         """The state behind each choice of a first stage."""
         rows_K = self.family.num_layers - head.layers_K
-        units_K = head.devices_K // self.unit_P[head.part_K]
-        flat_K = rows_K * self._combinations + self._combinations - 1 - units_K * self._strides_P[head.part_K]
+        flat_K = (rows_K + 1) * self.chain.size - 1 - self._units(head.devices_K, head.part_K)
         behind_K: IntArray = states.number[flat_K]
         return behind_K
 
     def last_places(self, states: _States) -> IntArray:
         """The state that each choice of the last stage makes."""
         last = self.last
-        units_K = last.devices_K // self.unit_P[last.part_K]
-        flat_K = last.layers_K * self._combinations + units_K * self._strides_P[last.part_K]
+        flat_K = last.layers_K * self.chain.size + self._units(last.devices_K, last.part_K)
         inside_K = last.layers_K < self.family.num_layers
         return np.where(inside_K, states.number[np.where(inside_K, flat_K, 0)], len(states.row_J))
 
@@ -290,7 +300,7 @@ class Suffixes:
 
     def _extended(
         self,
-        sources: Iterable[tuple[SlotOptions, IntArray]],
+        sources: Iterable[Sources],
         states: _States,
         behind_J: FloatArray,
         cap: float | None,
@@ -298,42 +308,45 @@ class Suffixes:
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
-        for some, source_CJ in sources:
+        for some, at_J, source_CJ in sources:
             behind_CJ = behind_J.take(source_CJ)
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
             else:
-                steady_CJ, reach_CJ = some.steady_CR[:, states.row_J], some.reach_CR[:, states.row_J]
+                row_J = states.row_J[at_J]
+                steady_CJ, reach_CJ = some.steady_CR[:, row_J], some.reach_CR[:, row_J]
                 steady_CJ = np.where(steady_CJ <= bottleneck, steady_CJ, np.inf)
             sum_CJ = steady_CJ + behind_CJ
             if cap is not None:
                 behind_CJ += reach_CJ
                 np.copyto(sum_CJ, np.inf, where=behind_CJ > cap)
-            np.minimum(best_J[:-1], sum_CJ.min(axis=0, initial=np.inf), out=best_J[:-1])
+            best_J[at_J] = np.minimum(best_J[at_J], sum_CJ.min(axis=0, initial=np.inf))
         return best_J
 
-    def sources(
-        self, options: SlotOptions, states: _States, maps: dict[int, IntArray]
-    ) -> Iterator[tuple[SlotOptions, IntArray]]:
-        """Some options at a time, and for every state the one behind them."""
-        step = max(1, _AT_ONCE // max(1, len(states.row_J)))
-        offset_C = self._offsets(options)
-        for begin in range(0, len(options), step):
-            some = options.take(slice(begin, begin + step)) if len(options) > step else options
-            offsets = offset_C[begin : begin + step].tolist()
-            if new_M := [place for place, offset in enumerate(offsets) if offset not in maps]:
-                maps |= zip((offsets[place] for place in new_M), self._behind(some, new_M, states), strict=True)
-            yield some, np.stack([maps[offset] for offset in offsets])
+    def sources(self, options: SlotOptions, states: _States, maps: Maps) -> Iterator[Sources]:
+        """Some options at a time, some states that they can end in, and for each of these the one behind them."""
+        kind_C = options.part_C * (ANY_SEAMS + 1) + options.seams_C
+        for kind in np.unique(kind_C).tolist():
+            own = options if (kind_C == kind).all() else options.take(kind_C == kind)
+            part, seams = divmod(kind, ANY_SEAMS + 1)
+            at_J = np.flatnonzero(self.chain.ends(part, seams)[states.used_J])
+            step = max(1, _AT_ONCE // max(1, len(at_J)))
+            offset_C, known = self._offsets(own), maps.setdefault(kind, {})
+            for begin in range(0, len(own), step):
+                some = own.take(slice(begin, begin + step)) if len(own) > step else own
+                offsets = offset_C[begin : begin + step].tolist()
+                if new_M := [place for place, offset in enumerate(offsets) if offset not in known]:
+                    behind_MJ = self._behind(some.take(np.array(new_M)), at_J, states)
+                    known |= zip((offsets[place] for place in new_M), behind_MJ, strict=True)
+                yield some, at_J, np.stack([known[offset] for offset in offsets])
 
-    def _behind(self, options: SlotOptions, at_M: list[int], states: _States) -> IntArray:
-        """For every state the one behind some of the options; axes ``MJ``."""
-        part_M, layers_M = options.part_C[at_M], options.layers_C[at_M]
-        units_M = options.devices_C[at_M] // self.unit_P[part_M]
-        used_PJ = self._used_PU[:, states.flat_J % self._combinations]
-        fits_MJ = (states.row_J > layers_M[:, None]) & (used_PJ[part_M] >= units_M[:, None])
-        offset_M = layers_M * self._combinations + units_M * self._strides_P[part_M]
-        found_MJ = states.number[np.where(fits_MJ, states.flat_J - offset_M[:, None], 0)]
-        return np.where(fits_MJ, found_MJ, len(states.row_J))
+    def _behind(self, some: SlotOptions, at_J: IntArray, states: _States) -> IntArray:
+        """For some states the one behind some of the options; axes ``MJ``."""
+        units_M1, layers_M1 = self._units(some.devices_C, some.part_C)[:, None], some.layers_C[:, None]
+        fits_MJ = self.chain.fits(some.part_C[:, None], some.seams_C[:, None], units_M1, states.used_J[at_J])
+        fits_MJ &= states.row_J[at_J] > layers_M1
+        before_MJ = states.flat_J[at_J] - layers_M1 * self.chain.size - units_M1
+        return np.where(fits_MJ, states.number[np.where(fits_MJ, before_MJ, 0)], len(states.row_J))
 
 
 def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:

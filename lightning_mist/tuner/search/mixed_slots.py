@@ -1,10 +1,10 @@
 """Stages on unlike devices: which pipelines there are, and what each of their stages may be.
 
-A pipeline names, beside its numbers of stages and microbatches, the part of the cluster in which each stage lies. The
-stages of one part are neighbours, so that a batch crosses from each part to the next once; parts follow each other in
-every order, with every number of stages. Each such pipeline is a problem of its own, in which a stage takes devices of
-its part only and pays for what it exchanges with the other part at the slower end's rate. The only stage of a plan has
-all devices of all parts.
+A pipeline names, beside its numbers of stages and microbatches, the order in which its stages pass the parts of the
+cluster. The stages of one part are neighbours, so that a batch crosses from each part to the next once; parts follow each
+other in every order. A stage takes devices of one part only, and pays for what it exchanges with a stage of another at
+the slower end's rate: of what it may be there are as many versions as ways for the stages next to it to lie elsewhere.
+How many of the stages lie in which part is chosen with the rest. The only stage of a plan has all devices of all parts.
 
 Array axes
     N  arrangements of devices
@@ -14,13 +14,13 @@ Array axes
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import permutations, product
+from itertools import permutations
 from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost import MixedCostModel
-from lightning_mist.cost.inputs import FloatArray
+from lightning_mist.cost.inputs import BoolArray, FloatArray
 from lightning_mist.cost.time import RegionSeconds
 from lightning_mist.hardware import Cluster, MixedCluster
 from lightning_mist.model.spec import ModelSpec
@@ -28,7 +28,15 @@ from lightning_mist.plan import Plan
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.bounds import PartBounds, PipelineBounds
 from lightning_mist.tuner.candidates import EVERY_PART, IntraStage, SlotChoices
-from lightning_mist.tuner.inter_stage import Family, InterStageProblem, Pipeline, PipelineGroup
+from lightning_mist.tuner.inter_stage import (
+    Family,
+    InterStageProblem,
+    Pipeline,
+    PipelineGroup,
+    StagePlace,
+    heads_of,
+    tails_of,
+)
 from lightning_mist.tuner.space import Space, apply, at_most, divisors, host_bytes_of_each, places_behind, usable_bytes
 
 
@@ -102,7 +110,7 @@ class MixedStages:
 
     @cached_property
     def groups(self) -> tuple[PipelineGroup, ...]:
-        """Every pipeline of the search space, those together that differ only in stages of the part in front."""
+        """Every pipeline of the search space, those together that differ only in their number of stages."""
         return tuple(_groups(self.space, self.spaces, self.together.space, self.model.cluster.parts))
 
     @property
@@ -151,15 +159,28 @@ class MixedStages:
         if below < np.inf:
             found = self.bounds.open_stages(group, counts, below)
             counts = found.counts
-        slowest = np.inf if found is None else found.slowest
-        places = [*places_behind(counts), *((0, stages) for stages in counts)]
-        choices: dict[tuple[int, int], SlotChoices] = {}
+        places = {
+            **{(0, stages): [*heads_of(group.parts, stages)] for stages in counts},
+            **{
+                place: [*tails_of(group.parts, place[1] - 1 - place[0], counts)] for place in places_behind(counts)
+            },
+        }
+        asked: dict[StagePlace, BoolArray | None] = dict.fromkeys(place for some in places.values() for place in some)
+        if found is not None:
+            open_stages = {place: found.of(*place[:2], place.part, place.seams) for place in asked}
+            asked = {place: among_NL for place, among_NL in open_stages.items() if among_NL.any()}
+        choices: dict[StagePlace, SlotChoices] = {}
         for part, own in enumerate(self.parts):
-            here = [place for place in places if group.parts(place[1])[place[0]] == part]
-            asked = [(*place, group.parts(place[1]), None if found is None else found.of(*place)) for place in here]
-            slots = own.frontiers(asked, count, slowest)
-            choices |= {place: _in_part(slot, part) for place, slot in zip(here, slots, strict=True)}
-        return Family.of(self.space.num_layers, self.sizes, count, counts, lambda *place: choices[place])
+            here = [place for place in asked if place.part == part]
+            wishes = [(*place[:2], place.pipeline, asked[place]) for place in here]
+            slots = own.frontiers(wishes, count, np.inf if found is None else found.slowest)
+            choices |= {place: _in_part(slot, part, place.seams) for place, slot in zip(here, slots, strict=True)}
+
+        def choices_of(stage_index: int, num_stages: int) -> SlotChoices:
+            some = [choices[place] for place in places[stage_index, num_stages] if place in choices]
+            return SlotChoices.joined([SlotChoices.none(), *some])
+
+        return Family.of(self.space.num_layers, self.sizes, count, counts, choices_of, group.parts)
 
     def bound(self, num_stages: int, num_microbatches: int) -> float:
         """Step seconds that no pipeline goes below, whatever memory it needs and wherever its stages lie.
@@ -198,15 +219,15 @@ class MixedStages:
         return region_NR.min(axis=0), (region_NR * devices_N1).min(axis=0)
 
 
-def _in_part(choices: SlotChoices, part: int) -> SlotChoices:
-    return replace(choices, part_K=np.full(len(choices), part))
+def _in_part(choices: SlotChoices, part: int, seams: int = 0) -> SlotChoices:
+    return replace(choices, part_K=np.full(len(choices), part), seams_K=np.full(len(choices), seams))
 
 
 def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[Cluster]) -> Iterator[PipelineGroup]:
-    """Every pipeline: those of one stage, then those whose parts can be dealt out to their stages, in every order."""
+    """Every pipeline: those of one stage, then those to whose stages the parts can be dealt out, in every order."""
     if space.search.devices_per_stage is None or space.world_size in space.search.devices_per_stage:
         single = [count for stages, count in only.pipelines() if stages == 1]
-        yield from (PipelineGroup(num_microbatches=count, first=EVERY_PART, rest=(), counts=(1,)) for count in single)
+        yield from (PipelineGroup(num_microbatches=count, parts=(), counts=(1,)) for count in single)
     asked = space.stage_counts
     for num_microbatches in sorted({count for item in spaces for count in item.microbatch_counts()}):
         sizes = [{shape.devices for shape in item.shapes(num_microbatches)} for item in spaces]
@@ -214,14 +235,14 @@ def _groups(space: Space, spaces: Sequence[Space], only: Space, parts: Sequence[
             _stages_of_part(counts, part.world_size, space.max_stages)
             for counts, part in zip(sizes, parts, strict=True)
         ]
-        for order in permutations(range(len(parts))):
-            for stages in product(*(reached[part] for part in order[1:])):
-                rest = tuple(part for part, count in zip(order[1:], stages, strict=True) for _ in range(count))
-                counts = tuple(count + len(rest) for count in reached[order[0]] if count + len(rest) in asked)
-                # Equal stages have other layers with every number of stages.
-                for some in [(count,) for count in counts] if space.search.equal_stages else [counts]:
-                    if some:
-                        yield PipelineGroup(num_microbatches=num_microbatches, first=order[0], rest=rest, counts=some)
+        together = {0}
+        for own in reached:
+            together = {count + more for count in together for more in own}
+        counts = tuple(sorted(together.intersection(asked)))
+        # Equal stages have other layers with every number of stages.
+        for some in [(count,) for count in counts] if space.search.equal_stages else [counts]:
+            for order in permutations(range(len(parts))) if some else ():
+                yield PipelineGroup(num_microbatches=num_microbatches, parts=order, counts=some)
 
 
 def _stages_of_part(counts: Collection[int], size: int, most: int) -> tuple[int, ...]:

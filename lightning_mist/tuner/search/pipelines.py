@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner.bounds import PartBounds, PipelineBounds, quick_bounds
-from lightning_mist.tuner.candidates import EVERY_PART, IntraStage
+from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.inter_stage import Family, InterStageProblem, Pipeline, PipelineGroup
 from lightning_mist.tuner.space import Space, places_behind
 
@@ -61,7 +61,7 @@ class AlikePipelines:
             kind = num_stages if self.space.search.equal_stages else min(num_stages, 2)
             counts.setdefault((kind, num_microbatches), []).append(num_stages)
         return tuple(
-            PipelineGroup(num_microbatches, EVERY_PART, (), tuple(sorted(stages)))
+            PipelineGroup(num_microbatches, (), tuple(sorted(stages)))
             for (_, num_microbatches), stages in sorted(counts.items())
         )
 

@@ -138,11 +138,11 @@ def _pipelines(stages: Stages) -> Iterator[tuple[list[IntraStage], Pipeline]]:
         return
     for pipeline in stages.pipelines:
         devices = stages.space.world_size // pipeline.num_stages
-        dealt = [pipeline.parts.count(part) * devices for part in range(len(stages.sizes))]
         if not pipeline.parts:
             yield [stages.together], pipeline
-        elif dealt == list(stages.sizes):
-            yield [stages.parts[part] for part in pipeline.parts], pipeline
+        elif all(size % devices == 0 for size in stages.sizes):
+            parts = tuple(part for part in pipeline.parts for _ in range(stages.sizes[part] // devices))
+            yield [stages.parts[part] for part in parts], pipeline._replace(parts=parts)
 
 
 def _price(makers: Sequence[IntraStage], pipeline: Pipeline, shape: Shape, family: UniformPlans) -> _Priced:

@@ -48,6 +48,6 @@ def test_what_is_too_large_is_left_out():
     ("is_first", "start", "kept"), [(True, 0, [0]), (False, 3, [0]), (True, 3, []), (False, 0, [])]
 )
 def test_ends_touch_their_end(is_first, start, kept):
-    ends = end_options(slot([start, 1], [2, 2], [1, 1], [1.0, 0.5], [0.25, 0.0]), 5, (2,), is_first=is_first)
+    ends = end_options(slot([start, 1], [2, 2], [1, 1], [1.0, 0.5], [0.25, 0.0]), 5, (2,), (0,), is_first=is_first)
     assert ends.index_K.tolist() == kept
     assert ends.reach_K.tolist() == [1.25] * len(kept)
