@@ -62,7 +62,7 @@ def test_answers_are_pipelines_that_have_what_they_are_said_to_take():
         assert is_feasible(problem, item.answer.chosen)
         if count > 1:
             picked = zip(problem.slots, item.answer.chosen, strict=True)
-            assert tuple(slot.part_K[index] for slot, index in picked) == parts
+            assert tuple(dict.fromkeys(int(slot.part_K[index]) for slot, index in picked)) == parts
         assert problem.objective(item.answer.chosen) == pytest.approx(item.answer.objective, rel=1e-12)
 
 

@@ -2,6 +2,7 @@
 
 from lightning_mist.cost.time.communication import (
     EXCHANGED,
+    bucketed_seconds,
     cut_key,
     cut_seconds,
     of_cuts,
@@ -14,13 +15,14 @@ from lightning_mist.cost.time.communication import (
 from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
 from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
 from lightning_mist.cost.time.operator_seconds import compute_dtype, compute_rate
-from lightning_mist.cost.time.optimizer_step import update_seconds
+from lightning_mist.cost.time.optimizer_step import step_seconds_once, update_seconds
 from lightning_mist.cost.time.overlap import (
     COMPUTE,
     NETWORK,
     TO_DEVICE,
     TO_HOST,
     CopyRates,
+    beyond_computing,
     copy_rates,
     interference_of,
     weights_of_passes,

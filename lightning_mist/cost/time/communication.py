@@ -95,21 +95,34 @@ def reductions(
     degree, zero_K, none_K = slot.shard_degree, candidates.zero_stage_K, np.zeros(len(candidates))
     whole_K = exposed_K = gather_K = none_K
     if degree > 1:
-        nodes = shard_nodes(cluster, slot)
-
-        buckets_K = np.ceil(held.trained_K / BUCKET_BYTES)
-
-        def bucketed(operation: str, messages: int = 1) -> FloatArray:
-            calls_K = np.maximum(messages, buckets_K)
-            return collective_seconds(profile, operation, degree, nodes, held.trained_K, calls_K)
-
+        machine, across = (profile, cluster), shard_nodes(cluster, slot) > 1
         shards_K = zero_K >= ZeroStage.OPTIMIZER
         # Every owner has a bucket of its own at least.
-        whole_K = np.where(shards_K, bucketed("reduce", degree), bucketed("all_reduce"))
+        reduce_K = bucketed_seconds(machine, slot, "reduce", held.trained_K, degree)
+        whole_K = np.where(shards_K, reduce_K, bucketed_seconds(machine, slot, "all_reduce", held.trained_K))
         whole_K *= zero_K < ZeroStage.GRADIENTS
-        exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=nodes > 1)
-        gather_K = bucketed("broadcast", degree) * (shards_K & (zero_K < ZeroStage.PARAMETERS))
+        exposed_K = _exposed(profile, cluster, whole_K, held.trained_K, backward_K, across=across)
+        gather_K = bucketed_seconds(machine, slot, "broadcast", held.trained_K, degree)
+        gather_K *= shards_K & (zero_K < ZeroStage.PARAMETERS)
     return Reductions(whole_K=whole_K, exposed_K=exposed_K, gather_K=gather_K)
+
+
+def bucketed_seconds(
+    machine: tuple[HardwareProfile, Cluster],
+    slot: StageSlot,
+    operation: str,
+    trained_K: FloatArray,
+    messages: int = 1,
+) -> FloatArray:
+    """Seconds of a collective over the ranks that ZeRO shards over, bucket by bucket.
+
+    Args:
+        trained_K: Bytes of all of them.
+        messages: The fewest buckets.
+    """
+    profile, cluster = machine
+    calls_K, nodes = np.maximum(messages, np.ceil(trained_K / BUCKET_BYTES)), shard_nodes(cluster, slot)
+    return collective_seconds(profile, operation, slot.shard_degree, nodes, trained_K, calls_K)
 
 
 def replicate_seconds(

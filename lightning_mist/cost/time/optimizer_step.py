@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, StageCandidates, StageSlot
-from lightning_mist.cost.memory import HeldBytes, Holdings
+from lightning_mist.cost.memory import Holdings
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
@@ -62,7 +62,7 @@ def update_seconds(
     holdings: Holdings,
 ) -> UpdateSeconds:
     """Seconds of candidates for a slot."""
-    profile, cluster = machine
+    profile = machine[0]
     held, zero_K, degree = holdings.of(candidates), candidates.zero_stage_K, slot.shard_degree
     shares_K = (zero_K >= ZeroStage.OPTIMIZER) & (degree > 1)
     reduces_K = (zero_K >= ZeroStage.GRADIENTS) & (degree > 1)
@@ -80,31 +80,36 @@ def update_seconds(
     more_K = (cast + ADDITION * factor - ADDITION) * held.trained_K / rate
     pass_K = np.where(reduces_K, passed * held.trained_K / rate + added_K, more_K)
     return UpdateSeconds(
-        update_K=_once(profile, cluster, spec, slot, held, owned_K, (reduces_K, gives_K)),
+        update_K=step_seconds_once(
+            machine, spec, slot, (held.trained_K, held.count_K, owned_K), (reduces_K, gives_K)
+        ),
         accumulate_K=added_K,
         pass_K=pass_K,
     )
 
 
-def _once(
-    profile: HardwareProfile,
-    cluster: Cluster,
+def step_seconds_once(
+    machine: tuple[HardwareProfile, Cluster],
     spec: ModelSpec,
     slot: StageSlot,
-    held: HeldBytes,
-    owned_K: FloatArray,
+    held: tuple[FloatArray, FloatArray, FloatArray],
     sharding: tuple[BoolArray, BoolArray],
 ) -> FloatArray:
-    """The optimizer's step over the owned parameters, and the other passes of once per batch."""
-    reduces_K, gives_K = sharding
+    """The optimizer's step over the owned parameters, and the other passes of once per batch.
+
+    Args:
+        held: Bytes of trained parameters, their number, and bytes of those that the rank owns.
+        sharding: Whether gradients are reduced in every microbatch, and whether parameters are given out.
+    """
+    (profile, cluster), (trained_K, number_K, owned_K), (reduces_K, gives_K) = machine, held, sharding
     optimizer = spec.optimizer
     alone = slot.shard_degree == 1
     factor = optimizer.gradient_bytes_per_parameter_byte
     # Scaled, and where they are shared copied too.
     scaled = PASS * factor * int(slot.loaders > 1) if alone else PASS * factor + (1 + factor)
-    into_buckets_K = np.where(reduces_K, 0.0, scaled) * held.trained_K
+    into_buckets_K = np.where(reduces_K, 0.0, scaled) * trained_K
     left_K = (1 + int(spec.precision == "16-mixed")) * factor * owned_K
-    given_K = np.where(gives_K, held.trained_K, 0.0)
+    given_K = np.where(gives_K, trained_K, 0.0)
     passed_K = into_buckets_K + PASS * (left_K + given_K)
     if optimizer.step_seconds_per_parameter_byte > 0:
         measured_K: FloatArray = optimizer.step_seconds_per_parameter_byte * owned_K
@@ -117,8 +122,8 @@ def _once(
         )
     # Only the loop implementations have temporaries of the size of one parameter.
     is_loop = optimizer.step_peak_bytes_per_largest > 0
-    count_K = held.count_K * owned_K / np.maximum(held.trained_K, 1.0)
-    operators_K = OPERATORS_PER_PARAMETER * (count_K if is_loop else np.minimum(held.count_K, 1.0))
+    count_K = number_K * owned_K / np.maximum(trained_K, 1.0)
+    operators_K = OPERATORS_PER_PARAMETER * (count_K if is_loop else np.minimum(number_K, 1.0))
     busy_K = (optimizer.step_moved_bytes_per_parameter_byte * owned_K + passed_K) / profile.memory_bytes_per_second
     launch_K = operators_K * profile.operator_seconds
     return np.maximum(busy_K, launch_K) if cluster.device.kind == "cuda" else busy_K + launch_K

@@ -258,7 +258,7 @@ def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | 
 
 def _as_choices(bounds: StageBounds, part: int) -> SlotChoices:
     """Lower bounds as choices that may have any layers, on devices of a part."""
-    zero_K, none_K = np.zeros(len(bounds), dtype=np.int64), np.zeros(len(bounds))
+    zero_K = np.zeros(len(bounds), dtype=np.int64)
     return SlotChoices(
         start_K=zero_K + ANYWHERE,
         layers_K=bounds.layers_V,
@@ -266,8 +266,8 @@ def _as_choices(bounds: StageBounds, part: int) -> SlotChoices:
         part_K=zero_K + part,
         seams_K=zero_K + ANY_SEAMS,
         steady_K=bounds.steady_V,
-        boundary_K=none_K,
-        peak_K=none_K,
+        boundary_K=np.maximum(bounds.reach_V - bounds.steady_V, 0.0),
+        peak_K=np.zeros(len(bounds)),
         checkpointed_K=zero_K,
         zero_stage_K=zero_K,
         shard_K=zero_K,

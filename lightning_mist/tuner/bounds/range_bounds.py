@@ -1,8 +1,8 @@
 """Lower bounds of what ranges of layers compute, exchange and hold, whatever layers they are.
 
 Of ``l`` layers the least sum over any ``l`` that follow each other counts, so that one entry stands for all of them.
-What is left out is never negative: temporaries but for those of the first backward, buffers of transfers, updates,
-averaging gradients after the last microbatch, what parameters that several regions use need. Batches are left out too.
+What is left out is never negative: temporaries but for those of the first backward, buffers of transfers, what
+parameters that several regions use need. Batches are left out too.
 
 Array axes
     L  layers; lengths of ranges ``0 .. L``
@@ -12,7 +12,7 @@ Array axes
     K  ranges on one arrangement of devices
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntAr
 from lightning_mist.cost.time import Beside, shard_nodes, transfers
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
+from lightning_mist.tuner.bounds.boundary_bounds import least_once
 from lightning_mist.tuner.candidates import OUTERMOST, ROOM
 from lightning_mist.tuner.space import Shape, Space
 
@@ -48,6 +49,8 @@ class RangeBounds(ArrayRecord):
         forward_network_R: Exchanging among ranks with the same parameters beside a forward.
         outer_R: The part of both that the outermost units may not take.
         exposed_XR: What both take beyond computing, with nothing copied beside them.
+        once_XR: What is done once per batch (:mod:`lightning_mist.tuner.bounds.boundary_bounds`).
+        deferred_XR: The same where the optimizer's step may happen in the next forward.
         activations_R: What a microbatch keeps until its backward.
         kept_R: The same when its output has gone.
         top_R: The part of it that the last layer keeps.
@@ -68,6 +71,8 @@ class RangeBounds(ArrayRecord):
     outer_R: FloatArray
     exposed_XR: FloatArray
     transfer_XR: FloatArray
+    once_XR: FloatArray
+    deferred_XR: FloatArray
     activations_R: FloatArray
     kept_R: FloatArray
     top_R: FloatArray
@@ -103,11 +108,14 @@ def range_bounds(
         arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1), neighbours)
         if len(arranged.layers_K):
             zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
-            if ZeroStage.OPTIMIZER in zeros or slot.shard_group is not None:
-                # In what is counted of time it is the same, in memory it is never more; without it there are no groups.
-                zeros -= {0}
+            counted = {zero_stage: {zero_stage} for zero_stage in zeros}
+            if slot.shard_group is not None:
+                counted.pop(0, None)  # Without it there are no groups.
+            elif ZeroStage.OPTIMIZER in zeros and 0 in zeros:
+                # Of every microbatch the time is the same; in memory it is never more.
+                counted[ZeroStage.OPTIMIZER] |= counted.pop(0)
             common = arranged.of_any_zero()
-            rows += [{**common, **arranged.of_zero(zero_stage)} for zero_stage in sorted(zeros)]
+            rows += [{**common, **arranged.of_zero(zero_stage, counted[zero_stage])} for zero_stage in sorted(counted)]
     if not rows:
         return _no_ranges()
     arrays: dict[str, Any] = {
@@ -178,26 +186,36 @@ class _Arranged:
     def of_any_zero(self) -> dict[str, Any]:
         """What :class:`RangeBounds` has of them under any ZeRO stage."""
         count = len(self.layers_K)
-        again_K = _of_layers(self.compute.recompute_R)[self.recomputed_K]
         return {
             "layers_R": self.layers_K,
             "devices_R": np.full(count, self.slot.devices),
             "forward_XR": self._summed(self.compute.forward_R),
-            "backward_XR": self._summed(self.compute.backward_R) + again_K,
+            "backward_XR": self._summed(self.compute.backward_R) + self._again(),
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
             "always_XR": np.repeat(self._always()[:, None], count, axis=1),
             "is_across_R": np.full(count, self.nodes > 1),
             **self._activations(),
         }
 
-    def of_zero(self, zero_stage: int) -> dict[str, Any]:
-        """What :class:`RangeBounds` has of them under a ZeRO stage beside that."""
+    def of_zero(self, zero_stage: int, counted: Collection[int]) -> dict[str, Any]:
+        """What :class:`RangeBounds` has of them under a ZeRO stage beside that.
+
+        Args:
+            counted: ZeRO stages of which the least counts once per batch.
+        """
         # Copies are priced with what is exposed of communication, and corrections change only one of both.
         is_told = (not self.holdings.is_one_unit or zero_stage < ZeroStage.PARAMETERS) and (
             not self.model.profile.corrections or zero_stage < ZeroStage.GRADIENTS
         )
+        backward_XK = self._summed(self.compute.backward_R) + self._again()
+        forward_XK = self._summed(self.compute.forward_R)
+        once_XK, deferred_XK = least_once(
+            self.model, self.slot, counted, self._trained(), forward_XK, backward_XK
+        )
         return {
             "is_told_R": np.full(len(self.layers_K), is_told),
+            "once_XR": once_XK,
+            "deferred_XR": deferred_XK,
             **self._exchanged(zero_stage),
             **self._states(zero_stage),
         }
@@ -206,6 +224,17 @@ class _Arranged:
         """The least sums of ranges, with axes ``XK``."""
         sums_XK: FloatArray = _edges(values_R)[:, None] + _of_layers(values_R)[self.layers_K]
         return sums_XK
+
+    def _again(self) -> FloatArray:
+        """Seconds of forwards that are repeated."""
+        again_K: FloatArray = _of_layers(self.compute.recompute_R)[self.recomputed_K]
+        return again_K
+
+    def _trained(self) -> FloatArray:
+        """Bytes of trained parameters, with axes ``XK``."""
+        table = self.holdings.table
+        trained_XK: FloatArray = _edges(table.trained_R)[:, None] + _of_layers(table.single_R)[self.layers_K]
+        return trained_XK
 
     def _transferred(self) -> FloatArray:
         """Seconds of receiving what comes from the neighbours, over any cut, with axis ``X``."""
@@ -290,7 +319,7 @@ class _Arranged:
         least the mean.
         """
         table, state = self.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
-        held_XK = _edges(table.trained_R)[:, None] + _of_layers(table.single_R)[self.layers_K]
+        held_XK = self._trained()
 
         def share(since: ZeroStage) -> float:
             return 1 / self.degree if zero_stage >= since else 1.0

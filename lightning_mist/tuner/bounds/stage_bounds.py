@@ -13,7 +13,7 @@ cheapest way that there could be. To free a byte
 Of each of the latter two, and of optimizer state, two buffers stay on the device, each as large as the largest part of
 any unit: of what ``n`` units offload, ``2 / n`` at least. So no more parameters are freed than are fetched. A buffer is
 no smaller than what the mean rank has of any unit: all of that is also true of what is dealt out over ranks. Copies of
-optimizer state count for nothing.
+optimizer state count for nothing within a microbatch.
 
 Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
 and those of a backward each by weights of its own.
@@ -49,12 +49,18 @@ _NEXT_TO_NOTHING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBounds(ArrayRecord):
-    """Lower bounds of the steady seconds of a stage, by its layers and devices."""
+    """Lower bounds of the seconds of a stage, by its layers and devices.
+
+    Attributes:
+        steady_V: Steady seconds.
+        reach_V: Steady and boundary seconds together.
+    """
 
     AXIS: ClassVar[str] = "V"
     layers_V: IntArray
     devices_V: IntArray
     steady_V: FloatArray
+    reach_V: FloatArray
 
     def within(self, bottleneck: float) -> "StageBounds":
         """Those that take no longer than a bottleneck time, and not forever."""
@@ -90,6 +96,7 @@ class PositionBounds:
 
     Attributes:
         begins_V: The first range of each pair of layers and devices.
+        reach_V: Steady and boundary seconds of each pair together, whatever is offloaded.
         steady_R: Seconds of a microbatch, with its transfers, with nothing offloaded.
         needed_R: Bytes around a backward without gradients of which nobody but the own microbatch is in flight, and
             without what offloading optimizer state frees.
@@ -101,6 +108,7 @@ class PositionBounds:
     layers_V: IntArray
     devices_V: IntArray
     begins_V: IntArray
+    reach_V: FloatArray
     pair_R: IntArray
     steady_R: FloatArray
     needed_R: FloatArray
@@ -164,11 +172,14 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
     optimizer_R = ranges.optimizer_XR[at] * (1 - free_R * ("optimizer" in setting.kinds))
     pair_R = ranges.devices_R * (1 + int(ranges.layers_R.max(initial=0))) + ranges.layers_R
     begins_V = np.flatnonzero(np.diff(pair_R, prepend=-1))
+    is_deferred = bool(setting.kinds - {"activations"})
+    reach_R = alone_R + (ranges.deferred_XR if is_deferred else ranges.once_XR)[at]
     can_offload = setting.rates is not None and bool(setting.kinds - {"optimizer"})
     return PositionBounds(
         layers_V=ranges.layers_R[begins_V],
         devices_V=ranges.devices_R[begins_V],
         begins_V=begins_V,
+        reach_V=np.minimum.reduceat(reach_R, begins_V) if len(reach_R) else np.empty(0),
         pair_R=np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(ranges))),
         steady_R=np.maximum(alone_R, loads_WR.max(axis=0, initial=0.0)),
         needed_R=ranges.always_XR[at] + ranges.parameters_XR[at] + ranges.activations_R + optimizer_R,
@@ -257,7 +268,9 @@ def stage_bounds(
             fast_M = (seconds_M <= bottleneck) & (seconds_M < steady_V[found.pair_R[at_M]])
             at_M, seconds_M = at_M[fast_M], seconds_M[fast_M]
         np.minimum.at(steady_V, found.pair_R[at_M], seconds_M)
-    bounds = StageBounds(layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V)
+    bounds = StageBounds(
+        layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V, reach_V=found.reach_V
+    )
     return bounds.within(bottleneck)
 
 
