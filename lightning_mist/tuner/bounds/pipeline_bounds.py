@@ -27,6 +27,7 @@ from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.time import copy_rates, interference_of
 from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, SlotOf, range_bounds, slots_of
+from lightning_mist.tuner.bounds.seam_bounds import SeamBounds
 from lightning_mist.tuner.bounds.stage_bounds import (
     PositionBounds,
     Setting,
@@ -105,6 +106,7 @@ class PartBounds:
     num_parts: int = 1
     _ranges: dict[int, tuple[float, RangeBounds]] = field(default_factory=dict)
     _known: dict[tuple[frozenset[str], int], _Known] = field(default_factory=dict)
+    _seams: dict[int, SeamBounds] = field(default_factory=dict)
 
     def choices(self, num_microbatches: int, bottleneck: float) -> Callable[[int, int], SlotChoices]:
         """By stage and number of stages, lower bounds up to a bottleneck time as choices; equal ones are the same."""
@@ -129,6 +131,15 @@ class PartBounds:
             return made[position, others]
 
         return choices
+
+    def seams(self, num_microbatches: int) -> SeamBounds:
+        """How much longer stages take that receive from given parts."""
+        if num_microbatches not in self._seams:
+            slots = slots_of(self.space, self.slot_of, num_microbatches, (self.part,) * 3)
+            self._seams[num_microbatches] = SeamBounds.of(
+                self.model, slots, self.part, self.num_parts, self.space.num_layers
+            )
+        return self._seams[num_microbatches]
 
     def _prepared(self, num_microbatches: int, bottleneck: float) -> _Known:
         neighbours = [(other, self.part, other) for other in range(self.num_parts)] if self.num_parts > 1 else [()]
@@ -200,14 +211,26 @@ class PipelineBounds:
         bottleneck = below / group.num_microbatches * ROOM
         order = group.parts or (0,)
         made = [self.parts[part].choices(group.num_microbatches, bottleneck) for part in order]
+        if len(order) == 1:
+            return Family.of(self.num_layers, self.num_devices, group.num_microbatches, counts, made[0], order)
         joined: dict[tuple[int, ...], SlotChoices] = {}
+        numbers = range(len(order))
 
         def choices(stage_index: int, num_stages: int) -> SlotChoices:
-            last = num_stages - 1
-            of_parts = made[:1] if not stage_index else made[-1:] if stage_index == last else made
-            found = [choices(stage_index, num_stages) for choices in of_parts]
+            is_first, is_last = not stage_index, stage_index == num_stages - 1
+            of_parts = numbers[:1] if is_first else numbers[-1:] if is_last else numbers
+            found = [made[number](stage_index, num_stages) for number in of_parts]
+            key = tuple(map(id, found))
+            if key not in joined:
+                some: list[SlotChoices] = []
+                for number, item in zip(of_parts, found, strict=True):
+                    front = None if is_first else order[max(number - 1, 0)]
+                    behind = None if is_last else order[min(number + 1, numbers[-1])]
+                    seams = self.parts[order[number]].seams(group.num_microbatches)
+                    some += seams.at(item, front, behind, bottleneck)
+                joined[key] = SlotChoices.joined(some)
             # What several stages may be is the same object for all of them.
-            return joined.setdefault(tuple(map(id, found)), SlotChoices.joined(found))
+            return joined[key]
 
         return Family.of(self.num_layers, self.num_devices, group.num_microbatches, counts, choices, order)
 

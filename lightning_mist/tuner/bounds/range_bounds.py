@@ -159,6 +159,20 @@ def slots_of(space: Space, slot_of: SlotOf, num_microbatches: int, parts: Parts 
     return tuple(slot_of(1, len(parts) or 2, num_microbatches, shape, parts) for shape in shapes)
 
 
+def received(model: StageCostModel, slot: StageSlot, num_layers: int) -> tuple[float, float]:
+    """Seconds of receiving what comes from the front and from behind, over any cut."""
+    cuts = np.arange(1, num_layers)
+    ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
+    found = transfers(model.profile, model.cluster, slot, ends, model.memory(slot), seams=model.seams)
+    arrival, back = (float(item.min()) * _corrected(model) for item in found)
+    return arrival, back
+
+
+def _corrected(model: StageCostModel) -> float:
+    """How much less communication may take: a correction says of what is exposed of it how much longer it takes."""
+    return min(1.0, factor_of(model.profile.corrections, "communication"))
+
+
 class _Arranged:
     """Ranges on one arrangement of devices, of the fewest layers or more."""
 
@@ -180,8 +194,7 @@ class _Arranged:
         most = min(int(np.searchsorted(both_L, bottleneck * ROOM, side="right")) - 1, space.num_layers - 1)
         index_K, self.recomputed_K = space.recomputed(np.arange(fewest, most + 1))
         self.layers_K = index_K + fewest
-        # A correction says of communication how much longer what is exposed of it takes.
-        self.corrected = min(1.0, factor_of(model.profile.corrections, "communication"))
+        self.corrected = _corrected(model)
 
     def of_any_zero(self) -> dict[str, Any]:
         """What :class:`RangeBounds` has of them under any ZeRO stage."""
@@ -238,11 +251,8 @@ class _Arranged:
 
     def _transferred(self) -> FloatArray:
         """Seconds of receiving what comes from the neighbours, over any cut, with axis ``X``."""
-        cuts, model = np.arange(1, self.space.num_layers), self.model
-        ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
         slots = [replace(self.slot, parts=parts) for parts in self.neighbours]
-        found = [transfers(model.profile, model.cluster, slot, ends, self.memory, seams=model.seams) for slot in slots]
-        arrival, back = (min(float(item.min()) for item in side) * self.corrected for side in zip(*found, strict=True))
+        arrival, back = np.min([received(self.model, slot, self.space.num_layers) for slot in slots], axis=0)
         return np.array([back, arrival + back, arrival])
 
     def _exchanged(self, zero_stage: int) -> dict[str, FloatArray]:

@@ -30,7 +30,7 @@ def without_bounds(monkeypatch):
             counts=tuple(counts),
             slowest=below / group.num_microbatches,
             heads_CNL=np.ones((len(counts), *size), dtype=bool),
-            tails_BNL=np.ones((max(counts) - 1, *size), dtype=bool),
+            tails_BQNL=np.ones((max(counts) - 1, 1, *size), dtype=bool),
         )
 
     monkeypatch.setattr(PipelineBounds, "bound", lambda *asked: 0.0)
