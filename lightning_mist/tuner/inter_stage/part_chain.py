@@ -89,12 +89,19 @@ class PartChain:
 
     def ends(self, part: int, seams: int) -> BoolArray:
         """Where in the row stages of a part may end, with axis ``U``."""
-        end_U = np.arange(self.size)
-        inside_U: BoolArray = (end_U > self.begin_P[part]) & (end_U <= self.end_P[part])
+        end_U, begin, end = np.arange(self.size), self.begin_P[part], self.end_P[part]
+        inside_U: BoolArray = (end_U > begin) & (end_U <= end)
         if seams == ANY_SEAMS or len(self.order) == 1:
             return inside_U
-        if seams & FRONT:
-            return inside_U & (end_U == self.end_P[part])
         if seams & BEHIND:
-            return inside_U & np.isin(end_U, self.begin_P[part] + self.taken[part])
-        return inside_U
+            inside_U &= np.isin(end_U, begin + self.taken[part])
+        if part == self.order[0]:
+            return inside_U if not seams & FRONT else inside_U & False
+        return inside_U & ((end_U == end) == bool(seams & FRONT))
+
+    def begins(self, part: int, seams: int) -> tuple[int, int]:
+        """Where in the row stages of a part may begin: from one place to another."""
+        begin, end = int(self.begin_P[part]), int(self.end_P[part])
+        if seams == ANY_SEAMS or part == self.order[-1]:
+            return begin, end
+        return (begin, begin) if seams & BEHIND else (begin + 1, end)

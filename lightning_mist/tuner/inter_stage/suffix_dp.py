@@ -23,6 +23,7 @@ Array axes
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -47,8 +48,9 @@ Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
 """Options, states in which a stage can end that is one of them, and by both the state behind it; axes ``J`` and
 ``CJ``."""
 
-Maps: TypeAlias = dict[int, dict[int, IntArray]]
-"""The states behind a stage, by its part and seams, and by how much it makes the number of a state larger."""
+Maps: TypeAlias = dict[int, tuple[IntArray, dict[int, IntArray]]]
+"""By part and seams of a stage the states in which it can end, and for these the one behind it, by how much it makes
+the number of a state larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class Suffixes:
         self.middle = [options[id(slot)] for slot in family.tails[1:]]
         self._repeats = Counter(map(id, self.middle))
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
+        self._ends_of: dict[int, BoolArray] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(options.part_C, options.devices_C) for options in options.values()]
         taken = [
@@ -326,27 +329,38 @@ class Suffixes:
     def sources(self, options: SlotOptions, states: _States, maps: Maps) -> Iterator[Sources]:
         """Some options at a time, some states that they can end in, and for each of these the one behind them."""
         kind_C = options.part_C * (ANY_SEAMS + 1) + options.seams_C
-        for kind in np.unique(kind_C).tolist():
-            own = options if (kind_C == kind).all() else options.take(kind_C == kind)
-            part, seams = divmod(kind, ANY_SEAMS + 1)
-            at_J = np.flatnonzero(self.chain.ends(part, seams)[states.used_J])
+        # Options of one kind come one after another.
+        edges = [0, *(np.flatnonzero(np.diff(kind_C)) + 1).tolist(), len(options)] if len(options) else []
+        for first, end in pairwise(edges):
+            kind = int(kind_C[first])
+            at_J, known = maps.setdefault(kind, (np.flatnonzero(self._ends(kind)[states.used_J]), {}))
             step = max(1, _AT_ONCE // max(1, len(at_J)))
-            offset_C, known = self._offsets(own), maps.setdefault(kind, {})
-            for begin in range(0, len(own), step):
-                some = own.take(slice(begin, begin + step)) if len(own) > step else own
-                offsets = offset_C[begin : begin + step].tolist()
+            for begin in range(first, end, step):
+                here = slice(begin, min(begin + step, end))
+                some = options if end - first == len(options) <= step else options.take(here)
+                offsets = self._offsets(some).tolist()
                 if new_M := [place for place, offset in enumerate(offsets) if offset not in known]:
-                    behind_MJ = self._behind(some.take(np.array(new_M)), at_J, states)
+                    behind_MJ = self._behind(some, new_M, at_J, states)
                     known |= zip((offsets[place] for place in new_M), behind_MJ, strict=True)
                 yield some, at_J, np.stack([known[offset] for offset in offsets])
 
-    def _behind(self, some: SlotOptions, at_J: IntArray, states: _States) -> IntArray:
-        """For some states the one behind some of the options; axes ``MJ``."""
-        units_M1, layers_M1 = self._units(some.devices_C, some.part_C)[:, None], some.layers_C[:, None]
-        fits_MJ = self.chain.fits(some.part_C[:, None], some.seams_C[:, None], units_M1, states.used_J[at_J])
-        fits_MJ &= states.row_J[at_J] > layers_M1
-        before_MJ = states.flat_J[at_J] - layers_M1 * self.chain.size - units_M1
-        return np.where(fits_MJ, states.number[np.where(fits_MJ, before_MJ, 0)], len(states.row_J))
+    def _ends(self, kind: int) -> BoolArray:
+        """Where in the row of devices options of a kind may end; kept."""
+        if kind not in self._ends_of:
+            self._ends_of[kind] = self.chain.ends(*divmod(kind, ANY_SEAMS + 1))
+        return self._ends_of[kind]
+
+    def _behind(self, some: SlotOptions, at_M: list[int], at_J: IntArray, states: _States) -> IntArray:
+        """For some states the one behind options of one kind; axes ``MJ``."""
+        part, layers_M = int(some.part_C[0]), some.layers_C[at_M]
+        units_M = some.devices_C[at_M] // self.chain.unit_P[part]
+        low, high = self.chain.begins(part, int(some.seams_C[0]))
+        used_J = states.used_J[at_J]
+        fits_MJ = (states.row_J[at_J] > layers_M[:, None]) & (used_J >= (units_M + low)[:, None])
+        if high == low:
+            fits_MJ &= used_J <= (units_M + high)[:, None]
+        found_MJ = states.flat_J[at_J] - (layers_M * self.chain.size + units_M)[:, None]
+        return np.where(fits_MJ, states.number[np.where(fits_MJ, found_MJ, 0)], len(states.row_J))
 
 
 def _needed(options: SlotOptions, behind_J: FloatArray, cap: float) -> SlotOptions:
