@@ -6,9 +6,7 @@ ruled out others: every pipeline whose best plan is near the best of all, or is 
 The search solves the first to their proven optima in the whole space.
 """
 
-import heapq
-
-from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup
+from lightning_mist.tuner.inter_stage import Incumbent, Pipeline
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 from lightning_mist.tuner.space import Space
 
@@ -74,16 +72,10 @@ def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline
     """The best answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
     best: dict[Pipeline, Incumbent] = {}
     alone = [group._replace(counts=(num_stages,)) for group in state.pipelines.groups if num_stages in group.counts]
-    waiting: list[tuple[float, bool, PipelineGroup]] = [(state.bound_of(group), False, group) for group in alone]
-    heapq.heapify(waiting)
-    while waiting and not state.is_late:
-        bound, is_bounded, group = heapq.heappop(waiting)
-        if bound >= below * (1 - PRECISION):
+    # What bounds a whole group says little of one number of stages.
+    for group in state.nearest(alone, lambda: below):
+        if state.is_late:
             break
-        if not is_bounded:
-            # What bounds a whole group says little of one number of stages.
-            heapq.heappush(waiting, (state.raise_bound(group, below), True, group))
-            continue
         for key, item in state.optima(group, [num_stages], below).items():
             best, below = {key: item}, item.answer.objective
     return best

@@ -141,18 +141,22 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
 
 
 def _bound_several(state: SearchState, groups: Groups) -> None:
-    """Bound groups as far as it takes to know which may be near the best: with a cutoff assumed, as in solving them.
+    """Bound groups as far as it takes to know which may be near the best.
 
-    Far above what the best takes bounds say nothing and take long.
+    Far above what the best takes bounds say nothing and take long. So the first are asked for with ever larger cutoffs,
+    as in solving them, until one is below; others only up to a little more than the least so far.
     """
     # What is as near as this is looked at with all state resident in the end, so that its bound is asked for at once.
-    most = state.least * NEAR_RESIDENT
-    lowest = min(map(state.bound_of, groups), default=0.0)
-    for factor in ASSUMED:
-        below = min(most, lowest * factor * NEAR_RESIDENT) if lowest else most
-        bounds = [state.raise_bound(group, below) for group in groups]
-        if below == most or min(bounds) < below * (1 - PRECISION):
-            return
+    most, is_met = state.least * NEAR_RESIDENT, False
+    for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
+        lowest = state.bound_of(group)
+        for factor in (np.inf,) if is_met or not lowest else ASSUMED:
+            below = most if factor == np.inf else min(most, lowest * factor * NEAR_RESIDENT)
+            bound = state.raise_bound(group, below)
+            if bound < below * (1 - PRECISION):
+                most, is_met = min(most, bound * NEAR_RESIDENT), True
+            if is_met or below == most:
+                break
 
 
 def _solve(state: SearchState, groups: Groups, assumed: float) -> None:
@@ -161,12 +165,8 @@ def _solve(state: SearchState, groups: Groups, assumed: float) -> None:
     def cutoff() -> float:
         return min(state.least * state.near, assumed)
 
-    lowest = {group: state.raise_bound(group, cutoff()) for group in groups}
-    for group in sorted(groups, key=lambda item: (lowest[item], item)):
+    for group in state.nearest(groups, cutoff):
         below = cutoff()
-        # What was proven of a pipeline before is so but for rounding.
-        if lowest[group] >= below * (1 - PRECISION):
-            return
         if state.is_late:
             state.is_stopped = True
             return
@@ -200,11 +200,11 @@ def _attempt(state: SearchState, group: PipelineGroup, counts: list[int], below:
 
 def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
     """Solve groups with all state resident: what is found soon is to be beaten by what offloads."""
-    lowest = {group: state.raise_bound(group, min(state.least, assumed)) for group in groups}
     with _all_resident(state):
-        for group in sorted(lowest, key=lambda item: (lowest[item], item)):
+        # Bounds with all state resident are not of the whole space, so that none are raised here.
+        for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
             below = min(state.least, assumed)
-            if lowest[group] >= below * (1 - PRECISION) or state.is_late:
+            if state.bound_of(group) >= below * (1 - PRECISION) or state.is_late:
                 return
             counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]
             family = state.pipelines.family(group, counts, below=below)

@@ -1,5 +1,7 @@
 """What a search has found and proven so far."""
 
+import heapq
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from time import thread_time
 
@@ -89,6 +91,26 @@ class SearchState:
             key = group.pipeline(count)
             self.bounds[key] = max(self.bounds[key], bound)
         return self.bound_of(group)
+
+    def nearest(self, groups: Iterable[PipelineGroup], cutoff: Callable[[], float]) -> Iterator[PipelineGroup]:
+        """Groups that may take fewer seconds than a cutoff, those with the least bounds first.
+
+        Bounds are raised as groups come, so that none is that a lower cutoff by then rules out.
+
+        Args:
+            cutoff: Seconds, which may fall.
+        """
+        waiting = [(self.bound_of(group), False, group) for group in groups]
+        heapq.heapify(waiting)
+        while waiting:
+            bound, is_raised, group = heapq.heappop(waiting)
+            # What was proven of a pipeline before is so but for rounding.
+            if bound >= cutoff() * (1 - PRECISION):
+                return
+            if is_raised:
+                yield group
+            else:
+                heapq.heappush(waiting, (self.raise_bound(group, cutoff()), True, group))
 
     def optima(self, group: PipelineGroup, counts: list[int], below: float) -> dict[Pipeline, Incumbent]:
         """The best answers of some numbers of stages of a group that take fewer seconds than ``below``.
