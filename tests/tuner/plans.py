@@ -4,7 +4,7 @@ import itertools
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
-from lightning_mist.tuner.candidates import EVERY_PART
+from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, EVERY_PART, FRONT
 from lightning_mist.tuner.space import ANYWHERE
 
 
@@ -40,6 +40,15 @@ def pipeline(*stages, microbatches=4, rows=4, per_node=None, **changes):
     return Plan(global_batch_size=batch, num_microbatches=microbatches, stages=tuple(made), **changes)
 
 
+def is_at_its_seams(problem, chosen, stage):
+    """Whether the stages next to one lie in other parts as its choice is priced."""
+    parts = [int(slot.part_K[index]) for slot, index in zip(problem.slots, chosen, strict=True)]
+    wanted = int(problem.slots[stage].seams_K[chosen[stage]])
+    front = stage > 0 and parts[stage - 1] != parts[stage]
+    behind = stage < len(parts) - 1 and parts[stage + 1] != parts[stage]
+    return wanted in (ANY_SEAMS, FRONT * front + BEHIND * behind)
+
+
 def is_feasible(problem, chosen):
     """Whether the choices cover every layer once, in order, and use every device of every part, neighbours together."""
     position, left = 0, list(problem.num_devices)
@@ -54,6 +63,8 @@ def is_feasible(problem, chosen):
             left = [0] * len(left)
         else:
             return False
+    if not all(is_at_its_seams(problem, chosen, stage) for stage in range(len(chosen))):
+        return False
     passed = [int(slot.part_K[index]) for slot, index in zip(problem.slots, chosen, strict=True)]
     ways = tuple(part for part, _ in itertools.groupby(passed))
     return position == problem.num_layers and not any(left) and ways in ((EVERY_PART,), problem.order)

@@ -10,7 +10,7 @@ from lightning_mist.tuner.space.layer_ranges import ANYWHERE
 from tests.tuner.plans import is_feasible
 
 
-def slot(start, layers, devices, steady, boundary, part=None):
+def slot(start, layers, devices, steady, boundary, part=None, seams=ANY_SEAMS):
     """Choices from sequences; bytes and savings do not matter to the problem."""
     zeros = np.zeros(len(start), dtype=np.int64)
     return SlotChoices(
@@ -18,7 +18,7 @@ def slot(start, layers, devices, steady, boundary, part=None):
         layers_K=np.asarray(layers, dtype=np.int64),
         devices_K=np.asarray(devices, dtype=np.int64),
         part_K=zeros if part is None else np.asarray(part, dtype=np.int64),
-        seams_K=zeros + ANY_SEAMS,
+        seams_K=zeros + seams,
         steady_K=np.asarray(steady, dtype=np.float64),
         boundary_K=np.asarray(boundary, dtype=np.float64),
         peak_K=zeros.astype(np.float64),
@@ -55,11 +55,12 @@ def random_problem(seed):
                 length = num_layers  # noqa: PLW2901
             starts = [0] if first else [num_layers - length] if last else [ANYWHERE] if is_open else range(num_layers)
             for start in starts:
-                for (count, part), _ in itertools.product(kinds, range(2)):
+                for (count, part), of_seams in itertools.product(kinds, range(2)):
                     base = (length + rng.random()) / count * (1 + (start if start > 0 else 0) * 0.3) * (1 + abs(part))
-                    rows.append((start, length, count, base * scale, weight * base * rng.random() * scale, part))
+                    seams = (int(rng.integers(4)) if of_seams else ANY_SEAMS) if min(num_parts, num_stages) > 1 else 0
+                    rows.append((start, length, count, base * scale, weight * base * rng.random() * scale, part, seams))
         rows = [row for row in rows if rng.random() < kept] or rows[:1]
-        slots.append(slot(*zip(*rows, strict=True)))
+        slots.append(slot(*map(np.array, zip(*rows, strict=True))))
     return InterStageProblem(
         num_layers=num_layers,
         num_devices=num_devices,

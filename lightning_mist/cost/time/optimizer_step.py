@@ -80,9 +80,7 @@ def update_seconds(
     more_K = (cast + ADDITION * factor - ADDITION) * held.trained_K / rate
     pass_K = np.where(reduces_K, passed * held.trained_K / rate + added_K, more_K)
     return UpdateSeconds(
-        update_K=step_seconds_once(
-            machine, spec, slot, (held.trained_K, held.count_K, owned_K), (reduces_K, gives_K)
-        ),
+        update_K=step_seconds_once(machine, spec, slot, (held.trained_K, held.count_K, owned_K), (reduces_K, gives_K)),
         accumulate_K=added_K,
         pass_K=pass_K,
     )

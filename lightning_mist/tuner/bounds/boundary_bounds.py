@@ -1,11 +1,11 @@
 """Lower bounds of what a stage takes once per batch, beyond a microbatch in the middle of it.
 
 Counted are the optimizer's step, averaging gradients, and giving out updated parameters. Where state is offloaded the
-step may happen in the next first forward, beside which parameters are given out. With ``C`` the seconds of two loads that
-run together, ``f`` and ``b`` computing a forward and a backward, ``o`` the update, ``m`` averaging gradients and ``e``
-giving out parameters, steady and boundary time together are at least
+step may happen in the next first forward, beside which parameters are given out. With ``C`` the seconds of two loads
+that run together, ``f`` and ``b`` computing a forward and a backward, ``o`` the update, ``m`` averaging gradients and
+``e`` giving out parameters, steady and boundary time together are at least
 
-    C(f + o, e) + C(b, m)  >=  f + b + o + beyond(f + o, e) + beyond(b, m),
+    C(f + o, e) + C(b, m)  =  f + b + o + beyond(f + o, e) + beyond(b, m),
 
 whatever is copied. ``C`` grows with each load, so that it may be taken of the least that each can be.
 

@@ -222,9 +222,7 @@ class _Arranged:
         )
         backward_XK = self._summed(self.compute.backward_R) + self._again()
         forward_XK = self._summed(self.compute.forward_R)
-        once_XK, deferred_XK = least_once(
-            self.model, self.slot, counted, self._trained(), forward_XK, backward_XK
-        )
+        once_XK, deferred_XK = least_once(self.model, self.slot, counted, self._trained(), forward_XK, backward_XK)
         return {
             "is_told_R": np.full(len(self.layers_K), is_told),
             "once_XR": once_XK,

@@ -268,9 +268,7 @@ def stage_bounds(
             fast_M = (seconds_M <= bottleneck) & (seconds_M < steady_V[found.pair_R[at_M]])
             at_M, seconds_M = at_M[fast_M], seconds_M[fast_M]
         np.minimum.at(steady_V, found.pair_R[at_M], seconds_M)
-    bounds = StageBounds(
-        layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V, reach_V=found.reach_V
-    )
+    bounds = StageBounds(layers_V=found.layers_V, devices_V=found.devices_V, steady_V=steady_V, reach_V=found.reach_V)
     return bounds.within(bottleneck)
 
 

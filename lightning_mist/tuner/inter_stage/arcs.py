@@ -1,8 +1,8 @@
 """The arcs of the inter-stage problem as a flow: every choice of a stage at every state, as far as it can matter.
 
-A node is a stage and what it and those behind it hold: a number of layers and of devices of every part. A choice leads
-from a node of its stage to one of the next. Of all arcs only those are kept that can be part of an answer that is not
-worse than a known one. With ``f`` and ``b`` the least sums of the steady times of the stages in front of it and behind
+A node is a stage and what it and those behind it hold: numbers of layers and of devices. A choice leads from a node of
+its stage to one of the next. Of all arcs only those are kept that can be part of an answer that is not worse than a
+known one. With ``f`` and ``b`` the least sums of the steady times of the stages in front of it and behind
 it, ``t`` and ``d`` its own steady and boundary time and ``T`` the least bottleneck time of any answer,
 
     (G - 1) max(t, T) + max(f + t, t + d) + b  <=  known.
@@ -178,9 +178,7 @@ def matching(
                 kept_CJ = matters(front_J[at_J], steady_CJ, reach_CJ, sums_J[source_CJ])
                 option, place = np.nonzero(kept_CJ)
                 from_A, to_A = at_J[place], source_CJ[option, place]
-                np.minimum.at(
-                    next_J, to_A, front_J[from_A] + np.broadcast_to(steady_CJ, kept_CJ.shape)[option, place]
-                )
+                np.minimum.at(next_J, to_A, front_J[from_A] + np.broadcast_to(steady_CJ, kept_CJ.shape)[option, place])
                 yield Matching(
                     behind=behind,
                     is_head=False,
@@ -206,8 +204,8 @@ def matching(
 
 def _of_end(suffixes: Suffixes, ends: EndOptions, behind: int, from_A: IntArray, to_A: IntArray) -> Matching:
     chain = suffixes.chain
-    end_A = chain.size - 1 if behind else ends.devices_K // chain.unit_P[ends.part_K]
-    begin_A = end_A - ends.devices_K // chain.unit_P[ends.part_K]
+    units_A = ends.devices_K // chain.unit_P[ends.part_K]
+    end_A = np.full_like(units_A, chain.size - 1) if behind else units_A
     return Matching(
         behind=behind,
         is_head=behind > 0,
@@ -215,7 +213,7 @@ def _of_end(suffixes: Suffixes, ends: EndOptions, behind: int, from_A: IntArray,
         to_A=to_A,
         choice_A=ends.index_K,
         part_A=ends.part_K,
-        seams_A=chain.seams(ends.part_K, begin_A, end_A),
+        seams_A=chain.seams(ends.part_K, end_A - units_A, end_A),
         devices_A=ends.devices_K,
         layers_A=ends.layers_K,
     )

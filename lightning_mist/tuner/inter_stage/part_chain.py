@@ -1,8 +1,8 @@
 """The devices of all parts of a cluster in a row, as stages take them from the last one to the first.
 
-The stages of one part are neighbours, and the parts follow each other in a settled order. So what a suffix of a pipeline
-holds of every part is one number: how many units of devices of the row. Where a stage's own begin and end in the row
-says whether the stages next to it lie in other parts.
+The stages of one part are neighbours, and the parts follow each other in a settled order. So what a suffix of a
+pipeline holds of every part is one number: how many units of devices of the row. Where a stage's own begin and end in
+the row says whether the stages next to it lie in other parts.
 
 Array axes
     C  options or choices
@@ -95,9 +95,9 @@ class PartChain:
             return inside_U
         if seams & BEHIND:
             inside_U &= np.isin(end_U, begin + self.taken[part])
-        if part == self.order[0]:
-            return inside_U if not seams & FRONT else inside_U & False
-        return inside_U & ((end_U == end) == bool(seams & FRONT))
+        # Where the first part ends, the row does.
+        inside_U &= ((end_U == end) & (part != self.order[0])) == bool(seams & FRONT)
+        return inside_U
 
     def begins(self, part: int, seams: int) -> tuple[int, int]:
         """Where in the row stages of a part may begin: from one place to another."""

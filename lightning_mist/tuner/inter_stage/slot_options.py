@@ -77,7 +77,9 @@ def end_options(
     inside_K = ((slot.start_K == ANYWHERE) | (slot.start_K == start_K)) & (slot.part_K == order[0 if is_first else -1])
     if len(order) > 1:
         # A stage with all devices of its part has the next one in another.
-        beside_K = np.where(slot.devices_K == num_devices[order[0 if is_first else -1]], BEHIND if is_first else FRONT, 0)
+        beside_K = np.where(
+            slot.devices_K == num_devices[order[0 if is_first else -1]], BEHIND if is_first else FRONT, 0
+        )
         inside_K &= (slot.seams_K == ANY_SEAMS) | (slot.seams_K == beside_K)
     index_K = _that_count(slot, num_layers, num_devices, inside_K, start_K)
     return EndOptions(

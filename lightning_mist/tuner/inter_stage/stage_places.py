@@ -1,7 +1,7 @@
 """Where the stages of pipelines on unlike devices may lie: in which part, next to which others.
 
-Stages of one part are neighbours, and parts follow each other in a settled order. What a stage costs depends on how many
-stages are behind it, on its part, and on whether those next to it lie in others. For each such place the shortest
+Stages of one part are neighbours, and parts follow each other in a settled order. What a stage costs depends on how
+many stages are behind it, on its part, and on whether those next to it lie in others. For each such place the shortest
 pipeline that has it stands for all: it leaves most to the stage.
 """
 

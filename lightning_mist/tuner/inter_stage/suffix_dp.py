@@ -1,9 +1,10 @@
 """Passes over the suffixes of pipelines, from the last stage to the first, for all numbers of stages at once.
 
 A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and of units of devices, in
-the order in which stages take them (:mod:`lightning_mist.tuner.inter_stage.part_chain`). One pass finds for every ``k`` and state the least sum of steady times, with every steady time at most ``T`` (the
-bottleneck time), and if asked with every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a
-suffix of ``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
+the order in which stages take them (:mod:`lightning_mist.tuner.inter_stage.part_chain`). One pass finds for every ``k``
+and state the least sum of steady times, with every steady time at most ``T`` (the bottleneck time), and if asked with
+every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a suffix of ``S - 1`` stages makes a
+pipeline of ``S``, so one pass answers for every ``S``.
 
 What cannot be part of an answer at a bottleneck time is left out beforehand. With ``r_p`` the least seconds times
 devices per layer of any choice in part ``p``, ``n`` devices of it hold at most ``T n / r_p`` layers; what they hold

@@ -1,10 +1,11 @@
 """Stages on unlike devices: which pipelines there are, and what each of their stages may be.
 
 A pipeline names, beside its numbers of stages and microbatches, the order in which its stages pass the parts of the
-cluster. The stages of one part are neighbours, so that a batch crosses from each part to the next once; parts follow each
-other in every order. A stage takes devices of one part only, and pays for what it exchanges with a stage of another at
-the slower end's rate: of what it may be there are as many versions as ways for the stages next to it to lie elsewhere.
-How many of the stages lie in which part is chosen with the rest. The only stage of a plan has all devices of all parts.
+cluster. The stages of one part are neighbours, so that a batch crosses from each part to the next once; parts follow
+each other in every order. A stage takes devices of one part only, and pays for what it exchanges with a stage of
+another at the slower end's rate: of what it may be there are as many versions as ways for the stages next to it to lie
+elsewhere. How many of the stages lie in which part is chosen with the rest. The only stage of a plan has all devices of
+all parts.
 
 Array axes
     N  arrangements of devices
@@ -161,9 +162,7 @@ class MixedStages:
             counts = found.counts
         places = {
             **{(0, stages): [*heads_of(group.parts, stages)] for stages in counts},
-            **{
-                place: [*tails_of(group.parts, place[1] - 1 - place[0], counts)] for place in places_behind(counts)
-            },
+            **{place: [*tails_of(group.parts, place[1] - 1 - place[0], counts)] for place in places_behind(counts)},
         }
         asked: dict[StagePlace, BoolArray | None] = dict.fromkeys(place for some in places.values() for place in some)
         if found is not None:

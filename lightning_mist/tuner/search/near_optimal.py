@@ -72,10 +72,13 @@ def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline
     """The best answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
     best: dict[Pipeline, Incumbent] = {}
     alone = [group._replace(counts=(num_stages,)) for group in state.pipelines.groups if num_stages in group.counts]
+
+    def cutoff() -> float:
+        return min((item.answer.objective for item in best.values()), default=below)
+
     # What bounds a whole group says little of one number of stages.
-    for group in state.nearest(alone, lambda: below):
+    for group in state.nearest(alone, cutoff):
         if state.is_late:
             break
-        for key, item in state.optima(group, [num_stages], below).items():
-            best, below = {key: item}, item.answer.objective
+        best = state.optima(group, [num_stages], cutoff()) or best
     return best

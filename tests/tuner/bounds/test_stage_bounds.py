@@ -83,6 +83,8 @@ def compare(found, rng):
                 bounds = bounds_in(at_position, limit, len(parts) - 1 - index, microbatches)
                 here = (bounds.layers_V == rows[at][1] - rows[at][0]) & (bounds.devices_V == kind.devices)
                 assert bounds.steady_V[here].min(initial=np.inf) <= prices.steady_K[at] * (1 + 1e-9)
+                reach = prices.steady_K[at] + prices.boundary_K[at]
+                assert bounds.reach_V[here].min(initial=np.inf) <= reach * (1 + 1e-9)
                 compared += 1
     return compared
 
