@@ -14,31 +14,17 @@ Array axes
     N  numbers of devices, from 0 to all
     L  numbers of layers, from 0 to all
     Q  where stages lie: in which part, next to which others
-    V  numbers of layers and devices of a stage
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.inputs import BoolArray
-from lightning_mist.cost.time import copy_rates, interference_of
-from lightning_mist.plan import OFFLOADED
-from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, SlotOf, range_bounds, slots_of
-from lightning_mist.tuner.bounds.seam_bounds import SeamBounds
-from lightning_mist.tuner.bounds.stage_bounds import (
-    PositionBounds,
-    Setting,
-    StageBounds,
-    in_flight,
-    position_bounds,
-    stage_bounds,
-)
+from lightning_mist.tuner.bounds.part_bounds import PartBounds
 from lightning_mist.tuner.candidates import ANY_SEAMS, ROOM, SlotChoices
 from lightning_mist.tuner.inter_stage import Family, PipelineGroup, Suffixes, Walk, matching, solve_family
-from lightning_mist.tuner.space import ANYWHERE, Space
 
 ROUNDS = 3
 """How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
@@ -74,94 +60,6 @@ class OpenStages:
         if stage_index:
             return self.tails_BQNL[behind, part * ANY_SEAMS + seams] if behind < len(self.tails_BQNL) else none_NL
         return self.heads_CNL[self.counts.index(num_stages)] if num_stages in self.counts else none_NL
-
-
-@dataclass(slots=True, kw_only=True)
-class _Known:
-    """Lower bounds of the stages of one number of microbatches, up to a bottleneck time, beside batches."""
-
-    bottleneck: float
-    memory_limit: float
-    positions: dict[Position, PositionBounds]
-    stages: dict[tuple[Position, int], StageBounds] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class PartBounds:
-    """Lower bounds of stages on devices that are alike, under one memory limit; keeps what it has found.
-
-    Attributes:
-        memory_limit: Bytes that a device may use.
-        kinds: Kinds of state that may be offloaded.
-        part: Which part of the cluster these devices are.
-        num_parts: How many parts the cluster has.
-    """
-
-    model: StageCostModel
-    space: Space
-    slot_of: SlotOf
-    memory_limit: float
-    kinds: frozenset[str] = frozenset()
-    part: int = 0
-    num_parts: int = 1
-    _ranges: dict[int, tuple[float, RangeBounds]] = field(default_factory=dict)
-    _known: dict[tuple[frozenset[str], int], _Known] = field(default_factory=dict)
-    _seams: dict[int, SeamBounds] = field(default_factory=dict)
-
-    def choices(self, num_microbatches: int, bottleneck: float) -> Callable[[int, int], SlotChoices]:
-        """By stage and number of stages, lower bounds up to a bottleneck time as choices; equal ones are the same."""
-        known = self._known.get((self.kinds, num_microbatches))
-        if known is None or known.bottleneck < bottleneck:
-            known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
-        made: dict[tuple[Position, int], SlotChoices] = {}
-
-        def choices(stage_index: int, num_stages: int) -> SlotChoices:
-            position: Position = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
-            others = in_flight(self.space.schedule, num_stages - 1 - stage_index, num_microbatches)
-            if (position, others) not in known.stages:
-                known.stages[position, others] = stage_bounds(
-                    known.positions[position],
-                    known.memory_limit,
-                    others,
-                    has_gradients=num_microbatches > 1,
-                    bottleneck=known.bottleneck,
-                )
-            if (position, others) not in made:
-                made[position, others] = _as_choices(known.stages[position, others].within(bottleneck), self.part)
-            return made[position, others]
-
-        return choices
-
-    def seams(self, num_microbatches: int) -> SeamBounds:
-        """How much longer stages take that receive from given parts."""
-        if num_microbatches not in self._seams:
-            slots = slots_of(self.space, self.slot_of, num_microbatches, (self.part,) * 3)
-            self._seams[num_microbatches] = SeamBounds.of(
-                self.model, slots, self.part, self.num_parts, self.space.num_layers
-            )
-        return self._seams[num_microbatches]
-
-    def _prepared(self, num_microbatches: int, bottleneck: float) -> _Known:
-        neighbours = [(other, self.part, other) for other in range(self.num_parts)] if self.num_parts > 1 else [()]
-        own = (self.part,) * len(neighbours[0])
-        slots, setting = slots_of(self.space, self.slot_of, num_microbatches, own), self._setting(num_microbatches)
-        up_to, ranges = self._ranges.get(num_microbatches, (0.0, None))
-        if ranges is None or up_to < bottleneck:
-            ranges = range_bounds(self.model, self.space, slots, bottleneck, neighbours)
-            self._ranges[num_microbatches] = bottleneck, ranges
-        batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
-        positions = {position: position_bounds(ranges, position, setting, bottleneck) for position in POSITIONS}
-        return _Known(bottleneck=bottleneck, memory_limit=self.memory_limit - batch_bytes, positions=positions)
-
-    def _setting(self, num_microbatches: int) -> Setting:
-        machine = self.model.profile, self.model.cluster
-        return Setting(
-            kinds=self.kinds,
-            rates=copy_rates(*machine) if self.kinds else None,
-            interference=interference_of(*machine),
-            num_microbatches=num_microbatches,
-            least_ratio=min(self.space.offload_ratios, default=0.0),
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -277,25 +175,3 @@ def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | 
         if others:
             bottleneck = min(bottleneck, (below - least) / others * ROOM)
     return walk
-
-
-def _as_choices(bounds: StageBounds, part: int) -> SlotChoices:
-    """Lower bounds as choices that may have any layers, on devices of a part."""
-    zero_K = np.zeros(len(bounds), dtype=np.int64)
-    return SlotChoices(
-        start_K=zero_K + ANYWHERE,
-        layers_K=bounds.layers_V,
-        devices_K=bounds.devices_V,
-        part_K=zero_K + part,
-        seams_K=zero_K + ANY_SEAMS,
-        steady_K=bounds.steady_V,
-        boundary_K=np.maximum(bounds.reach_V - bounds.steady_V, 0.0),
-        peak_K=np.zeros(len(bounds)),
-        checkpointed_K=zero_K,
-        zero_stage_K=zero_K,
-        shard_K=zero_K,
-        tensor_K=zero_K + 1,
-        sequence_K=zero_K,
-        selective_K=zero_K,
-        offload_KO=np.zeros((len(bounds), len(OFFLOADED))),
-    )
