@@ -16,6 +16,7 @@ from lightning_mist.tuner.space.applied_space import Shape, common_unit
 from tests.specs import cluster, profile, spec, with_splits
 
 FAST, SLOW = profile(flops_per_second=4e10, bytes_per_second=4e9, link=4e8), profile()
+MIDDLING = profile(flops_per_second=2e10, bytes_per_second=2e9, link=1e8)
 SPACE = SearchSpace(schedules=("1f1b",), offload=(), zero_stages=(0, 1))
 
 
@@ -32,7 +33,8 @@ def every_plan(network, place, rows, search=SPACE):
     world, layers = place.world_size, network.num_layers
     kinds = [(1, False), *((item.degree, item.sequence_parallel) for item in network.splits)]
     for num_stages in range(1, min(world, layers) + 1):
-        patterns = [parts for parts in itertools.product((0, 1), repeat=num_stages) if is_parted(parts)]
+        kinds_of_parts = range(len(place.parts))
+        patterns = [p for p in itertools.product(kinds_of_parts, repeat=num_stages) if is_parted(p, len(place.parts))]
         for parts in [()] if num_stages == 1 else patterns:
             sizes = [place.parts[part].world_size for part in parts] or [world]
             near = [place.parts[part].devices_per_node for part in parts] or [place.devices_per_node]
@@ -49,8 +51,8 @@ def every_plan(network, place, rows, search=SPACE):
                 yield from plans_of(network, place, rows, parts, chosen, search)
 
 
-def is_parted(parts):
-    return len(set(parts)) == 2 and sum(a != b for a, b in itertools.pairwise(parts)) == 1
+def is_parted(parts, count):
+    return len(set(parts)) == count and sum(a != b for a, b in itertools.pairwise(parts)) == count - 1
 
 
 def plans_of(network, place, rows, parts, shapes, search):
@@ -102,6 +104,7 @@ def priced(stages, plan):
 
 
 CASES = {
+    "three kinds": (spec(4, tied=True, edge_bytes=400_000), machine(*PLENTY, 10**9, sizes=(1, 2, 1)), 1),
     "alike": (spec(4, tied=True), machine(*PLENTY), 2),
     "two kinds of layers": (spec(3, kinds=(0, 1, 0), widths=(1000, 2500)), machine(*PLENTY, kind="cpu"), 1),
     "slow link": (spec(3), machine(*PLENTY, link=Link(bytes_per_second=3e6, latency_seconds=1e-3)), 2),
@@ -118,7 +121,7 @@ CASES = {
 @pytest.mark.parametrize("profiles", [(FAST, SLOW), (SLOW, FAST)], ids=["fast first", "slow first"])
 def test_no_plan_is_faster(name, profiles):
     network, place, rows = CASES[name]
-    planner = Planner(network, place, profile=profiles)
+    planner = Planner(network, place, profile=(*profiles, MIDDLING)[: len(place.parts)])
     stages = mixed_stages(planner.model, planner.space(rows * place.world_size, SPACE), None, None)
     every = [priced(stages, plan) for plan in every_plan(network, place, rows)]
     fitting = [seconds for seconds, share in every if share <= 1]
