@@ -8,25 +8,25 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lightning_mist.hardware import Cluster
-from lightning_mist.model.initialization import load_hollow
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
 from lightning_mist.strategy.acting_rank import ActingRank
+from lightning_mist.strategy.checkpoints import Checkpoints
 from lightning_mist.strategy.master_precision import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
-from lightning_mist.strategy.plan_installation import PlanInstallation, refuse_directories
+from lightning_mist.strategy.plan_installation import refuse_directories
 from lightning_mist.strategy.planning import PlanRequest, decide, searched_with, whole_module_reason, write_plan
 from lightning_mist.strategy.shared_loaders import SharedLoaders
-from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, module_state, replay
+from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, replay
 from lightning_mist.units import parse_bytes
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(ActingRank, SharedLoaders, PlanInstallation):
+class MistBase(ActingRank, SharedLoaders, Checkpoints):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
@@ -76,7 +76,6 @@ class MistBase(ActingRank, SharedLoaders, PlanInstallation):
 
     strategy_name = "mist"
     _names: ClassVar[Namespace]
-    _state_afterwards: Callable[[], dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -290,56 +289,6 @@ class MistBase(ActingRank, SharedLoaders, PlanInstallation):
         super().on_train_end()
         if self._monitor is not None:
             self._monitor.finish()
-
-    # Checkpoints -------------------------------------------------------------------------------------------------
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
-        module = self.lightning_module
-        is_plain_io = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
-        if module is not None and is_plain_io and empty_parameters.has_empty_parameters(module):
-            content = empty_parameters.mapped_checkpoint(checkpoint_path, weights_only)
-            if content is not None:
-                return content
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights in DDP's layout; complete on global rank 0."""
-        assert self.lightning_module is not None
-        if self._engine is None:
-            is_elsewhere = self.global_rank > 0 and empty_parameters.has_empty_parameters(self.lightning_module)
-            return {} if is_elsewhere else super().lightning_module_state_dict()
-        self.refuse_without_the_others("a checkpoint")
-        with self.all_take_part():
-            return module_state(self.lightning_module, self._engine)
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
-        module, engine = self.lightning_module, self._engine
-        assert module is not None
-        if engine is None and empty_parameters.has_empty_parameters(module):
-            load_hollow(module, checkpoint["state_dict"], strict=strict)
-        elif engine is None or engine.is_filled:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            engine.fill()
-            super().load_model_state_dict(checkpoint, strict)
-            engine.hollow()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """All optimizer state in DDP's layout; complete on global rank 0."""
-        if self._engine is not None:
-            self.refuse_without_the_others("a checkpoint")
-            with self.all_take_part():
-                return self._engine.optimizer_state()
-        return super().optimizer_state(optimizer) if self._state_afterwards is None else self._state_afterwards()
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Take this rank's part of optimizer state in DDP's layout."""
-        if self._engine is None:
-            super().load_optimizer_state_dict(checkpoint)
-        else:
-            self._engine.load_optimizer_state(checkpoint["optimizer_states"][0])
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
