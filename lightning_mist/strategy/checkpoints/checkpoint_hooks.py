@@ -1,10 +1,12 @@
 """What Lightning asks a strategy for when it saves and loads checkpoints."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning_mist.model.initialization import load_hollow
 from lightning_mist.strategy import empty_parameters
+from lightning_mist.strategy.checkpoints.atomic import discard, save_file
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.training import module_state
 
@@ -14,11 +16,29 @@ class Checkpoints(PlanInstallation):
 
     _state_afterwards: Callable[[], dict[str, Any]] | None = None
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint so that its name never stands for a part of it."""
+        if not self._writes_itself or storage_options is not None or "://" in str(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            save_file(checkpoint, Path(filepath))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, all of it at once."""
+        if not self._writes_itself or "://" in str(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            discard(Path(filepath))
+
+    @property
+    def _writes_itself(self) -> bool:
+        """Whether checkpoints are Lightning's usual files, and not what a user's plugin makes of them."""
+        return type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
         module = self.lightning_module
-        is_plain_io = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
-        if module is not None and is_plain_io and empty_parameters.has_empty_parameters(module):
+        if module is not None and self._writes_itself and empty_parameters.has_empty_parameters(module):
             content = empty_parameters.mapped_checkpoint(checkpoint_path, weights_only)
             if content is not None:
                 return content
