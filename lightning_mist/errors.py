@@ -32,3 +32,7 @@ class ScheduleError(MistError):
 
 class PeerError(MistError):
     """Something takes all ranks, and another one has failed or gone."""
+
+
+class CheckpointError(MistError):
+    """A checkpoint could not be written or read, or is another module's."""

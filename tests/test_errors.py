@@ -8,6 +8,7 @@ from lightning_mist import errors
 def test_every_error_is_a_mist_error_and_no_other_kind():
     classes = {name: item for name, item in vars(errors).items() if inspect.isclass(item)}
     assert sorted(classes) == [
+        "CheckpointError",
         "InfeasibleError",
         "MistError",
         "PeerError",

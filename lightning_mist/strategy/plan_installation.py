@@ -218,9 +218,3 @@ def broadcasts_buffers(options: Mapping[str, Any]) -> bool:
     """Whether DDP with these options gives every rank the buffers of rank 0 before forwards."""
     now = options.get("forward_sync_buffers")
     return bool(options.get("broadcast_buffers", True) if now is None else now)
-
-
-def refuse_directories(save_distributed_checkpoint: bool) -> None:
-    """Refuse checkpoints that are not single files."""
-    if save_distributed_checkpoint:
-        raise ValueError("save_distributed_checkpoint=True: checkpoints are single files; leave it False")

@@ -17,7 +17,6 @@ from lightning_mist.strategy.master_precision import check_master_weights, take_
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
-from lightning_mist.strategy.plan_installation import refuse_directories
 from lightning_mist.strategy.planning import PlanRequest, decide, searched_with, whole_module_reason, write_plan
 from lightning_mist.strategy.shared_loaders import SharedLoaders
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, replay
@@ -58,8 +57,9 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints):
         report_path: Where the comparison of predicted and measured is written as JSON at the end, if anywhere.
         self_check: Whether to compare the cut module with the whole on one small batch before training.
         verbose: Whether to print why this plan was chosen, what was measured and where the time of a step goes.
-        save_distributed_checkpoint: Whether to save sharded directories in place of one file. Not available yet: True
-            is refused.
+        save_distributed_checkpoint: Whether to save directories, each rank writing what it holds, in place of single
+            files. Both are resumed under any plan and number of processes. See docs/checkpoints.md.
+        save_asynchronously: Whether directories are written while training goes on, from a copy in host memory.
         master_weights: Whether, under ``precision="bf16-true"``, trained parameters are computed with in 16 bits, and
             kept and updated in 32: the module's parameters outside of steps. See docs/how-it-works.md.
         ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
@@ -99,6 +99,7 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints):
         self_check: bool = True,
         verbose: bool = False,
         save_distributed_checkpoint: bool = False,
+        save_asynchronously: bool = False,
         master_weights: bool = False,
         ddp_comm_state: Any | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -111,13 +112,12 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        refuse_directories(save_distributed_checkpoint)
+        self.choose_directories(save_distributed_checkpoint, asynchronously=save_asynchronously)
         kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
-        kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(
             *(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin),
             *(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period),
-            **kwargs,
+            **{**kwargs, "gradient_as_bucket_view": gradient_as_bucket_view},
         )
         self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
@@ -200,6 +200,8 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints):
             self._state_afterwards = engine.release_optimizer(self._timeout)
             if is_well:
                 engine.transport.close()
+        if is_well:
+            self.end_saving()
         if is_well and self._monitor is not None:
             self._monitor.close()
         attach_engine(self.precision_plugin, None)
@@ -212,7 +214,10 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: processes that would be asked for the optimizer's state, or reduce, a copy has not."""
-        return {**super().__getstate__(), "_state_afterwards": None, "_one_of_each": None}
+        return {
+            **super().__getstate__(),
+            **dict.fromkeys(("_state_afterwards", "_one_of_each", "_pending", "_writers")),
+        }
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -285,8 +290,9 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints):
             write_plan(self._decision.plan, self._decision.plan_path)
 
     def on_train_end(self) -> None:
-        """Say how predicted and measured compare."""
+        """Wait for the last checkpoint, and say how predicted and measured compare."""
         super().on_train_end()
+        self.finish_saving()
         if self._monitor is not None:
             self._monitor.finish()
 

@@ -48,9 +48,9 @@ def test_each_argument_is_described_and_has_a_type(name):
     assert not [p.name for p in parameters if p.annotation is p.empty]
 
 
-def test_what_is_not_there_is_refused(name):
-    with pytest.raises(ValueError, match="save_distributed_checkpoint=True: checkpoints are single files"):
-        strategy_of(name)(save_distributed_checkpoint=True)
+def test_what_means_nothing_is_refused(name):
+    with pytest.raises(ValueError, match="save_asynchronously=True with save_distributed_checkpoint=False"):
+        strategy_of(name)(save_asynchronously=True)
 
 
 def test_before_a_fit_there_is_nothing_to_ask_for(name):

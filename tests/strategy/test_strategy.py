@@ -277,8 +277,8 @@ def test_a_given_plan_that_predicts_more_than_the_limit_is_refused(tmp_path):
 
 
 def test_arguments_that_mean_nothing_yet_are_refused():
-    with pytest.raises(ValueError, match="save_distributed_checkpoint=True"):
-        MistStrategy(save_distributed_checkpoint=True)
+    with pytest.raises(ValueError, match="save_asynchronously=True with save_distributed_checkpoint=False"):
+        MistStrategy(save_asynchronously=True)
     with pytest.raises(ValueError, match="'lots' is not a size"):
         MistStrategy(memory_limit="lots")
 

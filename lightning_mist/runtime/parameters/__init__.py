@@ -22,6 +22,7 @@ from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradi
 from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
     clip_by_value,
+    full_optimizer_state,
     gather_optimizer_state,
     global_grad_norm,
     load_full_optimizer_state,

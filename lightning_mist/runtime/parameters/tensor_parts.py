@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from lightning_mist.plan import ModuleMap, ParameterSplit, Plan
@@ -27,6 +29,14 @@ class Part:
     def take(self, whole: Tensor) -> Tensor:
         """This part of a whole tensor of the parameter's shape; contiguous, with memory of its own."""
         return shard(whole, self.split, self.index, self.degree)
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """What lies together along the shared dimension: where in the whole, where in the part, and how much."""
+        dim, rank = self.split.dim % len(self.shape), len(self.shape)
+        numbers = torch.arange(self.shape[dim]).view([-1 if index == dim else 1 for index in range(rank)])
+        index = self.take(numbers).flatten()
+        starts = [0, *(index.diff().sub(1).nonzero().flatten() + 1).tolist(), len(index)]
+        return [(int(index[start]), start, end - start) for start, end in pairwise(starts)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the parts of all ranks, in their order."""

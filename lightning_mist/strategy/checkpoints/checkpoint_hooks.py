@@ -1,31 +1,125 @@
 """What Lightning asks a strategy for when it saves and loads checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from lightning_mist.errors import CheckpointError
 from lightning_mist.model.initialization import load_hollow
+from lightning_mist.runtime.parameters import Part
 from lightning_mist.strategy import empty_parameters
 from lightning_mist.strategy.checkpoints.atomic import discard, save_file
+from lightning_mist.strategy.checkpoints.directory import (
+    DirectoryWriter,
+    SavePlanner,
+    StoredOptimizer,
+    check_content,
+    read_directory,
+    reading,
+    states_of,
+)
+from lightning_mist.strategy.checkpoints.shards import model_shards, named_state, names_in_order, optimizer_shards
+from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.training import module_state
 
 
 class Checkpoints(PlanInstallation):
-    """The part of a strategy that saves and loads: in the layout of plain data parallelism, under every plan."""
+    """The part of a strategy that saves and loads: as plain data parallelism does or in directories, under any plan."""
 
     _state_afterwards: Callable[[], dict[str, Any]] | None = None
+    _names: ClassVar[Namespace]
+    _saves_directories = False
+    _saves_asynchronously = False
+    _pending: tuple[Future[Any], Path] | None = None  # what is being written while training goes on
+    _superseded: tuple[Any, ...] = ()  # what may go when that is there
+    _writers: Any = None  # the process group of ranks that write while training goes on
+
+    # Saving ------------------------------------------------------------------------------------------------------
+
+    def choose_directories(self, choice: bool, *, asynchronously: bool) -> None:
+        """Whether to save directories, and those while training goes on; ``ValueError`` if this is asked of files."""
+        if asynchronously and not choice:
+            raise ValueError(
+                "save_asynchronously=True with save_distributed_checkpoint=False: directories are written while "
+                "training goes on; set both, or use Lightning's AsyncCheckpointIO for single files"
+            )
+        self._saves_directories, self._saves_asynchronously = choice, asynchronously
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint so that its name never stands for a part of it."""
-        if not self._writes_itself or storage_options is not None or "://" in str(filepath):
+        if self._saves_directories:
+            if storage_options is not None:
+                raise TypeError(
+                    f"storage_options={storage_options!r} with save_distributed_checkpoint=True: directories are not "
+                    "written by the CheckpointIO that takes them; leave them out, or save single files"
+                )
+            self.refuse_without_the_others("a checkpoint directory")
+            # Names hold metrics, which may differ between ranks.
+            self._save_directory(checkpoint, self._local(self.broadcast(filepath)))
+        elif not self._writes_itself or storage_options is not None or _is_remote(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
             save_file(checkpoint, Path(filepath))
 
+    def _local(self, path: Any) -> Path:
+        if _is_remote(path):
+            raise ValueError(
+                f"{path} with save_distributed_checkpoint=True: directories are written to folders that every rank "
+                "sees; give such a path, or save single files"
+            )
+        return Path(path)
+
+    def _save_directory(self, checkpoint: dict[str, Any], path: Path) -> None:
+        self.finish_saving()
+        states, meta = states_of(checkpoint)
+        writer = DirectoryWriter(path, meta)
+        with self.all_take_part():
+            if self._saves_asynchronously and self._is_fitting:
+                if self._writers is None:
+                    self._writers = dist.new_group(backend="gloo", timeout=self._timeout)
+                future = async_save(states, storage_writer=writer, planner=SavePlanner(), process_group=self._writers)
+                assert isinstance(future, Future)  # as the writer copies while it is called
+                self._pending = future, path
+                return
+            with _writing(path):
+                save(states, storage_writer=writer, planner=SavePlanner())
+
+    @property
+    def _is_fitting(self) -> bool:
+        """Whether a fit goes on, at whose end what is still being written is waited for."""
+        state = self.lightning_module.trainer.state if self.lightning_module is not None else None
+        return state is not None and state.fn == self._names.fitting and state.status.value == "running"
+
+    def finish_saving(self) -> None:
+        """Wait for what is written while training goes on, and raise what went wrong there."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        with _writing(pending[1]):
+            pending[0].result()
+        superseded, self._superseded = self._superseded, ()
+        for path in superseded:
+            self.remove_checkpoint(path)
+
+    def end_saving(self) -> None:
+        """At the end of a fit: wait for what is being written, and let go of what ranks write through."""
+        self.finish_saving()
+        group, self._writers = self._writers, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, all of it at once."""
-        if not self._writes_itself or "://" in str(filepath):
+        """Remove a checkpoint, all of it at once; not before the one that is being written is there."""
+        if self._pending is not None:
+            self._superseded += (filepath,)
+        elif not (self._writes_itself or self._saves_directories) or _is_remote(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             discard(Path(filepath))
@@ -35,49 +129,116 @@ class Checkpoints(PlanInstallation):
         """Whether checkpoints are Lightning's usual files, and not what a user's plugin makes of them."""
         return type(self.checkpoint_io).__name__ == "TorchCheckpointIO"
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
-        module = self.lightning_module
-        if module is not None and self._writes_itself and empty_parameters.has_empty_parameters(module):
-            content = empty_parameters.mapped_checkpoint(checkpoint_path, weights_only)
-            if content is not None:
-                return content
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights in DDP's layout; complete on global rank 0."""
+        """All weights in DDP's layout; complete on global rank 0, or for a directory what each rank writes."""
         assert self.lightning_module is not None
         if self._engine is None:
             is_elsewhere = self.global_rank > 0 and empty_parameters.has_empty_parameters(self.lightning_module)
-            return {} if is_elsewhere else super().lightning_module_state_dict()
-        self.refuse_without_the_others("a checkpoint")
+            if is_elsewhere:
+                return {}
+        else:
+            self.refuse_without_the_others("a checkpoint")
+        if self._saves_directories:
+            with self.all_take_part():
+                return model_shards(self.lightning_module, self._engine, is_first=self.global_rank == 0)
+        if self._engine is None:
+            return super().lightning_module_state_dict()
         with self.all_take_part():
             return module_state(self.lightning_module, self._engine)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """All optimizer state in DDP's layout; complete on global rank 0, or for a directory what each rank writes."""
+        if self._engine is not None:
+            self.refuse_without_the_others("a checkpoint")
+            with self.all_take_part():
+                if self._saves_directories:
+                    return optimizer_shards(self._engine, is_first=self.global_rank == 0)
+                return self._engine.optimizer_state()
+        state = super().optimizer_state(optimizer) if self._state_afterwards is None else self._state_afterwards()
+        if not self._saves_directories:
+            return state
+        assert self.lightning_module is not None
+        return named_state(state, names_in_order(optimizer, self.lightning_module))
+
+    # Loading -----------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
+        if not (self._writes_itself or self._saves_directories) or _is_remote(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        module, path, content = self.lightning_module, Path(checkpoint_path), None
+        if path.is_dir():
+            return read_directory(path, weights_only)
+        with reading(path):
+            if module is not None and empty_parameters.has_empty_parameters(module):
+                content = empty_parameters.mapped_checkpoint(path, weights_only)
+            if content is None:
+                content = super().load_checkpoint(path, weights_only)
+        check_content(path, content)
+        return content
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
         module, engine = self.lightning_module, self._engine
         assert module is not None
-        if engine is None and empty_parameters.has_empty_parameters(module):
-            load_hollow(module, checkpoint["state_dict"], strict=strict)
-        elif engine is None or engine.is_filled:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            engine.fill()
-            super().load_model_state_dict(checkpoint, strict)
-            engine.hollow()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """All optimizer state in DDP's layout; complete on global rank 0."""
-        if self._engine is not None:
-            self.refuse_without_the_others("a checkpoint")
-            with self.all_take_part():
-                return self._engine.optimizer_state()
-        return super().optimizer_state(optimizer) if self._state_afterwards is None else self._state_afterwards()
+        with _loading(module):
+            if engine is None and empty_parameters.has_empty_parameters(module):
+                load_hollow(module, checkpoint["state_dict"], strict=strict)
+            elif engine is None or engine.is_filled:
+                super().load_model_state_dict(checkpoint, strict)
+            else:
+                engine.fill()
+                super().load_model_state_dict(checkpoint, strict)
+                engine.hollow()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Take this rank's part of optimizer state in DDP's layout."""
+        """Take this rank's part of optimizer state in DDP's layout, or of what is in a directory."""
+        wanted = None if self._engine is None else self._saved_parts
+        states = [
+            state.read(wanted) if isinstance(state, StoredOptimizer) else state
+            for state in checkpoint["optimizer_states"]
+        ]
         if self._engine is None:
-            super().load_optimizer_state_dict(checkpoint)
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         else:
-            self._engine.load_optimizer_state(checkpoint["optimizer_states"][0])
+            self._engine.load_optimizer_state(states[0])
+
+    def _saved_parts(self, groups: list[Any]) -> Mapping[str, Part | None]:
+        """Of which saved parameters this rank updates what part; by their places in the groups, as torch has it."""
+        assert self._engine is not None
+        cut = self._engine.optimizer.cut
+        saved = [name for group in groups for name in group["params"]]
+        mine = {parameter for group in cut.optimizer.param_groups for parameter in group["params"]}
+        every = [parameter for group in cut.groups for parameter in group]
+        # Groups of other sizes are refused where the state is loaded.
+        return {name: cut.parts.get(p) for name, p in zip(saved, every, strict=False) if p in mine}
+
+
+def _is_remote(path: Any) -> bool:
+    """Whether a path is a URL, which is Lightning's to write to."""
+    return "://" in str(path)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:  # derives from BaseException, and is raised on every rank
+        failures = [f"rank {rank}: {type(item[0]).__name__}: {item[0]}" for rank, item in error.failures.items()]
+        raise CheckpointError(
+            f"{path} was not written: {'; '.join(failures)}. Every rank writes into the folder: all must see it, with "
+            "room for the checkpoint before it and the new one; a checkpoint that was there under this name still is"
+        ) from error
+
+
+@contextmanager
+def _loading(module: Any) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        raise CheckpointError(
+            f"the checkpoint is not one of this module. {error}\nBuild the module with the sizes that it was saved "
+            "with; what only one of both has is left out with strict_loading = False on the module"
+        ) from error

@@ -103,7 +103,7 @@ class Engine(WholeGradients):
         self._optimizer: OwnedOptimizer | None = None
         self._guards: list[Any] = []
         self._names = {p: name for name, p in self.stages.every.items()}
-        self._parts = parts_of(plan, rank, module_map)
+        self.parts = parts_of(plan, rank, module_map)
         self.is_filled, self.has_begun = True, False
         self.executor.refuse_use()
 
@@ -188,7 +188,7 @@ class Engine(WholeGradients):
     @works
     def take_optimizer(self, optimizer: Any) -> None:
         """Let the user's optimizer update only what this rank owns."""
-        self._optimizer = OwnedOptimizer(optimizer, self.executor, self._parts, self.module_map, device=self.device)
+        self._optimizer = OwnedOptimizer(optimizer, self.executor, self.parts, self.module_map, device=self.device)
 
     @works
     def release_optimizer(self, timeout: timedelta | None) -> Callable[[], dict[str, Any]] | None:
@@ -207,7 +207,7 @@ class Engine(WholeGradients):
 
     def _take_part(self, name: str) -> None:
         """Leave of a parameter that tensor parallelism shares out this rank's part."""
-        part, parameter = self._parts.get(name), self.stages.every[name]
+        part, parameter = self.parts.get(name), self.stages.every[name]
         if part is not None and tuple(parameter.shape) == part.shape:
             parameter.data = part.take(parameter.detach())
 
@@ -221,12 +221,12 @@ class Engine(WholeGradients):
         """
         if not self.is_filled:
             return
-        if self._parts:
+        if self.parts:
             # A graph that a reference cycle keeps (of a step that was tried, say) keeps the nodes that accumulate
             # gradients, and these insist on the shapes that parameters had when they were made.
             gc.collect()
         self.stages.free_foreign()
-        for name in self._parts:
+        for name in self.parts:
             self._take_part(name)
         make_absent(self.stages.foreign, lambda name: held_at(self.plan, self.module_map, name))
         self.executor.engage()
@@ -272,7 +272,7 @@ class Engine(WholeGradients):
 
     def _absent(self) -> set[str]:
         """The parameters of which this rank has no value, or not the whole one, while it trains."""
-        return {*self.stages.foreign, *self._parts, *self.executor.away}
+        return {*self.stages.foreign, *self.parts, *self.executor.away}
 
     def computing(self) -> AbstractContextManager[None]:
         """Inside, the whole module is what is computed with, not master weights."""

@@ -92,18 +92,22 @@ class OwnedOptimizer:
 
         return ask
 
-    def state(self) -> dict[str, Any]:
-        """The state in the layout of the whole model on rank 0; empty on the others."""
+    def settle(self) -> None:
+        """Wait until all state in host memory has its values: before anybody reads it."""
         if self._offloaded is not None:
             self._offloaded.settle()
+
+    def state(self) -> dict[str, Any]:
+        """The state in the layout of the whole model on rank 0; empty on the others."""
+        self.settle()
         return complete(gather_optimizer_state(self.cut, self._transport)) or {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take this rank's part of state in the layout of the whole model."""
+        self.settle()
         if self._offloaded is None:
             load_full_optimizer_state(self.cut, state)
         else:
-            self._offloaded.settle()
             home = self._offloaded.send_home
             load_full_optimizer_state(
                 self.cut, state, apart=self._offloaded.offloaded, loaded=lambda parameter: home([parameter])

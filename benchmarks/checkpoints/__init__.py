@@ -1,0 +1,1 @@
+"""Checkpoints: what one plan has saved, another goes on with."""

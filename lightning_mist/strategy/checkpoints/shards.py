@@ -1,0 +1,156 @@
+"""What one rank has of the tensors in a checkpoint, and which rank writes what.
+
+Each parameter and each tensor of optimizer state is in a directory once, written by a rank that updates it; what
+several ranks update alike DCP deals out to them. Of a parameter that tensor parallelism has shared out each rank writes
+its part, which may lie in several places of the whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from lightning_mist.runtime.parameters import Part, at_work, full_optimizer_state
+from lightning_mist.strategy.training import Engine
+
+
+class Shards:
+    """Pieces of a tensor that this rank has, or none; DCP asks it for what it needs to write or to fill them.
+
+    Args:
+        shape: Of the whole tensor.
+        pieces: Where each begins in the whole, and its values.
+    """
+
+    def __init__(self, shape: Sequence[int] = (), pieces: Mapping[tuple[int, ...], Tensor] | None = None) -> None:
+        self._shape, self.pieces = torch.Size(shape), pieces or {}
+
+    @classmethod
+    def of_part(cls, local: Tensor, part: Part) -> "Shards":
+        """Views of a rank's part of a tensor."""
+        dim = part.split.dim % len(part.shape)
+        zeros = [0] * len(part.shape)
+        return cls(
+            part.shape,
+            {
+                (*zeros[:dim], whole, *zeros[dim + 1 :]): local.narrow(dim, start, length)
+                for whole, start, length in part.runs()
+            },
+        )
+
+    def size(self) -> torch.Size:
+        """The whole tensor's shape."""
+        return self._shape
+
+    def on_host(self) -> "Shards":
+        """A copy in host memory."""
+        return Shards(self._shape, {place: copied(value) for place, value in self.pieces.items()})
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(piece), size=self._shape
+                ),
+            )
+            for chunk, piece in zip(self.__create_chunk_list__(), self.pieces.values(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(place), sizes=value.size()) for place, value in self.pieces.items()
+        ]
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        """One of the pieces."""
+        assert index.offset is not None
+        return self.pieces[tuple(index.offset)]
+
+
+def copied(value: Any) -> Any:
+    """A copy in host memory of what is in a checkpoint."""
+    if isinstance(value, Shards):
+        return value.on_host()
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if type(value) is list else value
+
+
+def _owned(engine: Engine) -> set[str]:
+    """The parameters that this rank updates and writes: of copies on several stages the first."""
+    mesh = engine.executor.mesh
+    return {item.name for item in mesh.owned if item.stages[0] == mesh.stage}
+
+
+def model_shards(module: nn.Module, engine: Engine | None, *, is_first: bool) -> dict[str, Any]:
+    """A module's ``state_dict`` in which each rank has what it writes; rank 0 all that is no parameter.
+
+    Args:
+        is_first: Whether this is rank 0.
+    """
+    if engine is None or engine.is_filled:
+        state, values = module.state_dict(), None
+    else:
+        values = _owned_values(engine)
+        with engine.parts_may_leave():
+            state = module.state_dict()
+    names = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False) if name in state}
+    for name in state:
+        if name in names:
+            if engine is not None and values is not None:
+                state[name] = values.get(engine.canonical_name(names[name]), Shards())
+        elif not is_first:
+            state[name] = Shards()
+    return state
+
+
+def _owned_values(engine: Engine) -> dict[str, Any]:
+    engine.executor.flush()
+    home, every, parts = engine.gatherer.home_values(), engine.stages.every, engine.parts
+    with at_work():
+        values = {name: home[name] if name in home else every[name].detach() for name in _owned(engine)}
+    return {name: Shards.of_part(v, parts[name]) if name in parts else v for name, v in values.items()}
+
+
+def optimizer_shards(engine: Engine, *, is_first: bool) -> dict[str, Any]:
+    """Optimizer state by the names of parameters, of what this rank writes; rank 0 has the groups."""
+    engine.executor.flush()
+    engine.optimizer.settle()
+    owned, cut, name_of = _owned(engine), engine.optimizer.cut, engine.canonical_name
+    state = {}
+    for parameter in (parameter for group in cut.optimizer.param_groups for parameter in group["params"]):
+        name, part = name_of(parameter), cut.parts.get(parameter)
+        if name in owned and parameter in cut.optimizer.state:
+            state[name] = {
+                key: Shards.of_part(value, part)
+                if part is not None and isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
+                else value
+                for key, value in cut.optimizer.state[parameter].items()
+            }
+    if not is_first:
+        return {"state": state}
+    order = [name_of(parameter) for group in cut.groups for parameter in group]
+    return {**named_state(full_optimizer_state(cut, ()), order), "state": state}
+
+
+def named_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` with the names of parameters in place of their numbers."""
+    if not state:
+        return {}
+    entries = {names[key] if isinstance(key, int) else key: entry for key, entry in state["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": entries, "param_groups": groups}
+
+
+def names_in_order(optimizer: Any, module: nn.Module) -> list[str]:
+    """Canonical names of an optimizer's parameters by their numbers; those that are not the module's are numbered."""
+    known = {parameter: name for name, parameter in module.named_parameters()}
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [known.get(parameter, f"parameter {number}") for number, parameter in enumerate(every)]
