@@ -95,13 +95,8 @@ def quiet() -> None:
 
 
 def fit(
-    name: str,
-    folder: Path,
-    *,
-    saves_to: Path | None = None,
-    resumes: Path | None = None,
-    **options: Any,
-) -> tuple[list[float], pl.Trainer]:
+    name: str, folder: Path, *, saves_to: Path | None = None, resumes: Path | None = None, **options: Any
+) -> list[float]:
     """Train under a plan; every rank of its world calls it.
 
     Args:
@@ -111,41 +106,40 @@ def fit(
         **options: Of the strategy.
 
     Returns:
-        The loss of every step, and the trainer.
+        The loss of every step, and the norm of all weights at the end.
     """
     pl.seed_everything(2, verbose=False)
-    module = Model().double()  # before: Lightning loads checkpoints into the precision that a module has
-    saves = []
-    if saves_to is not None:
-        saves = [
-            pl.callbacks.ModelCheckpoint(
-                dirpath=saves_to.parent,
-                filename=saves_to.stem,
-                save_top_k=1,
-                monitor="epoch",
-                mode="min",
-                enable_version_counter=False,
-            )
-        ]
+    # Before Lightning does it: checkpoints are loaded into the precision that a module has.
+    module = Model().double()
+    saves = pl.callbacks.ModelCheckpoint(
+        dirpath=None if saves_to is None else saves_to.parent,
+        filename=None if saves_to is None else saves_to.stem,
+        monitor="epoch",  # the first is the best
+        mode="min",
+        enable_version_counter=False,
+    )
+    strategy = MistStrategy(
+        plan=make_plan(LAYOUTS[name], LAYERS, rows=ROWS),
+        data_parallel_size=1,
+        profile_directory=str(folder),
+        self_check=False,
+        **options,
+    )
     trainer = pl.Trainer(
-        strategy=MistStrategy(
-            plan=make_plan(LAYOUTS[name], LAYERS, rows=ROWS),
-            data_parallel_size=1,
-            profile_directory=str(folder),
-            self_check=False,
-            **options,
-        ),
+        strategy=strategy,
         accelerator="cpu",
         devices=world_of(name),
         precision="64-true",
         max_epochs=EPOCHS,
         gradient_clip_val=0.3,
         logger=False,
-        callbacks=saves,  # type: ignore[arg-type]
-        enable_checkpointing=bool(saves),
+        callbacks=None if saves_to is None else [saves],
+        enable_checkpointing=saves_to is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
     )
     trainer.fit(module, DataLoader(samples(), batch_size=ROWS), ckpt_path=resumes)
-    return module.losses, trainer
+    with torch.no_grad():
+        norm = torch.linalg.vector_norm(torch.cat([parameter.flatten() for parameter in module.parameters()]))
+    return [*module.losses, float(norm)]
