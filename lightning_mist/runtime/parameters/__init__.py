@@ -20,6 +20,7 @@ from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kep
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradient_types, computing
 from lightning_mist.runtime.parameters.optimizer_cut import (
+    OptimizerCut,
     clip_by_norm,
     clip_by_value,
     full_optimizer_state,

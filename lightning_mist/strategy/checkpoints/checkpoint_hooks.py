@@ -1,8 +1,9 @@
 """What Lightning asks a strategy for when it saves and loads checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from lightning_mist.errors import CheckpointError
 from lightning_mist.model.initialization import load_hollow
-from lightning_mist.runtime.parameters import Part
 from lightning_mist.strategy import empty_parameters
 from lightning_mist.strategy.checkpoints.atomic import discard, save_file
 from lightning_mist.strategy.checkpoints.directory import (
@@ -24,7 +24,13 @@ from lightning_mist.strategy.checkpoints.directory import (
     reading,
     states_of,
 )
-from lightning_mist.strategy.checkpoints.shards import model_shards, named_state, names_in_order, optimizer_shards
+from lightning_mist.strategy.checkpoints.shards import (
+    model_shards,
+    named_state,
+    names_in_order,
+    optimizer_shards,
+    saved_parts,
+)
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.training import module_state
@@ -193,7 +199,7 @@ class Checkpoints(PlanInstallation):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of optimizer state in DDP's layout, or of what is in a directory."""
-        wanted = None if self._engine is None else self._saved_parts
+        wanted = None if self._engine is None else partial(saved_parts, self._engine.optimizer.cut)
         states = [
             state.read(wanted) if isinstance(state, StoredOptimizer) else state
             for state in checkpoint["optimizer_states"]
@@ -202,16 +208,6 @@ class Checkpoints(PlanInstallation):
             super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         else:
             self._engine.load_optimizer_state(states[0])
-
-    def _saved_parts(self, groups: list[Any]) -> Mapping[str, Part | None]:
-        """Of which saved parameters this rank updates what part; by their places in the groups, as torch has it."""
-        assert self._engine is not None
-        cut = self._engine.optimizer.cut
-        saved = [name for group in groups for name in group["params"]]
-        mine = {parameter for group in cut.optimizer.param_groups for parameter in group["params"]}
-        every = [parameter for group in cut.groups for parameter in group]
-        # Groups of other sizes are refused where the state is loaded.
-        return {name: cut.parts.get(p) for name, p in zip(saved, every, strict=False) if p in mine}
 
 
 def _is_remote(path: Any) -> bool:

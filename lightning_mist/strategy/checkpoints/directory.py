@@ -162,8 +162,9 @@ class StoredDirectory:
         self._reader = FileSystemReader(path)
         with reading(path / _INDEX):
             self._index: Metadata = self._reader.read_metadata()
-            self._paths: dict[str, tuple[Any, ...]] = dict(self._index.planner_data)
             self._stored: dict[str, Any] = self._index.state_dict_metadata
+            # What no rank has written has a path there, too.
+            self._paths = {key: path for key, path in self._index.planner_data.items() if key in self._stored}
             self._check_files()
         if not any(path[0] in _MODEL for path in self._paths.values()):
             raise CheckpointError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_mist.runtime.parameters import Part, at_work, full_optimizer_state
+from lightning_mist.runtime.parameters import OptimizerCut, Part, at_work, full_optimizer_state
 from lightning_mist.strategy.training import Engine
 
 
@@ -154,3 +154,12 @@ def names_in_order(optimizer: Any, module: nn.Module) -> list[str]:
     known = {parameter: name for name, parameter in module.named_parameters()}
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [known.get(parameter, f"parameter {number}") for number, parameter in enumerate(every)]
+
+
+def saved_parts(cut: OptimizerCut, groups: Sequence[Mapping[str, Any]]) -> dict[str, Part | None]:
+    """Of which saved parameters this rank updates what part; by their places in the saved groups, as torch has it."""
+    saved = [name for group in groups for name in group["params"]]
+    mine = {parameter for group in cut.optimizer.param_groups for parameter in group["params"]}
+    every = [parameter for group in cut.groups for parameter in group]
+    # Groups of other sizes are refused where the state is loaded.
+    return {name: cut.parts.get(p) for name, p in zip(saved, every, strict=False) if p in mine}
