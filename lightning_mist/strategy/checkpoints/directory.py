@@ -51,8 +51,9 @@ def reading(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, pickle.UnpicklingError) and (path.is_dir() or zipfile.is_zipfile(path)):
             raise  # weights_only, of which torch says what to do
+        said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])[:200]
         raise CheckpointError(
-            f"{path} could not be read as a checkpoint ({type(error).__name__}: {str(error).splitlines()[0][:200]}): "
+            f"{path} could not be read as a checkpoint ({said}): "
             "it was cut short or damaged, or is something else. Use an earlier checkpoint, or copy it again"
         ) from error
 
