@@ -40,7 +40,8 @@ class Rank(pl.LightningModule):
 def plain(folder, resumes=None):
     """Plain data parallelism: every rank has everything, and rank 0's buffers count."""
     pl.seed_everything(3, verbose=False)
-    module, saves = Rank(), pl.callbacks.ModelCheckpoint(folder / "plain", "{rank}")
+    module = Rank()
+    saves = pl.callbacks.ModelCheckpoint(folder / "plain", "{rank}", enable_version_counter=False)
     trainer = pl.Trainer(
         strategy=MistStrategy(save_distributed_checkpoint=True, broadcast_buffers=False, profile_directory=str(folder)),
         accelerator="cpu",

@@ -1,7 +1,7 @@
 """What Lightning asks a strategy for when it saves and loads checkpoints."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_mist.errors import CheckpointError
 from lightning_mist.model.initialization import load_hollow
@@ -25,6 +25,7 @@ from lightning_mist.strategy.checkpoints.directory import (
     states_of,
 )
 from lightning_mist.strategy.checkpoints.shards import (
+    copied,
     model_shards,
     named_state,
     names_in_order,
@@ -90,12 +91,13 @@ class Checkpoints(PlanInstallation):
             if self._saves_asynchronously and self._is_fitting:
                 if self._writers is None:
                     self._writers = dist.new_group(backend="gloo", timeout=self._timeout)
-                future = async_save(states, storage_writer=writer, planner=SavePlanner(), process_group=self._writers)
-                assert isinstance(future, Future)  # as the writer copies while it is called
-                self._pending = future, path
+                # As DCP's async_save; what a thread of torch's own says to other ranks is taken for the step's.
+                executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+                self._pending = executor.submit(_save, copied(states), writer, self._writers), path
+                executor.shutdown(wait=False)
                 return
             with _writing(path):
-                save(states, storage_writer=writer, planner=SavePlanner())
+                _save(states, writer, None)
 
     @property
     def _is_fitting(self) -> bool:
@@ -213,6 +215,10 @@ class Checkpoints(PlanInstallation):
 def _is_remote(path: Any) -> bool:
     """Whether a path is a URL, which is Lightning's to write to."""
     return "://" in str(path)
+
+
+def _save(states: dict[str, Any], writer: DirectoryWriter, group: Any | None) -> None:
+    save(states, storage_writer=writer, planner=SavePlanner(), process_group=group)
 
 
 @contextmanager

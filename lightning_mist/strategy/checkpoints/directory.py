@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_mist.errors import CheckpointError, MistError
 from lightning_mist.runtime.parameters import Part
 from lightning_mist.strategy.checkpoints.atomic import META, partial_path, publish, refuse_folder, remove, sync_folder
-from lightning_mist.strategy.checkpoints.shards import Shards, copied
+from lightning_mist.strategy.checkpoints.shards import Shards
 
 _INDEX = ".metadata"
 _MODEL, _OPTIMIZER = ("model", "state_dict"), "optimizer_"  # Lightning has either
@@ -105,11 +105,6 @@ class DirectoryWriter(FileSystemWriter):
         super().finish(metadata, results)
         sync_folder(folder)
         publish(folder, self.final)
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What is written while training goes on."""
-        staged: dict[str, Any] = copied(state_dict)
-        return staged
 
 
 class SavePlanner(DefaultSavePlanner):
