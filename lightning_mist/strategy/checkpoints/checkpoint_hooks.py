@@ -171,7 +171,8 @@ class Checkpoints(PlanInstallation):
     # Loading -----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; for a module without values its tensors stay in the file until they are needed."""
+        """Read a checkpoint; for a module without values its tensors stay in a file until they are needed."""
+        self.finish_saving()
         if not (self._writes_itself or self._saves_directories) or _is_remote(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         module, path, content = self.lightning_module, Path(checkpoint_path), None

@@ -130,6 +130,32 @@ def test_a_directory_can_be_tested_from(tmp_path):
     assert_same(dict(trainer.lightning_module.state_dict()), content(best)["model"])
 
 
+def test_a_module_without_values_takes_those_of_a_directory(tmp_path):
+    class Configured(Net):
+        def __init__(self):
+            pl.LightningModule.__init__(self)
+            self.optimizer_class = torch.optim.Adam
+
+        def configure_model(self):
+            if not hasattr(self, "blocks"):
+                with self.trainer.init_module(empty_init=True):
+                    inner = Net()
+                self.blocks, self.head = inner.blocks, inner.head
+
+    plan, ends = one_stage(microbatches=2), []
+    trainer, _ = fit(tmp_path, plan, callbacks=[], save_distributed_checkpoint=True)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    for module in (Net(), Configured()):
+        again = pl.Trainer(
+            strategy=strategy_of(tmp_path, plan), accelerator="cpu", devices=1, max_epochs=3, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        again.fit(module, loader(), ckpt_path=tmp_path / "end.ckpt")
+        ends.append(dict(module.state_dict()))
+    assert_same(*ends)
+
+
 def test_what_directories_cannot_do_is_refused(tmp_path):
     trainer, _ = fit(tmp_path, callbacks=[], save_distributed_checkpoint=True)
     with pytest.raises(TypeError, match=r"storage_options=1 with save_distributed_checkpoint=True.*leave them out"):
