@@ -15,7 +15,16 @@ from lightning_mist.plan.plan import (
     UpdateAfter,
 )
 from lightning_mist.plan.plan_tables import describe_changes, render, split_notes
-from lightning_mist.plan.rows import RowSlice, feeders, loader_of, loader_ranks, replica_of, replica_ranks, row_slice
+from lightning_mist.plan.rows import (
+    RowSlice,
+    feeders,
+    loader_of,
+    loader_ranks,
+    of_whole_batches,
+    replica_of,
+    replica_ranks,
+    row_slice,
+)
 from lightning_mist.plan.search_space import COUNTS, MOST_LAYERS, OFFLOADED, SearchSpace
 from lightning_mist.plan.stage_settings import (
     CHECKPOINTING_KINDS,

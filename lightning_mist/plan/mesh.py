@@ -16,7 +16,7 @@ from math import prod
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.module_map import ModuleMap, ParameterUse
 from lightning_mist.plan.plan import Plan
-from lightning_mist.plan.rows import loader_ranks, replica_of, replica_ranks
+from lightning_mist.plan.rows import loader_ranks, of_whole_batches, replica_of, replica_ranks
 from lightning_mist.plan.sharding import assign_owners
 from lightning_mist.plan.stage_settings import ZeroStage
 
@@ -238,8 +238,7 @@ def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], 
     groups and replicate peers where these are others, and the tensor-parallel ranks by data-parallel index; the ranks
     that sum tied gradients.
     """
-    groups = [tuple(range(plan.world_size))]
-    groups += [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
+    groups = _exchanging(plan)
     for index, stage in enumerate(plan.stages[: plan.num_groups]):
         for tensor in range(stage.mesh.tensor_parallel_degree):
             peers, count = stage_ranks(plan, index, tensor), stage.mesh.shard_degree
@@ -259,9 +258,16 @@ def talking_groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
     The world, replicas, and ranks that load the same samples.
     """
-    groups = [tuple(range(plan.world_size)), *(replica_ranks(plan, index) for index in range(plan.num_replicas))]
+    groups = _exchanging(plan)
     groups += [loader_ranks(plan, loader) for loader in range(plan.num_loaders)]
     return tuple(dict.fromkeys(group for group in groups if len(group) > 1))
+
+
+def _exchanging(plan: Plan) -> list[tuple[int, ...]]:
+    """The world, and the ranks that exchange batches, in training and in evaluation."""
+    plans = (plan, of_whole_batches(plan))
+    found = [replica_ranks(each, index) for each in plans if each is not None for index in range(each.num_replicas)]
+    return [tuple(range(plan.world_size)), *found]
 
 
 def _speaking(plan: Plan, parameter: HeldParameter, stage: int) -> tuple[int, ...]:

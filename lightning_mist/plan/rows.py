@@ -13,11 +13,12 @@ same rows make up microbatch ``g`` at every stage, whatever the degrees, so boun
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import Plan
+from lightning_mist.plan.stage_settings import Checkpointing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,3 +142,25 @@ def row_slice(plan: Plan, rank: int, microbatch: int) -> RowSlice:
     width = len(stage.devices) // stage.data_parallel_degree
     chunk = microbatch * per_replica + index // width % per_replica
     return RowSlice(owner=owners[chunk // parts], part=chunk % parts, parts=parts)
+
+
+@lru_cache(maxsize=8)
+def of_whole_batches(plan: Plan) -> Plan | None:
+    """The plan by which evaluation runs: every rank's batch is one microbatch, whole, and nothing is recomputed.
+
+    Ranks that share a data loader evaluate its batches each for itself. ``None`` where stages differ in their
+    data-parallel degree, so that one of them cuts batches, or where chunks need another number of microbatches.
+    """
+    degrees = {stage.data_parallel_degree for stage in plan.stages}
+    count = plan.world_size // max(degrees)
+    if len(degrees) > 1 or (plan.schedule == "interleaved-1f1b" and count % plan.num_groups):
+        return None
+    stages = (replace(stage, microbatch_size=1, checkpointing=Checkpointing()) for stage in plan.stages)
+    return replace(
+        plan,
+        global_batch_size=plan.world_size,
+        num_microbatches=count,
+        stages=tuple(stages),
+        data_parallel_size=None,
+        predicted=None,
+    )

@@ -16,6 +16,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.batch_run import BatchRun, RankContext
 from lightning_mist.runtime.communication import Microbatch, Neighbours, Transport, Work
+from lightning_mist.runtime.forward_pass import ForwardPass, make_forward_pass
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
@@ -174,6 +175,35 @@ class Executor:
             self._runner.end()
         if self.gradients is not None:
             self.gradients.finish()
+
+    def forward_pass(self, found: ModuleMap) -> ForwardPass:
+        """How to :meth:`evaluate` a step with this map, which nothing hinders."""
+        return make_forward_pass(self._context, found)
+
+    def evaluate(
+        self, forward: ForwardPass, microbatches: Sequence[Microbatch], step: Callable[[Microbatch], Any]
+    ) -> Iterator[Work]:
+        """Run the forwards of one step on whole batches, without a graph; :attr:`outputs` are set.
+
+        A rank without a batch takes part all the same: others may wait for its parameters. Its microbatch has no rows.
+        """
+        batch = BatchRun(forward.context, microbatches, step, loss_scale=1.0, keeps_graph=False)
+        self.outputs, self.random_states = batch.outputs, batch.random_states
+        if self.masters is not None:
+            self.masters.compute()
+        try:
+            with forward.running(), forward.context.stages.attached():
+                for action in forward.actions:
+                    yield from batch.perform(action)
+                yield from batch.finish()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            if self.masters is not None:
+                self.masters.rest()
+        if self._runner is not None:
+            self._runner.end()
 
     def _perform(self, batch: BatchRun, action: Action, names: frozenset[str]) -> Iterator[Work]:
         """Run one action, after which the gradients of ``names`` are complete."""

@@ -47,6 +47,13 @@ def lower(plan: Plan, *, tied: bool) -> Schedule:
     return add_update(add_transfers(computations), tied=tied and plan.num_groups > 1, gathers=gathers)
 
 
+def lower_forwards(plan: Plan) -> Schedule:
+    """What each group of devices does for one batch that is only evaluated: the forwards of :func:`lower`, in order."""
+    computations = generate(plan.num_stages, plan.num_microbatches, plan.schedule, num_groups=plan.num_groups)
+    forwards = (tuple(action for action in line if action.kind is ActionKind.FORWARD) for line in computations)
+    return add_transfers(tuple(forwards))
+
+
 def add_transfers(schedule: Schedule) -> Schedule:
     """Insert ``RECV_F``, ``SEND_F``, ``RECV_B`` and ``SEND_B`` around the computations of every group."""
     last = num_stages_of(schedule) - 1

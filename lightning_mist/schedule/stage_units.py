@@ -62,6 +62,29 @@ def unit_order(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stage
     return (*[HEAD] * (stage == 0), *range(first, end), *[TAIL] * (stage == len(bounds) - 1))
 
 
+def used_elsewhere(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], found: ModuleMap) -> str | None:
+    """The first parameter that another step of the module uses where its values are not, and where that is, if any.
+
+    Args:
+        module_map: Of the step by which parameters were given to units.
+        found: Of the other step.
+    """
+    there: dict[int, set[str]] = {}
+    for stage in range(len(bounds)):
+        for item in shard_units(module_map, bounds, stage):
+            there.setdefault(item.unit, set()).update(item.names)
+    if len(bounds) == 1 and len(unit_order(module_map, bounds, 0)) == 1:
+        return None  # all of it is there while it runs
+    if module_map.blocks != found.blocks:
+        why = next((item.reason for item in found.exclusions if item.feature == "pipeline"), "its layers are others")
+        return f"it does not run the layers that training_step runs, in that order ({why})"
+    for use in found.parameters:
+        for unit in sorted(_units_of(found, use)):
+            if use.name not in there.get(unit, ()):
+                return f"it uses {use.name} in {_named([unit])}, where training_step does not"
+    return None
+
+
 def _units_of(module_map: ModuleMap, use: ParameterUse) -> set[int]:
     """The units that compute with a parameter; empty if any may."""
     blocks = module_map.blocks

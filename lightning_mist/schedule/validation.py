@@ -1,7 +1,8 @@
 """Rules that every schedule obeys, checked before anything runs.
 
 1. Every stage is in the list of its group of devices, and runs the forward and the backward of every microbatch exactly
-   once, the forward first. A stage runs whole backwards ``B``, or of every microbatch ``I`` and then ``W``.
+   once, the forward first. A stage runs whole backwards ``B``, or of every microbatch ``I`` and then ``W``. Evaluation
+   has forwards only.
 2. If the schedule moves tensors at all: each ``F`` of a stage but the first follows its one ``RECV_F``, each ``B`` or
    ``I`` of a stage but the last its one ``RECV_B``; ``SEND_F`` follows its ``F``, ``SEND_B`` its ``B`` or ``I``,
    ``RECV_B`` the ``F`` of its microbatch; what one group sends another is received in the order in which it is sent,
@@ -45,18 +46,19 @@ class _Kind(NamedTuple):
     after: ActionKind | None = None
 
 
-def check(schedule: Schedule, num_microbatches: int) -> None:
+def check(schedule: Schedule, num_microbatches: int, *, is_trained: bool = True) -> None:
     """Check every rule of the module's list.
 
     Args:
         schedule: For each group of devices its actions; either computations only, or lowered.
+        is_trained: Whether there are to be backwards.
 
     Raises:
         ScheduleError: At the first broken rule, with the groups' lists and a pointer at the offending action.
     """
     if not schedule:
         raise ScheduleError("a schedule without stages: at least one list of actions is needed")
-    rules = Rules(schedule)
+    rules = Rules(schedule, is_trained=is_trained)
     for group, actions in enumerate(schedule):
         _check_membership(schedule, group, actions, num_microbatches)
     for group, actions in enumerate(schedule):
@@ -72,12 +74,14 @@ class Rules:
 
     Attributes:
         is_lowered: Whether the lists hold anything but computations.
+        is_trained: Whether there are to be backwards.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, is_trained: bool = True) -> None:
         self.num_stages = num_stages_of(schedule)
         kinds = {(action.stage, action.kind) for actions in schedule for action in actions}
         self.is_lowered = any(kind not in COMPUTATIONS for _, kind in kinds)
+        self.is_trained = is_trained
         self._split = {stage for stage, kind in kinds if kind in _SPLIT}
 
     def backward(self, stage: int) -> ActionKind:
@@ -88,14 +92,19 @@ class Rules:
         """What each microbatch needs on a stage."""
         receives, backward = self.is_lowered and stage > 0, self.backward(stage)
         yield _Kind(ActionKind.FORWARD, ActionKind.RECV_ACTIVATION if receives else None)
+        sends = self.is_lowered and stage < self.num_stages - 1
+        if receives:
+            yield _Kind(ActionKind.RECV_ACTIVATION)
+        if sends:
+            yield _Kind(ActionKind.SEND_ACTIVATION, ActionKind.FORWARD)
+        if not self.is_trained:
+            return
         yield _Kind(backward, ActionKind.FORWARD)
         if stage in self._split:
             yield _Kind(ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD_INPUT)
         if receives:
-            yield _Kind(ActionKind.RECV_ACTIVATION)
             yield _Kind(ActionKind.SEND_GRADIENT, backward)
-        if self.is_lowered and stage < self.num_stages - 1:
-            yield _Kind(ActionKind.SEND_ACTIVATION, ActionKind.FORWARD)
+        if sends:
             yield _Kind(ActionKind.RECV_GRADIENT, ActionKind.FORWARD)
             yield _Kind(backward, ActionKind.RECV_GRADIENT)
 

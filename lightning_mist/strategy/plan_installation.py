@@ -13,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_mist.devices import ops_of
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import Plan
-from lightning_mist.runtime.communication import complete
 from lightning_mist.runtime.stage import no_caches
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitor import Monitor
@@ -166,29 +165,6 @@ class PlanInstallation(EndsTogether):
         super().on_train_start()
         if self._engine is not None and not self._engine.has_begun:
             self._engine.begin(None)
-
-    def on_validation_start(self) -> None:
-        """Evaluation inside ``fit`` runs on the whole module, as under DDP."""
-        super().on_validation_start()
-        if self._engine is not None:
-            with self.all_take_part():
-                self._engine.fill()
-
-    def on_validation_end(self) -> None:
-        """Training goes on with this rank's part."""
-        super().on_validation_end()
-        if self._engine is not None and self._engine.has_begun:
-            self._engine.hollow()
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward of DDP's, which may give every rank the buffers of rank 0 first."""
-        if self._engine is None:
-            return super().validation_step(*args, **kwargs)
-        complete(self._engine.buffers.before_forward())
-        with self._engine.computing():
-            output = super().validation_step(*args, **kwargs)
-        self._engine.buffers.after_forward()
-        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

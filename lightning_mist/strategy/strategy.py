@@ -17,6 +17,7 @@ from lightning_mist.strategy.master_precision import check_master_weights, take_
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
+from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.planning import PlanRequest, decide, searched_with, whole_module_reason, write_plan
 from lightning_mist.strategy.shared_loaders import SharedLoaders
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, replay
@@ -25,7 +26,7 @@ from lightning_mist.units import parse_bytes
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(ActingRank, SharedLoaders, Checkpoints):
+class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor

@@ -11,6 +11,7 @@ from lightning_mist.plan import (
     feeders,
     loader_of,
     loader_ranks,
+    of_whole_batches,
     replica_of,
     replica_ranks,
     row_slice,
@@ -106,3 +107,18 @@ def test_a_part_never_mixes_the_batches_of_two_ranks():
     plan = Plan(global_batch_size=6, num_microbatches=3, stages=stages)
     with pytest.raises(PlanError, match="stage 0: 3 microbatches x 1 data-parallel ranks in a replica = 3 parts"):
         row_slice(plan, 0, 0)
+
+
+@given(plans())
+def test_evaluation_takes_every_batch_once_and_whole(plan):
+    whole = of_whole_batches(plan)
+    degrees = {stage.data_parallel_degree for stage in plan.stages}
+    if whole is None:
+        assert len(degrees) > 1 or plan.schedule == "interleaved-1f1b"
+        return
+    for replica in range(whole.num_replicas):
+        ranks = replica_ranks(whole, replica)
+        for rank in ranks:
+            slices = [row_slice(whole, rank, index) for index in range(whole.num_microbatches)]
+            assert [item.owner for item in slices] == list(ranks)
+            assert all(item.parts == 1 for item in slices)

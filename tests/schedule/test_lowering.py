@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_mist.errors import ScheduleError
 from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.schedule import check, generate, lower
-from lightning_mist.schedule.action import COMPUTATIONS, RECEIVES, SENDS
+from lightning_mist.schedule import check, generate, lower, lower_forwards
+from lightning_mist.schedule.action import COMPUTATIONS, RECEIVES, SENDS, ActionKind
 from lightning_mist.schedule.lowering import add_transfers, add_update
 from tests.plans import plans
 from tests.schedule.in_flight import in_flight
@@ -129,3 +130,23 @@ def test_interleaved_lists_pass_the_check_with_their_transfers(num_groups, chunk
     num_microbatches = rounds * num_groups
     computations = generate(num_groups * chunks, num_microbatches, "interleaved-1f1b", num_groups=num_groups)
     check(add_transfers(computations), num_microbatches)
+
+
+@given(plans())
+def test_forwards_alone_finish_and_are_no_training(plan):
+    schedule = lower_forwards(plan)
+    check(schedule, plan.num_microbatches, is_trained=False)
+    assert sum(action.kind is ActionKind.FORWARD for line in schedule for action in line) == (
+        plan.num_stages * plan.num_microbatches
+    )
+    with pytest.raises(ScheduleError, match="is missing"):
+        check(schedule, plan.num_microbatches)
+
+
+def test_forwards_of_two_stages():
+    assert show(lower_forwards(make_plan(2, 2))) == lines(
+        """
+        0F0 0SEND_F0 0F1 0SEND_F1
+        1RECV_F0 1RECV_F1 1F0 1F1
+        """
+    )

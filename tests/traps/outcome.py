@@ -19,10 +19,12 @@ class Outcome:
         kind: ``equal``, ``refused`` when the plan was made, ``stopped`` while training, ``as ddp`` (the same error), or
             one that must not be: ``wrong``, ``crash``, ``hang``.
         text: What differs, or what was said.
+        whole: Why the whole module was there for validation, if it was for a reason.
     """
 
     kind: str
     text: str = ""
+    whole: str | None = None
 
 
 def outcome_of(ddp: Sequence[Any], found: Sequence[Any], *, tolerance: float, is_late: bool, output: str) -> Outcome:
@@ -57,13 +59,13 @@ def outcome_of(ddp: Sequence[Any], found: Sequence[Any], *, tolerance: float, is
 def _compared(ddp: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], tolerance: float) -> Outcome:
     worst, where = 0.0, ""
     for rank, (wanted, given) in enumerate(zip(ddp, found, strict=True)):
-        for name in wanted.keys() - {"used"}:
+        for name in wanted.keys() - {"used", "whole"}:
             difference = _difference(wanted[name], given.get(name))
             if name == "metrics" and difference < _SINGLE:
                 continue
             if difference > worst:
                 worst, where = difference, f"{name} on rank {rank} differ by {difference:.3g}"
-    return Outcome(kind="equal" if worst <= tolerance else "wrong", text=where)
+    return Outcome(kind="equal" if worst <= tolerance else "wrong", text=where, whole=found[0]["whole"])
 
 
 def _difference(wanted: Any, found: Any) -> float:

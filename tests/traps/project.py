@@ -127,6 +127,7 @@ class Trap:
         trainer: Arguments of the trainer.
         plans: Under which plans it is tried, by name.
         equal: Those of them under which it must train and be equal to DDP: reach that is not to be lost.
+        whole: Under which plans every rank must get the whole module for validation; under the others none may.
         reason: What a refusal, or an error that ends training, must name; a part of its text.
         tolerance: Largest difference, relative to the size of what is compared.
         has_masters: Whether it is trained in bfloat16 with master weights, and held against the same arithmetic
@@ -140,6 +141,7 @@ class Trap:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     plans: tuple[str, ...] = ("zero1", "zero3", "cut", "pp2", "pp2cut", "tp2")
     equal: tuple[str, ...] = ()
+    whole: tuple[str, ...] | None = None
     reason: str = ""
     tolerance: float = 1e-9
     has_masters: bool = False

@@ -72,6 +72,7 @@ def check(trap: Trap, plan: str, outcome: Outcome) -> None:
     assert outcome.kind in GOOD, f"{outcome.kind}: {outcome.text}"
     if plan in trap.equal:
         assert outcome.kind == "equal", f"{outcome.kind}: {outcome.text}"
+        assert trap.whole is None or (outcome.whole is not None) == (plan in trap.whole), outcome.whole
     if outcome.kind in ("refused", "stopped"):
         assert trap.reason in outcome.text, outcome.text
 
@@ -127,7 +128,8 @@ def main() -> None:
         if arguments.only and name not in arguments.only:
             continue
         for key, outcome in outcomes({name: trap}, arguments.plans).items():
-            text = outcome.text if arguments.full else " ".join(outcome.text.split())[-160:]
+            text = outcome.whole or ""
+            text += outcome.text if arguments.full else " ".join(outcome.text.split())[-160:]
             print(f"{name:36s} {key[1]:8s} {outcome.kind:8s} {text}", flush=True)
 
 

@@ -100,5 +100,6 @@ def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "weights": {name: value.double().flatten().tolist() for name, value in module.state_dict().items()},
         "used": None if plan == "ddp" else trainer.strategy.plan.num_stages,
+        "whole": None if plan == "ddp" else trainer.strategy._whole,
         **{name: [float(number) for number in values] for name, values in seen.items()},
     }

@@ -6,6 +6,7 @@ from lightning_mist.runtime.parameters.absent_parameters import (
     held_at,
     make_absent,
     make_present,
+    present_meanwhile,
     works,
 )
 from lightning_mist.runtime.parameters.buckets import (

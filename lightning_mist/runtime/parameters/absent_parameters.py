@@ -166,6 +166,19 @@ def make_present(parameters: Iterable[nn.Parameter]) -> None:
             parameter.__dict__.pop("_mist_arrive", None)
 
 
+@contextmanager
+def present_meanwhile(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, absent parameters are ordinary ones without values."""
+    absent = [(item, dict(item.__dict__)) for item in parameters if type(item) is AbsentParameter]
+    make_present(item for item, _ in absent)
+    try:
+        yield
+    finally:
+        for item, said in absent:
+            item.__class__ = AbsentParameter
+            item.__dict__.update(said)
+
+
 def _name_of(function: Any) -> str:
     """What is called: ``shape`` for the getter of ``Tensor.shape``."""
     name = getattr(function, "__name__", "")

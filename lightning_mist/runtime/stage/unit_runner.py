@@ -37,8 +37,9 @@ class UnitRunner:
     """Walks the lines of one action after another.
 
     Args:
-        lines_of: Gives what each forward and backward of the rank's list consists of, given the update of the batch
+        lines_of: Gives what each forward and backward of a list consists of, given the list and the update of the batch
             before, of which there may be nothing to do.
+        actions: The rank's list.
         last_layer: Position of the module's last layer, behind which its tail begins.
     """
 
@@ -46,7 +47,8 @@ class UnitRunner:
 
     def __init__(
         self,
-        lines_of: Callable[[Sequence[Action]], Mapping[Action, Sequence[Action]]],
+        lines_of: Callable[[Sequence[Action], Sequence[Action]], Mapping[Action, Sequence[Action]]],
+        actions: Sequence[Action],
         shards: UnitShards | None,
         gradients: UnitGradients | None,
         *,
@@ -56,7 +58,7 @@ class UnitRunner:
         activations: OffloadedActivations | None = None,
         offloaded_gradients: OffloadedGradients | None = None,
     ) -> None:
-        self._lines_of, self._lines = lines_of, lines_of(())
+        self._lines_of, self._actions, self._lines = lines_of, actions, lines_of(actions, ())
         self.shards, self.gradients, self._updating = shards, gradients, self._lines
         # Only where there is something to do in a stage's backwards does forward mark where units change.
         self._marked = {action.stage for action in self._lines if action.kind in INPUT_BACKWARDS}
@@ -70,7 +72,20 @@ class UnitRunner:
 
     def take_update(self, update: OffloadedState) -> None:
         """From now on the optimizer's step may be left to the next batch."""
-        self.update, self._updating = update, self._lines_of(update.actions)
+        self.update, self._updating = update, self._lines_of(self._actions, update.actions)
+
+    def lines_of(self, actions: Sequence[Action]) -> Mapping[Action, Sequence[Action]]:
+        """What each forward and backward of another list consists of."""
+        return self._lines_of(actions, ())
+
+    @contextmanager
+    def running(self, lines: Mapping[Action, Sequence[Action]]) -> Iterator[None]:
+        """Inside, another list is run, by these lines."""
+        own, self._lines = self._lines, lines
+        try:
+            yield
+        finally:
+            self._lines = own
 
     def engage(self) -> None:
         """Free the values that other ranks own, if the rank shards them and has not yet."""
@@ -285,7 +300,8 @@ def make_unit_runner(
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
     ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
     return UnitRunner(
-        partial(_lines_of, actions, units),
+        partial(_lines_of, units),
+        actions,
         shards,
         UnitGradients(mesh, parameters, by_key, transport, offloaded_gradients) if reduces else None,
         device=device,
@@ -317,7 +333,7 @@ def _offloaded_gradients(
 
 
 def _lines_of(
-    actions: Sequence[Action], units: Mapping[int, StageUnits], update: Sequence[Action]
+    units: Mapping[int, StageUnits], actions: Sequence[Action], update: Sequence[Action]
 ) -> dict[Action, tuple[Action, ...]]:
     lines = expand(actions, units, update)
     check_units(lines, units)

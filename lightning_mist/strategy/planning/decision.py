@@ -124,6 +124,7 @@ class Decision:
         needs: The least ``memory_limit`` that the plan was to keep within, as far as that is known; None for plans that
             were not made here.
         replan: Makes another plan within so many bytes of each device for a batch, if this process is the only one.
+        lack_for_whole: Why the whole module does not fit on every device for a validation, if so.
         signature: What this rank's batch looked like that the plan was made for.
     """
 
@@ -142,3 +143,4 @@ class Decision:
     replan: "Callable[[int, Any], Decision] | None" = None
     reach: Reach | None = None
     rules: CutRules | None = None
+    lack_for_whole: str | None = None

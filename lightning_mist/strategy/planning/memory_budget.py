@@ -200,26 +200,40 @@ def whole_module_bytes(plan: Plan, module: nn.Module) -> tuple[int, ...]:
     )
 
 
-def check_evaluation(plan: Plan, module: nn.Module, limits: Sequence[int]) -> None:
-    """Refuse a pipeline whose training fits, but not the evaluation that interrupts it.
+def lack_for_whole(plan: Plan, module: nn.Module, limits: Sequence[int]) -> str | None:
+    """Why the whole module cannot be on every device for a validation during fit, if so; the stage that lacks most.
 
     Args:
         limits: Bytes of each device of every stage.
-
-    Raises:
-        InfeasibleError: Naming the stage that lacks most.
     """
     first = plan.stages[0]
     is_whole = first.mesh.tensor_parallel_degree == 1 and first.zero_stage < ZeroStage.PARAMETERS
     if plan.num_stages == 1 and is_whole:
-        return  # every rank has the whole module anyway
+        return None  # every rank has the whole module anyway
     needs = whole_module_bytes(plan, module)
     lacks = [need - limit for need, limit in zip(needs, limits, strict=True)] if needs else [0]
-    if max(lacks) > 0:
-        stage = lacks.index(max(lacks))
+    if max(lacks) <= 0:
+        return None
+    stage = lacks.index(max(lacks))
+    return (
+        "validation during fit makes the module whole on every device, which takes "
+        f"{format_bytes(needs[stage])} on stage {stage} of {plan.num_stages}, activations not counted; "
+        f"memory_limit is {format_bytes(limits[stage])} per device"
+    )
+
+
+def refuse_whole(lack: str | None, reason: str | None) -> None:
+    """Refuse to make the module whole for a reason where that does not fit.
+
+    Args:
+        lack: Why it does not fit; None if it does.
+        reason: Why it must be whole; None if it need not.
+
+    Raises:
+        InfeasibleError: Naming both, and ways out.
+    """
+    if lack is not None and reason is not None:
         raise InfeasibleError(
-            "validation during fit makes the module whole on every device, which takes "
-            f"{format_bytes(needs[stage])} on stage {stage} of {plan.num_stages}, activations not counted; "
-            f"memory_limit is {format_bytes(limits[stage])} per device. Set limit_val_batches=0 and validate in a run "
-            "of its own, or raise memory_limit"
+            f"{lack}. It is made whole because {reason}. Set limit_val_batches=0 and validate in a run of its own, "
+            "change that, or raise memory_limit"
         )

@@ -110,11 +110,16 @@ class _Told:
 
 
 class TriedStep:
-    """The user's step on a batch, run in trials."""
+    """The user's step on a batch, run in trials.
 
-    def __init__(self, trainer: Any, module: Any, call: Callable[[Any], Any]) -> None:
+    Args:
+        call: Runs the step on a batch.
+        name: The step's name in the module.
+    """
+
+    def __init__(self, trainer: Any, module: Any, call: Callable[[Any], Any], *, name: str = "training_step") -> None:
         self._module, self._call = module, call
-        self.reach = Reach(module, module.training_step, roots_of(trainer))
+        self.reach = Reach(module, getattr(module, name), roots_of(trainer))
         self._survey = Survey(self.reach)
         self._surroundings: Surroundings | None = None
         self._told, self._is_known = _Told(), False
@@ -201,6 +206,12 @@ class TriedStep:
         asked = [text for text in of_all_ranks(self._told.asked) if text]
         if asked:
             yield f"the step asks which process it runs in ({asked[0]}); use self.global_rank", _SHARED
+        yield from self._reads()
+        for name in _different(of_all_ranks(self._survey.details())):
+            yield f"the step reads {name}, which is another on every rank", _SHARED
+
+    def _reads(self) -> Iterator[tuple[str, tuple[Feature, ...]]]:
+        """What its code reads that is another on every rank."""
         names = self.reach.names
         variables = [name for name in _RANK_VARIABLES if name in names]
         if variables and names & {"environ", "getenv"}:
@@ -208,8 +219,13 @@ class TriedStep:
         if "trainer" in names:
             for name in names.intersection(_LOGGED):
                 yield f"the step reads trainer.{name}, which is another on every rank", _ONCE
-        for name in _different(of_all_ranks(self._survey.details())):
-            yield f"the step reads {name}, which is another on every rank", _SHARED
+
+    def only_own(self, told: "_Told") -> list[str]:
+        """Why this rank may run the step for batches of its own only, by what runs here told; one rank asks."""
+        found = [f"the step changes {what} as often as it runs" for what, _ in told.changed]
+        found += [f"the step talks to other processes itself ({told.talk})"] if told.talk else []
+        found += [f"the step asks which process it runs in ({told.asked})"] if told.asked else []
+        return [*found, *(reason for reason, _ in self._reads())]
 
     def _saw_backward(self) -> None:
         self._told.differentiates = True

@@ -38,9 +38,9 @@ from lightning_mist.strategy.planning.decision import Decision, PlanRequest
 from lightning_mist.strategy.planning.division_proofs import degrees_of
 from lightning_mist.strategy.planning.first_batch import load_the_same, look_at_first_batch, step_function
 from lightning_mist.strategy.planning.memory_budget import (
-    check_evaluation,
     estimate_given,
     estimate_made,
+    lack_for_whole,
     unless_out_of_memory,
 )
 from lightning_mist.strategy.planning.plain_parallelism import at_once_reason, is_free, plain_plan
@@ -193,6 +193,7 @@ def _made(planner: Planner, names: Namespace, started: float) -> Decision:
         replan=partial(_replanned, planner, names) if is_alone else None,
         reach=call.reach,
         rules=planner.rules,
+        lack_for_whole=lack_for_whole(plan, planner.module, planner.budget.limits(plan)),
     )
 
 
@@ -210,8 +211,6 @@ def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     layers, ranks, loaders = len(found.blocks), planner.strategy.world_size, planner.request.loaders
     check_plan(plan, world_size=ranks, batch_rows=rows, num_layers=layers, module_map=found, data_parallel_size=loaders)
     check_supported(plan, found, master_weights=planner.request.master_weights)
-    if planner.trainer.enable_validation:
-        check_evaluation(plan, planner.module, planner.budget.limits(plan))
 
 
 def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:

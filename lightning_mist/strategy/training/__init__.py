@@ -1,6 +1,7 @@
 """One Lightning batch through a plan, and what user code sees of it."""
 
 from lightning_mist.strategy.training.engine import Engine, module_state, start_engine
+from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, without_values
 from lightning_mist.strategy.training.failure_handling import EndsTogether
 from lightning_mist.strategy.training.log_records import LogRecord, LogRecorder, recorded_logs, replay
 from lightning_mist.strategy.training.microbatch_step import results_of

@@ -52,7 +52,7 @@ _IN_VALIDATION = (
     "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end",
     "on_validation_end",
 )  # fmt: skip
-"""Hooks that find all parameters on every rank, under any plan, but not all gradients."""
+"""Hooks for which every rank gets all parameters, under any plan, where one of them may use some; not all gradients."""
 
 
 _EVERY: tuple[Feature, ...] = (*_STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing")
@@ -96,10 +96,24 @@ def user_exclusions(trainer: Any, optimizers: list[Any], *, master_weights: bool
     return tuple(dict.fromkeys((*found, *(replace(item, feature="sharded_gradients") for item in away))))
 
 
+def whole_in_validation(trainer: Any, optimizers: list[Any]) -> str | None:
+    """Why all parameters must be on every rank around validation, if so: a hook of the user's that may use some."""
+    objects = FitObjects(trainer, optimizers)
+    for item in _with_hooks(trainer):
+        for name in _IN_VALIDATION:
+            used = _look(item, name, objects)
+            if used is not None and used[0].startswith("parameters"):
+                return f"{name} of {type(item).__name__} may use parameters ({used[1]})"
+    return None
+
+
+def _with_hooks(trainer: Any) -> list[Any]:
+    found = (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks)
+    return [item for item in found if item is not None]
+
+
 def _looks(trainer: Any, objects: FitObjects) -> Reasons:
-    for item in (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks):
-        if item is None:
-            continue
+    for item in _with_hooks(trainer):
         for name in (*_IN_TRAINING, *_IN_VALIDATION):
             used = _look(item, name, objects)
             if used is not None and (name in _IN_TRAINING or not used[0].startswith("parameters")):

@@ -35,7 +35,7 @@ LINES = {
 def runner():
     lines = {Action.parse(key): tuple(map(Action.parse, text.split())) for key, text in LINES.items()}
     recorder = Recorder()
-    found = UnitRunner(lambda _: lines, recorder, recorder, device=torch.device("cpu"), last_layer=1)
+    found = UnitRunner(lambda *_: lines, (), recorder, recorder, device=torch.device("cpu"), last_layer=1)
     return found, recorder.notes
 
 

@@ -3,7 +3,7 @@ from torch import nn
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, ZeroStage
-from lightning_mist.strategy.planning.memory_budget import check_evaluation, whole_module_bytes
+from lightning_mist.strategy.planning.memory_budget import lack_for_whole, refuse_whole, whole_module_bytes
 
 
 def module():
@@ -49,15 +49,14 @@ def test_each_stage_holds_the_whole_module_and_the_state_of_its_own():
     assert whole_module_bytes(plan(), module()) == (WHOLE + 300, WHOLE + 300)
 
 
-def test_a_pipeline_that_cannot_be_made_whole_is_refused():
-    check_evaluation(plan(), module(), (WHOLE + 300,) * 2)
-    with pytest.raises(InfeasibleError, match=r"stage 0 of 2.*limit_val_batches=0"):
-        check_evaluation(plan(), module(), (WHOLE + 299,) * 2)
+def test_a_pipeline_that_cannot_be_made_whole_lacks_memory():
+    assert lack_for_whole(plan(), module(), (WHOLE + 300,) * 2) is None
+    assert "stage 0 of 2" in lack_for_whole(plan(), module(), (WHOLE + 299,) * 2)
 
 
 def test_one_stage_and_plans_without_prediction_are_not_judged():
-    check_evaluation(plan(stages=1), module(), (1,))
-    check_evaluation(plan(predicted=False), module(), (1, 1))
+    assert lack_for_whole(plan(stages=1), module(), (1,)) is None
+    assert lack_for_whole(plan(predicted=False), module(), (1, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,16 @@ def test_one_stage_and_plans_without_prediction_are_not_judged():
 )
 def test_a_single_stage_in_parts_is_judged_too(options, is_whole):
     if is_whole:
-        check_evaluation(plan(stages=1, **options), module(), (1,))
+        assert lack_for_whole(plan(stages=1, **options), module(), (1,)) is None
         return
-    check_evaluation(plan(stages=1, **options), module(), (WHOLE + 300,))
-    with pytest.raises(InfeasibleError, match="validation during fit makes the module whole"):
-        check_evaluation(plan(stages=1, **options), module(), (WHOLE + 299,))
+    assert lack_for_whole(plan(stages=1, **options), module(), (WHOLE + 300,)) is None
+    assert "validation during fit makes the module whole" in lack_for_whole(
+        plan(stages=1, **options), module(), (WHOLE + 299,)
+    )
+
+
+def test_it_is_refused_only_if_it_must_be_whole_and_does_not_fit():
+    refuse_whole(None, "a hook looks at it")
+    refuse_whole("it takes 3 GiB", None)
+    with pytest.raises(InfeasibleError, match=r"3 GiB\. It is made whole because a hook.*limit_val_batches=0"):
+        refuse_whole("it takes 3 GiB", "a hook looks at it")

@@ -1,0 +1,233 @@
+"""Evaluation while a plan is in place: every rank runs forwards for the others, as long as any of them has a batch.
+
+Under data parallelism ranks evaluate each for itself: one may have more batches than another, and is waited for where a
+loader ends. Here parameters, layers and stages of one rank serve the batches of all. So ranks go in rounds: each says
+how far it has come and whether it has a batch; if any has, all run the forwards of the plan, those without a batch with
+nothing in its place.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mist.devices import to_device
+from lightning_mist.plan import ModuleMap, replica_of, replica_ranks
+from lightning_mist.runtime.communication import Microbatch, complete
+from lightning_mist.runtime.forward_pass import ForwardPass
+from lightning_mist.runtime.parameters import present_meanwhile, works
+from lightning_mist.runtime.random_state import get_random_state, set_random_state
+from lightning_mist.strategy.training.batch_exchange import BatchExchange
+from lightning_mist.strategy.training.batch_results import home
+from lightning_mist.strategy.training.engine import Engine
+from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.training.step_guard import StepGuard
+from lightning_mist.tensors import leaves, rebuild
+
+FINISHED = 1 << 31
+"""The place of a rank that has evaluated all of its loaders."""
+
+_NOTICE = struct.Struct("<QQ?")
+"""Place, what ranks that share batches must agree on, and whether there is a batch."""
+
+Step = Callable[..., Any]
+"""The user's step: takes a batch and, as far as its signature has them, numbers of the batch and of its loader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What the step gave for a batch, on its way to the rank that loaded it; which of its tensors were on the host."""
+
+    output: Any
+    on_host: tuple[bool, ...]
+    records: tuple[LogRecord, ...]
+
+    def output_on(self, device: torch.device) -> Any:
+        flags = iter(self.on_host)
+
+        def place(node: Any) -> Any:
+            return (node if next(flags) else to_device(node, device)) if isinstance(node, Tensor) else None
+
+        return rebuild(self.output, place)
+
+
+class Evaluator:
+    """Runs an evaluated step over all ranks, for one loader after the other.
+
+    Args:
+        guard: Watches runs of the step where ranks share batches.
+    """
+
+    def __init__(self, engine: Engine, guard: StepGuard | None) -> None:
+        self._engine, self._transport, self._guard = engine, engine.transport, guard
+        self._world = tuple(range(engine.plan.world_size))
+        self._passes: dict[int, ForwardPass] = {}
+        self._notes: dict[int, int] = {}
+
+    @property
+    def shares(self) -> bool:
+        """Whether ranks run the step for batches of others."""
+        return self._guard is not None
+
+    def knows(self, loader: int) -> bool:
+        """Whether the step is known for batches of a loader."""
+        return loader in self._passes
+
+    def learn(self, loader: int, found: ModuleMap) -> None:
+        """Evaluate batches of a loader by this map of the step from now on; on all ranks."""
+        self._passes[loader] = self._engine.executor.forward_pass(found)
+
+    @works
+    def meet(self, place: int, *, has_batch: bool) -> list[tuple[int, bool]]:
+        """Say how far this rank has come and whether it has a batch; what all say. Called on all at once."""
+        note = 0 if self._guard is None else self._guard.note()
+        notice = bytearray(_NOTICE.pack(place, note, has_batch))
+        said = self._transport.all_gather(torch.frombuffer(notice, dtype=torch.uint8), self._world)
+        said.wait()
+        found = [_NOTICE.unpack(bytes(row.tolist())) for row in said.result()]
+        self._notes = {rank: note for rank, (_, note, _) in enumerate(found)}
+        return [(there, has) for there, _, has in found]
+
+    @works
+    def everybodys(self, value: Any) -> list[Any]:
+        """What every rank has, by rank."""
+        gathered = self._transport.all_gather_object(value, self._world)
+        gathered.wait()
+        return list(gathered.result())
+
+    @works
+    def run(self, loader: int, batch: Any, numbers: Sequence[int] | None, step: Step) -> Any:
+        """Run the step on this rank's batch, and on those of others; called on all ranks at once.
+
+        Args:
+            numbers: What the step is called with behind the batch; None if this rank has no batch.
+
+        Returns:
+            What the step gave for the batch, as under data parallelism; what it logged is logged. None without a batch.
+        """
+        engine, forward = self._engine, self._passes[loader]
+        group = replica_ranks(forward.plan, replica_of(forward.plan, engine.rank))
+        complete(engine.buffers.before_forward())
+        if len(group) == 1:
+            rows = 0 if numbers is None else None
+            alone = Microbatch(value=batch, weight=1.0, owner=engine.rank, index=0, batch_rows=rows)
+            complete(engine.executor.evaluate(forward, (alone,), lambda part: step(part.value, *(numbers or ()))))
+            output = engine.executor.outputs[0]
+        else:
+            output = self._run_shared(forward, group, loader, batch, numbers, step)
+        engine.buffers.after_forward()
+        return output
+
+    # Where ranks share batches -----------------------------------------------------------------------------------
+
+    def _run_shared(
+        self,
+        forward: ForwardPass,
+        group: tuple[int, ...],
+        loader: int,
+        batch: Any,
+        numbers: Sequence[int] | None,
+        step: Step,
+    ) -> Any:
+        engine, guard = self._engine, self._guard
+        assert guard is not None
+        notes = [self._notes[rank] for rank in group]
+        guard.compare(notes, lambda value: self._gathered(value, group))
+        exchange = BatchExchange(forward.plan, engine.rank, self._transport, engine.device)
+        own_state = get_random_state(engine.device)
+        complete(exchange.run(batch, own_state, _packed(numbers)))
+        of_owner = {rank: _unpacked(note, loader) for rank, note in zip(group, exchange.notes, strict=True)}
+        microbatches = [
+            part if of_owner[part.owner] is not None else replace(part, weight=0.0, batch_rows=0)
+            for part in exchange.microbatches
+        ]
+        records: dict[int, tuple[LogRecord, ...]] = {}
+        with recorded_logs(engine.module) as log, guard.batch():
+
+            def run(part: Microbatch) -> Any:
+                log.take()
+                with guard.run(part):
+                    output = step(part.value, *(of_owner[part.owner] or ()))
+                records[part.index] = log.take()
+                return output
+
+            complete(engine.executor.evaluate(forward, microbatches, run))
+        told, state = self._own(group, self._told(microbatches, records))
+        set_random_state(own_state if told is None else state, engine.device)
+        if told is None:
+            return None
+        device = engine.device
+        logged = [replace(item, value=rebuild(item.value, lambda x: _moved(x, device))) for item in told.records]
+        replay(engine.module, logged)
+        return told.output_on(device)
+
+    def _told(
+        self, microbatches: Sequence[Microbatch], records: dict[int, tuple[LogRecord, ...]]
+    ) -> dict[int, tuple[_Told, Any]]:
+        """What this rank has to tell others of their batches: tensor-parallel peers have computed the same."""
+        executor = self._engine.executor
+        if not executor.mesh.is_last or executor.mesh.tensor_index != 0:
+            return {}
+        found = {}
+        for part in microbatches:
+            if part.weight == 0.0:
+                continue
+            output = executor.outputs[part.index]
+            given = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+            told = _Told(
+                output=home(output),
+                on_host=tuple(leaf.device.type == "cpu" for leaf in given),
+                records=tuple(replace(item, value=home(item.value)) for item in records[part.index]),
+            )
+            found[part.owner] = told, executor.random_states[part.index]
+        return found
+
+    def _own(self, group: tuple[int, ...], told: dict[int, tuple[_Told, Any]]) -> tuple[_Told | None, Any]:
+        for found in self._gathered(told, group):
+            if self._engine.rank in found:
+                mine: tuple[_Told, Any] = found[self._engine.rank]
+                return mine
+        return None, None
+
+    def _gathered(self, value: Any, group: tuple[int, ...]) -> Sequence[Any]:
+        gathered = self._transport.all_gather_object(value, group)
+        gathered.wait()
+        return list(gathered.result())
+
+
+def _moved(node: Any, device: torch.device) -> Any:
+    return to_device(node, device) if isinstance(node, Tensor) else None
+
+
+def _packed(numbers: Sequence[int] | None) -> int:
+    """How many numbers a step takes behind its batch, and the batch's own, as one; 0 without a batch."""
+    if numbers is None:
+        return 0
+    return 1 + len(numbers) + (4 * numbers[0] if numbers else 0)
+
+
+def _unpacked(note: int, loader: int) -> tuple[int, ...] | None:
+    return None if note == 0 else (note // 4, loader)[: note % 4 - 1]
+
+
+@contextmanager
+def without_values(engine: Engine) -> Iterator[None]:
+    """Inside, all parameters have their whole shape, the type that is computed in, and no values: to trace a step."""
+    every, masters = engine.stages.every, engine.executor.masters
+    types = {} if masters is None else masters.types
+    shapes = {use.name: use.shape for use in engine.module_map.parameters}
+    with present_meanwhile(every.values()), torch.no_grad():
+        data = {name: parameter.data for name, parameter in every.items()}
+        for name, parameter in every.items():
+            like = data[name]
+            one = torch.zeros((), dtype=types.get(name, like.dtype), device=like.device)
+            parameter.data = one.expand(shapes[name])
+        try:
+            yield
+        finally:
+            for name, parameter in every.items():
+                parameter.data = data[name]
