@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from lightning_mist.plan import ModuleMap, Plan, ZeroStage, of_whole_batches
+from lightning_mist.plan import ModuleMap, Plan, ZeroStage, of_whole_batches, replica_ranks
 from lightning_mist.runtime.batch_run import RankContext
 from lightning_mist.runtime.communication import Neighbours
 from lightning_mist.runtime.parameters import CastKeeper
@@ -53,11 +53,12 @@ def hindrance(plan: Plan, module_map: ModuleMap, found: ModuleMap) -> str | None
         module_map: Of the step that the plan trains.
         found: Of the step to evaluate.
     """
-    if of_whole_batches(plan) is None:
+    if (whole := of_whole_batches(plan)) is None:
         return "the plan's stages cut batches differently, and evaluation takes them whole"
     moves = any(stage.zero_stage >= ZeroStage.PARAMETERS or stage.offload.parameters > 0.0 for stage in plan.stages)
     elsewhere = used_elsewhere(module_map, plan.bounds, found) if plan.num_stages > 1 or moves else None
-    reasons = found.excludes("pipeline") if plan.num_stages > 1 else ()
+    # These hold for all that lets a rank run the step for others: what it leaves behind, it would leave there.
+    reasons = found.excludes("pipeline") if len(replica_ranks(whole, 0)) > 1 else ()
     return elsewhere or next(iter(reasons), None)
 
 

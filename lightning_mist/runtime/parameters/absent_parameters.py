@@ -226,8 +226,8 @@ def _refusal(values: Iterable[Any], name: str) -> str:
     absent = next((item for item in _flat(values) if type(item) is AbsentParameter), None)
     parameter, where = ("a parameter", "elsewhere") if absent is None else absent.__dict__["_mist_absent"]
     return (
-        f"{name} of {parameter} while it is trained: its values are {where}. Read the module in validation hooks or "
-        "after fit, where it is whole on every rank, save it with trainer.save_checkpoint(path) on every rank, or "
+        f"{name} of {parameter} while it is trained: its values are {where}. Read the module after fit, "
+        "where it is whole on every rank, save it with trainer.save_checkpoint(path) on every rank, or "
         "train by a plan that leaves every rank all parameters (one stage, zero_stage = 2 or less, "
         "offload.parameters = 0)"
     )
