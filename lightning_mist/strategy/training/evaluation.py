@@ -77,9 +77,12 @@ class Evaluator:
         """Whether the step is known for batches of a loader."""
         return loader in self._passes
 
+    @works
     def learn(self, loader: int, found: ModuleMap) -> None:
         """Evaluate batches of a loader by this map of the step from now on; on all ranks."""
-        self._passes[loader] = self._engine.executor.forward_pass(found)
+        # Fakes of other stages' parameters are of the type that is computed in, which masters are not.
+        with without_values(self._engine):
+            self._passes[loader] = self._engine.executor.forward_pass(found)
 
     @works
     def meet(self, place: int, *, has_batch: bool) -> list[tuple[int, bool]]:
