@@ -16,6 +16,7 @@ class Namespace:
     isolate_rng: Any
     is_param_in_hook_signature: Any
     fitting: Any
+    ends_quietly: Any
     set_sampler_epoch: Any
 
 
@@ -31,5 +32,6 @@ def namespace(root: str) -> Namespace:
         isolate_rng=find("utilities.seed", "isolate_rng"),
         is_param_in_hook_signature=find("utilities.signature_utils", "is_param_in_hook_signature"),
         fitting=find("trainer.states", "TrainerFn").FITTING,
+        ends_quietly=find("utilities.exceptions", "_TunerExitException"),
         set_sampler_epoch=importlib.import_module(f"{_FABRIC[root]}.utilities.data")._set_sampler_epoch,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -17,7 +17,9 @@ from lightning_mist.runtime.stage import no_caches
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.monitoring import RunReport
+from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
+from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import EndsTogether, Engine, StepGuard, attach_engine, start_engine
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class PlanInstallation(EndsTogether):
     _masters: dict[str, Tensor] | None = None
     _first_steps: FirstSteps
     _is_planning = False
+    _is_over = False  # after a dry run
+    _names: ClassVar[Namespace]
     # What the user asked for.
     _request: PlanRequest
     _fitting: ExitStack
@@ -66,6 +70,17 @@ class PlanInstallation(EndsTogether):
         ``if not getattr(self.trainer.strategy, "is_planning", False): ...``.
         """
         return self._is_planning
+
+    def _end_dry_run(self) -> NoReturn:
+        """End the fit as soon as there is a plan; the process ends once Lightning has cleared up."""
+        assert self._decision is not None
+        said = "nothing was trained"
+        if self._request.plan_path is not None and self._decision.plan_path is not None:
+            write_plan(self._decision.plan, self._decision.plan_path)
+            said += f", the plan is in {self._decision.plan_path}"
+        Progress(enabled=self.is_global_zero).tell(f"dry_run=True: {said}")
+        self._is_over = True
+        raise self._names.ends_quietly
 
     # Installing --------------------------------------------------------------------------------------------------
 
@@ -194,3 +209,13 @@ def broadcasts_buffers(options: Mapping[str, Any]) -> bool:
     """Whether DDP with these options gives every rank the buffers of rank 0 before forwards."""
     now = options.get("forward_sync_buffers")
     return bool(options.get("broadcast_buffers", True) if now is None else now)
+
+
+def refuse_waiting(is_dry_run: bool, start_method: str) -> bool:
+    """Whether a fit ends with its plan, which ends processes; ``ValueError`` if one of them is then waited for."""
+    if is_dry_run and start_method != "popen":
+        raise ValueError(
+            f"dry_run=True with start_method={start_method!r}: a process that ends would be waited for; leave "
+            "start_method out"
+        )
+    return is_dry_run

@@ -18,6 +18,7 @@ from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import Namespace, namespace
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
+from lightning_mist.strategy.plan_installation import refuse_waiting
 from lightning_mist.strategy.planning import PlanRequest, decide, searched_with, whole_module_reason, write_plan
 from lightning_mist.strategy.shared_loaders import SharedLoaders
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, replay
@@ -58,6 +59,8 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
         report_path: Where the comparison of predicted and measured is written as JSON at the end, if anywhere.
         self_check: Whether to compare the cut module with the whole on one small batch before training.
         verbose: Whether to print why this plan was chosen, what was measured and where the time of a step goes.
+        dry_run: Whether ``fit`` prints the plan and why it was chosen, writes it to ``plan_path`` if that is given, and
+            ends the process, before anything is trained.
         save_distributed_checkpoint: Whether to save directories, each rank writing what it holds, in place of single
             files. Both are resumed under any plan and number of processes. See docs/checkpoints.md.
         save_asynchronously: Whether directories are written while training goes on, from a copy in host memory.
@@ -99,6 +102,7 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
         report_path: str | None = None,
         self_check: bool = True,
         verbose: bool = False,
+        dry_run: bool = False,
         save_distributed_checkpoint: bool = False,
         save_asynchronously: bool = False,
         master_weights: bool = False,
@@ -114,12 +118,11 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
         **kwargs: Any,
     ) -> None:
         self.choose_directories(save_distributed_checkpoint, asynchronously=save_asynchronously)
+        self._is_dry_run = refuse_waiting(dry_run, start_method)
         kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
-        super().__init__(
-            *(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin),
-            *(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period),
-            **{**kwargs, "gradient_as_bucket_view": gradient_as_bucket_view},
-        )
+        given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state)
+        ddp_options = (ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
+        super().__init__(*given, *ddp_options, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
         self._request = PlanRequest(
@@ -134,7 +137,7 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
             profile_directory=profile_directory,
             correct_profile=correct_profile,
             self_check=self_check,
-            verbose=verbose,
+            verbose=verbose or dry_run,
             master_weights=master_weights,
         )
         self._fitting, self._constructions = ExitStack(), empty_parameters.DeferredConstructions()
@@ -171,6 +174,8 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
             self._decision = decide(
                 trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
             )
+        if self._is_dry_run:
+            self._end_dry_run()
         self._first_steps = FirstSteps(self, self._decision)
         self._install(module)
         if self._initial is not None:
@@ -212,6 +217,8 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
             empty_parameters.hollow_on_host(self.lightning_module)
         super().teardown()
         self.stop_watching()
+        if self._is_over:
+            raise SystemExit(0)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: processes that would be asked for the optimizer's state, or reduce, a copy has not."""

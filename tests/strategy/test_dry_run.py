@@ -1,0 +1,78 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mist import MistStrategy, SearchSpace
+from lightning_mist.plan import load
+from tests.machine import assume_profile
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)])
+        self.steps = []
+
+    def training_step(self, batch, batch_idx):
+        if not getattr(self.trainer.strategy, "is_planning", False):
+            self.steps.append(batch_idx)
+        return self.blocks(batch[0]).pow(2).mean()
+
+    def on_exception(self, trainer, error):
+        self.steps.append(error)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class Rows(pl.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(8, 6)), batch_size=4)
+
+
+def options(tmp_path):
+    return {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "default_root_dir": str(tmp_path),
+    }
+
+
+def test_a_dry_run_prints_the_plan_and_ends_before_anything_is_trained(tmp_path, capfd):
+    profiles = str(assume_profile(tmp_path / "profiles", 1))
+    module, path = Net(), tmp_path / "plan.json"
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    search = SearchSpace(checkpointed_shares=(1.0,))  # plain data parallelism is not planned
+    strategy = MistStrategy(dry_run=True, search=search, plan_path=str(path), profile_directory=profiles)
+    with pytest.raises(SystemExit) as ended:
+        pl.Trainer(strategy=strategy, **options(tmp_path)).fit(module, Rows())
+    assert ended.value.code == 0
+    assert module.steps == []
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert load(path) == strategy.plan
+    said = capfd.readouterr().err
+    assert "dry_run=True: nothing was trained, the plan is in" in said
+    assert "stage" in said
+
+
+def test_the_command_line_has_it(tmp_path, capfd):
+    profiles = assume_profile(tmp_path / "profiles", 1)
+    chosen = ["--trainer.strategy=lightning_mist.MistStrategy", "--trainer.strategy.dry_run=true"]
+    chosen += [f"--trainer.strategy.profile_directory={profiles}"]
+    with pytest.raises(SystemExit) as ended:
+        LightningCLI(Net, Rows, args=["fit", *chosen], trainer_defaults=options(tmp_path), save_config_callback=None)
+    assert ended.value.code == 0
+    assert "dry_run=True: nothing was trained" in capfd.readouterr().err
+
+
+def test_processes_that_somebody_waits_for_do_not_end_so():
+    with pytest.raises(ValueError, match="dry_run=True with start_method='spawn': a process that ends"):
+        MistStrategy(dry_run=True, start_method="spawn")
