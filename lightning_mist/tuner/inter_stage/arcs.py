@@ -77,7 +77,18 @@ def arcs_of(problem: InterStageProblem, known: float = np.inf) -> Arcs:
         from_A = np.where(stage > 0, 1 + stage * states + item.from_A, 0)
         to_A = np.where(item.to_A < 0, -1, 1 + (stage + 1) * states + item.to_A)
         found.append(np.stack([np.full(len(from_A), stage), item.choice_A, from_A, to_A]))
-    return _joined(problem, found)
+    return _joined(problem, _leading_on(found, count))
+
+
+def _leading_on(found: list[IntArray], num_stages: int) -> list[IntArray]:
+    """Of arcs from stage, choice, and nodes those that lead to the end: each is bounded by itself."""
+    arc_4A = np.concatenate([np.empty((4, 0), dtype=np.int64), *found], axis=1)
+    stage_A, _, from_A, to_A = arc_4A
+    kept_A = to_A < 0
+    for stage in range(num_stages - 2, -1, -1):
+        behind_A = from_A[kept_A & (stage_A == stage + 1)]
+        kept_A |= (stage_A == stage) & np.isin(to_A, behind_A)
+    return [arc_4A[:, kept_A]]
 
 
 def _least_bottleneck(suffixes: Suffixes, bottlenecks_K: FloatArray) -> float:

@@ -29,7 +29,7 @@ def test_every_way_is_an_answer_and_the_best_one_is_among_them(seed):
     near = arcs_of(problem, wanted)
     assert len(near) <= len(arcs_of(problem))
     assert min(problem.objective(chosen) for chosen in paths(near)) == pytest.approx(wanted, rel=1e-9)
-    assert not list(paths(arcs_of(problem, wanted * 0.5)))
+    assert not len(arcs_of(problem, wanted * 0.5))
 
 
 @pytest.mark.parametrize("seed", small_seeds(30))
