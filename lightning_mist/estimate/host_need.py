@@ -23,17 +23,20 @@ class HostNeed:
 
 
 def host_need(cluster: AnyCluster, plan: Plan, held: Mapping[int, int]) -> HostNeed | None:
-    """The node on which offload takes most of what it may; None if none takes any, or nothing is known of the hosts.
+    """The node on which offload takes most of what it may.
+
+    None if none takes any, nothing is known of the hosts, or devices are CPUs, which offload into files.
 
     Args:
         held: Bytes of host memory of each process, by the group of devices it belongs to.
     """
+    if cluster.kind != "cuda":
+        return None
     nodes: dict[tuple[int, int], int] = {}
-    offsets = (0, *(sum(part.world_size for part in cluster.parts[: index + 1]) for index in range(len(cluster.parts))))
     for group in range(plan.num_groups):
         for rank in plan.stages[group].devices if held[group] else ():
-            part = max(index for index, first in enumerate(offsets[:-1]) if first <= rank)
-            node = part, (rank - offsets[part]) // cluster.parts[part].devices_per_node
+            part = cluster.part_of(rank)
+            node = part, (rank - cluster.offsets[part]) // cluster.parts[part].devices_per_node
             nodes[node] = nodes.get(node, 0) + held[group]
     found = []
     for (index, _), nbytes in nodes.items():

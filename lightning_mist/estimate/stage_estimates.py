@@ -196,11 +196,12 @@ class Estimator:
 def alike_groups(plan: Plan) -> dict[int, int]:
     """For groups of devices between the first and the last the first that is alike; an earlier one has more in flight.
 
-    Alike are layers, how many are recomputed, and how they are shared out over how many devices.
+    Alike are layers, how many are recomputed, and how they are shared out over how many devices. Under ZB-H1 later
+    groups keep more beyond what is in flight, so that none count as alike.
     """
     first: dict[tuple[object, ...], int] = {}
     found: dict[int, int] = {}
-    for group in range(1, plan.num_groups - 1):
+    for group in range(1, plan.num_groups - 1) if plan.schedule != "zb-h1" else ():
         stages = [plan.stages[index] for index in plan.chunks(group)]
         key = tuple(
             (

@@ -37,6 +37,10 @@ def test_nothing_is_said_without_offload_or_of_unknown_hosts():
     assert host_need(parse_cluster("4xcuda:8GiB"), plan(4), {0: 100}) is None
 
 
+def test_nothing_is_said_of_cpus_which_offload_into_files():
+    assert host_need(replace(parse_cluster("4xcpu:8GiB"), host_memory_bytes=1000), plan(4), {0: 100}) is None
+
+
 @pytest.mark.parametrize(
     ("share", "verdict", "words"),
     [
