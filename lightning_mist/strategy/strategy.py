@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from lightning_mist.strategy.checkpoints import Checkpoints
 from lightning_mist.strategy.master_precision import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
-from lightning_mist.strategy.namespace import Namespace, namespace
+from lightning_mist.strategy.namespace import namespace
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
 from lightning_mist.strategy.planning import PlanRequest, decide, searched_with, whole_module_reason, write_plan
@@ -79,7 +79,6 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
     """
 
     strategy_name = "mist"
-    _names: ClassVar[Namespace]
 
     def __init__(
         self,
@@ -217,7 +216,8 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
             empty_parameters.hollow_on_host(self.lightning_module)
         super().teardown()
         self.stop_watching()
-        if self._is_over:
+        is_over, self._is_over = self._is_over, False
+        if is_over:
             raise SystemExit(0)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -23,11 +23,19 @@ class Net(pl.LightningModule):
             self.steps.append(batch_idx)
         return self.blocks(batch[0]).pow(2).mean()
 
-    def on_exception(self, trainer, error):
-        self.steps.append(error)
-
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class Seen(pl.Callback):
+    def __init__(self):
+        self.hooks = []
+
+    def on_exception(self, trainer, module, error):
+        self.hooks.append("on_exception")
+
+    def teardown(self, trainer, module, stage):
+        self.hooks.append("teardown")
 
 
 class Rows(pl.LightningDataModule):
@@ -48,14 +56,15 @@ def options(tmp_path):
 
 def test_a_dry_run_prints_the_plan_and_ends_before_anything_is_trained(tmp_path, capfd):
     profiles = str(assume_profile(tmp_path / "profiles", 1))
-    module, path = Net(), tmp_path / "plan.json"
+    module, path, seen = Net(), tmp_path / "plan.json", Seen()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     search = SearchSpace(checkpointed_shares=(1.0,))  # plain data parallelism is not planned
     strategy = MistStrategy(dry_run=True, search=search, plan_path=str(path), profile_directory=profiles)
     with pytest.raises(SystemExit) as ended:
-        pl.Trainer(strategy=strategy, **options(tmp_path)).fit(module, Rows())
+        pl.Trainer(strategy=strategy, callbacks=[seen], **options(tmp_path)).fit(module, Rows())
     assert ended.value.code == 0
     assert module.steps == []
+    assert seen.hooks == ["teardown"]
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert load(path) == strategy.plan
     said = capfd.readouterr().err

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,7 +32,6 @@ from lightning_mist.strategy.checkpoints.shards import (
     optimizer_shards,
     saved_parts,
 )
-from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.training import module_state
 
@@ -41,7 +40,6 @@ class Checkpoints(PlanInstallation):
     """The part of a strategy that saves and loads: as plain data parallelism does or in directories, under any plan."""
 
     _state_afterwards: Callable[[], dict[str, Any]] | None = None
-    _names: ClassVar[Namespace]
     _saves_directories = False
     _saves_asynchronously = False
     _pending: tuple[Future[Any], Path] | None = None  # what is being written while training goes on

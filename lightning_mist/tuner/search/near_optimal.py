@@ -1,7 +1,7 @@
 """Pipelines beside the best that the clock and other schedules choose among, enumerated on purpose.
 
-Which these are depends on the network, the machine and the question alone, and not on the order in which the search
-ruled out others: every pipeline whose best plan is near the best of all, or is with all state resident
+Which these are depends on the network, the machine and the question alone: every pipeline whose best plan is near the
+best of all, those that are so with all state resident, by their bounds after the search, until there are enough
 (:mod:`lightning_mist.tuner.search.search_state` says how near), and the best pipeline of a few other numbers of stages.
 The search solves the first to their proven optima in the whole space.
 """
@@ -17,7 +17,8 @@ on the device, and if it may be offloaded, which takes several times as long to 
 
 MOST_NEAR = 12
 """Pipelines that are enough for the clock and other schedules to choose among: others are not looked for any more. Of
-long pipelines on many devices there are dozens so near, and proving the optimum of each takes as long as the search."""
+long pipelines on many devices there are more, and the optimum of each is proven. The plans of all questions that
+:mod:`benchmarks.planner.plan_hashes` asks are the same without this limit."""
 
 
 def compared(space: Space, winner: int) -> tuple[int, ...]:
