@@ -195,7 +195,8 @@ class InMemoryTransport:
         def run(parts: Sequence[_MemoryWork]) -> None:
             origin = _tensor(parts[tuple(group).index(source)])
             for part in parts:
-                _tensor(part).copy_(origin)
+                if _tensor(part) is not origin:  # the source's is read only
+                    _tensor(part).copy_(origin)
 
         return self._collective("broadcast", tensor, group, (source,), run)
 

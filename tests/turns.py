@@ -17,6 +17,7 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_mist.errors import ScheduleError
 from lightning_mist.runtime.communication.transport import Work
@@ -34,9 +35,12 @@ class _Modes:
     def __init__(self) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self._dispatch = _get_current_dispatch_mode_stack()
 
     def enter(self, stack: ExitStack) -> None:
         """Set them in this thread."""
+        for mode in self._dispatch:
+            stack.enter_context(mode)
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._grad))
         if self._autocast[0]:
