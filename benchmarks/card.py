@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, choices=(1, 2), default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--no-tests", action="store_true", help="runs by plans only")
+    parser.add_argument("--no-runs", action="store_true", help="tests only")
     parser.add_argument("--pytest", nargs="*", default=[], help="further arguments for pytest")
     add_size_arguments(parser)
     options = parser.parse_args()
@@ -105,7 +106,8 @@ def main() -> None:
     if options.devices > there:
         sys.exit(f"{options.devices} cards were asked for and {there} found: leave out --devices")
     samples = [] if options.no_tests else tested(options.pytest)
-    samples += trained(options.devices, options, plans_for(options.devices, options.layers, options.batch_size))
+    if not options.no_runs:
+        samples += trained(options.devices, options, plans_for(options.devices, options.layers, options.batch_size))
     wrong = [sample for sample in samples if "error" in sample]
     notes = f"{len(samples)} things were tried, {len(wrong)} ended in an error or were skipped."
     if options.devices == 1:

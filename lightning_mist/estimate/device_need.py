@@ -14,7 +14,14 @@ from lightning_mist.estimate.allocator import (
     simulate_allocator,
 )
 from lightning_mist.estimate.uncertainty import SPREADS, Interval, Spread
-from lightning_mist.hardware.catalog import NOTHING, Overhead, communicator_overhead, context_overhead, workspace_bytes
+from lightning_mist.hardware.catalog import (
+    NOTHING,
+    Overhead,
+    alone_overhead,
+    communicator_overhead,
+    context_overhead,
+    workspace_bytes,
+)
 from lightning_mist.hardware.cluster import Cluster
 from lightning_mist.plan import ModuleMap, Plan, replica_ranks
 from lightning_mist.plan.mesh import make_mesh, process_groups
@@ -102,12 +109,17 @@ def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:
     return tuple(found)
 
 
+HANDLES = 2
+"""Handles of cuBLAS that multiply on the stream that computes: torch has one for each thread, and autograd has a thread
+of its own for backward. Both workspaces were seen on an H200 (``benchmarks.hardware.device_memory``)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOverheads:
     """What one rank's device holds outside of the caching allocator, and what libraries take inside of it.
 
     Attributes:
-        workspace_bytes: What cuBLAS keeps for each stream that multiplies matrices; tensors to the allocator.
+        workspace_bytes: What cuBLAS keeps for each of :data:`HANDLES`; tensors to the allocator.
         has_allocator: Whether there is a caching allocator: not on CPU, where what is allocated is the total.
     """
 
@@ -115,6 +127,11 @@ class DeviceOverheads:
     communicators: Overhead
     workspace_bytes: int
     has_allocator: bool
+
+    @property
+    def workspaces_bytes(self) -> int:
+        """What all handles of cuBLAS keep."""
+        return HANDLES * self.workspace_bytes
 
     @property
     def outside(self) -> Overhead:
@@ -126,9 +143,10 @@ def device_overheads(cluster: Cluster, communicators: tuple[Communicator, ...]) 
     """What a device of a cluster holds besides tensors."""
     if cluster.device.kind != "cuda":
         return DeviceOverheads(context=NOTHING, communicators=NOTHING, workspace_bytes=0, has_allocator=False)
+    alone = () if communicators else (alone_overhead(cluster.device.name),)
     return DeviceOverheads(
         context=context_overhead(cluster.device.name),
-        communicators=_sum(tuple(_held_by(each, cluster) for each in communicators)),
+        communicators=_sum((*(_held_by(each, cluster) for each in communicators), *alone)),
         workspace_bytes=workspace_bytes(cluster.device.name),
         has_allocator=True,
     )
@@ -144,12 +162,12 @@ def allocator_capacity(cluster: Cluster, overheads: DeviceOverheads) -> int:
     return max(1, cluster.device.memory_bytes - overheads.outside.expected)
 
 
-def workspaces(nbytes: int, streams: tuple[str, ...] = ("compute",)) -> tuple[MemoryEvent, ...]:
-    """What cuBLAS allocates when a stream first multiplies matrices, and never frees; to put before a step's events.
+def workspaces(nbytes: int, count: int = HANDLES) -> tuple[MemoryEvent, ...]:
+    """What cuBLAS allocates when a handle first multiplies matrices, and never frees; to put before a step's events.
 
     Their identities are negative, so that those of tensors may count from 0.
     """
-    return tuple(malloc(-2 - index, nbytes, stream) for index, stream in enumerate(streams) if nbytes)
+    return tuple(malloc(-2 - index, nbytes, "compute") for index in range(count) if nbytes)
 
 
 def _sum(overheads: tuple[Overhead, ...]) -> Overhead:

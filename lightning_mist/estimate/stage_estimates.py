@@ -279,10 +279,10 @@ def summed_estimate(
     part, limit = stage_device(cluster, devices, limit)
     overheads = rank_overheads(part, plan, module_map, devices[0])
     # What cuBLAS allocates is in no term of its own: it works for whatever multiplies.
-    allocated = memory.peak_bytes + overheads.workspace_bytes
+    allocated = memory.peak_bytes + overheads.workspaces_bytes
     need = summed_need(allocated, part, overheads, limit=limit, is_traced=is_traced, is_final=is_final)
     terms = dict(memory.terms)
-    terms["working_bytes"] += overheads.workspace_bytes
+    terms["working_bytes"] += overheads.workspaces_bytes
     found = _estimate(plan, stage, cluster, limit, need, terms)
     return replace(found, phase=memory.phase, host_bytes=memory.host_bytes)
 

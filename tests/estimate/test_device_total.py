@@ -27,6 +27,13 @@ def test_context_and_communicators_add_up() -> None:
     assert allocator_capacity(machine, found) == 22 * 2**30 - found.outside.expected
 
 
+def test_a_device_alone_has_a_communicator_all_the_same() -> None:
+    hopper, other = (device_overheads(cluster(name), ()).communicators for name in ("H200", "L4"))
+    assert (hopper.expected, other.expected) == (558 * MIB, 0)
+    assert hopper.high == other.high
+    assert "not known for L4" in other.source
+
+
 def test_on_cpu_nothing_comes_on_top() -> None:
     machine = cluster("cpu", "cpu")
     found = device_overheads(machine, GROUPS)
@@ -36,8 +43,8 @@ def test_on_cpu_nothing_comes_on_top() -> None:
     assert workspaces(found.workspace_bytes) == ()
 
 
-def test_workspaces_are_allocated_once_per_stream_and_stay() -> None:
-    events = [*workspaces(32 * MIB, ("compute", "side")), malloc(0, 512), malloc(1, 512)]
+def test_workspaces_are_allocated_once_per_handle_and_stay() -> None:
+    events = [*workspaces(32 * MIB), malloc(0, 512), malloc(1, 512)]
     result = simulate_allocator(events)
     assert result.peak.reserved == 2 * 32 * MIB + 2 * MIB
 
@@ -45,8 +52,7 @@ def test_workspaces_are_allocated_once_per_stream_and_stay() -> None:
 def test_messages_between_stages_hold_the_buffers_of_their_few_channels() -> None:
     machine = cluster("H100")
     pair = Communicator(purpose="messages", ranks=(0, 8))
-    alone = device_overheads(machine, ()).communicators.expected
     both = device_overheads(machine, (pair, pair)).communicators.expected
-    assert (alone, both) == (0, 2 * MESSAGE_CHANNELS * 12 * MIB)
+    assert both == 2 * MESSAGE_CHANNELS * 12 * MIB
     whole = device_overheads(machine, (Communicator(purpose="data parallel", ranks=(0, 8)),)).communicators.expected
     assert whole > 5 * both

@@ -26,7 +26,7 @@ def estimator(network=NETWORK, cluster=FOUR, limit=22 * GIB):
 def test_every_allocation_is_replayed_where_it_is_known():
     stages = estimator().stages(PLAN)
     for stage, replay in zip(stages, replay_plan(NETWORK, PLAN), strict=True):
-        assert 0 <= stage.allocated.p50 - replay.peak_bytes < 10 * 2**20  # cuBLAS's workspace and rounding
+        assert 0 <= stage.allocated.p50 - replay.peak_bytes < 20 * 2**20  # cuBLAS's two workspaces and rounding
         assert stage.term("parameter_bytes") == dict(replay.terms_at_peak())["parameter_bytes"]
         assert sum(value for _, value in stage.terms) == stage.device_total.p50
         assert stage.tensors[0].bytes == replay.alive_at(replay.peak_event)[0].nbytes

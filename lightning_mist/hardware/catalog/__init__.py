@@ -12,6 +12,7 @@ from lightning_mist.hardware.catalog.interference_kinds import copies_are_staged
 from lightning_mist.hardware.catalog.memory_overheads import (
     NOTHING,
     Overhead,
+    alone_overhead,
     communicator_overhead,
     context_overhead,
     workspace_bytes,

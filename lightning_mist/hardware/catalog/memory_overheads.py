@@ -25,6 +25,8 @@ SOURCES = {
     "buffers": "github.com/NVIDIA/nccl issue 1685: 10 MiB to receive and 2 MiB to send for each peer and channel",
     "channels": "github.com/NVIDIA/nccl issue 1953: 2 channels between devices without NVLink",
     "scale": "S. Jeaugey in github.com/NVIDIA/nccl issue 986: beyond 2 nodes the size of a group does not matter",
+    "hopper": "benchmarks.hardware.device_memory on an H200 with torch 2.11: after a step of common operators; then by "
+    "the first collective of a process group of one",
     "cublas": "torch, aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, from compute capability 9.0 on 32 MiB",
 }
 """Where figures come from."""
@@ -55,19 +57,24 @@ class Architecture:
     """What devices of one generation hold besides tensors.
 
     Attributes:
-        workspace_bytes: What cuBLAS keeps for each stream that multiplies matrices, out of the caching allocator.
+        workspace_bytes: What cuBLAS keeps for each handle and stream that multiply matrices, out of the caching
+            allocator.
+        alone: What NCCL takes for a group of one rank.
     """
 
     name: str
     devices: tuple[str, ...]
     context: Overhead | None
     workspace_bytes: int
+    alone: Overhead | None = None
 
 
 # 2 x 4096 KiB + 8 x 16 KiB (cublas).
 _WORKSPACE, _HOPPER_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 32 * MIB
 
 _AMPERE = Overhead(expected=int(0.47 * 2**30), high=int(0.92 * 2**30), source="a100")
+
+_ALONE = Overhead(expected=558 * MIB, high=558 * MIB, source="hopper")
 
 ARCHITECTURES = (
     Architecture(
@@ -90,7 +97,14 @@ ARCHITECTURES = (
         context=Overhead(expected=751 * MIB, high=426 * MIB + _AMPERE.high - _AMPERE.expected, source="l4, ada, a100"),
         workspace_bytes=_WORKSPACE,
     ),
-    Architecture(name="hopper", devices=("H100", "H200", "GH200"), context=None, workspace_bytes=_HOPPER_WORKSPACE),
+    Architecture(
+        name="hopper",
+        devices=("H100", "H200", "GH200"),
+        # With all kernels: as many more as on an A100.
+        context=Overhead(expected=767 * MIB, high=767 * MIB + _AMPERE.high - _AMPERE.expected, source="hopper, a100"),
+        workspace_bytes=_HOPPER_WORKSPACE,
+        alone=_ALONE,
+    ),
     Architecture(
         name="blackwell",
         devices=("B200", "GB200", "RTXPRO6000", "RTX5090", "RTX5060Ti"),
@@ -129,8 +143,16 @@ def context_overhead(device: str) -> Overhead:
     )
 
 
+def alone_overhead(device: str) -> Overhead:
+    """What NCCL takes on a device that trains alone; where nobody measured it, from nothing up to what is known."""
+    found = architecture_of(device)
+    if found is not None and found.alone is not None:
+        return found.alone
+    return Overhead(expected=0, high=_ALONE.high, source=f"not known for {device}; {_ALONE.source}")
+
+
 def workspace_bytes(device: str) -> int:
-    """What cuBLAS keeps for each stream that multiplies matrices; the larger figure for devices that are not known."""
+    """What cuBLAS keeps for each handle and stream that multiply; the larger figure for devices that are not known."""
     found = architecture_of(device)
     return _HOPPER_WORKSPACE if found is None else found.workspace_bytes
 
