@@ -33,7 +33,7 @@ SIZES: dict[str, Callable[[int], Any]] = {
     "llama-1.1b": lambda length: llama(2048, 22, 32, 32000, length, 5632),
     "tiny": lambda length: gpt2(32, 4, 2, 97, length),
 }
-"""Configurations by name: GPT-2 large (Radford et al., 2019, table 2), and TinyLlama with as many key as query heads."""
+"""Configurations by name: GPT-2 large (Radford et al., 2019, table 2), and TinyLlama with as many key heads."""
 
 
 def plans_of(layers: int, rows: int) -> dict[str, Plan]:

@@ -20,9 +20,10 @@ STARTED = "PROJECT_STARTED"
 
 
 # torchvision's compiled operators are built for CUDA alone; its Python parts import where their names are known.
-_TORCHVISION = torch.library.Library("torchvision", "DEF")
-for _name in ("nms", "qnms"):
-    _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if torch.version.cuda is None:
+    _TORCHVISION = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 class Seen:
