@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_mist.hardware import Cluster, HardwareProfile
     from lightning_mist.model import register_memory_rule, trace_model
     from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, SearchSpace, StagePlan, ZeroStage, plan_of
+    from lightning_mist.strategy.fabric.lightning import MistFabricStrategy
     from lightning_mist.strategy.lightning import MistStrategy
     from lightning_mist.tuner import tune
 
@@ -26,6 +27,7 @@ __all__ = [
     "InfeasibleError",
     "MemoryEstimate",
     "MistError",
+    "MistFabricStrategy",
     "MistStrategy",
     "OffloadRatios",
     "Plan",
@@ -60,6 +62,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "MistStrategy":
         return import_module(_strategy_module()).MistStrategy
+    if name == "MistFabricStrategy":
+        return import_module(_fabric_module()).MistFabricStrategy
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{home}"), name)
@@ -81,3 +85,12 @@ def _strategy_module() -> str:
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return "lightning_mist.strategy.pytorch_lightning"
     return "lightning_mist.strategy.lightning"
+
+
+def _fabric_module() -> str:
+    """The module whose ``MistFabricStrategy`` belongs to the copy of Fabric that this program uses."""
+    import sys
+
+    if "lightning_fabric" in sys.modules and "lightning.fabric" not in sys.modules:
+        return "lightning_mist.strategy.fabric.lightning_fabric"
+    return "lightning_mist.strategy.fabric.lightning"

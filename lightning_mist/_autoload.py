@@ -1,4 +1,4 @@
-"""Makes ``Trainer(strategy="mist")`` known to Lightning, whichever copy of it is imported and whenever.
+"""Makes ``strategy="mist"`` known to Trainer and Fabric, whichever copy of Lightning is imported and whenever.
 
 Lightning has no discovery of strategies: a name must stand in the registry of ``lightning.pytorch.strategies`` or of
 ``pytorch_lightning.strategies`` before a ``Trainer`` is built. :func:`autoload` registers at once where such a module
@@ -25,6 +25,12 @@ STRATEGIES = {
 }
 """Where a Lightning namespace keeps its registry, and the module of ours that holds ``MistStrategy`` for it."""
 
+FABRICS = {
+    "lightning.fabric.strategies": "lightning_mist.strategy.fabric.lightning",
+    "lightning_fabric.strategies": "lightning_mist.strategy.fabric.lightning_fabric",
+}
+"""The same of Fabric and ``MistFabricStrategy``."""
+
 NAMES: dict[str, dict[str, str]] = {
     "mist": {},
     "mist_spawn": {"start_method": "spawn"},
@@ -42,11 +48,11 @@ def autoload() -> None:
 
     Calling it again changes nothing.
     """
-    for name in STRATEGIES:
+    for name in (*STRATEGIES, *FABRICS):
         module = sys.modules.get(name)
         # A module that is being imported right now (Lightning itself imports torch) has no registry yet: its turn
         # comes below, unless its import began before our finder was there.
-        if module is not None and hasattr(module, "StrategyRegistry"):
+        if module is not None and hasattr(module, _registry_of(name)):
             _register(module)
     if not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -55,8 +61,8 @@ def autoload() -> None:
 def _register(module: ModuleType) -> None:
     """Add our names to a namespace's registry; names that are there stay as they are."""
     try:
-        registry = module.StrategyRegistry
-        factory = _factory(STRATEGIES[module.__name__])
+        registry = getattr(module, _registry_of(module.__name__))
+        factory = _factory(module.__name__)
         for name, arguments in NAMES.items():
             if name not in registry:
                 registry.register(name, factory, description="plans, then trains (lightning-mist)", **arguments)
@@ -69,19 +75,26 @@ def _register(module: ModuleType) -> None:
         )
 
 
-def _factory(implementation: str) -> "Callable[..., Any]":
-    """A callable that imports the strategy's module only when a ``Trainer`` asks for it."""
+def _registry_of(name: str) -> str:
+    """What a module with strategies calls its registry."""
+    return "STRATEGY_REGISTRY" if name in FABRICS else "StrategyRegistry"
+
+
+def _factory(strategies: str) -> "Callable[..., Any]":
+    """A callable that imports the strategy's module only when a ``Trainer`` or ``Fabric`` asks for it."""
 
     def create(**arguments: Any) -> Any:
         from importlib import import_module
 
-        return import_module(implementation).MistStrategy(**arguments)
+        if strategies in FABRICS:
+            return import_module(FABRICS[strategies]).MistFabricStrategy(**arguments)
+        return import_module(STRATEGIES[strategies]).MistStrategy(**arguments)
 
     return create
 
 
 class _Finder:
-    """Finds what the other finders find, for the modules in :data:`STRATEGIES` only.
+    """Finds what the other finders find, for the modules in :data:`STRATEGIES` and :data:`FABRICS` only.
 
     Not derived from ``importlib.abc.MetaPathFinder``, whose import costs milliseconds (it brings ``tempfile`` along).
     """
@@ -89,7 +102,7 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None", target: ModuleType | None = None
     ) -> "ModuleSpec | None":
-        if fullname not in STRATEGIES:
+        if fullname not in STRATEGIES and fullname not in FABRICS:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):

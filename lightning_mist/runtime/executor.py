@@ -130,6 +130,7 @@ class Executor:
         *,
         loss_scale: float | Tensor = 1.0,
         earlier: Collection[nn.Parameter] = (),
+        pause: Work | None = None,
     ) -> Iterator[Work]:
         """Run all actions of one batch but the optimizer's step and what follows it.
 
@@ -142,6 +143,7 @@ class Executor:
             step: The user's step on a microbatch: returns a loss, a dictionary with ``"loss"``, or None.
             loss_scale: Factor on every loss before its backward; a tensor of one element stays on its device.
             earlier: Parameters that have a gradient of earlier batches in host memory, which is to be kept.
+            pause: Yielded once, before the first backward, if given: whoever runs this may do something else meanwhile.
 
         Raises:
             ValueError: If the microbatches are not those of the plan, or a parameter already has a gradient.
@@ -161,6 +163,9 @@ class Executor:
         try:
             with self._context.casts.batch(), self.stages.attached():
                 for position, action in enumerate(self.actions):
+                    if pause is not None and action.kind in INPUT_BACKWARDS:
+                        yield pause
+                        pause = None
                     names = final.get(position, frozenset())
                     yield from self.recorder.around(action, self._perform(batch, action, names))
                 yield from self.recorder.around("sends", batch.finish())

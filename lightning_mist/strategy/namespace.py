@@ -20,6 +20,11 @@ class Namespace:
     set_sampler_epoch: Any
 
 
+def fabric_ddp_strategy(root: str) -> Any:
+    """``DDPStrategy`` of a copy of Fabric, ``"lightning.fabric"`` or ``"lightning_fabric"``."""
+    return importlib.import_module(f"{root}.strategies").DDPStrategy
+
+
 def namespace(root: str) -> Namespace:
     """The parts of the copy called ``root``."""
 

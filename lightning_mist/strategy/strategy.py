@@ -19,7 +19,14 @@ from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.namespace import namespace
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
-from lightning_mist.strategy.planning import PlanRequest, decide, searched_with, whole_module_reason, write_plan
+from lightning_mist.strategy.planning import (
+    PlanRequest,
+    decide,
+    searched_with,
+    step_of_fit,
+    whole_module_reason,
+    write_plan,
+)
 from lightning_mist.strategy.shared_loaders import SharedLoaders
 from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, replay
 from lightning_mist.units import parse_bytes
@@ -170,8 +177,10 @@ class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
             self._masters = take_masters(module, self.precision_plugin)
         self.setup_optimizers(trainer)
         with self._planning():
+            plain = self._why_plain(trainer)
+            step = step_of_fit(trainer, self, self._names, plain=plain)
             self._decision = decide(
-                trainer, self, self._names, self._request, plain=self._why_plain(trainer), initial=self._initial
+                *(trainer, self, self._names.isolate_rng, self._request, step), plain=plain, initial=self._initial
             )
         if self._is_dry_run:
             self._end_dry_run()

@@ -12,7 +12,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import USABLE_HOST_MEMORY, Cluster
 from lightning_mist.hardware.detection import host_memory_bytes
 from lightning_mist.model.user_code import Reach
-from lightning_mist.plan import ModuleMap, Plan, SearchSpace
+from lightning_mist.plan import Exclusion, ModuleMap, Plan, SearchSpace
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.strategy.planning.local_machine import default_directory
@@ -108,6 +108,27 @@ class PlanRequest:
         # Never more than the node has, or its control group.
         limit = int(USABLE_HOST_MEMORY * host_memory_bytes()) if limit is None else limit
         return HostPlace(budget=limit // processes, directory=None if folder is None else Path(folder))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """The step that is planned for.
+
+    Attributes:
+        name: Its name in the module.
+        call: Runs it on a batch: returns a loss, or a dictionary with one.
+        batch: Gives the batch to plan for, on every rank at once.
+        at_once: Why nothing needs to be looked at, if so.
+        restrictions: What this rank knows of the code around the step that rules plans out; asked once.
+        hint: What to do if all processes load the same batch.
+    """
+
+    name: str
+    call: Callable[[Any], Any]
+    batch: Callable[[], Any]
+    at_once: str | None
+    restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

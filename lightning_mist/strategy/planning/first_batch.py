@@ -19,6 +19,8 @@ from lightning_mist.model.fakes import isolated
 from lightning_mist.model.user_code import Generators
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.namespace import Namespace
+from lightning_mist.strategy.planning.decision import PlannedStep
+from lightning_mist.strategy.planning.plain_parallelism import at_once_reason
 from lightning_mist.strategy.training import check_same_samples, digest_of
 
 
@@ -193,6 +195,30 @@ def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:
             return on_device(trainer, strategy, batch)
 
     return everywhere(look)
+
+
+def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | None) -> PlannedStep:
+    """``training_step`` of the module that a trainer fits, with the first batch of its loaders.
+
+    Args:
+        plain: Why only plain data parallelism is possible, if so.
+    """
+    module = strategy.lightning_module
+    is_automatic = module.automatic_optimization
+    calls: list[Callable[[Any], Any]] = []
+
+    def batch() -> Any:
+        calls.append(step_function(module, names, strategy.precision_plugin.train_step_context))
+        return look_at_first_batch(trainer, strategy, names)
+
+    return PlannedStep(
+        name="training_step",
+        call=lambda part: calls[-1](part),  # noqa: PLW0108  # made later
+        batch=batch,
+        # Where the module steps by itself a limit of memory is held against nothing.
+        at_once=at_once_reason(trainer) if is_automatic else plain,
+        hint="; a project that looks for 'ddp' in the strategy's name shares out its data under strategy=\"ddp_mist\"",
+    )
 
 
 def load_the_same(batch: Any, loaders: int) -> bool:

@@ -203,7 +203,7 @@ def whole_module_reason(trainer: Any, optimizers: list[Any], device: torch.devic
     """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so."""
     if not trainer.lightning_module.automatic_optimization:
         return "automatic_optimization=False: the module calls backward and step itself"
-    reason = _optimizer_reason(optimizers, device)
+    reason = optimizer_reason(optimizers, device)
     if reason is not None:
         return reason
     for callback in trainer.callbacks:
@@ -213,9 +213,10 @@ def whole_module_reason(trainer: Any, optimizers: list[Any], device: torch.devic
     return None
 
 
-def _optimizer_reason(optimizers: list[Any], device: torch.device) -> str | None:
+def optimizer_reason(optimizers: list[Any], device: torch.device) -> str | None:
+    """Why only plain data parallelism can serve optimizers, if so."""
     if len(optimizers) != 1:
-        return f"configure_optimizers returns {len(optimizers)} optimizers; sharding and stages step exactly one"
+        return f"there are {len(optimizers)} optimizers; sharding and stages step exactly one"
     if isinstance(optimizers[0], torch.optim.LBFGS):
         return "LBFGS calls the step several times"
     try:

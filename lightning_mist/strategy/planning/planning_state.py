@@ -73,6 +73,7 @@ class Planner:
     call: TriedStep
     initial: InitialValues | None
     cluster: AnyCluster
+    restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
     spec: ModelSpec | None = None
     basis: Basis | None = None
     cached_at: Path | None = None
@@ -155,12 +156,12 @@ class Planner:
 
     def map(self) -> ModuleMap:
         """Where the module can be cut, with what the user's other choices rule out."""
-        if self.plain is not None and not self.module.automatic_optimization:
-            found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+        if self.plain is not None and not self.call.is_automatic:
+            found = ModuleMap(step=self.call.name, blocks=(), outputs=(), cuts=(), parameters=())
         else:
             rows = batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
-            made = partial(map_module, self.module, self.call, self.batch, second_batch=smaller)
+            made = partial(map_module, self.module, self.call, self.batch, second_batch=smaller, step=self.call.name)
             learn = partial(self.call.learn, partial(made, blocks=self.request.blocks))
             found, told = tried(learn, self.strategy.root_device)
             self.call.know(told)
@@ -177,7 +178,8 @@ class Planner:
             return found
         optimizers = self.strategy.optimizers
         has_masters = self.request.master_weights
-        own = union(everywhere(lambda: user_exclusions(self.trainer, optimizers, master_weights=has_masters)))
+        hooks = partial(user_exclusions, self.trainer, optimizers, master_weights=has_masters)
+        own = union(everywhere(lambda: (*hooks(), *self.restrictions())))
         return replace(found, exclusions=(*found.exclusions, *own))
 
     def split(self, found: ModuleMap, degrees: Sequence[int]) -> ModuleMap:

@@ -115,10 +115,14 @@ class TriedStep:
     Args:
         call: Runs the step on a batch.
         name: The step's name in the module.
+
+    Attributes:
+        is_automatic: Whether a run of the step is all that a batch's gradients need.
     """
 
     def __init__(self, trainer: Any, module: Any, call: Callable[[Any], Any], *, name: str = "training_step") -> None:
-        self._module, self._call = module, call
+        self._module, self._call, self.name = module, call, name
+        self.is_automatic = bool(getattr(module, "automatic_optimization", True))
         self.reach = Reach(module, getattr(module, name), roots_of(trainer))
         self._survey = Survey(self.reach)
         self._surroundings: Surroundings | None = None

@@ -1,5 +1,7 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -32,18 +34,17 @@ from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.master_precision import refuse_plain
-from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import local_machine
-from lightning_mist.strategy.planning.decision import Decision, PlanRequest
+from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
 from lightning_mist.strategy.planning.division_proofs import degrees_of
-from lightning_mist.strategy.planning.first_batch import load_the_same, look_at_first_batch, step_function
+from lightning_mist.strategy.planning.first_batch import load_the_same
 from lightning_mist.strategy.planning.memory_budget import (
     estimate_given,
     estimate_made,
     lack_for_whole,
     unless_out_of_memory,
 )
-from lightning_mist.strategy.planning.plain_parallelism import at_once_reason, is_free, plain_plan
+from lightning_mist.strategy.planning.plain_parallelism import is_free, plain_plan
 from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.trial_step import TriedStep
 from lightning_mist.strategy.progress import Progress
@@ -53,12 +54,16 @@ from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes, format_seconds
 
+Isolate = Callable[[], AbstractContextManager[Any]]
+"""Makes a context behind which random generators are as before."""
+
 
 def decide(
     trainer: Any,
     strategy: Any,
-    names: Namespace,
+    isolate: Isolate,
     request: PlanRequest,
+    step: PlannedStep,
     *,
     plain: str | None,
     initial: InitialValues | None = None,
@@ -66,8 +71,10 @@ def decide(
     """The plan for this fit, the same on every rank.
 
     Args:
-        trainer: Lightning's trainer, its loaders and module attached.
+        trainer: Lightning's trainer, its loaders and module attached, or what stands for it where there is none.
         strategy: The strategy, its process group and optimizers made.
+        isolate: Makes a context behind which random generators are as before.
+        step: What is to be trained.
         plain: Why only plain data parallelism is possible, if so.
 
     Raises:
@@ -80,14 +87,14 @@ def decide(
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
     if is_auto and initial is None:
-        reason = _at_once_reason(trainer, request, plain)
+        reason = step.at_once or (plain if request.memory_limit is None else None)
     request.refuse_plain(reason or plain)
     refuse_plain((reason or plain) if request.master_weights else None)
     if reason is None:
         try:
             # Trials look at operators, and nothing must be compiled for them.
-            with names.isolate_rng(), torch.compiler.set_stance("force_eager"), progress:
-                return _decided(trainer, strategy, names, request, progress, plain=plain, initial=initial)
+            with isolate(), torch.compiler.set_stance("force_eager"), progress:
+                return _decided(trainer, strategy, isolate, request, progress, step, plain=plain, initial=initial)
         except (TraceError, PlanError) as error:
             if not is_auto or initial is not None or request.master_weights:
                 raise
@@ -98,7 +105,7 @@ def decide(
         progress.tell(f"memory_limit of {format_bytes(request.memory_limit)} is not checked")
     return Decision(
         plan=plain_plan(strategy.world_size, None, 0),
-        module_map=ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=()),
+        module_map=ModuleMap(step=step.name, blocks=(), outputs=(), cuts=(), parameters=()),
         # Nothing was traced that would say so.
         has_unused_parameters=True,
         planning_seconds=perf_counter() - started,
@@ -106,19 +113,13 @@ def decide(
     )
 
 
-def _at_once_reason(trainer: Any, request: PlanRequest, plain: str | None) -> str | None:
-    """Why nothing needs to be looked at, if so; a limit of memory is held against what the batch needs."""
-    if not trainer.lightning_module.automatic_optimization:
-        return plain
-    return at_once_reason(trainer) or (plain if request.memory_limit is None else None)
-
-
 def _decided(
     trainer: Any,
     strategy: Any,
-    names: Namespace,
+    isolate: Isolate,
     request: PlanRequest,
     progress: Progress,
+    step: PlannedStep,
     *,
     plain: str | None,
     initial: InitialValues | None,
@@ -127,40 +128,37 @@ def _decided(
     started = perf_counter()
     progress.say("looking at the first batch and finding where the module can be cut")
     module = strategy.lightning_module
-    step = step_function(module, names, strategy.precision_plugin.train_step_context)
-    call = TriedStep(trainer, module, step)
+    call = TriedStep(trainer, module, step.call, name=step.name)
     planner = Planner(
         trainer=trainer,
         strategy=strategy,
         request=request,
         progress=progress,
         plain=plain,
-        batch=look_at_first_batch(trainer, strategy, names),
+        batch=step.batch(),
         call=call,
+        restrictions=step.restrictions,
         initial=initial,
         cluster=local_machine.cluster_for(request.cluster, strategy),
     )
     if load_the_same(planner.batch, request.loaders or strategy.world_size):
         # A project may share out its data only under strategies that it knows by name.
-        progress.tell(
-            "all processes load the same first batch; a project that looks for 'ddp' in the strategy's name shares out "
-            'its data under strategy="ddp_mist"'
-        )
+        progress.tell(f"all processes load the same first batch{step.hint}")
     # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
     with recorded_logs(module):
-        return _made(planner, names, started)
+        return _made(planner, isolate, started)
 
 
-def _replanned(planner: Planner, names: Namespace, limit: int, batch: Any) -> Decision:
+def _replanned(planner: Planner, isolate: Isolate, limit: int, batch: Any) -> Decision:
     """Another decision, within so many bytes of each device; the whole module is in place."""
     planner.request, planner.batch = replace(planner.request, memory_limit=limit), batch
     planner.is_scarce = True
     planner.progress.tell(f"out of memory: planning again, within {format_bytes(limit)} per device")
-    with names.isolate_rng(), torch.compiler.set_stance("force_eager"), planner.progress, recorded_logs(planner.module):
-        return _made(planner, names, perf_counter())
+    with isolate(), torch.compiler.set_stance("force_eager"), planner.progress, recorded_logs(planner.module):
+        return _made(planner, isolate, perf_counter())
 
 
-def _made(planner: Planner, names: Namespace, started: float) -> Decision:
+def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
     call, is_auto = planner.call, planner.request.plan == "auto"
     # A model that no device holds whole cannot be made whole to plan for it again.
     is_fixed = planner.initial is not None or planner.request.master_weights
@@ -190,7 +188,7 @@ def _made(planner: Planner, names: Namespace, started: float) -> Decision:
         cached_at=planner.cached_at,
         cache_place=planner.cache_place,
         needs=_needs(planner, plan) if is_auto else None,
-        replan=partial(_replanned, planner, names) if is_alone else None,
+        replan=partial(_replanned, planner, isolate) if is_alone else None,
         reach=call.reach,
         rules=planner.rules,
         lack_for_whole=lack_for_whole(plan, planner.module, planner.budget.limits(plan)),
@@ -224,7 +222,7 @@ def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate 
         found,
         budget,
         believed=not changed,
-        trace=(lambda: planner.trace(found)) if planner.module.automatic_optimization else None,
+        trace=(lambda: planner.trace(found)) if planner.call.is_automatic else None,
         say=planner.progress.tell,
     )
 

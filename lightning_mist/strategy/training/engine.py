@@ -287,8 +287,8 @@ class Engine(WholeGradients):
         def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
             raise PlanError(
                 f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: its values are on "
-                "another device. Save with trainer.save_checkpoint(path) on every rank, or read the module after fit "
-                "or in on_fit_end, where it is whole"
+                "another device. Save with trainer.save_checkpoint(path), or fabric.save, on every rank, or read the "
+                "module after fit, where it is whole"
             )
 
         self._unguard()
@@ -375,11 +375,12 @@ def start_engine(
     rules: CutRules | None = None,
     host: HostPlace | None = None,
     masters: Mapping[str, Tensor] | None = None,
+    kind: type[Engine] = Engine,
 ) -> Engine:
     """This rank's engine for a plan over torch.distributed; every rank calls it at the same time."""
     groups, pairs, talking = process_groups(plan, module_map), message_pairs(plan), talking_groups(plan)
     transport = DistributedTransport(groups, device, pairs=pairs, talking=talking, timeout=timeout)
-    return Engine(module, plan, module_map, transport, device=device, rules=rules, host=host, masters=masters)
+    return kind(module, plan, module_map, transport, device=device, rules=rules, host=host, masters=masters)
 
 
 def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:

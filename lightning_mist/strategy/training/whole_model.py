@@ -130,18 +130,38 @@ class WholeGradients(ABC):
         """The optimizer over what this rank owns."""
 
     @works
-    def clip_by_norm(self, optimizer: Any, max_norm: float) -> None:
-        """Clip this rank's gradients by the norm of the whole model's."""
+    def clip_by_norm(
+        self, optimizer: Any, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip this rank's gradients by the norm of the whole model's, which is returned.
+
+        Args:
+            norm_type: Order of the norm; another than 2 only where no gradients are in host memory.
+            error_if_nonfinite: Whether to raise ``RuntimeError`` instead if the norm is not finite, as torch does.
+        """
         every = {name: parameter for parameter, name in self._names.items()}
         order = [self._names[parameter] for group in self.optimizer.cut.groups for parameter in group]
         speakers = self.gatherer.speakers
         offloaded = self.executor.gradients
         known = {} if offloaded is None else offloaded.norms()
-        norm = complete(global_grad_norm(self.executor.mesh, every, speakers, self.transport, names=order, known=known))
+        norm: Tensor = complete(
+            global_grad_norm(
+                *(self.executor.mesh, every, speakers, self.transport),
+                names=order,
+                norm_type=norm_type,
+                known=known,
+            )
+        )
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; to scale "
+                "them by it all the same pass error_if_nonfinite=False"
+            )
         clip_by_norm(_here(optimizer), max_norm, norm)
         if offloaded is not None:
             # As torch.nn.utils.clip_grads_with_norm_ has it.
             offloaded.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
 
     @works
     def clip_by_value(self, optimizer: Any, clip_value: float) -> None:

@@ -1,5 +1,10 @@
 """What the user's hooks and callbacks can reach, and what that rules out."""
 
-from lightning_mist.strategy.user_code.function_code import is_lightnings
-from lightning_mist.strategy.user_code.hook_restrictions import exclusions_of, user_exclusions, whole_in_validation
+from lightning_mist.strategy.user_code.function_code import is_library, is_lightnings
+from lightning_mist.strategy.user_code.hook_restrictions import (
+    GRADIENTS_AWAY,
+    exclusions_of,
+    user_exclusions,
+    whole_in_validation,
+)
 from lightning_mist.strategy.user_code.reachable_state import Survey, changed

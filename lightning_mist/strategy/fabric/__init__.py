@@ -1,0 +1,1 @@
+"""The same for loops that users write: ``Fabric(strategy="mist")``."""

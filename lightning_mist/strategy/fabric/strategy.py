@@ -1,0 +1,217 @@
+"""``MistFabricStrategy``: what Fabric talks to."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.hardware import Cluster
+from lightning_mist.plan import Plan, SearchSpace
+from lightning_mist.runtime.communication import complete
+from lightning_mist.strategy import all_ranks
+from lightning_mist.strategy.acting_rank import ActingRank
+from lightning_mist.strategy.fabric.loop_checkpoints import LoopCheckpoints
+from lightning_mist.strategy.fabric.outputs import Arrival
+from lightning_mist.strategy.fabric.planned_module import PlannedModule
+from lightning_mist.strategy.namespace import fabric_ddp_strategy
+from lightning_mist.strategy.planning import PlanRequest, searched_with
+from lightning_mist.units import parse_bytes
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class MistFabricBase(ActingRank, LoopCheckpoints):
+    """Trains as DDP would in a loop of the user's own, on a plan that fits and is fast.
+
+    At the first forward of the module in training mode the module and the machine are profiled, and a plan is chosen.
+    If the module returns its loss, a plan may be anything that ``MistStrategy`` plans, and a forward runs the plan's
+    whole schedule. If it returns something else, of which the loop computes the loss, plans have one stage that takes
+    whole batches: data parallelism with ZeRO, recomputation and offloading. Losses, gradients and parameters are those
+    of DDP. See docs/fabric.md.
+
+    Args:
+        accelerator: Fabric's accelerator; set by Fabric.
+        parallel_devices: Devices of this node; set by Fabric.
+        cluster_environment: How processes find each other; set by Fabric.
+        checkpoint_io: Fabric's checkpoint reader and writer.
+        precision: Fabric's precision plugin.
+        plan: ``"auto"`` to make a plan, the path of a plan file, or a plan.
+        memory_limit: Bytes of each device that training may use, as a number or as text such as ``"22GiB"``; by default
+            what the device has, less a reserve.
+        host_memory_limit: The same of each node's host memory, for what a plan offloads; by default 80 %.
+        offload_directory: Folder whose files hold offloaded optimizer state and parameters; with CPUs only.
+        search: What the planner may choose from; by default everything.
+        cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
+            detected. It must have as many devices as there are processes.
+        blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.
+        returns_loss: Whether the module returns the loss that is trained, which ranks multiply by the same factor if by
+            any; by default it does if one scalar of what it returns can be differentiated, or is called ``loss``.
+        plan_path: Where the plan is written, if anywhere.
+        profile_directory: Where measurements of this machine are kept; by default ``lightning-mist`` in the user's
+            cache directory.
+        correct_profile: Whether what earlier runs measured corrects what is predicted for this machine.
+        self_check: Whether to compare the cut module with the whole on one small batch before training.
+        verbose: Whether to print why this plan was chosen, what was measured and where the time of a step goes.
+        process_group_backend: As in DDP.
+        timeout: As in DDP.
+        start_method: As in DDP.
+        find_unused_parameters: As in DDP; by default decided by tracing the module.
+        gradient_as_bucket_view: As in DDP, but True by default, which saves one copy of the gradients.
+        **kwargs: Further arguments of torch's ``DistributedDataParallel``, for plain data parallelism.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision: Any | None = None,
+        plan: str | Plan = "auto",
+        memory_limit: str | int | None = None,
+        host_memory_limit: str | int | None = None,
+        offload_directory: str | None = None,
+        search: SearchSpace | None = None,
+        cluster: str | Cluster | None = None,
+        blocks: str | None = None,
+        returns_loss: bool | None = None,
+        plan_path: str | None = None,
+        profile_directory: str | None = None,
+        correct_profile: bool = True,
+        self_check: bool = True,
+        verbose: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        find_unused_parameters: bool | None = None,
+        gradient_as_bucket_view: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
+        given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        super().__init__(*given, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        self._backward_sync_control: Any = _SyncControl(self)
+        self._find_unused_parameters, self._returns_loss = find_unused_parameters, returns_loss
+        self._modules: list[PlannedModule] = []
+        self.optimizers: list[Any] = []
+        self._arrived: list[Arrival] = []
+        self._request = PlanRequest(
+            plan=plan,
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            host_memory_limit=None if host_memory_limit is None else parse_bytes(host_memory_limit),
+            offload_directory=offload_directory,
+            search=searched_with(search, None),
+            cluster=cluster,
+            blocks=blocks,
+            plan_path=plan_path,
+            profile_directory=profile_directory,
+            correct_profile=correct_profile,
+            self_check=self_check,
+            verbose=verbose,
+        )
+
+    # Setting up --------------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Give every rank the values of rank 0, as DDP does; the plan is made when the module is first trained."""
+        planned = PlannedModule(module, self.run_module)
+        if planned.is_trained:
+            self.refuse_late("module")
+        self._dtype = torch.get_default_dtype()
+        all_ranks.same_start(module, ())
+        self._modules.append(planned)
+        return planned
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Remember an optimizer: the plan is made for it."""
+        self.refuse_late("optimizer")
+        self.optimizers.append(optimizer)
+        return optimizer
+
+    # Training ----------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward through the user's loss, and then through the plan where gradients have arrived."""
+        super().backward(tensor, module, *args, **kwargs)
+        self.finish_arrivals()
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step the owned parameters and distribute what was updated."""
+        engine = self._engine
+        if engine is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        self.refuse_unaveraged()
+        engine.hollow()
+        output = super().optimizer_step(optimizer, **kwargs)
+        complete(engine.executor.gather_parameters())
+        # What the loop does next is not known: it may look at parameters.
+        engine.executor.flush()
+        return output
+
+    def clip_gradients_norm(
+        self,
+        module: Any,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm of the whole model's gradients."""
+        if self._engine is None:
+            clipped: Tensor = super().clip_gradients_norm(
+                module, optimizer, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+            return clipped
+        self.precision.unscale_gradients(optimizer)
+        return self._engine.clip_by_norm(
+            optimizer, float(max_norm), norm_type=float(norm_type), error_if_nonfinite=error_if_nonfinite
+        )
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
+        """Clamp every entry of gradients."""
+        if self._engine is None:
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
+        self.precision.unscale_gradients(optimizer)
+        self._engine.clip_by_value(optimizer, float(clip_val))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, before anything is set up."""
+        return {**vars(self), "_decision": None, "_engine": None}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: the names are registered when Fabric is imported."""
+
+
+class _SyncControl:
+    """Gradients that are only added up: what Fabric asks for ``no_backward_sync``."""
+
+    def __init__(self, strategy: MistFabricBase) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Inside, forwards are of batches whose gradients are not averaged over ranks yet."""
+        return self._accumulating(module) if enabled else nullcontext()
+
+    @contextmanager
+    def _accumulating(self, module: nn.Module) -> Iterator[None]:
+        if not isinstance(module, PlannedModule):
+            raise TypeError(
+                f"no_backward_sync of a {type(module).__name__}: it takes a module that was set up by fabric.setup or "
+                "fabric.setup_module"
+            )
+        before, self._strategy.averages = self._strategy.averages, False
+        try:
+            yield
+        finally:
+            self._strategy.averages = before
+
+
+def build(root: str, module: str) -> type[MistFabricBase]:
+    """The strategy class for one copy of Fabric; ``module`` is to hold it, so that it can be pickled."""
+    body = {"__module__": module, "__qualname__": "MistFabricStrategy", "__doc__": MistFabricBase.__doc__}
+    return type("MistFabricStrategy", (MistFabricBase, fabric_ddp_strategy(root)), body)

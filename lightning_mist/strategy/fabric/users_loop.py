@@ -1,0 +1,118 @@
+"""What planning must know of a loop that the user writes: where Lightning has a trainer, there is only code."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from lightning_mist.plan import Exclusion
+from lightning_mist.strategy.user_code import GRADIENTS_AWAY, exclusions_of, is_library
+
+_MOST_FUNCTIONS = 400
+
+_OF_GRADIENTS = frozenset(
+    ("grad", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "_foreach_norm")
+)
+"""Names by which code gets at gradients of single parameters."""
+
+
+@dataclass(kw_only=True)
+class UsersLoop:
+    """Stands for a trainer where there is none, as far as planning asks for one.
+
+    Attributes:
+        lightning_module: The module that is trained.
+        precision: Name of the precision.
+    """
+
+    lightning_module: nn.Module
+    precision: str
+    callbacks: list[Any] = field(default_factory=list)
+    loggers: list[Any] = field(default_factory=list)
+    datamodule: None = None
+    gradient_clip_val: None = None
+    accumulate_grad_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The arguments of a module, as a batch that can be cut and sent.
+
+    Attributes:
+        positional: Arguments by position, as a mapping: a list of as many entries as rows could be taken for rows.
+        named: Arguments by name.
+    """
+
+    positional: dict[str, Any]
+    named: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Call":
+        """Of arguments."""
+        return cls(positional={str(index): item for index, item in enumerate(args)}, named=dict(kwargs))
+
+    def to(self, function: Callable[..., Any]) -> Any:
+        """Call a function."""
+        return function(*self.positional.values(), **self.named)
+
+
+def loop_exclusions(frame: FrameType | None = None) -> tuple[Exclusion, ...]:
+    """What the code that is running, up from a frame, and what it calls by name, rules out."""
+    found = _looks_at_gradients(sys._getframe(1) if frame is None else frame)
+    if found is None:
+        return ()
+    name, place = found
+    reason = f"the loop may look at gradients ({name} in {place}), which would not all be on every rank"
+    return exclusions_of([(reason, GRADIENTS_AWAY)])
+
+
+def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
+    waiting: list[tuple[CodeType, Mapping[str, Any]]] = []
+    while frame is not None:
+        if not _is_foreign(frame):
+            waiting.append((frame.f_code, frame.f_globals))
+        frame = frame.f_back
+    seen: set[CodeType] = set()
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        code, space = waiting.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        names = set(_attributes(code))
+        if found := sorted(names & _OF_GRADIENTS):
+            return found[0], f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
+        for called in (_functions_of(space.get(name), names) for name in names):
+            waiting += [(function.__code__, function.__globals__) for function in called]
+    return None
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    """Whether a frame is of this package, of a library or of Python."""
+    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return top in ("lightning_mist", "lightning", "lightning_fabric", "torch") or is_library(
+        FunctionType(frame.f_code.replace(co_freevars=()), frame.f_globals)
+    )
+
+
+def _attributes(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _attributes(constant)
+
+
+def _functions_of(value: Any, names: set[str]) -> Iterator[FunctionType]:
+    """A function of the user's, or the methods of a class that are called by names in the code."""
+    members = [value]
+    if inspect.isclass(value):
+        members = [member for name, member in vars(value).items() if name in names or name == "__init__"]
+    elif inspect.ismodule(value):
+        members = [member for name, member in vars(value).items() if name in names]
+    for member in members:
+        function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) else None
+        if isinstance(function, FunctionType) and not is_library(function):
+            yield function
