@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_mist.hardware import Cluster, HardwareProfile
     from lightning_mist.model import register_memory_rule, trace_model
     from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, SearchSpace, StagePlan, ZeroStage, plan_of
-    from lightning_mist.strategy.fabric.lightning import MistFabricStrategy
+    from lightning_mist.strategy.fabric_of_lightning import MistFabricStrategy
     from lightning_mist.strategy.lightning import MistStrategy
     from lightning_mist.tuner import tune
 
@@ -92,5 +92,5 @@ def _fabric_module() -> str:
     import sys
 
     if "lightning_fabric" in sys.modules and "lightning.fabric" not in sys.modules:
-        return "lightning_mist.strategy.fabric.lightning_fabric"
-    return "lightning_mist.strategy.fabric.lightning"
+        return "lightning_mist.strategy.lightning_fabric"
+    return "lightning_mist.strategy.fabric_of_lightning"

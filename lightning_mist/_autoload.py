@@ -26,8 +26,8 @@ STRATEGIES = {
 """Where a Lightning namespace keeps its registry, and the module of ours that holds ``MistStrategy`` for it."""
 
 FABRICS = {
-    "lightning.fabric.strategies": "lightning_mist.strategy.fabric.lightning",
-    "lightning_fabric.strategies": "lightning_mist.strategy.fabric.lightning_fabric",
+    "lightning.fabric.strategies": "lightning_mist.strategy.fabric_of_lightning",
+    "lightning_fabric.strategies": "lightning_mist.strategy.lightning_fabric",
 }
 """The same of Fabric and ``MistFabricStrategy``."""
 

@@ -175,6 +175,7 @@ def test_public_names() -> None:
         "InfeasibleError",
         "MemoryEstimate",
         "MistError",
+        "MistFabricStrategy",
         "MistStrategy",
         "OffloadRatios",
         "Plan",

@@ -67,8 +67,8 @@ class LoopTraining(LoopPlanning):
         if planned.redirects or has_gradient(call):
             what = "an argument requires a gradient" if has_gradient(call) else "another method than forward is called"
             raise TraceError(
-                f"{what} in this call of the module, which was not so when the plan was made: in its first call it would "
-                "have led to plain data parallelism, which can train it"
+                f"{what} in this call of the module, which was not so when the plan was made: in its first "
+                "call it would have led to plain data parallelism, which can train it"
             )
         engine.hollow()
         averaging: AbstractContextManager[None] = nullcontext() if self.averages else engine.buffers.accumulating()

@@ -176,8 +176,7 @@ class Planner:
         """The map, with what hooks, callbacks and optimizers of any rank rule out."""
         if self.plain is not None:
             return found
-        optimizers = self.strategy.optimizers
-        has_masters = self.request.master_weights
+        optimizers, has_masters = self.strategy.optimizers, self.request.master_weights
         hooks = partial(user_exclusions, self.trainer, optimizers, master_weights=has_masters)
         own = union(everywhere(lambda: (*hooks(), *self.restrictions())))
         return replace(found, exclusions=(*found.exclusions, *own))

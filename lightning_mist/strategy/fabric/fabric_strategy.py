@@ -211,7 +211,7 @@ class _SyncControl:
             self._strategy.averages = before
 
 
-def build(root: str, module: str) -> type[MistFabricBase]:
+def build_fabric(root: str, module: str) -> type[MistFabricBase]:
     """The strategy class for one copy of Fabric; ``module`` is to hold it, so that it can be pickled."""
     body = {"__module__": module, "__qualname__": "MistFabricStrategy", "__doc__": MistFabricBase.__doc__}
     return type("MistFabricStrategy", (MistFabricBase, fabric_ddp_strategy(root)), body)
