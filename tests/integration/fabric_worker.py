@@ -1,4 +1,8 @@
-"""Loops that users write, under Fabric's DDP and under mist, on two ranks; run by tests.ranks."""
+"""Loops that users write, under Fabric's DDP and under mist, on two ranks; run by tests.ranks.
+
+Its arguments are a folder, names of cases, and ``name:resumed`` of those whose checkpoints are gone on from, each
+strategy from the other's.
+"""
 
 import json
 import logging
@@ -202,13 +206,16 @@ def main():
     warnings.filterwarnings("ignore")
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    out, names = Path(sys.argv[1]), sys.argv[2:]
+    out, names = Path(sys.argv[1]), [name for name in sys.argv[2:] if name in CASES]
+    resumed = [name for name in CASES if f"{name}:resumed" in sys.argv]
     assume_profile(out / "profiles", 2)
     results = {}
     for name in names:
         ddp = run("ddp", name, out)
         ours = run(mist(name, out), name, out)
         results[name] = {"ddp": ddp, "mist": ours}
+        if name not in resumed:
+            continue
         results[name]["ddp resumed"] = run("ddp", name, out, start=ours["path"], batches=4)
         results[name]["mist resumed"] = run(mist(name, out), name, out, start=ddp["path"], batches=4)
     rank = torch.distributed.get_rank()

@@ -4,7 +4,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType
+from inspect import getattr_static
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -70,23 +71,27 @@ def loop_exclusions(frame: FrameType | None = None) -> tuple[Exclusion, ...]:
     return exclusions_of([(reason, GRADIENTS_AWAY)])
 
 
+_Found = tuple[CodeType, Mapping[str, Any], tuple[Any, ...]]
+"""Code, its globals, and what it may call something of by name: values of variables, or the class it is a method of."""
+
+
 def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
-    waiting: list[tuple[CodeType, Mapping[str, Any]]] = []
+    waiting: list[_Found] = []
     while frame is not None:
         if not _is_foreign(frame):
-            waiting.append((frame.f_code, frame.f_globals))
+            waiting.append((frame.f_code, frame.f_globals, tuple(frame.f_locals.values())))
         frame = frame.f_back
-    seen: set[CodeType] = set()
+    seen: set[tuple[CodeType, tuple[int, ...]]] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
-        code, space = waiting.pop()
-        if code in seen:
+        code, space, holders = waiting.pop()
+        if (key := (code, tuple(map(id, holders)))) in seen:
             continue
-        seen.add(code)
+        seen.add(key)
         names = set(_attributes(code))
         if found := sorted(names & _OF_GRADIENTS):
             return found[0], f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
-        for called in (_functions_of(space.get(name), names) for name in names):
-            waiting += [(function.__code__, function.__globals__) for function in called]
+        for value in (*(space[name] for name in names & space.keys()), *holders):
+            waiting += _called(value, names)
     return None
 
 
@@ -105,14 +110,18 @@ def _attributes(code: CodeType) -> Iterator[str]:
             yield from _attributes(constant)
 
 
-def _functions_of(value: Any, names: set[str]) -> Iterator[FunctionType]:
-    """A function of the user's, or the methods of a class that are called by names in the code."""
-    members = [value]
-    if inspect.isclass(value):
-        members = [member for name, member in vars(value).items() if name in names or name == "__init__"]
+def _called(value: Any, names: set[str]) -> Iterator[_Found]:
+    """A function of the user's, or what code with such names may call of a class, an object or a module."""
+    owners: tuple[type, ...] = ()
+    if isinstance(value, (FunctionType, MethodType)):
+        members = [value]
     elif inspect.ismodule(value):
         members = [member for name, member in vars(value).items() if name in names]
+    else:
+        cls = value if inspect.isclass(value) else type(value)
+        members, owners = [getattr_static(cls, name, None) for name in (*names, "__init__", "__call__")], (cls,)
     for member in members:
-        function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) else None
+        plain = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        function = inspect.unwrap(plain) if callable(plain) else None
         if isinstance(function, FunctionType) and not is_library(function):
-            yield function
+            yield function.__code__, function.__globals__, owners

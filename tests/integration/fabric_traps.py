@@ -1,0 +1,233 @@
+"""Loops written to be trained wrongly by a plan, on two ranks: as under DDP, or an error; run by tests.ranks.
+
+Each writes what came of it: differences from DDP's parameters, or the error.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.fabric as lf
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_mist import MistFabricStrategy
+from tests.integration.equality_worker import VOCABULARY, plan
+from tests.integration.fabric_worker import STAGES, WHOLE, Logits, Loss
+from tests.machine import assume_profile
+
+SHARDED = {"layout": WHOLE, "microbatches": 1, "zero": 2}
+SHARDED_3 = {"layout": WHOLE, "microbatches": 1, "zero": 3}
+PIPELINE = {"layout": STAGES, "microbatches": 2}
+
+
+def batch_of(index, rank):
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    tokens = torch.randint(0, VOCABULARY, (4, 11), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def cross_entropy(logits, y):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def updated(fabric, optimizer, loss):
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def two_forwards(fabric, model, optimizer, index):
+    losses = [model(*batch_of(2 * index + one, fabric.global_rank))["loss"] for one in (0, 1)]
+    updated(fabric, optimizer, losses[0] + 3.0 * losses[1])
+
+
+def two_forwards_of_logits(fabric, model, optimizer, index):
+    batches = [batch_of(2 * index + one, fabric.global_rank) for one in (0, 1)]
+    updated(fabric, optimizer, sum(cross_entropy(logits, y) for logits, y in [(model(x), y) for x, y in batches]))
+
+
+def factor_of_the_rank(fabric, model, optimizer, index):
+    loss = model(*batch_of(index, fabric.global_rank))["loss"]
+    updated(fabric, optimizer, loss * (1.0 + fabric.global_rank))
+
+
+def other_output(fabric, model, optimizer, index):
+    found = model(*batch_of(index, fabric.global_rank))
+    updated(fabric, optimizer, found["loss"] + 0.1 * found["logits"].square().mean())
+
+
+def looked_at_output(fabric, model, optimizer, index):
+    found = model(*batch_of(index, fabric.global_rank))
+    right = (found["logits"].argmax(-1) == batch_of(index, fabric.global_rank)[1]).float().mean()
+    updated(fabric, optimizer, found["loss"] * (1.0 + fabric.all_reduce(right)))
+
+
+def never_averaged(fabric, model, optimizer, index):
+    x, y = batch_of(index, fabric.global_rank)
+    with fabric.no_backward_sync(model):
+        updated(fabric, optimizer, cross_entropy(model(x), y))
+
+
+def stepped_in_between(fabric, model, optimizer, index):
+    x, y = batch_of(index, fabric.global_rank)
+    updated(fabric, optimizer, cross_entropy(model(x), y))
+    loss = cross_entropy(model(x), y)
+    optimizer.step()
+    fabric.backward(loss)
+
+
+def trained_in_eval_mode(fabric, model, optimizer, index):
+    model.eval()
+    x, y = batch_of(index, fabric.global_rank)
+    updated(fabric, optimizer, cross_entropy(model(x), y))
+
+
+def written_over_in_place(fabric, model, optimizer, index):
+    x, y = batch_of(index, fabric.global_rank)
+    logits = model(x)
+    logits /= 2.0
+    updated(fabric, optimizer, cross_entropy(logits, y))
+
+
+def clipped_by_hand(fabric, model, optimizer, index):
+    x, y = batch_of(index, fabric.global_rank)
+    fabric.backward(cross_entropy(model(x), y))
+    for parameter in model.parameters():
+        parameter.grad.clamp_(-1e-3, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def averaged_by_hand(fabric, model, optimizer, index):
+    x, y = batch_of(index, fabric.global_rank)
+    updated(fabric, optimizer, cross_entropy(model(x), y))
+    with torch.no_grad():
+        sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def backward_of_its_own(fabric, model, optimizer, index):
+    x, y = batch_of(index, fabric.global_rank)
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def evaluated_in_between(fabric, model, optimizer, index):
+    """A target without gradients between a forward and its backward, as self-distillation has it."""
+    x, y = batch_of(index, fabric.global_rank)
+    logits = model(x)
+    with torch.no_grad():
+        target = model(x).softmax(-1)
+    updated(fabric, optimizer, cross_entropy(logits, y) + F.mse_loss(logits.softmax(-1), 0.5 * target))
+
+
+def evaluated_without_no_grad(fabric, model, optimizer, index):
+    x, y = batch_of(index, fabric.global_rank)
+    updated(fabric, optimizer, cross_entropy(model(x), y))
+    model.eval()
+    float(cross_entropy(model(x), y))
+    model.train()
+
+
+TRAPS = {
+    "two forwards": (Loss, two_forwards, PIPELINE, {}),
+    "two forwards of logits": (Logits, two_forwards_of_logits, SHARDED, {}),
+    "two forwards of logits, plain": (Logits, two_forwards_of_logits, {"layout": WHOLE, "microbatches": 1}, {}),
+    "factor of the rank": (Loss, factor_of_the_rank, PIPELINE, {}),
+    "factor of the rank, loss outside": (Loss, factor_of_the_rank, SHARDED, {"returns_loss": False}),
+    "other output": (Loss, other_output, PIPELINE, {}),
+    "other output, loss outside": (Loss, other_output, SHARDED_3, {"returns_loss": False}),
+    "looked at output": (Loss, looked_at_output, PIPELINE, {}),
+    "never averaged": (Logits, never_averaged, SHARDED, {}),
+    "stepped in between": (Logits, stepped_in_between, SHARDED_3, {}),
+    "trained in eval mode": (Logits, trained_in_eval_mode, SHARDED, {}),
+    "written over in place": (Logits, written_over_in_place, SHARDED, {}),
+    "clipped by hand": (Logits, clipped_by_hand, SHARDED, {}),
+    "averaged by hand": (Logits, averaged_by_hand, SHARDED_3, {}),
+    "averaged by hand, whole": (Logits, averaged_by_hand, SHARDED, {}),
+    "backward of its own": (Logits, backward_of_its_own, SHARDED, {}),
+    "evaluated in between": (Logits, evaluated_in_between, SHARDED, {}),
+    "evaluated in between, away": (Logits, evaluated_in_between, SHARDED_3, {}),
+    "evaluated without no_grad": (Logits, evaluated_without_no_grad, SHARDED_3, {}),
+    "stages of logits": (Logits, evaluated_without_no_grad, PIPELINE, {}),
+}
+
+
+def trained(strategy, kind, loop, batches=3):
+    fabric = lf.Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric.launch()
+    fabric.seed_everything(5, verbose=False)
+    module = kind()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3))
+    for index in range(batches):
+        loop(fabric, model, optimizer, index)
+    return fabric.strategy.get_module_state_dict(model._forward_module)
+
+
+def outcome(name, folder):
+    kind, loop, layout, options = TRAPS[name]
+    layout, error, ours = dict(layout), "", {}
+    strategy = MistFabricStrategy(
+        plan=plan(layout.pop("layout"), rows=4, **layout), profile_directory=str(folder / "profiles"), **options
+    )
+    try:
+        ours = trained(strategy, kind, loop)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    try:
+        ddp = trained("ddp", kind, loop)
+    except RuntimeError as raised:
+        return {"error": error, "ddp": str(raised)}
+    return {"error": error, "difference": max((float((ours[k] - ddp[k]).abs().max()) for k in ours), default=None)}
+
+
+class Pair(nn.Module):
+    """Trained against each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+def adversaries(strategy):
+    """Two modules, each with its optimizer, and gradients through one into the other."""
+    fabric = lf.Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric.launch()
+    fabric.seed_everything(5, verbose=False)
+    pairs = []
+    for _ in range(2):
+        module = Pair()
+        pairs.append(fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1)))
+    (maker, first), (judge, second) = pairs
+    for index in range(3):
+        noise = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * index + fabric.global_rank))
+        updated(fabric, second, judge(maker(noise).detach()).mean())
+        updated(fabric, first, -judge(maker(noise)).mean())
+        second.zero_grad()
+    return [p.detach().flatten() for model in (maker, judge) for p in model.parameters()]
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    out, names = Path(sys.argv[1]), sys.argv[2:] or [*TRAPS, "adversaries"]
+    assume_profile(out / "profiles", 2)
+    results = {}
+    for name in names:
+        if name == "adversaries":
+            ddp, ours = (torch.cat(adversaries(strategy)) for strategy in ("ddp", "mist"))
+            results[name] = {"error": "", "difference": float((ddp - ours).abs().max())}
+        else:
+            results[name] = outcome(name, out)
+    rank = torch.distributed.get_rank()
+    (out / f"rank{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
