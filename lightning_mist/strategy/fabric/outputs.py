@@ -4,7 +4,7 @@ The loop is the user's, who may do with outputs whatever they like. Outputs leav
 in whose backward it is seen what gradients arrive for which of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,13 @@ class OutputForm:
     Attributes:
         spec: Its containers.
         differentiable: For each leaf whether gradients can come back through it.
+        carried: For each leaf whether it is a value that can go to another rank.
         loss: Which leaf is the loss; None if there is none, or it cannot be told which.
     """
 
     spec: TreeSpec
     differentiable: tuple[bool, ...]
+    carried: tuple[bool, ...]
     loss: int | None
 
     def check(self, output: Any) -> list[Any]:
@@ -51,20 +53,52 @@ def form_of(output: Any) -> OutputForm:
     scalars = [index for index, leaf in enumerate(leaves) if differentiable[index] and leaf.ndim == 0]
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         scalars = [index for index in scalars if leaves[index] is output["loss"]]
-    return OutputForm(spec=spec, differentiable=differentiable, loss=scalars[0] if len(scalars) == 1 else None)
+    carried = tuple(leaf is None or isinstance(leaf, (Tensor, bool, int, float, str)) for leaf in leaves)
+    loss = scalars[0] if len(scalars) == 1 else None
+    return OutputForm(spec=spec, differentiable=differentiable, carried=carried, loss=loss)
 
 
 def as_step_result(form: OutputForm, output: Any) -> dict[str, Any]:
     """What a module with a loss returned, as a step returns it."""
     leaves = form.check(output)
     assert form.loss is not None
-    rest = {str(index): leaf for index, leaf in enumerate(leaves) if index != form.loss}
+    rest = {str(index): leaf for index, leaf in enumerate(leaves) if index != form.loss and form.carried[index]}
     return {"loss": leaves[form.loss], **rest}
 
 
 def from_step_result(form: OutputForm, loss: Tensor | None, extras: Mapping[str, Any]) -> list[Any]:
-    """The leaves that :func:`as_step_result` took apart."""
-    return [loss if index == form.loss else extras[str(index)] for index in range(len(form.differentiable))]
+    """The leaves that :func:`as_step_result` took apart; what no other rank can be given is a :class:`Withheld`."""
+    return [
+        loss if index == form.loss else extras[str(index)] if is_carried else Withheld()
+        for index, is_carried in enumerate(form.carried)
+    ]
+
+
+class Withheld:
+    """Stands for an object that a module returned where its parts ran: a cache of keys and values, for example."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse.
+
+        Raises:
+            TraceError: Always.
+        """
+        raise TraceError(
+            f"{name} of an object that the module returned beside its loss: a plan's schedule returns tensors, numbers "
+            "and text only. Let the module return what is needed as tensors, or pass returns_loss=False"
+        )
+
+    def __len__(self) -> int:
+        """Refuse, as for every other use."""
+        return int(self.__getattr__("the length"))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse, as for every other use."""
+        return iter(self.__getattr__("the items"))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse, as for every other use."""
+        return self.__getattr__("an item")
 
 
 def stand_in_loss(output: Any) -> Tensor | None:

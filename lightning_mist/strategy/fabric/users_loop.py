@@ -8,6 +8,7 @@ from inspect import getattr_static
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_mist.plan import Exclusion
@@ -78,7 +79,7 @@ _Found = tuple[CodeType, Mapping[str, Any], tuple[Any, ...]]
 def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
     waiting: list[_Found] = []
     while frame is not None:
-        if not _is_foreign(frame):
+        if not _is_foreign(FunctionType(frame.f_code.replace(co_freevars=()), frame.f_globals), frame.f_globals):
             waiting.append((frame.f_code, frame.f_globals, tuple(frame.f_locals.values())))
         frame = frame.f_back
     seen: set[tuple[CodeType, tuple[int, ...]]] = set()
@@ -95,12 +96,10 @@ def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
     return None
 
 
-def _is_foreign(frame: FrameType) -> bool:
-    """Whether a frame is of this package, of a library or of Python."""
-    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return top in ("lightning_mist", "lightning", "lightning_fabric", "torch") or is_library(
-        FunctionType(frame.f_code.replace(co_freevars=()), frame.f_globals)
-    )
+def _is_foreign(function: FunctionType, space: Mapping[str, Any]) -> bool:
+    """Whether a function with these globals is of this package, of a library or of Python."""
+    top = str(space.get("__name__", "")).partition(".")[0]
+    return top in ("lightning_mist", "lightning", "lightning_fabric", "torch") or is_library(function)
 
 
 def _attributes(code: CodeType) -> Iterator[str]:
@@ -119,9 +118,11 @@ def _called(value: Any, names: set[str]) -> Iterator[_Found]:
         members = [member for name, member in vars(value).items() if name in names]
     else:
         cls = value if inspect.isclass(value) else type(value)
+        if issubclass(cls, torch.optim.Optimizer):
+            return  # it is stepped on gradients wherever these are
         members, owners = [getattr_static(cls, name, None) for name in (*names, "__init__", "__call__")], (cls,)
     for member in members:
         plain = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         function = inspect.unwrap(plain) if callable(plain) else None
-        if isinstance(function, FunctionType) and not is_library(function):
+        if isinstance(function, FunctionType) and not _is_foreign(function, function.__globals__):
             yield function.__code__, function.__globals__, owners

@@ -56,6 +56,17 @@ def test_an_output_comes_back_from_the_parts_of_a_step_result():
         as_step_result(form, output["logits"])
 
 
+def test_objects_that_cannot_travel_are_refused_when_they_are_used():
+    output = {"loss": scalar(), "cache": object()}
+    form = form_of(output)
+    result = as_step_result(form, output)
+    assert list(result) == ["loss"]
+    found = tree_unflatten(from_step_result(form, result["loss"], {}), form.spec)
+    for use in (bool, len, iter, lambda cache: cache[0], lambda cache: cache.keys):
+        with pytest.raises(TraceError, match="an object that the module returned beside its loss"):
+            use(found["cache"])
+
+
 def test_gradients_arrive_at_the_outputs_they_came_through():
     told = []
     arrival = Arrival(tell=told.append)

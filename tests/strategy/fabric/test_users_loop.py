@@ -96,6 +96,20 @@ def test_fabrics_own_clipping_says_nothing():
     assert loop(None, None) == ()
 
 
+class Descent(torch.optim.SGD):
+    def step(self, closure=None):
+        return [p.grad for group in self.param_groups for p in group["params"]]
+
+
+def test_optimizers_may_look_at_gradients():
+    def loop(optimizer):
+        found = loop_exclusions()
+        optimizer.step()
+        return found
+
+    assert loop(Descent([torch.ones(1, requires_grad=True)], lr=0.1)) == ()
+
+
 def test_arguments_are_a_batch_of_rows():
     call = Call.of((torch.ones(2, 3), True), {"labels": torch.zeros(2), "names": ["a", "b"]})
     assert batch_rows(call) == 2
