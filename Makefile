@@ -64,6 +64,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.throughput.against_ddp
 	$(BIN)/python -m benchmarks.parity.table
 	$(BIN)/python -m benchmarks.parity.random
+	$(BIN)/python -m benchmarks.parity.fabric
 	$(BIN)/python -m benchmarks.uses.run
 	$(BIN)/python -m benchmarks.report README.md docs/*.md
 
