@@ -12,6 +12,7 @@ from pathlib import Path
 import lightning.fabric as lf
 import torch
 import torch.nn.functional as F
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_mist import MistFabricStrategy
@@ -132,6 +133,10 @@ def evaluated_without_no_grad(fabric, model, optimizer, index):
     model.train()
 
 
+def divided(fabric, model, optimizer, index):
+    updated(fabric, optimizer, model(*batch_of(index, fabric.global_rank))["loss"] / 3.0)
+
+
 TRAPS = {
     "two forwards": (Loss, two_forwards, PIPELINE, {}),
     "two forwards of logits": (Logits, two_forwards_of_logits, SHARDED, {}),
@@ -153,11 +158,19 @@ TRAPS = {
     "evaluated in between, away": (Logits, evaluated_in_between, SHARDED_3, {}),
     "evaluated without no_grad": (Logits, evaluated_without_no_grad, SHARDED_3, {}),
     "stages of logits": (Logits, evaluated_without_no_grad, PIPELINE, {}),
+    "stages of a scaled loss": (Loss, two_forwards, PIPELINE, {}),
+    "scaled loss": (Loss, divided, SHARDED, {}),
 }
 
 
-def trained(strategy, kind, loop, batches=3):
-    fabric = lf.Fabric(strategy=strategy, accelerator="cpu", devices=2)
+def scaled():
+    """The first scale overflows half precision: it depends on the losses' factors at which one nothing does."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=4)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+
+def trained(strategy, kind, loop, options, batches=3):
+    fabric = lf.Fabric(strategy=strategy, accelerator="cpu", devices=2, **options)
     fabric.launch()
     fabric.seed_everything(5, verbose=False)
     module = kind()
@@ -174,11 +187,11 @@ def outcome(name, folder):
         plan=plan(layout.pop("layout"), rows=4, **layout), profile_directory=str(folder / "profiles"), **options
     )
     try:
-        ours = trained(strategy, kind, loop)
+        ours = trained(strategy, kind, loop, scaled() if "scaled" in name else {}, 9 if "scaled" in name else 3)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     try:
-        ddp = trained("ddp", kind, loop)
+        ddp = trained("ddp", kind, loop, scaled() if "scaled" in name else {}, 9 if "scaled" in name else 3)
     except RuntimeError as raised:
         return {"error": error, "ddp": str(raised)}
     return {"error": error, "difference": max((float((ours[k] - ddp[k]).abs().max()) for k in ours), default=None)}

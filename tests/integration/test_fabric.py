@@ -85,6 +85,7 @@ REFUSED = {
     "averaged by hand": "PlanError: square of ",
     "backward of its own": "RuntimeError: The current strategy and precision selection requires you to call",
     "evaluated in between, away": "TraceError: backward through a forward that was let go: the module was evaluated",
+    "stages of a scaled loss": "PlanError: the plan has 2 stages, which this module rules out: losses are scaled",
     "stages of logits": "PlanError: the plan has 2 stages, which this module rules out: the loop computes the loss",
 }
 

@@ -48,7 +48,8 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
             detected. It must have as many devices as there are processes.
         blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.
         returns_loss: Whether the module returns the loss that is trained, which ranks multiply by the same factor if by
-            any; by default it does if one scalar of what it returns can be differentiated, or is called ``loss``.
+            any; by default it does if one scalar of what it returns can be differentiated, or is called ``loss``, and
+            no loss is scaled (``16-mixed``).
         plan_path: Where the plan is written, if anywhere.
         profile_directory: Where measurements of this machine are kept; by default ``lightning-mist`` in the user's
             cache directory.

@@ -170,7 +170,7 @@ class LoopPlanning(_Base):
         forms = of_all_ranks((form.loss, form.differentiable, repr(form.spec)))
         if any(found != forms[0] for found in forms):
             raise TraceError("the module returns other things on one rank than on another, by which no plan can go")
-        if self._returns_loss is False:
+        if self._returns_loss is False or (self._returns_loss is None and self._scales):
             return replace(form, loss=None)
         if self._returns_loss and form.loss is None:
             raise PlanError(
@@ -179,12 +179,22 @@ class LoopPlanning(_Base):
             )
         return form
 
+    @property
+    def _scales(self) -> bool:
+        """Whether losses are scaled, by which it depends on their size whether gradients overflow in 16 bits."""
+        return getattr(self.precision, "scaler", None) is not None
+
     def _restrictions(self) -> tuple[Exclusion, ...]:
         reasons: list[tuple[str, Any]] = [
             ("a loop may run the module again before it calls backward", ("offloaded_gradients",))
         ]
         if self._form.loss is None:
             why = "the loop computes the loss of what the module returns, so each rank runs whole batches of its own"
+            if self._scales and self._returns_loss is None:
+                # What overflows depends on the factor in front of the loss, which is known behind the forward only.
+                why = (
+                    "losses are scaled by what the loop makes of them; returns_loss=True scales what the module returns"
+                )
             reasons.append((why, ("pipeline", "tensor", "microbatches")))
         return (*exclusions_of(reasons), *loop_exclusions())
 
