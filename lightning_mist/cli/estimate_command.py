@@ -85,6 +85,9 @@ class EstimateRequest:
         picture: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg; needs matplotlib.
         closed_form: Do not trace: estimate a transformer from its sizes alone, in a moment and less exactly.
         trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
+        lora_rank: Freeze the network and train adapters of this width alone (LoRA).
+        lora_targets: Beside which linear layers they are, such as "q_proj,k_proj,v_proj,o_proj"; by default those of
+            attention's queries and values.
     """
 
     model: str
@@ -102,6 +105,8 @@ class EstimateRequest:
     picture: str | None = None
     closed_form: bool = False
     trace: bool = False
+    lora_rank: int | None = None
+    lora_targets: str = ""
 
 
 def estimate(*, request: EstimateRequest, degrees: Degrees) -> None:
@@ -176,6 +181,8 @@ class _Estimators:
             master_weights=precision.master_weights,
             optimizer=self._request.optimizer,
             trace=self._request.trace,
+            lora_rank=self._request.lora_rank,
+            lora_targets=self._request.lora_targets,
             rows=rows,
             seq_len=seq_len,
             degrees=self._degrees,

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from lightning_mist.cli.output import say, told
 from lightning_mist.errors import MistError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lightning_mist.estimate.closed_form import TransformerDims
     from lightning_mist.model import ModelSpec, OptimizerSpec
 
@@ -21,6 +24,8 @@ class NetworkRequest:
 
     Attributes:
         optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
+        lora_rank: Width of the adapters that alone are trained; None to train the network as it is.
+        lora_targets: Last parts of the names of the layers that get one, with commas; empty for attention's defaults.
     """
 
     model: str
@@ -33,6 +38,12 @@ class NetworkRequest:
     capability: tuple[int, int] | None = None
     trace: bool = False
     master_weights: bool = False
+    lora_rank: int | None = None
+    lora_targets: str = ""
+
+    def __post_init__(self) -> None:
+        if self.lora_targets and self.lora_rank is None:
+            raise ValueError(f"lora_targets = {self.lora_targets!r} without lora_rank: give --lora-rank 16, too")
 
 
 def describe_network(request: NetworkRequest) -> "ModelSpec":
@@ -51,7 +62,7 @@ def _described(request: NetworkRequest) -> "ModelSpec":
 
     check_precision(request.precision)
     check_name(request.model)
-    if request.trace or request.model not in PRESETS:
+    if request.trace or request.lora_rank is not None or request.model not in PRESETS:
         return trace_network(request)
     from lightning_mist.model.presets import KNOWN_OPTIMIZERS, preset_spec
 
@@ -132,7 +143,11 @@ def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpe
     sys.path.insert(0, os.getcwd())  # as `python -m` does, so that the user's own modules are found
     # Where a batch grows is seen by comparing two batches, so one row is not enough.
     source = open_model(
-        request.model, batch_rows=max(2, request.rows), sequence_length=request.seq_len, precision=precision
+        request.model,
+        batch_rows=max(2, request.rows),
+        sequence_length=request.seq_len,
+        precision=precision,
+        change=partial(_adapted, request),
     )
     tell(f"tracing {source.name}")
     known = batch_rows(source.batch)
@@ -155,8 +170,19 @@ def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpe
     return with_second_opinion(spec, source.module, request.device_kind)
 
 
+def _adapted(request: NetworkRequest, module: "nn.Module") -> "nn.Module":
+    from lightning_mist.model.sources import with_adapters
+
+    if request.lora_rank is None:
+        return module
+    names = [name.strip() for name in request.lora_targets.split(",") if name.strip()]
+    return with_adapters(module, request.lora_rank, names)
+
+
 def closed_network(request: NetworkRequest) -> "ModelSpec":
     """What a transformer costs by its sizes alone."""
+    if request.lora_rank is not None:
+        raise ValueError("closed_form with lora_rank: sizes alone say nothing of adapters; leave --closed-form out")
     from lightning_mist.estimate.closed_form import closed_spec
     from lightning_mist.model.presets import check_length, check_name
 

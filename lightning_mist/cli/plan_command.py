@@ -74,6 +74,9 @@ class PlanRequest:
         html: Where to write a page with all of this, pictures of a step, all that --explain says, and what less memory
             would cost; it needs nothing else to be read.
         trace: Trace a preset too, which takes longer, instead of describing it by its sizes.
+        lora_rank: Freeze the network and train adapters of this width alone (LoRA).
+        lora_targets: Beside which linear layers they are, such as "q_proj,k_proj,v_proj,o_proj"; by default those of
+            attention's queries and values.
     """
 
     model: str
@@ -93,6 +96,8 @@ class PlanRequest:
     stack: str = "eager"
     html: str | None = None
     trace: bool = False
+    lora_rank: int | None = None
+    lora_targets: str = ""
 
 
 def plan(*, request: PlanRequest, options: SearchSpace) -> None:
@@ -206,6 +211,8 @@ def _network(request: PlanRequest, search: SearchSpace, machine: "AnyCluster", p
         device_kind=machine.kind,
         capability=oldest_capability(machine),
         trace=request.trace,
+        lora_rank=request.lora_rank,
+        lora_targets=request.lora_targets,
     )
 
 

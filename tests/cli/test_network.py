@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lightning_mist.cli.network import NetworkRequest, closed_network, trace_network
+from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network, trace_network
 from lightning_mist.model.presets.named_models import PRESETS
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -23,6 +23,23 @@ def test_a_function_s_module_is_traced_in_another_process(capfd):
     assert "mist: finding out how 2 devices could share layers" in told
 
 
+def test_adapters_alone_are_trained():
+    function = "tests.cli.networks:make_wide"
+    whole = describe_network(asked(function))
+    adapted = describe_network(asked(function, lora_rank=1, lora_targets="1, 3"))
+    assert all(item.trainable for item in whole.parameters)
+    frozen = [item.numel for item in adapted.parameters if not item.trainable]
+    trained = [item.numel for item in adapted.parameters if item.trainable]
+    assert sum(frozen) == sum(item.numel for item in whole.parameters)
+    assert trained == [8, 32, 32, 8] * 4
+    assert adapted.num_layers == whole.num_layers
+
+
+def test_layers_without_adapters_are_no_networks():
+    with pytest.raises(ValueError, match="lora_targets = 'q_proj' without lora_rank: give --lora-rank 16, too"):
+        asked("llama-7b", lora_targets="q_proj")
+
+
 def test_presets_and_configurations_have_closed_forms(tmp_path):
     found = closed_network(asked("llama-7b", seq_len=2048))
     assert (found.name, found.num_layers, found.sequence_length) == ("llama-7b", PRESETS["llama-7b"].layers, 2048)
@@ -39,6 +56,7 @@ def test_presets_and_configurations_have_closed_forms(tmp_path):
         ({"seq_len": None}, "tokens per row are needed; give --seq-len 2048"),
         ({"seq_len": 0}, "with seq_len = 0: tokens per row are needed"),
         ({"optimizer": "Adamm"}, "optimizer 'Adamm' is not a class in torch.optim"),
+        ({"lora_rank": 4}, "closed_form with lora_rank: sizes alone say nothing of adapters"),
         ({"optimizer": "lr_scheduler"}, "optimizer 'lr_scheduler' is not a class in torch.optim"),
     ],
 )

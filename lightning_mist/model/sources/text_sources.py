@@ -18,6 +18,8 @@ from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
 
+_Change = Callable[[nn.Module], nn.Module]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
@@ -29,13 +31,21 @@ class ModelSource:
     call: Callable[[Any], Any]  # its step as a function of the batch, in the precision asked for
 
 
-def open_model(text: str, *, batch_rows: int, sequence_length: int | None, precision: str) -> ModelSource:
+def open_model(
+    text: str,
+    *,
+    batch_rows: int,
+    sequence_length: int | None,
+    precision: str,
+    change: _Change = lambda module: module,
+) -> ModelSource:
     """The module and batch that a text names.
 
     Args:
         text: The name of a preset, such as ``"gpt3-22b"``; the path of a Hugging Face ``config.json``; or
             ``"package.module:function"``, whose function returns a module with a ``training_step`` and a batch.
         sequence_length: Tokens of each row; presets and configurations need it, functions make their own batch.
+        change: Makes of the module as built the one to trace, such as one with adapters.
 
     Raises:
         ValueError: If the text names nothing, or something needed is missing.
@@ -44,16 +54,16 @@ def open_model(text: str, *, batch_rows: int, sequence_length: int | None, preci
     name, batch = text, None
     check_name(text)
     if ":" in text:
-        module, batch = _from_function(text, kept)
+        module, batch = _from_function(text, kept, change)
         name = type(module).__name__
     else:
         length = check_length(text, sequence_length)
         tokens = torch.zeros(batch_rows, length, dtype=torch.long)
         if text.endswith(".json"):
-            module = _from_configuration(Path(text), length, kept)
+            module = _from_configuration(Path(text), length, kept, change)
             batch = {"input_ids": tokens, "labels": tokens.clone()}
         else:
-            module = hollow(lambda: LanguageModel(PRESETS[text], length), dtype=kept)
+            module = hollow(lambda: change(LanguageModel(PRESETS[text], length)), dtype=kept)
             batch = tokens, tokens.clone()
 
     def call(batch: Any) -> Any:
@@ -91,7 +101,7 @@ def parameter_dtype(precision: str) -> torch.dtype | None:
     return None if mixed == "mixed" or dtype == "32" else _DTYPES[dtype]
 
 
-def _from_function(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
+def _from_function(text: str, dtype: torch.dtype | None, change: _Change) -> tuple[nn.Module, Any]:
     name, _, attribute = text.partition(":")
     try:
         function = getattr(importlib.import_module(name), attribute)
@@ -107,6 +117,8 @@ def _from_function(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any
     module, batch = made
     if not callable(getattr(module, "training_step", None)):
         raise ValueError(f"model {text!r} returned a {type(module).__name__} without training_step: give it one")
+    # What was built on the meta device gets zeros that take no memory.
+    module = hollow(lambda: change(module), dtype=dtype)
     if dtype is None:
         return module, batch
     # As Lightning's precision plugin hands it to the step.
@@ -142,7 +154,7 @@ class _CausalStep(nn.Module):
         return loss
 
 
-def _from_configuration(path: Path, length: int, dtype: torch.dtype | None) -> nn.Module:
+def _from_configuration(path: Path, length: int, dtype: torch.dtype | None, change: _Change) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
@@ -175,7 +187,7 @@ def _from_configuration(path: Path, length: int, dtype: torch.dtype | None) -> n
 
     def build() -> nn.Module:
         make: Any = cls if cls is not None else transformers.AutoModelForCausalLM.from_config
-        return _CausalStep(make(configuration))
+        return change(_CausalStep(make(configuration)))
 
     try:
         return hollow(build, dtype=dtype).train()

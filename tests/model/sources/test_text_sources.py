@@ -33,6 +33,11 @@ def make_net():
     return Net(), torch.ones(2, 3)
 
 
+def make_without_values():
+    with torch.device("meta"):
+        return make_net()[0].requires_grad_(False), torch.ones(2, 3, device="cpu")
+
+
 def make_module_only():
     return Net()
 
@@ -73,6 +78,20 @@ def test_steps_run_in_the_precision_asked_for(tmp_path, precision):
     source.call(source.batch)
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     assert set(seen) == {mixed.get(precision, next(iter(kept)))}
+
+
+def test_a_function_may_build_a_module_without_values():
+    source = open_("tests.model.sources.test_text_sources:make_without_values", precision="bf16-true")
+    weight = source.module.layer.weight
+    assert (weight.device.type, weight.dtype, weight.untyped_storage().nbytes()) == ("cpu", torch.bfloat16, 2)
+    assert not weight.requires_grad
+    assert source.call(source.batch) == 0
+
+
+def test_a_module_is_changed_before_it_is_traced(tmp_path):
+    for text in ("gpt3-1.3b", configuration(tmp_path), "tests.model.sources.test_text_sources:make_net"):
+        source = open_(text, change=lambda module: module.requires_grad_(False))
+        assert not any(item.requires_grad for item in source.module.parameters())
 
 
 def test_configuration_file(tmp_path):
