@@ -1,8 +1,8 @@
 """What plans rely on while they train: that the step does for a batch what it did when it was tried.
 
 Every run of the user's step is looked at: whose batch it sees, whether it changes what is beside its arguments, whether
-it talks to other processes. Before a batch runs it is seen to that no parameter was frozen or unfrozen, and that ranks
-that share batches hold the same values. What does not hold ends training on this rank before the optimizer's step, and
+it talks to other processes. Before a batch runs it is seen to that no parameter was unfrozen or added, and that ranks that
+share batches hold the same values. What does not hold ends training on this rank before the optimizer's step, and
 with it on all others, which wait for this one.
 """
 
@@ -40,6 +40,7 @@ class StepGuard:
         self._repeats = self.shares or cuts
         self._survey = Survey(reach)
         self._parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
+        self._names = {name for name, _, _ in self._parameters}
         self._buffers = list(module.named_buffers())
         self._norms = [
             (name, child)
@@ -76,6 +77,9 @@ class StepGuard:
         for name, parameter, required in self._parameters:
             if parameter.requires_grad and not required:
                 raise self._error(f"parameter {name} was unfrozen after the plan was made: plan again with it unfrozen")
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self._names:
+                raise self._error(f"parameter {name} was added after the plan was made: add it before fit")
         for name, child in self._norms if self._repeats else ():
             if child.training:
                 raise self._error(

@@ -157,3 +157,17 @@ def test_an_error_of_the_step_itself_is_not_covered():
     with nullcontext(), pytest.raises((ValueError, PlanError)) as caught:
         run(guard, step)
     assert isinstance(caught.value, ValueError)
+
+
+def test_a_parameter_that_is_added_ends_training():
+    net = Net()
+    guard, _ = guard_of(net, CUT)
+    net.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    with guard.batch():
+        pass
+    net.layer.adapter = nn.Linear(2, 2, bias=False)
+    with (
+        pytest.raises(PlanError, match=r"parameter layer\.adapter\.weight was added after the plan was made"),
+        guard.batch(),
+    ):
+        pass
