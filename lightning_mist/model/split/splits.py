@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated
@@ -70,8 +71,8 @@ def derive_splits(
     wanted = sorted({degree for degree in degrees if degree > 1})
     if not wanted or module_map.excludes("tensor"):
         return module_map
-    if not module_map.blocks:
-        return _without(module_map, NOTHING_TO_SPLIT)
+    if trouble := _trouble(module, module_map):
+        return _without(module_map, trouble)
     with isolated(module):
         try:
             calls = call_blocks(module, call, batch, module_map.blocks, _length(wanted))
@@ -85,6 +86,17 @@ def derive_splits(
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
             return _without(module_map, reason)
         return _every_degree(module_map, calls, kinds, around)
+
+
+def _trouble(module: nn.Module, module_map: ModuleMap) -> str:
+    """Why there is no use in looking further; empty if there is."""
+    if not module_map.blocks:
+        return NOTHING_TO_SPLIT
+    for name, parameter in module.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            # A part of one is not a tensor of the values that it stands for.
+            return f"{name} is kept as {type(parameter).__name__}, whose values are made as it is used"
+    return ""
 
 
 def _length(degrees: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """What plans rely on while they train: that the step does for a batch what it did when it was tried.
 
 Every run of the user's step is looked at: whose batch it sees, whether it changes what is beside its arguments, whether
-it talks to other processes. Before a batch runs it is seen to that no parameter was unfrozen or added, and that ranks that
-share batches hold the same values. What does not hold ends training on this rank before the optimizer's step, and
+it talks to other processes. Before a batch runs it is seen to that no parameter was unfrozen or added, and that ranks
+that share batches hold the same values. What does not hold ends training on this rank before the optimizer's step, and
 with it on all others, which wait for this one.
 """
 
