@@ -227,7 +227,7 @@ TRAPS = {
         equal=("auto", "plain"),
         reason=_WHOLE,
     ),
-    "unfreezes by hand": Trap(module=UnfreezesByHand, plans=("plain", *SOME), reason="blocks.1"),
+    "unfreezes by hand": Trap(module=UnfreezesByHand, plans=("plain", *SOME), reason="blocks"),
     "adapter added late": Trap(module=AdapterAddedLate, plans=("plain", *SOME)),
     "unused": Trap(module=Unused, plans=("plain", *SOME)),
 }
