@@ -28,13 +28,13 @@ from lightning_mist.strategy.planning import (
     write_plan,
 )
 from lightning_mist.strategy.shared_loaders import SharedLoaders
-from lightning_mist.strategy.training import attach_engine, gradients_are_about_to_go, replay
+from lightning_mist.strategy.training import Preemption, attach_engine, gradients_are_about_to_go, replay
 from lightning_mist.units import parse_bytes
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MistBase(ActingRank, SharedLoaders, Checkpoints, PlanEvaluation):
+class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluation):
     """Trains as DDP would, on a plan that fits and is fast.
 
     At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor

@@ -6,6 +6,7 @@ from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, wit
 from lightning_mist.strategy.training.failure_handling import EndsTogether
 from lightning_mist.strategy.training.log_records import LogRecord, LogRecorder, recorded_logs, replay
 from lightning_mist.strategy.training.microbatch_step import results_of
+from lightning_mist.strategy.training.preemption import Preemption
 from lightning_mist.strategy.training.same_samples import check_same_samples, digest_of
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.strategy.training.whole_model import attach_engine, gradients_are_about_to_go
