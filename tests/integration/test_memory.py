@@ -50,7 +50,13 @@ PLANS = {
     },
 }
 
-MODELS = {"vit": [*PLANS][1::2], "gpt2_dropout": [*PLANS], "llama_tied": [*PLANS], "bert": [*PLANS][::2]}
+MODELS = {
+    "vit": [*PLANS][1::2],
+    "gpt2_dropout": [*PLANS],
+    "llama_tied": [*PLANS],
+    "bert": [*PLANS][::2],
+    "lora_llama": [*PLANS][::3],
+}
 """Plans of each model."""
 
 
