@@ -288,7 +288,7 @@ class Engine(WholeGradients):
             raise PlanError(
                 f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: its values are on "
                 "another device. Save with trainer.save_checkpoint(path), or fabric.save, on every rank, or read the "
-                "module after fit, where it is whole"
+                "module after fit or in on_fit_end, where it is whole"
             )
 
         self._unguard()
