@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from lightning_mist.plan import ModuleMap, Plan, ZeroStage, of_whole_batches, replica_ranks
+from lightning_mist.plan import ModuleMap, OffloadRatios, Plan, ZeroStage, of_whole_batches, replica_ranks
 from lightning_mist.runtime.batch_run import RankContext
 from lightning_mist.runtime.communication import Neighbours
 from lightning_mist.runtime.parameters import CastKeeper
@@ -44,6 +44,14 @@ def is_whole(plan: Plan, *, has_masters: bool) -> bool:
         )
         for stage in plan.stages
     )
+
+
+def without_training(plan: Plan) -> Plan:
+    """The plan of whole batches, which there must be, of ranks that hold nothing but parameters and activations."""
+    whole = of_whole_batches(plan)
+    assert whole is not None
+    stages = (replace(stage, offload=OffloadRatios(parameters=stage.offload.parameters)) for stage in whole.stages)
+    return replace(whole, stages=tuple(stages))
 
 
 def hindrance(plan: Plan, module_map: ModuleMap, found: ModuleMap) -> str | None:

@@ -1,20 +1,21 @@
-"""Validation inside a fit, while a plan is in place: by its forwards where that can be, else on the whole module."""
+"""Evaluation while a plan is in place: by its forwards where that can be, else on the whole module."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from lightning_mist.model.user_code import Reach
-from lightning_mist.plan import ModuleMap, of_whole_batches, replica_ranks
+from lightning_mist.plan import of_whole_batches, replica_ranks
 from lightning_mist.runtime.communication import complete
 from lightning_mist.runtime.forward_pass import evaluated_map, hindrance, is_whole
 from lightning_mist.strategy.all_ranks import of_all_ranks
-from lightning_mist.strategy.plan_installation import PlanInstallation
-from lightning_mist.strategy.planning import EvaluatedStep, look_at_step, refuse_whole, roots_of
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.empty_parameters import device_limit
+from lightning_mist.strategy.evaluation_alone import CUT_DIFFERENTLY, EvaluationAlone
+from lightning_mist.strategy.planning import EvaluatedStep, look_at_step, refuse_whole, refuse_whole_alone, roots_of
 from lightning_mist.strategy.training import FINISHED, Evaluator, StepGuard, without_values
 from lightning_mist.strategy.user_code import whole_in_validation
-
-_STEP = "validation_step"
 
 
 class _Waiting:
@@ -36,20 +37,16 @@ class _Waiting:
         return getattr(self._fetcher, name)
 
 
-class PlanEvaluation(PlanInstallation):
-    """The part of a strategy that validates inside a fit.
-
-    Evaluation of its own, outside of a fit, finds no plan in place, and runs as under DDP.
-    """
+class PlanEvaluation(EvaluationAlone):
+    """The part of a strategy that validates, tests and predicts."""
 
     _evaluator: Evaluator | None = None
+    _is_in_rounds = False  # whether ranks run the step together
     _loader = 0
-    _whole: str | None = None  # why the whole module must be there, if that turned out in this fit
-    _maps: dict[int, ModuleMap]
 
     def _install(self, module: Any) -> None:
         super()._install(module)
-        self._whole, self._maps = None, {}
+        self._whole, self._maps, self._outside = None, {}, None
         if self._engine is None or not module.trainer.enable_validation:
             return
         assert self._decision is not None
@@ -58,147 +55,205 @@ class PlanEvaluation(PlanInstallation):
         self._whole = next((reason for reason in found if reason is not None), None)
         refuse_whole(self._decision.lack_for_whole, self._whole)
 
+    # Lightning's hooks -------------------------------------------------------------------------------------------
+
     def on_validation_start(self) -> None:
         """From here on the plan's forwards run, or every rank gets the whole module."""
         super().on_validation_start()
-        if self._engine is None or self._engine.is_filled:
+        self._begin_evaluation()
+
+    def on_test_start(self) -> None:
+        """From here on the plan's forwards run."""
+        super().on_test_start()
+        self._begin_evaluation()
+
+    def on_predict_start(self) -> None:
+        """From here on the plan's forwards run."""
+        super().on_predict_start()
+        self._begin_evaluation()
+
+    def on_validation_end(self) -> None:
+        """Training goes on with this rank's part."""
+        super().on_validation_end()
+        self._end_evaluation()
+
+    def on_test_end(self) -> None:
+        """Ranks need not wait for each other any more."""
+        super().on_test_end()
+        self._end_evaluation()
+
+    def on_predict_end(self) -> None:
+        """Ranks need not wait for each other any more."""
+        super().on_predict_end()
+        self._end_evaluation()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on this rank's batch, with the buffers that DDP's forward would find."""
+        return self._evaluated(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on this rank's batch."""
+        return self._evaluated(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on this rank's batch."""
+        return self._evaluated(super().predict_step, args, kwargs)
+
+    def _begin_evaluation(self) -> None:
+        engine = self._engine
+        if (engine is None and self._outside is None) or (engine is not None and engine.is_filled):
             return
         with self.all_take_part():
-            if is_whole(self._engine.plan, has_masters=self._engine.executor.masters is not None):
-                self._engine.executor.flush()
+            if engine is not None and is_whole(engine.plan, has_masters=engine.executor.masters is not None):
+                engine.executor.flush()
             elif (reason := self._whole_reason()) is not None:
                 self._make_whole(reason)
             else:
                 self._begin_rounds()
 
-    def on_validation_end(self) -> None:
-        """Training goes on with this rank's part."""
-        super().on_validation_end()
-        self._evaluator = None
-        if self._engine is not None and self._engine.has_begun:
+    def _end_evaluation(self) -> None:
+        self._evaluator, self._is_in_rounds = None, False
+        if self._engine is not None and self._engine.has_begun and self._outside is None:
             self._engine.hollow()
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this rank's batch, with the buffers that DDP's forward would find."""
-        if self._engine is None:
-            return super().validation_step(*args, **kwargs)
+    def _evaluated(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch, *numbers = (*args, *kwargs.values())
-        if self._evaluator is not None:
+        if self._is_in_rounds:
             _, _, output = self._round(self._loader, batch, numbers)
-            if self._evaluator is not None:
+            if self._is_in_rounds:
                 return output
+        if self._engine is None:
+            return whole(*args, **kwargs)
         complete(self._engine.buffers.before_forward())
         with self._engine.computing():
-            output = super().validation_step(*args, **kwargs)
+            output = whole(*args, **kwargs)
         self._engine.buffers.after_forward()
         return output
 
     # By the plan's forwards --------------------------------------------------------------------------------------
 
     def _whole_reason(self) -> str | None:
-        engine = self._engine
-        assert engine is not None
         if self._whole is not None:
             return self._whole
-        if type(self._validation_loop()._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
-            return f"{_STEP} takes dataloader_iter"
-        if of_whole_batches(engine.plan) is None:
-            return "the plan's stages cut batches differently, and evaluation takes them whole"
-        return None
+        if type(self._evaluation_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+            return f"{self._step_name} takes dataloader_iter"
+        return CUT_DIFFERENTLY if of_whole_batches(self._plan_in_place) is None else None
 
     def _make_whole(self, reason: str) -> None:
-        assert self._decision is not None
-        assert self._engine is not None
-        refuse_whole(self._decision.lack_for_whole, reason)
-        if self._whole != reason or self._evaluator is not None:
-            progress = Progress(enabled=self.is_global_zero)
-            progress.tell(f"every rank gets the whole module for validation: {reason}")
-        self._whole, self._evaluator = reason, None
-        self._engine.fill()
-
-    def _validation_loop(self) -> Any:
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
-        return trainer.fit_loop.epoch_loop.val_loop
+        if self._outside is None:
+            assert self._decision is not None
+            refuse_whole(self._decision.lack_for_whole, reason)
+        else:
+            assert self.lightning_module is not None
+            limit = device_limit(self._request.memory_limit, self.root_device)
+            refuse_whole_alone(self.lightning_module, limit, reason, has_plan=True)
+        if self._whole != reason or self._is_in_rounds:
+            self._tell_whole(reason)
+        self._whole, self._evaluator, self._is_in_rounds = reason, None, False
+        if self._engine is not None:
+            self._engine.fill()
+        elif self._initial is not None:
+            with torch.inference_mode(mode=False):
+                self._initial.materialize(self._initial.names)
+            self._initial.forget()
+            self._initial = None
 
     def _begin_rounds(self) -> None:
+        self._loader, self._is_in_rounds = 0, True
+        if self._engine is not None:
+            self._engine.executor.flush()
+            self._make_evaluator()
+        loop = self._evaluation_loop
+        loop._data_fetcher = _Waiting(loop._data_fetcher, self._wait)
+
+    def _make_evaluator(self) -> None:
         engine, module = self._engine, self.lightning_module
         assert engine is not None
         assert module is not None
-        engine.executor.flush()
         plan, guard = of_whole_batches(engine.plan), None
         assert plan is not None
         if len(replica_ranks(plan, 0)) > 1:
-            reach = Reach(module, module.validation_step, roots_of(module.trainer))
+            reach = Reach(module, getattr(module, self._step_name), roots_of(module.trainer))
             guard = StepGuard(module, plan, self.global_rank, reach, self.act_for)
-        self._evaluator, self._loader = Evaluator(engine, guard), 0
+        self._evaluator = Evaluator(engine, guard)
         for loader, found in self._maps.items():
             self._evaluator.learn(loader, found)
-        loop = self._validation_loop()
-        loop._data_fetcher = _Waiting(loop._data_fetcher, self._wait)
 
     def _wait(self, loader: int) -> None:
         """Serve others until all have come as far as this rank; at once where it goes on with the same loader."""
         if loader == self._loader:
             return
         self._loader = loader
-        while self._evaluator is not None:
+        while self._is_in_rounds:
             places, has_any, _ = self._round(loader, None, None)
             if min(places) >= loader and not has_any:
                 return
 
     def _round(self, place: int, batch: Any, numbers: list[int] | None) -> tuple[list[int], bool, Any]:
         """One batch of every rank that has one; how far all have come, whether any had one, and this rank's output."""
-        evaluator, module = self._evaluator, self.lightning_module
-        assert evaluator is not None
+        module, step_name, has_batch = self.lightning_module, self._step_name, numbers is not None
         assert module is not None
-        context = self.precision_plugin.val_step_context
 
         def step(part: Any, *rest: int) -> Any:
-            with context():
-                return module.validation_step(part, *rest)
+            with self._step_context():
+                return getattr(module, step_name)(part, *rest)
 
         with self.all_take_part():
-            notices = evaluator.meet(place, has_batch=numbers is not None)
+            evaluator = self._evaluator
+            said = (place, has_batch)
+            notices = of_all_ranks(said) if evaluator is None else evaluator.meet(place, has_batch=has_batch)
             places = [there for there, _ in notices]
             loader = next((there for there, has in notices if has), None)
             if loader is None:
                 return places, False, None
-            if not evaluator.knows(loader):
+            if evaluator is None or not evaluator.knows(loader):
                 self._look(loader, batch, numbers, step)
+                if evaluator is None and self._evaluator is not None:
+                    self._evaluator.meet(place, has_batch=has_batch)
+            if self._evaluator is not None and (name := self._evaluator.differing_buffer()) is not None:
+                self._make_whole(f"buffer {name} is another on every rank, and ranks run steps for one another")
             if self._evaluator is None:
                 return places, True, None
-            return places, True, evaluator.run(loader, batch, numbers, step)
+            return places, True, self._evaluator.run(loader, batch, numbers, step, self._step_context)
 
     def _look(self, loader: int, batch: Any, numbers: list[int] | None, step: Callable[..., Any]) -> None:
         """See how the step is to be evaluated on batches of a loader; all ranks come to the same."""
-        engine, evaluator, module = self._engine, self._evaluator, self.lightning_module
-        assert engine is not None
-        assert evaluator is not None
+        engine, module, name = self._engine, self.lightning_module, self._step_name
         assert module is not None
         own: EvaluatedStep | None = None
+        call = lambda part: step(part, *(numbers or ()))  # noqa: E731
         if numbers is not None:
-            call = lambda part: step(part, *numbers)  # noqa: E731
-            with without_values(engine):
-                own = look_at_step(module.trainer, module, _STEP, call, batch, self.root_device)
-        found = [item for item in evaluator.everybodys(own) if item is not None]
-        reason = self._reason(found, shares=evaluator.shares)
+            with nullcontext() if engine is None else without_values(engine):
+                own = look_at_step(module.trainer, module, name, call, batch, self.root_device)
+        looks = of_all_ranks(own) if self._evaluator is None else self._evaluator.everybodys(own)
+        found = [item for item in looks if item is not None]
+        reason = self._reason(found)
+        if reason is None and engine is None:
+            reason = self._start_by(found[0].module_map, looks.index(found[0]), call, batch)
+            if reason is None:
+                self._make_evaluator()
         if reason is not None:
             self._make_whole(reason)
             return
-        assert found[0].module_map is not None
-        self._maps[loader] = evaluated_map(engine.module_map, found[0].module_map)
-        evaluator.learn(loader, self._maps[loader])
-
-    def _reason(self, found: list[EvaluatedStep], *, shares: bool) -> str | None:
-        """Why a step that ranks have looked at cannot be evaluated by the plan's forwards, if so."""
         assert self._engine is not None
+        assert self._evaluator is not None
+        assert found[0].module_map is not None
+        self._maps[loader] = evaluated_map(self._engine.module_map, found[0].module_map)
+        self._evaluator.learn(loader, self._maps[loader])
+
+    def _reason(self, found: list[EvaluatedStep]) -> str | None:
+        """Why a step that ranks have looked at cannot be evaluated by the plan's forwards, if so."""
+        plan, name = self._plan_in_place, self._step_name
+        whole = of_whole_batches(plan)
+        assert whole is not None
         for item in found:
             if item.module_map is None:
-                return f"{_STEP} cannot be traced: {item.failure}"
+                return f"{name} cannot be traced: {item.failure}"
             if item.form != found[0].form:
-                return f"ranks take different ways through {_STEP}"
-            if shares and item.only_own:
-                return f"{_STEP}: {item.only_own[0]}"
-            if (why := hindrance(self._engine.plan, self._engine.module_map, item.module_map)) is not None:
-                return f"{_STEP}: {why}"
+                return f"ranks take different ways through {name}"
+            if len(replica_ranks(whole, 0)) > 1 and item.only_own:
+                return f"{name}: {item.only_own[0]}"
+            known = item.module_map if self._engine is None else self._engine.module_map
+            if plan.num_layers == len(known.blocks) and (why := hindrance(plan, known, item.module_map)) is not None:
+                return f"{name}: {why}"
         return None

@@ -35,6 +35,7 @@ class PlanInstallation(EndsTogether):
     _engine: Engine | None = None
     _initial: InitialValues | None = None
     _masters: dict[str, Tensor] | None = None
+    _outside: Plan | None = None  # the plan of an evaluation outside of a fit, which has no optimizer
     _first_steps: FirstSteps
     _is_planning = False
     _is_over = False  # after a dry run

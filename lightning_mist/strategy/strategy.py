@@ -157,10 +157,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         assert accelerator is not None
         self.begin_sharing(module)
         if trainer.state.fn != self._names.fitting:
-            if (whole := empty_parameters.initial_values(module, self.root_device, None)) is not None:
-                whole.materialize(whole.names)
-                whole.forget()
-            super().setup(trainer)
+            self._set_up_outside(trainer)
             return
         self._state_afterwards = None
         accelerator.setup(trainer)
@@ -204,6 +201,8 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         (engine, initial), self._engine, self._initial = (self._engine, self._initial), None, None
         trainer = getattr(self.lightning_module, "_trainer", None)
         is_well = trainer is not None and trainer.state.status.value != "interrupted"
+        if engine is None and initial is not None and self._outside is not None and is_well:
+            initial.materialize(initial.names)  # no batch came, for which it would have been shared out
         if engine is not None:
             if is_well:
                 if initial is None:
@@ -211,7 +210,8 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
                     engine.fill(torch.device("cpu"))
                 else:
                     engine.leave_on_rank_zero()
-            self._state_afterwards = engine.release_optimizer(self._timeout)
+            # An evaluation after a fit has no optimizer, and leaves the fit's state as it is.
+            self._state_afterwards = engine.release_optimizer(self._timeout) or self._state_afterwards
             if is_well:
                 engine.transport.close()
         if is_well:
@@ -275,7 +275,8 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         keeps = not gradients_are_about_to_go(module)
         with self.all_take_part():
             result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
-        replay(module, result.records)
+        with context():  # Numbers become tensors of the precision's type, as where the step itself logs.
+            replay(module, result.records)
         if not result.extras:
             return loss
         # Lightning itself refuses a dictionary without a loss.

@@ -307,6 +307,20 @@ def test_fit_test_predict_and_fit_again(tmp_path):
     assert any(not torch.equal(a, b) for a, b in zip(before, values(module), strict=True))
 
 
+def test_a_module_that_no_device_holds_is_not_evaluated_whole(tmp_path):
+    trainer = pl.Trainer(
+        strategy=MistStrategy(memory_limit=64),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(InfeasibleError, match=r"memory_limit is 64 B .*there is no plan.*MistStrategy\(plan=\.\.\.\)"):
+        trainer.test(Net(), loader(), verbose=False)
+
+
 @pytest.mark.parametrize("plan", [one_stage(), one_stage(microbatches=2)], ids=["plain", "engine"])
 def test_trainers_can_be_pickled_after_a_fit_as_under_ddp(tmp_path, plan):
     trainer, module = train(tmp_path, MistStrategy(plan=plan), epochs=1)

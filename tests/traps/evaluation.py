@@ -94,7 +94,7 @@ class ReturnedAlone(Project):
         self.seen += outputs.tolist()
 
 
-class _Logged(Callback):
+class KeepsLogged(Callback):
     """Keeps what is logged in every batch and at the end of every validation."""
 
     def __init__(self) -> None:
@@ -200,6 +200,24 @@ class ByRank(Project):
         self.log("val_loss", self.loss(batch) * (1 + self.global_rank), sync_dist=True)
 
 
+class OfRank(Project):
+    """A hook keeps a mean of what this rank's batches gave in a buffer, which the step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch) + self.mean
+        self.log("val_loss", loss, sync_dist=True)
+        return loss
+
+    def on_validation_batch_end(self, outputs: torch.Tensor, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs))
+        self.mean.mul_(0.9).add_(outputs, alpha=0.1)
+
+
 class OutOfPlace(Project):
     """Validation uses a weight of the first layer behind the last one."""
 
@@ -244,7 +262,12 @@ TRAPS = {
     "returned": Trap(module=Returned, val=lambda: own(12, 8), plans=PLANS, equal=PLANS, whole=()),
     "returned-alone": Trap(module=ReturnedAlone, val=lambda: own(12, 8), plans=PLANS, equal=PLANS, whole=()),
     "logged": Trap(
-        module=Logged, val=lambda: loader(18, seed=1), plans=PLANS, equal=PLANS, whole=(), callbacks=lambda: [_Logged()]
+        module=Logged,
+        val=lambda: loader(18, seed=1),
+        plans=PLANS,
+        equal=PLANS,
+        whole=(),
+        callbacks=lambda: [KeepsLogged()],
     ),
     "two-loaders": Trap(module=TwoLoaders, val=_two, plans=PLANS, equal=PLANS, whole=()),
     "twice": Trap(module=Twice, val=lambda: loader(16, seed=1), plans=PLANS, equal=PLANS, whole=PLANS),
@@ -254,6 +277,7 @@ TRAPS = {
     "modes": Trap(module=Modes, val=lambda: own(12, 5), plans=PLANS, equal=PLANS, whole=()),
     "asks": Trap(module=Asks, val=lambda: own(12, 5), plans=PLANS, equal=PLANS, whole=()),
     "by-rank": Trap(module=ByRank, val=lambda: own(12, 5), plans=PLANS, equal=PLANS, whole=()),
+    "of-rank": Trap(module=OfRank, val=lambda: own(12, 8), plans=PLANS, equal=PLANS, whole=SHARED),
     "out-of-place": Trap(
         module=OutOfPlace, val=lambda: own(12, 5), plans=PLANS, equal=PLANS, whole=("zero3whole", "moved3", "pp2")
     ),

@@ -59,7 +59,7 @@ def outcome_of(ddp: Sequence[Any], found: Sequence[Any], *, tolerance: float, is
 def _compared(ddp: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], tolerance: float) -> Outcome:
     worst, where = 0.0, ""
     for rank, (wanted, given) in enumerate(zip(ddp, found, strict=True)):
-        for name in wanted.keys() - {"used", "whole"}:
+        for name in wanted.keys() - {"whole"}:
             difference = _difference(wanted[name], given.get(name))
             if name == "metrics" and difference < _SINGLE:
                 continue

@@ -132,6 +132,8 @@ class Trap:
         tolerance: Largest difference, relative to the size of what is compared.
         has_masters: Whether it is trained in bfloat16 with master weights, and held against the same arithmetic
             (:class:`tests.traps.plain_masters.PlainMasters`) instead of DDP.
+        then: What follows the fit: ``validate``, ``test``, ``predict`` on the validation data, ``save`` a checkpoint,
+            ``test saved``, ``test another`` module made alike, ``fit`` again; ``alone`` in front means without a fit.
     """
 
     module: Callable[[], pl.LightningModule] = Project
@@ -145,3 +147,4 @@ class Trap:
     reason: str = ""
     tolerance: float = 1e-9
     has_masters: bool = False
+    then: tuple[str, ...] = ()

@@ -92,14 +92,54 @@ def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
         default_root_dir=folder,
         **(defaults | dict(trap.trainer)),
     )
-    trainer.fit(module, trap.train(), None if trap.val is None else trap.val())
+    if trap.then[:1] != ("alone",):
+        trainer.fit(module, trap.train(), None if trap.val is None else trap.val())
+    later = {f"{number} {way}": _then(trap, way, trainer, module, folder) for number, way in enumerate(trap.then)}
     seen = {f"seen by {type(item).__name__}": item.seen for item in (module, *callbacks) if hasattr(item, "seen")}
     return {
         "losses": losses.losses,
         "steps": [trainer.global_step, trainer.current_epoch],
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "weights": {name: value.double().flatten().tolist() for name, value in module.state_dict().items()},
-        "used": None if plan == "ddp" else trainer.strategy.plan.num_stages,
-        "whole": None if plan == "ddp" else trainer.strategy._whole,
+        "whole": None if plan == "ddp" else _whole(trap, trainer),
         **{name: [float(number) for number in values] for name, values in seen.items()},
+        **later,
     }
+
+
+def _whole(trap: Trap, trainer: Any) -> str | None:
+    """Why ranks had the whole module in the last evaluation, if they had."""
+    strategy = trainer.strategy
+    is_outside = trap.then[-1:] not in ((), ("fit",), ("save",))
+    is_without = is_outside and strategy._outside is None and strategy._whole is None
+    return "there was no plan" if is_without else strategy._whole  # type: ignore[no-any-return]
+
+
+def _then(trap: Trap, way: str, trainer: Any, module: Any, folder: Path) -> list[float]:
+    """What one of the things that follow a fit gives."""
+    saved = folder / "saved.ckpt"
+    if way == "alone":
+        return []
+    assert trap.val is not None
+    if way == "save":
+        trainer.save_checkpoint(saved)
+        return [] if trainer.global_rank else _numbers(torch.load(saved, weights_only=False)["optimizer_states"])
+    if way == "fit":
+        trainer.fit_loop.max_epochs += 1
+        return _numbers(trainer.fit(module, trap.train(), trap.val()))
+    if way == "test saved":
+        return _numbers(trainer.test(trap.module(), trap.val(), ckpt_path=saved, verbose=False))
+    if way == "test another":
+        return _numbers(trainer.test(trap.module(), trap.val(), verbose=False))
+    return _numbers(getattr(trainer, way)(module, trap.val()))
+
+
+def _numbers(value: Any) -> list[float]:
+    """All numbers in a nesting, in its order."""
+    if isinstance(value, torch.Tensor):
+        return value.double().flatten().tolist()
+    if isinstance(value, dict):
+        return [number for key in sorted(value, key=str) for number in _numbers(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [number for item in value for number in _numbers(item)]
+    return [float(value)] if isinstance(value, (bool, int, float)) else []

@@ -26,6 +26,11 @@ class BufferSync:
         # What DDP calls `require_forward_param_sync` and `require_backward_grad_sync`.
         self._is_due, self._averages = True, True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next forward gives every rank the buffers of rank 0."""
+        return self.is_enabled and self._is_due
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients are only added up, as inside DDP's ``no_sync``."""
@@ -37,7 +42,7 @@ class BufferSync:
 
     def before_forward(self) -> Iterator[Work]:
         """Give every rank the buffers of rank 0, if they are due; every rank calls it before the same forward."""
-        if not (self.is_enabled and self._is_due) or len(self._world) == 1:
+        if not self.is_due or len(self._world) == 1:
             return
         together: dict[torch.device, list[Tensor]] = {}
         for buffer in self._buffers():

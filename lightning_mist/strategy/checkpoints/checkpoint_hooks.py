@@ -154,7 +154,7 @@ class Checkpoints(PlanInstallation):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0, or for a directory what each rank writes."""
-        if self._engine is not None:
+        if self._engine is not None and self._outside is None:
             self.refuse_without_the_others("a checkpoint")
             with self.all_take_part():
                 if self._saves_directories:

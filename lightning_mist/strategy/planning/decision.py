@@ -12,9 +12,10 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import USABLE_HOST_MEMORY, Cluster
 from lightning_mist.hardware.detection import host_memory_bytes
 from lightning_mist.model.user_code import Reach
-from lightning_mist.plan import Exclusion, ModuleMap, Plan, SearchSpace
+from lightning_mist.plan import Exclusion, ModuleMap, Plan, SearchSpace, from_json, load, to_json
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
+from lightning_mist.strategy.all_ranks import on_rank_zero
 from lightning_mist.strategy.planning.local_machine import default_directory
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ def searched_with(search: SearchSpace | None, data_parallel_size: int | None) ->
             "loaders are made before anything is searched; give it to the strategy, not to its search space"
         )
     return replace(search, data_parallel_size=data_parallel_size)
+
+
+def given_plan(given: str | Plan) -> Plan:
+    """A plan that the user gave, or its file, as rank 0 sees it; called on all ranks at once."""
+    return from_json(on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given)))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,19 @@
 """What a step that is only evaluated does, tried on a batch: where it can be cut, and whether others may run it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from lightning_mist.errors import MistError
-from lightning_mist.model import map_module
-from lightning_mist.plan import ModuleMap
+from lightning_mist.model import derive_splits, map_module
+from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
+from lightning_mist.strategy.planning.division_proofs import degrees_of
 from lightning_mist.strategy.planning.trial_step import TriedStep, tried
 from lightning_mist.strategy.training import recorded_logs
 from lightning_mist.tensors import batch_rows, slice_rows
@@ -61,3 +65,40 @@ def look_at_step(
             return tried(look, device)
     except MistError as error:
         return EvaluatedStep(failure=str(error))
+
+
+def is_map_of(module_map: ModuleMap, module: nn.Module) -> bool:
+    """Whether a map that a fit made of a module's step is one of this module, by its parameters in their order."""
+    shapes = [(use.name, tuple(use.shape)) for use in module_map.parameters]
+    return bool(shapes) and shapes == [(name, tuple(item.shape)) for name, item in module.named_parameters()]
+
+
+def splits_of_evaluated(
+    plan: Plan,
+    module: nn.Module,
+    call: Callable[[Any], Any],
+    batch: Any,
+    found: ModuleMap,
+    source: int,
+    device: torch.device,
+) -> ModuleMap:
+    """The map of an evaluated step with the ways to share layers that a plan asks for; on all ranks at once.
+
+    Args:
+        call: Runs the step on a batch.
+        batch: A batch on the rank ``source``.
+    """
+    degrees = degrees_of(plan)
+    if not degrees or found.excludes("tensor"):
+        return found
+
+    def derive() -> ModuleMap:
+        def look() -> ModuleMap:
+            with torch.inference_mode(mode=False), torch.enable_grad(), recorded_logs(module):
+                return derive_splits(module, call, batch, found, degrees)
+
+        return tried(look, device)
+
+    made = of_all_ranks(everywhere(lambda: derive() if dist.get_rank() == source else None))[source]
+    assert made is not None
+    return replace(found, splits=made.splits, unsplit=made.unsplit, exclusions=made.exclusions)

@@ -237,3 +237,26 @@ def refuse_whole(lack: str | None, reason: str | None) -> None:
             f"{lack}. It is made whole because {reason}. Set limit_val_batches=0 and validate in a run of its own, "
             "change that, or raise memory_limit"
         )
+
+
+def refuse_whole_alone(module: nn.Module, limit: int | None, reason: str, *, has_plan: bool) -> None:
+    """Refuse to make the module whole for an evaluation outside of a fit where that does not fit.
+
+    Args:
+        limit: Bytes of each device, if known.
+        reason: Why it must be whole.
+        has_plan: Whether there is a plan that could share it out.
+
+    Raises:
+        InfeasibleError: Naming both, and ways out.
+    """
+    tensors = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if limit is None or whole <= limit:
+        return
+    way = "change that" if has_plan else "give the plan of a fit, MistStrategy(plan=...), that shares it out"
+    raise InfeasibleError(
+        f"parameters and buffers of the module take {format_bytes(whole)}, and memory_limit is {format_bytes(limit)} "
+        f"per device. Every device would get the whole module because {reason}. {way[0].upper()}{way[1:]}, or raise "
+        "memory_limit"
+    )

@@ -21,7 +21,6 @@ from lightning_mist.plan import (
     check_plan,
     differences,
     from_json,
-    load,
     render,
     row_slice,
     split_notes,
@@ -35,7 +34,7 @@ from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.master_precision import refuse_plain
 from lightning_mist.strategy.planning import local_machine
-from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
+from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest, given_plan
 from lightning_mist.strategy.planning.division_proofs import degrees_of
 from lightning_mist.strategy.planning.first_batch import load_the_same
 from lightning_mist.strategy.planning.memory_budget import (
@@ -231,7 +230,7 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
     """The given plan, or the best one, and the map with the splits that were looked at; equal on every rank."""
     given = planner.request.plan
     if given != "auto":
-        plan = from_json(on_rank_zero(lambda: to_json(given if isinstance(given, Plan) else load(Path(given)))))
+        plan = given_plan(given)
         for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
             planner.progress.say(line)
         _refuse_unsafe_cuts(planner, found, plan)

@@ -6,9 +6,10 @@ how far it has come and whether it has a batch; if any has, all run the forwards
 nothing in its place.
 """
 
+import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.devices import to_device
-from lightning_mist.plan import ModuleMap, replica_of, replica_ranks
+from lightning_mist.plan import ModuleMap, of_whole_batches, replica_of, replica_ranks
 from lightning_mist.runtime.communication import Microbatch, complete
 from lightning_mist.runtime.forward_pass import ForwardPass
 from lightning_mist.runtime.parameters import present_meanwhile, works
@@ -25,14 +26,18 @@ from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.batch_results import home
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.training.same_samples import digest_of
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.tensors import leaves, rebuild
 
 FINISHED = 1 << 31
 """The place of a rank that has evaluated all of its loaders."""
 
-_NOTICE = struct.Struct("<QQ?")
-"""Place, what ranks that share batches must agree on, and whether there is a batch."""
+_NOTICE = struct.Struct("<QQQ?")
+"""Place, what ranks that share batches must agree on, the same of buffers, and whether there is a batch."""
+
+_SMALL = 1 << 12
+"""Entries of a buffer that is read anew before every batch: what is written through its ``data`` leaves no mark."""
 
 Step = Callable[..., Any]
 """The user's step: takes a batch and, as far as its signature has them, numbers of the batch and of its loader."""
@@ -67,6 +72,8 @@ class Evaluator:
         self._world = tuple(range(engine.plan.world_size))
         self._passes: dict[int, ForwardPass] = {}
         self._notes: dict[int, int] = {}
+        self._of_buffers: list[int] = []
+        self._digests: dict[str, tuple[Hashable, str | None]] = {}
 
     @property
     def shares(self) -> bool:
@@ -88,12 +95,38 @@ class Evaluator:
     def meet(self, place: int, *, has_batch: bool) -> list[tuple[int, bool]]:
         """Say how far this rank has come and whether it has a batch; what all say. Called on all at once."""
         note = 0 if self._guard is None else self._guard.note()
-        notice = bytearray(_NOTICE.pack(place, note, has_batch))
+        notice = bytearray(_NOTICE.pack(place, note, self._note_of_buffers(), has_batch))
         said = self._transport.all_gather(torch.frombuffer(notice, dtype=torch.uint8), self._world)
         said.wait()
         found = [_NOTICE.unpack(bytes(row.tolist())) for row in said.result()]
-        self._notes = {rank: note for rank, (_, note, _) in enumerate(found)}
-        return [(there, has) for there, _, has in found]
+        self._notes = {rank: note for rank, (_, note, _, _) in enumerate(found)}
+        self._of_buffers = [note for _, _, note, _ in found]
+        return [(there, has) for there, _, _, has in found]
+
+    def differing_buffer(self) -> str | None:
+        """The first buffer that is another on ranks that share batches, by what they said when they met; on all."""
+        plan, notes = of_whole_batches(self._engine.plan), self._of_buffers
+        assert plan is not None
+        groups = [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
+        if all(notes[rank] == notes[group[0]] for group in groups for rank in group):
+            return None
+        digests = self.everybodys({name: digest for name, (_, digest) in self._digests.items()})
+        differing = (
+            name for name in digests[0] for group in groups if len({digests[rank].get(name) for rank in group}) > 1
+        )
+        return next(differing, "of one rank")
+
+    def _note_of_buffers(self) -> int:
+        """What this rank's buffers hold; 0 if that is nobody else's, or about to be that of rank 0."""
+        if self._guard is None or self._engine.buffers.is_due:
+            return 0
+        for name, buffer in self._engine.module.named_buffers():
+            state = (buffer.data_ptr(), buffer._version)
+            known = self._digests.get(name)
+            if known is None or known[0] != state or buffer.numel() <= _SMALL:
+                self._digests[name] = state, digest_of([buffer])
+        every = repr([(name, digest) for name, (_, digest) in self._digests.items()]).encode()
+        return int.from_bytes(hashlib.blake2b(every, digest_size=8).digest(), "little")
 
     @works
     def everybodys(self, value: Any) -> list[Any]:
@@ -103,11 +136,19 @@ class Evaluator:
         return list(gathered.result())
 
     @works
-    def run(self, loader: int, batch: Any, numbers: Sequence[int] | None, step: Step) -> Any:
+    def run(
+        self,
+        loader: int,
+        batch: Any,
+        numbers: Sequence[int] | None,
+        step: Step,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> Any:
         """Run the step on this rank's batch, and on those of others; called on all ranks at once.
 
         Args:
             numbers: What the step is called with behind the batch; None if this rank has no batch.
+            context: The step's, in which what it logged is logged.
 
         Returns:
             What the step gave for the batch, as under data parallelism; what it logged is logged. None without a batch.
@@ -121,7 +162,9 @@ class Evaluator:
             complete(engine.executor.evaluate(forward, (alone,), lambda part: step(part.value, *(numbers or ()))))
             output = engine.executor.outputs[0]
         else:
-            output = self._run_shared(forward, group, loader, batch, numbers, step)
+            output, records = self._run_shared(forward, group, loader, batch, numbers, step)
+            with context():  # Numbers become tensors of the precision's type, as where the step itself logs.
+                replay(engine.module, records)
         engine.buffers.after_forward()
         return output
 
@@ -135,7 +178,8 @@ class Evaluator:
         batch: Any,
         numbers: Sequence[int] | None,
         step: Step,
-    ) -> Any:
+    ) -> tuple[Any, Sequence[LogRecord]]:
+        """What the step gave for this rank's batch, and what it logged."""
         engine, guard = self._engine, self._guard
         assert guard is not None
         notes = [self._notes[rank] for rank in group]
@@ -162,11 +206,10 @@ class Evaluator:
         told, state = self._own(group, self._told(microbatches, records))
         set_random_state(own_state if told is None else state, engine.device)
         if told is None:
-            return None
+            return None, ()
         device = engine.device
         logged = [replace(item, value=rebuild(item.value, lambda x: _moved(x, device))) for item in told.records]
-        replay(engine.module, logged)
-        return told.output_on(device)
+        return told.output_on(device), logged
 
     def _told(
         self, microbatches: Sequence[Microbatch], records: dict[int, tuple[LogRecord, ...]]

@@ -5,6 +5,7 @@ from lightning_mist.strategy.user_code.hook_restrictions import (
     GRADIENTS_AWAY,
     exclusions_of,
     user_exclusions,
+    whole_in_evaluation,
     whole_in_validation,
 )
 from lightning_mist.strategy.user_code.reachable_state import Survey, changed

@@ -38,12 +38,14 @@ _AT_GRADIENTS = (
 )  # fmt: skip
 """Hooks that run where there are gradients, and are there for their sake."""
 
+_OF_BATCHES = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
+
 _IN_TRAINING = (
     "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start",
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
     "on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end", "on_validation_start",
     "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad", "on_save_checkpoint",
-    "on_train_end", "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device", "backward",
+    "on_train_end", *_OF_BATCHES, "backward",
     "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
 )  # fmt: skip
 """Hooks of modules, data modules and callbacks that run while ranks have what the plan leaves them."""
@@ -54,6 +56,13 @@ _IN_VALIDATION = (
 )  # fmt: skip
 """Hooks for which every rank gets all parameters, under any plan, where one of them may use some; not all gradients."""
 
+_OF_EVALUATION = (
+    "on_{}_start", "on_{}_model_eval", "on_{}_model_train", "on_{}_epoch_start", "on_{}_batch_start", "on_{}_batch_end",
+    "on_{}_epoch_end", "on_{}_end",
+)  # fmt: skip
+
+_OF_WRITERS = ("write_on_batch_end", "write_on_epoch_end")
+"""What Lightning's writers of predictions call of their own."""
 
 _EVERY: tuple[Feature, ...] = (*_STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing")
 """All that plans can do beside plain data parallelism."""
@@ -98,9 +107,22 @@ def user_exclusions(trainer: Any, optimizers: list[Any], *, master_weights: bool
 
 def whole_in_validation(trainer: Any, optimizers: list[Any]) -> str | None:
     """Why all parameters must be on every rank around validation, if so: a hook of the user's that may use some."""
-    objects = FitObjects(trainer, optimizers)
+    return _user_of_parameters(trainer, _IN_VALIDATION, FitObjects(trainer, optimizers))
+
+
+def whole_in_evaluation(trainer: Any, kind: str) -> str | None:
+    """The same of an evaluation outside of a fit, for all hooks of it.
+
+    Args:
+        kind: ``"validation"``, ``"test"`` or ``"predict"``, as in the names of hooks.
+    """
+    names = (*(name.format(kind) for name in _OF_EVALUATION), *_OF_BATCHES, *_OF_WRITERS)
+    return _user_of_parameters(trainer, names, FitObjects(trainer, ()))
+
+
+def _user_of_parameters(trainer: Any, names: Iterable[str], objects: FitObjects) -> str | None:
     for item in _with_hooks(trainer):
-        for name in _IN_VALIDATION:
+        for name in names:
             used = _look(item, name, objects)
             if used is not None and used[0].startswith("parameters"):
                 return f"{name} of {type(item).__name__} may use parameters ({used[1]})"

@@ -3,7 +3,12 @@ from torch import nn
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, ZeroStage
-from lightning_mist.strategy.planning.memory_budget import lack_for_whole, refuse_whole, whole_module_bytes
+from lightning_mist.strategy.planning.memory_budget import (
+    lack_for_whole,
+    refuse_whole,
+    refuse_whole_alone,
+    whole_module_bytes,
+)
 
 
 def module():
@@ -77,3 +82,11 @@ def test_it_is_refused_only_if_it_must_be_whole_and_does_not_fit():
     refuse_whole("it takes 3 GiB", None)
     with pytest.raises(InfeasibleError, match=r"3 GiB\. It is made whole because a hook.*limit_val_batches=0"):
         refuse_whole("it takes 3 GiB", "a hook looks at it")
+
+
+@pytest.mark.parametrize(("has_plan", "way"), [(True, "Change that, or raise"), (False, r"Give the plan of a fit")])
+def test_outside_of_a_fit_parameters_and_buffers_must_fit(has_plan, way):
+    refuse_whole_alone(module(), WHOLE, "a hook looks at it", has_plan=has_plan)
+    refuse_whole_alone(module(), None, "a hook looks at it", has_plan=has_plan)
+    with pytest.raises(InfeasibleError, match=rf"416 B, and memory_limit is 415 B.*because a hook looks at it\. {way}"):
+        refuse_whole_alone(module(), WHOLE - 1, "a hook looks at it", has_plan=has_plan)
