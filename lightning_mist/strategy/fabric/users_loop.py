@@ -72,34 +72,38 @@ def loop_exclusions(frame: FrameType | None = None) -> tuple[Exclusion, ...]:
     return exclusions_of([(reason, GRADIENTS_AWAY)])
 
 
-_Found = tuple[CodeType, Mapping[str, Any], tuple[Any, ...]]
-"""Code, its globals, and what it may call something of by name: values of variables, or the class it is a method of."""
+_Found = tuple[CodeType, Mapping[str, Any], tuple[Any, ...], bool]
+"""Code, its globals, what it may call something of by name (values of variables, or the class it is a method of), and
+whether it is the user's: of installed packages only what the user's code calls is read."""
 
 
 def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
     waiting: list[_Found] = []
     while frame is not None:
-        if not _is_foreign(FunctionType(frame.f_code.replace(co_freevars=()), frame.f_globals), frame.f_globals):
-            waiting.append((frame.f_code, frame.f_globals, tuple(frame.f_locals.values())))
+        function = FunctionType(frame.f_code.replace(co_freevars=()), frame.f_globals)
+        if not _is_known(frame.f_globals) and not is_library(function):
+            waiting.append((frame.f_code, frame.f_globals, tuple(frame.f_locals.values()), True))
         frame = frame.f_back
     seen: set[tuple[CodeType, tuple[int, ...]]] = set()
-    while waiting and len(seen) < _MOST_FUNCTIONS:
-        code, space, holders = waiting.pop()
+    while waiting:
+        code, space, holders, is_users = waiting.pop()
         if (key := (code, tuple(map(id, holders)))) in seen:
             continue
         seen.add(key)
         names = set(_attributes(code))
         if found := sorted(names & _OF_GRADIENTS):
             return found[0], f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
-        for value in (*(space[name] for name in names & space.keys()), *holders):
+        if len(seen) > _MOST_FUNCTIONS:
+            return "too much to read", code.co_name
+        for value in (*(space[name] for name in names & space.keys()), *holders) if is_users else ():
             waiting += _called(value, names)
     return None
 
 
-def _is_foreign(function: FunctionType, space: Mapping[str, Any]) -> bool:
-    """Whether a function with these globals is of this package, of a library or of Python."""
+def _is_known(space: Mapping[str, Any]) -> bool:
+    """Whether code with these globals is of this package or of those whose names say what they do to gradients."""
     top = str(space.get("__name__", "")).partition(".")[0]
-    return top in ("lightning_mist", "lightning", "lightning_fabric", "torch") or is_library(function)
+    return top in ("lightning_mist", "lightning", "lightning_fabric", "torch")
 
 
 def _attributes(code: CodeType) -> Iterator[str]:
@@ -115,7 +119,12 @@ def _called(value: Any, names: set[str]) -> Iterator[_Found]:
     if isinstance(value, (FunctionType, MethodType)):
         members = [value]
     elif inspect.ismodule(value):
-        members = [member for name, member in vars(value).items() if name in names]
+        named = [member for name, member in vars(value).items() if name in names]
+        members = [member for member in named if not inspect.ismodule(member)]
+        # Of a.b.c it is c that is called.
+        inner = [item for item in named if inspect.ismodule(item) and item is not value and not _is_known(vars(item))]
+        for module in inner:
+            members += [member for name, member in vars(module).items() if name in names]
     else:
         cls = value if inspect.isclass(value) else type(value)
         if issubclass(cls, torch.optim.Optimizer):
@@ -124,5 +133,5 @@ def _called(value: Any, names: set[str]) -> Iterator[_Found]:
     for member in members:
         plain = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         function = inspect.unwrap(plain) if callable(plain) else None
-        if isinstance(function, FunctionType) and not _is_foreign(function, function.__globals__):
-            yield function.__code__, function.__globals__, owners
+        if isinstance(function, FunctionType) and not _is_known(function.__globals__):
+            yield function.__code__, function.__globals__, owners, not is_library(function)

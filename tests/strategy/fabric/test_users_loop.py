@@ -1,8 +1,14 @@
 """What the code of a loop rules out, and arguments as batches."""
 
+import importlib
+import sys
+
+import pytest
 import torch
 
+from lightning_mist.strategy.fabric import users_loop
 from lightning_mist.strategy.fabric.users_loop import Call, loop_exclusions
+from lightning_mist.strategy.user_code import function_code
 from lightning_mist.tensors import batch_rows, slice_rows
 
 
@@ -94,6 +100,50 @@ def test_fabrics_own_clipping_says_nothing():
         return found
 
     assert loop(None, None) == ()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package that counts as installed: one function clips, another asks a third, which does."""
+    (tmp_path / "clipper").mkdir()
+    (tmp_path / "clipper" / "__init__.py").write_text("from clipper import tools\n")
+    code = "def clip(x):\n    return [p.grad for p in x]\n\ndef tidy(x):\n    return clip(x)\n"
+    (tmp_path / "clipper" / "tools.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(function_code, "_LIBRARIES", (*function_code._LIBRARIES, str(tmp_path)))
+    yield importlib.import_module("clipper")
+    for name in ("clipper", "clipper.tools"):
+        del sys.modules[name]
+
+
+def test_what_the_loop_calls_of_installed_packages_is_read(installed):
+    clip = installed.tools.clip
+
+    def directly(model):
+        found = loop_exclusions()
+        return found or clip(model)
+
+    def by_module(model, package):
+        found = loop_exclusions()
+        return found or package.tools.clip(model)
+
+    for found in (directly([]), by_module([], installed)):
+        assert "(grad in clip, " in found[0].reason
+
+
+def test_what_those_call_in_turn_is_not(installed):
+    tidy = installed.tools.tidy
+
+    def loop(model):
+        found = loop_exclusions()
+        return found or tidy(model)
+
+    assert loop([]) == []
+
+
+def test_more_than_can_be_read_counts_as_found(monkeypatch):
+    monkeypatch.setattr(users_loop, "_MOST_FUNCTIONS", 0)
+    assert "too much to read" in loop_exclusions()[0].reason
 
 
 class Descent(torch.optim.SGD):
