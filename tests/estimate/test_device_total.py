@@ -29,7 +29,7 @@ def test_context_and_communicators_add_up() -> None:
 
 def test_a_device_alone_has_a_communicator_all_the_same() -> None:
     hopper, other = (device_overheads(cluster(name), ()).communicators for name in ("H200", "L4"))
-    assert (hopper.expected, other.expected) == (558 * MIB, 0)
+    assert (hopper.expected, other.expected) == (556 * MIB, 0)
     assert hopper.high == other.high
     assert "not known for L4" in other.source
 

@@ -74,7 +74,7 @@ _WORKSPACE, _HOPPER_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 32 * MIB
 
 _AMPERE = Overhead(expected=int(0.47 * 2**30), high=int(0.92 * 2**30), source="a100")
 
-_ALONE = Overhead(expected=558 * MIB, high=558 * MIB, source="hopper")
+_ALONE = Overhead(expected=556 * MIB, high=556 * MIB, source="hopper")
 
 ARCHITECTURES = (
     Architecture(
