@@ -176,9 +176,8 @@ class Planner:
         """The map, with what hooks, callbacks and optimizers of any rank rule out."""
         if self.plain is not None:
             return found
-        optimizers, has_masters = self.strategy.optimizers, self.request.master_weights
-        hooks = partial(user_exclusions, self.trainer, optimizers, master_weights=has_masters)
-        own = union(everywhere(lambda: (*hooks(), *self.restrictions())))
+        who, masters = (self.trainer, self.strategy.optimizers), self.request.master_weights
+        own = union(everywhere(lambda: (*user_exclusions(*who, master_weights=masters), *self.restrictions())))
         return replace(found, exclusions=(*found.exclusions, *own))
 
     def split(self, found: ModuleMap, degrees: Sequence[int]) -> ModuleMap:

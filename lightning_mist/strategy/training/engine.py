@@ -286,9 +286,8 @@ class Engine(WholeGradients):
 
         def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
             raise PlanError(
-                f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: its values are on "
-                "another device. Save with trainer.save_checkpoint(path), or fabric.save, on every rank, or read the "
-                "module after fit or in on_fit_end, where it is whole"
+                f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: values are elsewhere; "
+                "save by trainer.save_checkpoint(path) or fabric.save on all ranks, or read it after fit or in on_fit_end"
             )
 
         self._unguard()
