@@ -286,8 +286,8 @@ class Engine(WholeGradients):
 
         def refuse(part: nn.Module, prefix: str, keep_vars: bool) -> None:
             raise PlanError(
-                f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: values are elsewhere; "
-                "save by trainer.save_checkpoint(path) or fabric.save on all ranks, or read it after fit or in on_fit_end"
+                f"state_dict() of a {type(part).__name__} while rank {self.rank} trains {stage}: its values are away; "
+                "save by trainer.save_checkpoint or fabric.save on all ranks, or read it after fit or in on_fit_end"
             )
 
         self._unguard()
