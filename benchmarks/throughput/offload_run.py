@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import transformers
 from torch.utils.data import DataLoader
+from transformers.initialization import no_init_weights
 
 from benchmarks.plans import data_parallel
 from benchmarks.workload import Times
@@ -58,12 +59,14 @@ def llama(hidden: int, layers: int, heads: int, vocabulary: int, length: int, ff
 
 
 SIZES: dict[str, Callable[[int], Any]] = {
+    "1.3b": lambda length: gpt2(2048, 24, 16, 50257, length),
     "2.7b": lambda length: gpt2(2560, 32, 32, 50257, length),
     "7b": lambda length: llama(4096, 32, 32, 32000, length, 11008),
     "tiny": lambda length: gpt2(32, 4, 2, 97, length),
     "tiny-llama": lambda length: llama(32, 4, 2, 97, length, 64),
 }
-"""Configurations by name: GPT-3 2.7B (Brown et al., 2020, table 2.1) and LLaMA 7B (Touvron et al., 2023, table 2)."""
+"""Configurations by name: GPT-3 1.3B (with 16 heads for its 24) and 2.7B (Brown et al., 2020, table 2.1), and LLaMA 7B
+(Touvron et al., 2023, table 2)."""
 
 
 class LanguageModel(pl.LightningModule):
@@ -77,7 +80,15 @@ class LanguageModel(pl.LightningModule):
     def __init__(self, configuration: Any, strategy: str) -> None:
         super().__init__()
         self._strategy = strategy
-        self.network = transformers.AutoModelForCausalLM.from_config(configuration)
+        # Its own initialization draws most values twice, on one core: minutes for billions of them.
+        with no_init_weights():
+            self.network = transformers.AutoModelForCausalLM.from_config(configuration)
+        with torch.no_grad():
+            for name, parameter in self.network.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.uniform_(-0.03, 0.03)
+                else:
+                    parameter.fill_(1.0 if name.endswith("weight") else 0.0)
         if strategy in ("fsdp", "deepspeed"):
             self.network.gradient_checkpointing_enable({"use_reentrant": False})
 
