@@ -14,7 +14,7 @@ from lightning_mist.cli.output import told
 from lightning_mist.plan import Plan
 
 if TYPE_CHECKING:
-    from lightning_mist.cli.fitting import FoundPlan
+    from lightning_mist.cli.found_plan import FoundPlan
     from lightning_mist.explain import Explanation
 
 

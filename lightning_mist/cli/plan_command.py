@@ -18,7 +18,7 @@ from lightning_mist.cli.cluster_input import (
     precision_of,
 )
 from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
-from lightning_mist.cli.fitting import FoundPlan, estimate_of, memory_words, plan_that_fits
+from lightning_mist.cli.found_plan import FoundPlan, memory_words
 from lightning_mist.cli.html_output import check_html, check_target, write_html
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import (
@@ -133,6 +133,7 @@ def plan(*, request: PlanRequest, options: SearchSpace) -> None:
 def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units
+    from lightning_mist.explain import estimate_of, plan_that_fits
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
     from lightning_mist.tuner.space import check_memory_limit
@@ -162,7 +163,7 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     asked = {"global_batch_size": request.global_batch_size, **limits}
     with told(f"searching plans for {counted(spec.num_layers, 'layer')} on {counted(machine.world_size, 'device')}"):
         result = planner.tune(**asked)
-    fitting = plan_that_fits(planner, result, asked)
+    fitting = plan_that_fits(planner, result, asked, say)
     result, asked = fitting.result, fitting.asked
     limits = {name: value for name, value in asked.items() if name != "global_batch_size"}
     compared = None

@@ -5,22 +5,18 @@ estimate of a plan knows how many communicators there are, and replays its alloc
 of 100 cases, it is made again with less for its tensors; what it would gain to take the risk is said beside it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_mist.cli.cluster_input import precision_notes
-from lightning_mist.cli.output import say
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import split_notes
+from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan
+from lightning_mist.plan import Plan
 from lightning_mist.plan.plan_tables import counted
+from lightning_mist.tuner import Planner, TuneResult
+from lightning_mist.tuner.infeasible import UndecidedError
+from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_seconds
-
-if TYPE_CHECKING:
-    from lightning_mist.estimate import MemoryEstimate
-    from lightning_mist.explain import ComparedPlan
-    from lightning_mist.model import ModelSpec
-    from lightning_mist.plan import Plan
-    from lightning_mist.tuner import Planner, TuneResult
 
 TRIES = 3
 """How often a plan is made again, with less memory, whose estimate does not fit. One is mostly enough."""
@@ -41,51 +37,22 @@ class Fitting:
         notes: What to know of that, for people.
     """
 
-    result: "TuneResult"
+    result: TuneResult
     asked: dict[str, Any]
-    estimate: "MemoryEstimate"
+    estimate: MemoryEstimate
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundPlan:
-    """A plan and all that is known of it."""
-
-    planner: "Planner"
-    asked: dict[str, Any]
-    result: "TuneResult"
-    plan: "Plan"
-    memory: str
-    restricted: tuple[str, ...]
-    compared: "tuple[ComparedPlan, ...] | None"
-    precision_note: str = ""
-
-    @property
-    def spec(self) -> "ModelSpec":
-        """The network."""
-        return self.planner.spec
-
-    @property
-    def cautions(self) -> tuple[str, ...]:
-        """What to know before the plan is used; the rest of the notes says where its numbers come from."""
-        split = split_notes(self.plan, self.spec.module_map)
-        precision = precision_notes(self.planner.cluster, self.spec.precision)
-        return (*self.restricted, *split, *precision, *self.spec.notes)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What to know of the plan and of its numbers, for people."""
-        return (*self.cautions, *self.result.notes)
-
-
-def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, Any]) -> Fitting:
+def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], say: Callable[[str], None]) -> Fitting:
     """A plan that fits in 95 of 100 cases by its estimate, if one is found in a few tries.
 
     Else, or if that takes much longer (:data:`WORTH_PAYING`), it is that which is most likely to fit of those that were
     made and do not; its estimate says so, and a note what the surest would take.
-    """
-    from lightning_mist.tuner.infeasible import UndecidedError
 
+    Args:
+        asked: What the planner was asked for the result.
+        say: Says what is done.
+    """
     limit, note = asked["memory_limit"], ""
     made = [Fitting(result=result, asked=asked, estimate=estimate_of(planner, result.plan, limit))]
     while made[-1].estimate.device_verdict != "fits" and len(made) <= TRIES:
@@ -113,22 +80,20 @@ def plan_that_fits(planner: "Planner", result: "TuneResult", asked: dict[str, An
     return replace(best, notes=tuple(notes))
 
 
-def _less(planner: "Planner", made: Fitting) -> int:
+def _less(planner: Planner, made: Fitting) -> int:
     """A memory limit for a search whose plan needs as much less as one had too much."""
-    from lightning_mist.tuner.space import tensor_share
-
     worst = made.estimate.worst
     needed = made.result.predicted.stages[worst.stage].peak_bytes / tensor_share(planner.cluster)
     before = made.asked["memory_limit"] or max(part.device.memory_bytes for part in planner.cluster.parts)
     return max(1, int(min(before - 1, needed * made.estimate.limit_of(worst) / worst.device_total.p95)))
 
 
-def _risk(estimate: "MemoryEstimate") -> float:
+def _risk(estimate: MemoryEstimate) -> float:
     """The share of cases in which a plan does not fit."""
     return max(stage.device_total.risk(estimate.limit_of(stage)) for stage in estimate.stages)
 
 
-def _in_100(estimate: "MemoryEstimate") -> str:
+def _in_100(estimate: MemoryEstimate) -> str:
     return f"{max(1.0, 100 * _risk(estimate)):.0f}"
 
 
@@ -146,23 +111,12 @@ def _beside(best: Fitting, other: Fitting) -> str:
     )
 
 
-def estimate_of(planner: "Planner", found: "Plan", limit: int | None) -> "MemoryEstimate":
+def estimate_of(planner: Planner, found: Plan, limit: int | None) -> MemoryEstimate:
     """What a plan needs of every device.
 
     Args:
         limit: Bytes of each device that may be used; by default all that it has.
     """
-    from lightning_mist.estimate import Estimator, estimate_plan
-
     parts = planner.cluster.parts
     estimator = Estimator(planner.spec, planner.cluster, limit or max(part.device.memory_bytes for part in parts))
     return estimate_plan(estimator, found, advise=False, replay="worst")
-
-
-def memory_words(estimate: "MemoryEstimate") -> str:
-    """What a plan needs of devices, and what would leave more room, in sentences."""
-    text = estimate.headline()
-    if estimate.verdict == "fits":
-        return text
-    need, has = estimate.worst.device_total, estimate.limit_of(estimate.worst)
-    return f"{text} To be surer, plan with less: --memory-limit {int(10 * has / need.p95 * has / 2**30) / 10:g}GiB."
