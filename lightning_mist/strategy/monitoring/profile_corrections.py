@@ -6,9 +6,11 @@ All of it happens on rank 0, between steps; the other ranks need to know nothing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lightning_mist.cost import predict
 from lightning_mist.errors import MistError
+from lightning_mist.explain import plan_that_fits
 from lightning_mist.hardware import (
     Cluster,
     Correction,
@@ -27,7 +29,7 @@ from lightning_mist.runtime.support import executed_offload
 from lightning_mist.strategy.monitoring.observed_terms import observe
 from lightning_mist.strategy.monitoring.run_report import Better
 from lightning_mist.strategy.monitoring.stage_times import Measured
-from lightning_mist.tuner import TuneResult, tune
+from lightning_mist.tuner import Planner, TuneResult
 
 LEAST_GAIN = 0.05
 """Share of the step that another plan must save by the corrected model to be spoken of."""
@@ -74,20 +76,35 @@ class Basis:
 
     def tune(self) -> TuneResult:
         """The best plan by what is known, of those that can be executed here."""
-        has_masters = self.spec.master_weights
+        return self.tuned(None)[1]
+
+    def tuned(self, say: Callable[[str], None] | None) -> tuple["Basis", TuneResult]:
+        """The best plan whose estimate fits, and the basis with what it may take, for later plans.
+
+        Args:
+            say: Says what is done for that; None where nothing binds, so that the search alone decides.
+        """
+        asked, notes = self._asked()
+        planner, basis = self._planner(), self
+        found = planner.tune(**asked)
+        if say is not None:
+            fitting = plan_that_fits(planner, found, asked, say)
+            for note in fitting.notes:
+                say(note)
+            basis, found = replace(self, memory_limit=fitting.asked["memory_limit"]), fitting.result
+        return basis, replace(found, notes=(*found.notes, *notes))
+
+    def _planner(self) -> Planner:
+        return Planner(self.spec, self.cluster, profile=corrected(self.profile, self.corrections))
+
+    def _asked(self) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What a planner is asked, and what of it cannot be executed here."""
         kinds, notes = executed_offload(
-            self.search.offload, self.cluster.kind, has_files=self.has_files, master_weights=has_masters
+            self.search.offload, self.cluster.kind, has_files=self.has_files, master_weights=self.spec.master_weights
         )
-        found = tune(
-            self.spec,
-            self.cluster,
-            profile=corrected(self.profile, self.corrections),
-            global_batch_size=self.global_batch_size,
-            memory_limit=self.memory_limit,
-            host_memory_limit=self.host_limit,
-            search=replace(self.search, offload=kinds),
-        )
-        return replace(found, notes=(*found.notes, *notes))
+        limits = {"memory_limit": self.memory_limit, "host_memory_limit": self.host_limit}
+        search = replace(self.search, offload=kinds)
+        return {"global_batch_size": self.global_batch_size, **limits, "search": search}, notes
 
     def predict(self, plan: Plan) -> Predicted:
         """What is known of a plan."""

@@ -71,6 +71,7 @@ def estimate_given(
     budget: Budget,
     *,
     believed: bool,
+    refused: bool,
     trace: Callable[[], ModelSpec] | None,
     say: Callable[[str], None],
 ) -> MemoryEstimate | None:
@@ -78,6 +79,7 @@ def estimate_given(
 
     Args:
         believed: Whether the plan was made for what is at hand, so that its prediction holds.
+        refused: Whether one that does not fit is refused: one that was made here for the same limits, and kept, is not.
         trace: Traces the module; None where that cannot be done.
 
     Returns:
@@ -103,10 +105,11 @@ def estimate_given(
         found = estimate_plan(Estimator(spec, budget.cluster, budget.limit), plan, replay="worst")
     # A limit of the user's own is kept to; on all that a device has, what may run is tried.
     is_over = not found.is_likely if budget.asked is not None else found.verdict == "does not fit"
-    if budget.binds and is_over:
+    if not (budget.binds and refused):
+        return found
+    if is_over:
         raise InfeasibleError(f"the plan: {found.explain()}\nRaise memory_limit, or let plan='auto' make one for it")
-    if budget.binds:
-        budget.refuse_more_host_memory(found)
+    budget.refuse_more_host_memory(found)
     return found
 
 

@@ -303,10 +303,10 @@ class Planner:
 
     def tune(self) -> TuneResult:
         """The best plan; on rank 0, once costs are counted."""
-        assert self.basis is not None
-        layers, devices = self.basis.spec.num_layers, self.basis.cluster.world_size
-        self.progress.say(f"searching plans for {layers} layers on {devices} devices")
-        return self.basis.tune()
+        assert (basis := self.basis) is not None
+        self.progress.say(f"searching plans for {basis.spec.num_layers} layers on {basis.cluster.world_size} devices")
+        self.basis, made = basis.tuned(self.progress.tell if self.budget.binds else None)
+        return made
 
     def rule_out_cuts(self, reason: str) -> None:
         """Let no plan that is searched from now on cut a batch."""

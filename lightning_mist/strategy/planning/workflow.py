@@ -221,6 +221,7 @@ def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate 
         found,
         budget,
         believed=not changed,
+        refused=planner.request.plan != "auto",
         trace=(lambda: planner.trace(found)) if planner.call.is_automatic else None,
         say=planner.progress.tell,
     )

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.errors import InfeasibleError
+from lightning_mist.explain import fitting
 from lightning_mist.hardware import Correction, correction_store, factor_of, load_corrections, save_corrections
 from lightning_mist.plan import load
 from lightning_mist.plan.plan_text import short_name
@@ -17,6 +18,7 @@ from lightning_mist.strategy.monitoring.profile_corrections import (
 )
 from lightning_mist.strategy.monitoring.stage_times import Measured, StageTimes, predicted_times
 from lightning_mist.tuner import SearchSpace
+from tests.explain.test_fitting import needing
 from tests.specs import cluster, profile, spec
 
 SEARCH = SearchSpace(num_stages=(1, 2), num_microbatches=(4,), schedules=("1f1b",), zero_stages=(0,))
@@ -153,6 +155,22 @@ def test_a_node_with_files_offloads_within_their_room():
         replace(tight, host_limit=1).tune()
     with pytest.raises(InfeasibleError):
         replace(tight, has_files=False).tune()
+
+
+def test_a_plan_whose_estimate_does_not_fit_is_made_again_with_less_where_something_binds(monkeypatch):
+    basis = replace(make_basis(), search=SearchSpace(schedules=("1f1b",), offload=()))
+    least = max(stage.peak_bytes for stage in basis.tune().predicted.stages)
+    basis = replace(basis, cluster=cluster(2, kind="cuda", memory=int(least / 0.8) + 1))
+    monkeypatch.setattr(fitting, "estimate_of", needing(2.0))
+    monkeypatch.setattr(fitting, "WORTH_PAYING", 10.0)
+    said = []
+    (less, sure), (same, risky) = basis.tuned(said.append), basis.tuned(None)
+    assert same is basis
+    assert less.memory_limit < basis.cluster.device.memory_bytes
+    assert less.tune().plan == sure.plan
+    assert any("searching with less memory" in line for line in said)
+    peaks = [max(stage.peak_bytes for stage in found.predicted.stages) for found in (sure, risky)]
+    assert peaks[0] < peaks[1]
 
 
 def test_a_good_plan_stays(tmp_path):

@@ -24,10 +24,12 @@ PREDICTED = replace(PLAN, predicted=Predicted(step_seconds=1.0, stages=(STAGE, r
 GPUS, CPUS = parse_cluster("1x2xL4"), parse_cluster("2xcpu:8GiB")
 
 
-def given(plan, cluster, asked=None, *, believed=True, trace=lambda: NETWORK):
+def given(plan, cluster, asked=None, *, believed=True, refused=True, trace=lambda: NETWORK):
     said = []
     budget = Budget(cluster=cluster, asked=asked)
-    found = estimate_given(plan, NETWORK.module_map, budget, believed=believed, trace=trace, say=said.append)
+    found = estimate_given(
+        plan, NETWORK.module_map, budget, believed=believed, refused=refused, trace=trace, say=said.append
+    )
     return found, said
 
 
@@ -52,6 +54,11 @@ def test_on_cpus_nothing_is_traced_unless_a_limit_was_given():
     assert given(PLAN, CPUS, trace=lambda: pytest.fail("traced")) == (None, [])
     found, _ = given(PLAN, CPUS, 2**30)
     assert found.worst in estimate_memory(NETWORK, None, PLAN, CPUS, memory_limit=2**30).stages
+
+
+def test_a_kept_plan_that_was_made_within_the_same_limits_is_not_refused():
+    found, _ = given(PREDICTED, CPUS, 2**31 - 1, refused=False)
+    assert not found.is_likely
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help():
@@ -105,7 +112,13 @@ def test_a_plan_that_needs_too_much_host_memory_is_refused():
     def ask(host_asked):
         budget = Budget(cluster=CPUS, asked=None, host_asked=host_asked)
         return estimate_given(
-            moved, NETWORK.module_map, budget, believed=True, trace=lambda: NETWORK, say=lambda text: None
+            moved,
+            NETWORK.module_map,
+            budget,
+            believed=True,
+            refused=True,
+            trace=lambda: NETWORK,
+            say=lambda text: None,
         )
 
     needed = 2 * max(stage.host_bytes for stage in ask(2**40).stages)
