@@ -115,14 +115,14 @@ class Planner:
         return IntraStage(model, space, limit + more, host_limit=host)
 
     def _look(
-        self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float = 0.0
+        self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float, below: float
     ) -> tuple[Stages, Outcome]:
-        """Search the pipelines, with so many more bytes on each device."""
+        """Search the pipelines, with so many more bytes on each device, for plans below so many seconds."""
         if isinstance(self.model, MixedCostModel):
             mixed = mixed_stages(self.model, space, *limits, more)
-            return mixed, _search(mixed, mixed, deadline)
+            return mixed, _search(mixed, mixed, deadline, below)
         intra = self.stages(space, *limits, more)
-        return intra, _search(intra, AlikePipelines(intra), deadline)
+        return intra, _search(intra, AlikePipelines(intra), deadline, below)
 
     def tune(
         self,
@@ -152,7 +152,9 @@ class Planner:
         space = self.space(global_batch_size, search)
         deadline = began + search.solver_seconds
         stages, outcome = search_copies(
-            lambda item, more: self._look(item, (memory_limit, host_memory_limit), deadline, more), self.spec, space
+            lambda item, more, below: self._look(item, (memory_limit, host_memory_limit), deadline, more, below),
+            self.spec,
+            space,
         )
         if outcome.winner is None and outcome.is_late:
             refuse_late(stages)
@@ -198,10 +200,10 @@ def tune(
     )
 
 
-def _search(stages: Stages, pipelines: Pipelines, deadline: float) -> Outcome:
+def _search(stages: Stages, pipelines: Pipelines, deadline: float, below: float) -> Outcome:
     if too_large(stages):
         return Outcome.nothing(sum(len(group.counts) for group in pipelines.groups))
-    return search_pipelines(pipelines, deadline)
+    return search_pipelines(pipelines, deadline, below)
 
 
 def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:

@@ -32,6 +32,6 @@ def each_by_itself(stages):
     return found
 
 
-def searched(stages, deadline=np.inf):
+def searched(stages, deadline=np.inf, below=np.inf):
     """What a search of them comes to."""
-    return search.search_pipelines(AlikePipelines(stages), deadline)
+    return search.search_pipelines(AlikePipelines(stages), deadline, below)

@@ -74,6 +74,11 @@ class Basis:
         more = Exclusion(feature=feature, reason=reason)
         return replace(self, spec=replace(self.spec, module_map=replace(found, exclusions=(*found.exclusions, more))))
 
+    @property
+    def subject(self) -> str:
+        """What is planned, in words."""
+        return f"{self.spec.num_layers} layers on {self.cluster.world_size} devices"
+
     def tune(self) -> TuneResult:
         """The best plan by what is known, of those that can be executed here."""
         return self.tuned(None)[1]

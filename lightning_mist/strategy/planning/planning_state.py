@@ -303,9 +303,9 @@ class Planner:
 
     def tune(self) -> TuneResult:
         """The best plan; on rank 0, once costs are counted."""
-        assert (basis := self.basis) is not None
-        self.progress.say(f"searching plans for {basis.spec.num_layers} layers on {basis.cluster.world_size} devices")
-        self.basis, made = basis.tuned(self.progress.tell if self.budget.binds else None)
+        assert self.basis is not None
+        self.progress.say(f"searching plans for {self.basis.subject}")
+        self.basis, made = self.basis.tuned(self.progress.tell if self.budget.binds else None)
         return made
 
     def rule_out_cuts(self, reason: str) -> None:

@@ -9,6 +9,7 @@ or more.
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.tuner.inter_stage import PRECISION
@@ -27,24 +28,24 @@ _NOTE = (
 
 
 def search_copies(
-    look: Callable[[Space, float], tuple[Stages, Outcome]], spec: ModelSpec, space: Space
+    look: Callable[[Space, float, float], tuple[Stages, Outcome]], spec: ModelSpec, space: Space
 ) -> tuple[Stages, Outcome]:
     """The best pipeline, of those in several copies too.
 
     Args:
-        look: Searches a space with so many more bytes on each device.
+        look: Searches a space with so many more bytes on each device, for plans below so many seconds.
     """
-    stages, outcome = look(space, 0.0)
+    stages, outcome = look(space, 0.0, inf)
     copies, saved = degrees_of_copies(space), most_saved(spec, space)
     if outcome.is_late or not copies or (outcome.winner is not None and saved <= MATTERS * stages.memory_limit):
         return stages, outcome
     # Whatever fits with the batches of its own copy fits with so many more bytes.
-    _, loose = look(space, saved)
+    _, loose = look(space, saved, outcome.least)
     if loose.least >= outcome.least * (1 - PRECISION):
         bound = min(outcome.bound, loose.bound)
         return stages, replace(outcome, bound=bound, is_late=loose.is_late)
     degrees = (replace(space.search, data_parallel_degrees=item) for item in copies)
-    every = [(stages, outcome), *(look(replace(space, search=search), 0.0) for search in degrees)]
+    every = [(stages, outcome), *(look(replace(space, search=search), 0.0, outcome.least) for search in degrees)]
     is_late = any(item.is_late for _, item in every)
     bound = min(item.bound for _, item in every)
     stages, best = min(every, key=lambda item: item[1].least)

@@ -67,13 +67,14 @@ class Outcome:
         return cls(winner=None, found={}, bound=np.inf, certified=False, pipelines=pipelines, solved=0)
 
 
-def search_pipelines(pipelines: Pipelines, deadline: float) -> Outcome:
+def search_pipelines(pipelines: Pipelines, deadline: float, below: float = np.inf) -> Outcome:
     """The best pipeline, proven, those near it, and good ones with other numbers of stages.
 
     Args:
         deadline: Value of ``thread_time()`` at which to stop with what has been found.
+        below: Step seconds of a plan that is known: nothing else is of interest, and need not be found.
     """
-    state = SearchState.of(pipelines, deadline)
+    state = SearchState.of(pipelines, deadline, below)
     pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     _solve(state, [group for group in pipelines.groups if group.counts == (1,)], np.inf)

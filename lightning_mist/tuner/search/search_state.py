@@ -33,6 +33,7 @@ class SearchState:
         patience: The same as long as there is no plan.
         found: The best answers of pipelines, proven of the whole space.
         met: Answers of pipelines that need not be the best.
+        below: Step seconds of a plan that is known beforehand.
         is_stopped: Whether some were not because time was up.
     """
 
@@ -40,16 +41,17 @@ class SearchState:
     bounds: dict[Pipeline, float]
     deadline: float
     patience: float
+    below: float = np.inf
     found: dict[Pipeline, Incumbent] = field(default_factory=dict)
     met: dict[Pipeline, Incumbent] = field(default_factory=dict)
     solved: set[Pipeline] = field(default_factory=set)
     is_stopped: bool = False
 
     @classmethod
-    def of(cls, pipelines: Pipelines, deadline: float) -> "SearchState":
+    def of(cls, pipelines: Pipelines, deadline: float, below: float = np.inf) -> "SearchState":
         """Before anything is found, with ``deadline`` as ``thread_time()`` tells it."""
-        patience = max(deadline, thread_time() + FIRST_SECONDS)
-        return cls(pipelines=pipelines, bounds=pipelines.quick_bounds(), deadline=deadline, patience=patience)
+        patience, bounds = max(deadline, thread_time() + FIRST_SECONDS), pipelines.quick_bounds()
+        return cls(pipelines=pipelines, bounds=bounds, deadline=deadline, patience=patience, below=below)
 
     @property
     def end(self) -> float:
@@ -63,8 +65,9 @@ class SearchState:
 
     @property
     def least(self) -> float:
-        """The least step seconds found."""
-        return min((item.answer.objective for item in (*self.found.values(), *self.met.values())), default=np.inf)
+        """The least step seconds that are known."""
+        every = (*self.found.values(), *self.met.values())
+        return min([self.below, *(item.answer.objective for item in every)])
 
     @property
     def near(self) -> float:

@@ -45,6 +45,19 @@ def test_without_time_there_is_an_answer_and_a_true_bound():
     assert outcome.bound <= least * (1 + PRECISION)
 
 
+@pytest.mark.parametrize("memory", [10**12, 600_000])
+def test_where_a_plan_is_known_only_faster_ones_are_looked_for(memory):
+    whole = searched(stages_of(memory=memory))
+    better = searched(stages_of(memory=memory), below=1.001 * whole.least)
+    assert better.winner.answer.chosen == whole.winner.answer.chosen
+    assert better.least == whole.least
+    none = searched(stages_of(memory=memory), below=0.9 * whole.least)
+    # What is met on the way may be slower; nothing is faster, and that is proven.
+    assert none.least >= whole.least
+    assert 0.9 * whole.least * (1 - 1e-9) <= none.bound <= whole.least
+    assert none.solved <= whole.solved
+
+
 def test_where_nothing_fits_there_is_no_winner():
     stages = stages_of(memory=100)
     outcome = searched(stages)
