@@ -26,7 +26,7 @@ from lightning_mist.hardware import (
     save_profile,
 )
 from lightning_mist.runtime.host_memory import HostPool, let_go
-from lightning_mist.strategy.all_ranks import of_all_ranks
+from lightning_mist.strategy.all_ranks import of_all_ranks, on_rank_zero
 from lightning_mist.strategy.planning.overhead_measurement import measure_overheads
 from lightning_mist.strategy.progress import Progress
 
@@ -40,6 +40,9 @@ MACHINE_SECONDS = 9.0
 
 _FILE_BYTES, _FILE_SAMPLES = 2**25, 3
 """Of a file whose copies are timed: more than caches hold, and a few hundredths of a second each."""
+
+_PROBE_BYTES, _PROBES = 2**20, 3
+"""A sum that tells how fast links are: half a second in all at 100 Mbit/s, nothing beside planning at 10 Gbit/s."""
 
 MACHINE_PART = 0.7
 """The part of measuring, in time, that is the machine's and not the runtime's."""
@@ -113,6 +116,24 @@ def machine_profile(
     if dist.get_rank() == 0:
         _keep(profile, directory, cluster, progress, is_fresh=is_fresh)
     return profile
+
+
+def guessed_reduction(cluster: Cluster, device: torch.device, directory: Path) -> float:
+    """Seconds in which all ranks sum up a byte of what each has, roughly; 0 if that need not be found out.
+
+    Data sheets say how fast a device and the links in its node are. What is between nodes, and not measured yet, may be
+    a thousand times slower than what is common. Every rank asks, and gets the same answer.
+    """
+    if cluster.num_nodes == 1 or on_rank_zero(lambda: load_profile(directory, cluster)[0] is not None):
+        return 0.0
+    seconds, values, ops = [], torch.zeros(_PROBE_BYTES // 4, device=device), ops_of(device)
+    for _ in range(_PROBES):
+        dist.barrier()
+        began = perf_counter()
+        dist.all_reduce(values)
+        ops.synchronize()
+        seconds.append(perf_counter() - began)
+    return max(of_all_ranks(min(seconds))) / _PROBE_BYTES
 
 
 def with_files(profile: HardwareProfile, directory: Path, device: torch.device) -> HardwareProfile:

@@ -76,25 +76,30 @@ def plain_plan(world_size: int, rows: int | None, layers: int) -> Plan:
 
 
 def most_to_save(
-    parameters: Sequence[torch.nn.Parameter], cluster: Cluster, directory: Any, update: float = 0.0
+    parameters: Sequence[torch.nn.Parameter],
+    cluster: Cluster,
+    directory: Any,
+    update: float = 0.0,
+    reduction: float = 0.0,
 ) -> float | None:
     """Seconds of a plain step that any other plan could save at most; None if nothing is known of the machine.
 
     Args:
         directory: Where profiles are kept: a measured one counts, else the catalog's.
         update: Measured seconds of the optimizer's step per byte of parameters; 0 if it was not measured.
+        reduction: Measured seconds of a reduction per byte; 0 if it was not measured.
     """
     if cluster.world_size == 1:
         return 0.0  # nothing is reduced, and nobody shares the optimizer's step
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     try:
         profile = load_profile(directory, cluster)[0] or catalog_profile(cluster)
-        reduction = float(
+        reduced = float(
             collective_seconds(profile, "all_reduce", cluster.world_size, cluster.num_nodes, float(trained))
         )
     except MistError:
         return None
-    return reduction + trained * max(update, _PASSES / profile.memory_bytes_per_second)
+    return max(reduced, trained * reduction) + trained * max(update, _PASSES / profile.memory_bytes_per_second)
 
 
 def steps_to_come(trainer: Any) -> float:

@@ -103,11 +103,11 @@ class Planner:
         """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
         return tried(self.call.around(work), self.strategy.root_device, tell=tell)
 
-    def plain_is_enough(self) -> str | None:
-        """Why nothing needs to be searched, if so; on rank 0."""
+    def plain_is_enough(self, reduction: float = 0.0) -> str | None:
+        """Why nothing needs to be searched, if so, where reductions take so many seconds per byte; on rank 0."""
         if self.initial is not None:
             return None
-        saved = most_to_save(list(self.module.parameters()), self.alike, self.request.directory)
+        saved = most_to_save(list(self.module.parameters()), self.alike, self.request.directory, reduction=reduction)
         reason = None if saved is None else saves_too_little(saved, steps_to_come(self.trainer))
         return None if reason is None or not self._fits_plainly() else f"{reason}, and it fits"
 

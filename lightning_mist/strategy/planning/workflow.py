@@ -239,7 +239,11 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
     if planner.call.talk:
         raise PlanError(f"the step talks to other processes itself ({planner.call.talk})")
     is_open = is_free(planner.request.search) and not planner.is_scarce
-    enough = on_rank_zero(planner.plain_is_enough) if is_open else None
+    enough = None
+    if is_open:
+        device, directory = planner.strategy.root_device, planner.request.directory
+        reduction = local_machine.guessed_reduction(planner.alike, device, directory)
+        enough = on_rank_zero(lambda: planner.plain_is_enough(reduction))
     if enough is not None:
         planner.progress.tell(f"plain data parallelism: {enough}")
         rows = on_rank_zero(lambda: batch_rows(planner.batch))

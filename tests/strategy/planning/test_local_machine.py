@@ -1,7 +1,17 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lightning_mist.hardware import HardwareProfile, StepOverheads, detect
+from lightning_mist.hardware import (
+    Cluster,
+    Device,
+    HardwareProfile,
+    StepOverheads,
+    catalog_profile,
+    detect,
+    save_profile,
+)
 from lightning_mist.hardware.profile.hardware_profile import ComputeRate
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.progress import Progress
@@ -77,3 +87,19 @@ def test_training_goes_on_where_nothing_can_be_kept(tmp_path, capsys):
     (tmp_path / "cache").write_text("a file where the directory should be")
     assert profile(tmp_path / "cache", "32-true").source == "measured in a test"
     assert "what was measured is not kept for later runs" in capsys.readouterr().err
+
+
+def _guess(folder, is_known):
+    two = Cluster(num_nodes=2, devices_per_node=1, device=Device(name="cpu", memory_bytes=2**30, kind="cpu"))
+    if is_known:
+        save_profile(catalog_profile(two), folder, two)
+    one = replace(two, num_nodes=1, devices_per_node=2)
+    return [local_machine.guessed_reduction(cluster, CPU, folder) for cluster in (two, one)]
+
+
+def test_links_between_nodes_are_tried_until_they_are_measured(gloo_workers, tmp_path):
+    (between, within), other = gloo_workers.run(2, _guess, tmp_path, False)
+    assert 1e-12 < between < 1e-6
+    assert within == 0.0
+    assert other == [between, within]
+    assert gloo_workers.run(2, _guess, tmp_path, True) == [[0.0, 0.0]] * 2

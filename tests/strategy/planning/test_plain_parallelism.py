@@ -73,6 +73,8 @@ def test_what_could_be_saved_grows_with_parameters_and_vanishes_on_one_device(tm
     assert 0 < small < 2e-3 < 0.1 < large
     assert most_to_save(parameters(10**9), one, tmp_path) == 0.0
     assert most_to_save(parameters(10**9), two, tmp_path, update=1e-6) >= 4e9 * 1e-6 > large
+    # Links may be slower than any catalog knows.
+    assert most_to_save(parameters(10**6), two, tmp_path, reduction=1e-6) >= 4e6 * 1e-6
     frozen = [torch.nn.Parameter(torch.zeros(10**6, device="meta"), requires_grad=False)]
     assert most_to_save(frozen, two, tmp_path) == 0.0
 

@@ -1,0 +1,94 @@
+"""A fit on ranks of several hosts: many parameters, few activations. Rank 0 writes what came of it.
+
+Arguments: a folder, the strategy's name, and how many steps.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mist import MistStrategy
+
+WIDTH, LAYERS, ROWS = 512, 8, 4
+
+TRAINING = "training"
+"""The file that rank 0 writes after the third step."""
+
+
+class Wide(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+        self.losses, self.ends = [], []
+
+    def training_step(self, batch, batch_idx):
+        hidden = batch[0]
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return (self.head(hidden) - batch[1]).pow(2).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        self.ends.append(time.monotonic())
+        if batch_idx == 2 and self.trainer.is_global_zero:
+            Path(self.trainer.default_root_dir, TRAINING).touch()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def strategy_of(name, folder):
+    if name != "mist":
+        return name
+    return MistStrategy(
+        profile_directory=str(folder / "profiles"),
+        plan_path=str(folder / "plan.json"),
+        report_path=str(folder / "report.json"),
+    )
+
+
+def main():
+    folder, name, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    pl.seed_everything(1, verbose=False)
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    trainer = pl.Trainer(
+        strategy=strategy_of(name, folder),
+        accelerator="cpu",
+        devices=per_node,
+        num_nodes=int(os.environ["WORLD_SIZE"]) // per_node,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    values = torch.randn(ROWS * 4 * steps, WIDTH, generator=torch.Generator().manual_seed(0))
+    module = Wide()
+    trainer.fit(module, DataLoader(TensorDataset(values, values.sum(1, keepdim=True)), batch_size=ROWS))
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    if trainer.is_global_zero:
+        result = {"hosts": hosts, "losses": module.losses, "ends": module.ends}
+        (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
