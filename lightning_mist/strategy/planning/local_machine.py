@@ -55,8 +55,10 @@ def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
         wanted: What the user asked for; by default the devices of all ranks.
 
     Raises:
+        PlanError: If ranks that are taken to be on one node are not.
         ValueError: If it has not as many devices as processes run.
     """
+    _check_nodes(of_all_ranks(strategy.node_rank), strategy.num_nodes)
     if wanted is None:
         return joined(of_all_ranks(detect(strategy.world_size, strategy.num_nodes, strategy.root_device.type)))
     cluster = parse_cluster(wanted) if isinstance(wanted, str) else wanted
@@ -66,6 +68,24 @@ def cluster_for(wanted: str | AnyCluster | None, strategy: Any) -> AnyCluster:
             "for the cluster at hand, or use `lightning-mist plan` for another"
         )
     return cluster
+
+
+def _check_nodes(nodes: Sequence[int], num_nodes: int) -> None:
+    """Raise unless ranks fill node after node.
+
+    Args:
+        nodes: The node of every rank.
+        num_nodes: How many there are to be.
+    """
+    per_node = max(1, len(nodes) // num_nodes)
+    for rank, node in enumerate(nodes):
+        first = rank - rank % per_node
+        if node != nodes[first]:
+            raise PlanError(
+                f"ranks {first} and {rank} are on nodes {nodes[first]} and {node}: {per_node} ranks in a row must be "
+                "on one; set num_nodes of the Trainer, and start processes node by node (srun "
+                "--distribution=block, mpirun --map-by slot)"
+            )
 
 
 def default_directory() -> Path:

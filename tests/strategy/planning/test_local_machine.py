@@ -1,8 +1,11 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_mist.errors import PlanError
 from lightning_mist.hardware import (
     Cluster,
     Device,
@@ -103,3 +106,22 @@ def test_links_between_nodes_are_tried_until_they_are_measured(gloo_workers, tmp
     assert within == 0.0
     assert other == [between, within]
     assert gloo_workers.run(2, _guess, tmp_path, True) == [[0.0, 0.0]] * 2
+
+
+def _found_on(nodes, num_nodes):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    where = SimpleNamespace(node_rank=nodes[rank], num_nodes=num_nodes, world_size=size, root_device=CPU)
+    try:
+        cluster = local_machine.cluster_for(None, where)
+    except PlanError as error:
+        return str(error)
+    return cluster.num_nodes, cluster.devices_per_node
+
+
+def test_ranks_must_fill_node_after_node(gloo_workers):
+    assert gloo_workers.run(4, _found_on, (0, 0, 1, 1), 2) == [(2, 2)] * 4
+    assert gloo_workers.run(4, _found_on, (3, 1, 0, 2), 4) == [(4, 1)] * 4
+    dealt = gloo_workers.run(4, _found_on, (0, 1, 0, 1), 2)
+    assert dealt == [dealt[0]] * 4
+    assert "ranks 0 and 1 are on nodes 0 and 1: 2 ranks in a row must be on one" in dealt[0]
+    assert "set num_nodes of the Trainer" in gloo_workers.run(2, _found_on, (0, 1), 1)[0]
