@@ -5,14 +5,16 @@ those of one talk over its loopback. Needs root, ``ip`` and ``tc``.
 """
 
 import os
+import select
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 INTERFACE = "link0"
@@ -69,9 +71,62 @@ class Hosts:
         command += ["--master-addr", self.both[0].name, "--master-port", str(PORT), "-m", module, *arguments]
         return host.start(command, log, self.hosts_file, GLOO_SOCKET_IFNAME=INTERFACE, **variables)
 
-    def set_link(self, state: str) -> None:
-        """Pull the cable out (``"down"``) or put it in (``"up"``)."""
-        _ip("-n", self.both[0].namespace, "link", "set", INTERFACE, state)
+    @contextmanager
+    def running(self, folder: Path, module: str, arguments: Sequence[str], **options: Any) -> Iterator["Running"]:
+        """Start ``torchrun`` of a module on both, whose output goes to the folder; in the end nothing of it is left."""
+        with ExitStack() as stack:
+            logs = tuple(folder / f"{host.name}.txt" for host in self.both)
+            files = [stack.enter_context(path.open("w")) for path in logs]
+            for host in self.both:
+                stack.callback(kill, host)
+            pairs = zip(self.both, files, strict=True)
+            started = tuple(self.start_ranks(host, module, arguments, file, **options) for host, file in pairs)
+            yield Running(started=started, logs=logs)
+
+    def pull_cable(self) -> None:
+        """Nothing goes over the link any more, and nobody is told."""
+        for host in self.both:
+            _ip("-n", host.namespace, "link", "set", INTERFACE, "down")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """``torchrun`` on both hosts.
+
+    Attributes:
+        started: Its process on each host.
+        logs: Where the output of each is.
+    """
+
+    started: tuple[subprocess.Popen[str], ...]
+    logs: tuple[Path, ...]
+
+    def codes(self, seconds: float) -> list[int]:
+        """Exit status on each host; ``subprocess.TimeoutExpired`` if one of them runs longer."""
+        until = time.monotonic() + seconds
+        return [process.wait(max(0.0, until - time.monotonic())) for process in self.started]
+
+    def output(self) -> str:
+        """The end of what has been written on each host."""
+        return "\n".join(f"{path.stem}:\n{path.read_text(errors='replace')[-6000:]}" for path in self.logs)
+
+
+class Signpost:
+    """A named pipe through which a process says that it has come to a place.
+
+    Args:
+        path: Where it is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self._end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def is_reached(self, seconds: float) -> bool:
+        """Whether a process opens and writes to it within so many seconds."""
+        reached = bool(select.select([self._end], [], [], seconds)[0])
+        os.close(self._end)
+        return reached
 
 
 def _ip(*arguments: str) -> None:
