@@ -1,0 +1,74 @@
+"""A fit on two nodes of one process each; rank 0 writes the losses.
+
+Arguments: how Lightning learns of the others (``slurm``, ``kubeflow``, ``by_hand``), the strategy's name, and a folder.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_mist import MistStrategy, Plan, StagePlan
+from lightning_mist.plan import StageMesh
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        return (self.blocks(batch[0]) - 1).pow(2).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def pipeline():
+    stages = tuple(
+        StagePlan(layers=(2 * index, 2 * index + 2), mesh=StageMesh(devices=(index,)), microbatch_size=4)
+        for index in range(2)
+    )
+    return MistStrategy(plan=Plan(global_batch_size=8, num_microbatches=2, stages=stages))
+
+
+def main():
+    environment, name, folder = sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    pl.seed_everything(1, verbose=False)
+    module = Net()
+    trainer = pl.Trainer(
+        strategy=pipeline() if name == "mist" else name,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        plugins=[KubeflowEnvironment()] if environment == "kubeflow" else None,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    values = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    trainer.fit(module, DataLoader(TensorDataset(values), batch_size=4))
+    assert trainer.strategy.node_rank == trainer.global_rank
+    if trainer.is_global_zero:
+        known = type(trainer.strategy.cluster_environment).__name__
+        Path(folder, f"{name}.json").write_text(json.dumps([known, module.losses]))
+
+
+if __name__ == "__main__":
+    main()
