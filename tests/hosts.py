@@ -77,10 +77,11 @@ class Hosts:
         with ExitStack() as stack:
             logs = tuple(folder / f"{host.name}.txt" for host in self.both)
             files = [stack.enter_context(path.open("w")) for path in logs]
-            for host in self.both:
-                stack.callback(kill, host)
             pairs = zip(self.both, files, strict=True)
             started = tuple(self.start_ranks(host, module, arguments, file, **options) for host, file in pairs)
+            for host, process in zip(self.both, started, strict=True):
+                stack.callback(process.wait)
+                stack.callback(kill, host)
             yield Running(started=started, logs=logs)
 
     def pull_cable(self) -> None:

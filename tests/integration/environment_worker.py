@@ -1,6 +1,7 @@
-"""A fit on two nodes of one process each; rank 0 writes the losses.
+"""A fit on two nodes of one process each, or on one of two; rank 0 writes the losses.
 
-Arguments: how Lightning learns of the others (``slurm``, ``kubeflow``, ``by_hand``), the strategy's name, and a folder.
+Arguments: how Lightning learns of the others (``slurm``, ``kubeflow``, ``by_hand``, on one node ``mpi``), the name of
+the strategy, and a folder.
 """
 
 import json
@@ -52,8 +53,8 @@ def main():
     trainer = pl.Trainer(
         strategy=pipeline() if name == "mist" else name,
         accelerator="cpu",
-        devices=1,
-        num_nodes=2,
+        devices=2 if environment == "mpi" else 1,
+        num_nodes=1 if environment == "mpi" else 2,
         plugins=[KubeflowEnvironment()] if environment == "kubeflow" else None,
         max_epochs=2,
         logger=False,
@@ -64,7 +65,7 @@ def main():
     )
     values = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     trainer.fit(module, DataLoader(TensorDataset(values), batch_size=4))
-    assert trainer.strategy.node_rank == trainer.global_rank
+    assert trainer.strategy.node_rank == (0 if environment == "mpi" else trainer.global_rank)
     if trainer.is_global_zero:
         known = type(trainer.strategy.cluster_environment).__name__
         Path(folder, f"{name}.json").write_text(json.dumps([known, module.losses]))

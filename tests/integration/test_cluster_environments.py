@@ -1,13 +1,18 @@
-"""Processes that SLURM or Kubeflow start, or a person by hand, train as under DDP; variables are set by hand."""
+"""Processes that SLURM, Kubeflow, MPI or a person start train as under DDP; variables are set by hand."""
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import environment
+
+WORKER = [sys.executable, "-m", "tests.integration.environment_worker"]
 
 pytestmark = pytest.mark.thorough
 
@@ -25,6 +30,14 @@ def variables(kind, rank, port):
     return place | {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
 
 
+def trained_alike(folder, name):
+    """Lightning knew the environment by this name, and losses under the strategy are those of DDP."""
+    (known, found), (_, expected) = (json.loads((folder / f"{item}.json").read_text()) for item in ("mist", "ddp"))
+    assert known == name
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found[-1] < found[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("slurm", "SLURMEnvironment"), ("kubeflow", "KubeflowEnvironment"), ("by_hand", "LightningEnvironment")],
@@ -33,10 +46,9 @@ def test_a_pipeline_over_two_nodes_trains_as_ddp_does(tmp_path, kind, name):
     for strategy in ("mist", "ddp"):
         with socket.create_server(("localhost", 0)) as server:
             port = str(server.getsockname()[1])
-        command = [sys.executable, "-m", "tests.integration.environment_worker", kind, strategy, str(tmp_path)]
         ranks = [
             subprocess.Popen(
-                command,
+                [*WORKER, kind, strategy, str(tmp_path)],
                 env={**environment(), **variables(kind, rank, port)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -50,7 +62,16 @@ def test_a_pipeline_over_two_nodes_trains_as_ddp_does(tmp_path, kind, name):
             for process in ranks:
                 process.kill()
         assert [process.returncode for process in ranks] == [0, 0], outputs
-    (known, losses), (_, expected) = (json.loads((tmp_path / f"{item}.json").read_text()) for item in ("mist", "ddp"))
-    assert known == name
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert losses[-1] < losses[0]
+    trained_alike(tmp_path, name)
+
+
+def test_a_pipeline_that_mpi_starts_trains_as_ddp_does(tmp_path):
+    pytest.importorskip("mpi4py", reason="Lightning's MPIEnvironment needs mpi4py")
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("there is no mpirun")
+    for strategy in ("mist", "ddp"):
+        command = [mpirun, "-n", "2", *WORKER, "mpi", strategy, str(tmp_path)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    trained_alike(tmp_path, "MPIEnvironment")
