@@ -22,7 +22,7 @@ from lightning_mist.plan import Plan, from_json, recipe_of
 from tests.hosts import Host, Hosts, Signpost, kill, two_hosts, why_not
 from tests.integration import hosts_worker
 
-RATES = ("50mbit", "200mbit", "1gbit")
+RATES = ("100mbit", "1gbit")
 LONGEST_SECONDS = 900.0
 """What a run may take on a busy machine."""
 
