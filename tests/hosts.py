@@ -13,8 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
+
+from lightning_mist.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 INTERFACE = "link0"
@@ -168,6 +171,16 @@ def two_hosts(folder: Path, rate: str) -> Iterator[Hosts]:
                 _ip("-n", host.namespace, "link", "set", interface, "up")
             _slow(host.namespace, rate)
         yield Hosts(both=(first, second), hosts_file=hosts_file)
+
+
+def hosts_of_stages(plan: Plan, places: Sequence[str]) -> list[set[str]]:
+    """The hosts that each stage of a plan lies on, where ranks are in these places."""
+    return [{places[device] for device in stage.mesh.devices} for stage in plan.stages]
+
+
+def crossings(plan: Plan, places: Sequence[str]) -> int:
+    """How many boundaries between stages lie between hosts."""
+    return sum(before != after for before, after in pairwise(hosts_of_stages(plan, places)))
 
 
 def processes_of(host: Host) -> list[int]:

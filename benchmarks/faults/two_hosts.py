@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.hardware import HardwareProfile, read_machine
 from lightning_mist.plan import Plan, from_json, recipe_of
-from tests.hosts import Host, Hosts, Signpost, kill, two_hosts, why_not
+from tests.hosts import Host, Hosts, Signpost, crossings, hosts_of_stages, kill, two_hosts, why_not
 from tests.integration import hosts_worker
 
 RATES = ("100mbit", "1gbit")
@@ -44,9 +44,8 @@ def rates_of(profile: HardwareProfile) -> Sample:
 
 
 def is_cut_at_the_link(plan: Plan, places: list[str]) -> bool:
-    """Whether every stage lies on one host, and both hosts have some."""
-    stages = [{places[device] for device in stage.mesh.devices} for stage in plan.stages]
-    return all(len(stage) == 1 for stage in stages) and len(set.union(*stages)) == 2
+    """Whether every stage lies on one host, and one boundary between stages on the link."""
+    return all(len(hosts) == 1 for hosts in hosts_of_stages(plan, places)) and crossings(plan, places) == 1
 
 
 def train(hosts: Hosts, folder: Path, strategy: str, steps: int) -> dict[str, list[float]]:
