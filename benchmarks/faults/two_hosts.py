@@ -18,7 +18,8 @@ from pathlib import Path
 
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.hardware import HardwareProfile, read_machine
-from lightning_mist.plan import Plan, from_json, recipe_of
+from lightning_mist.plan import Plan, from_json
+from lightning_mist.plan.plan_text import recipe_of
 from tests.hosts import Host, Hosts, Signpost, crossings, hosts_of_stages, kill, two_hosts, why_not
 from tests.integration import hosts_worker
 

@@ -131,7 +131,7 @@ def test_a_plan_is_kept_by_what_was_known_before_anything_was_tried(monkeypatch)
         def split(self, found, degrees):
             return replace(found, exclusions=(Exclusion(feature="tensor", reason="nothing to split"),))
 
-        def plain_is_enough(self):
+        def plain_is_enough(self, reduction):
             return None
 
         def cached(self, found):
@@ -145,6 +145,7 @@ def test_a_plan_is_kept_by_what_was_known_before_anything_was_tried(monkeypatch)
     monkeypatch.setattr(planning, "on_rank_zero", lambda work: work())
     monkeypatch.setattr(planning, "everywhere", lambda work: work())
     monkeypatch.setattr(planning.local_machine, "machine_profile", lambda *_: None)
+    monkeypatch.setattr(planning.local_machine, "guessed_reduction", lambda *_: 0.0)
     empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
     found = planning._plan(planner, empty)[2]
     assert found.excludes("tensor")
