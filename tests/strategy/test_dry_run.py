@@ -1,6 +1,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,6 +11,14 @@ from lightning_mist.plan import load
 from tests.machine import assume_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
+
+
+@pytest.fixture(autouse=True)
+def _no_group_stays():
+    """A dry run leaves the process group to the end of the process, which does not come here."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Net(pl.LightningModule):
