@@ -110,6 +110,14 @@ class Running:
         until = time.monotonic() + seconds
         return [process.wait(max(0.0, until - time.monotonic())) for process in self.started]
 
+    def come_to(self, signpost: "Signpost", seconds: float) -> bool:
+        """Whether a process comes there within so many seconds; not if one of the hosts' ranks end before."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and all(process.poll() is None for process in self.started):
+            if signpost.is_reached(1.0):
+                return True
+        return False
+
     def output(self) -> str:
         """The end of what has been written on each host."""
         return "\n".join(f"{path.stem}:\n{path.read_text(errors='replace')[-6000:]}" for path in self.logs)
@@ -128,9 +136,10 @@ class Signpost:
 
     def is_reached(self, seconds: float) -> bool:
         """Whether a process opens and writes to it within so many seconds."""
-        reached = bool(select.select([self._end], [], [], seconds)[0])
+        return bool(select.select([self._end], [], [], seconds)[0])
+
+    def __del__(self) -> None:
         os.close(self._end)
-        return reached
 
 
 def _ip(*arguments: str) -> None:

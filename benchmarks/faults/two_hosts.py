@@ -8,6 +8,7 @@ or the cable is pulled, and it is seen when and with what words the other host's
 import argparse
 import json
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -92,12 +93,12 @@ def _profile(folder: Path) -> HardwareProfile:
     return read_machine(path)[1]
 
 
-def end(hosts: Hosts, folder: Path, harm: str) -> Sample:
-    """Train until the harm comes, and see how the other host ends."""
-    folder.mkdir()
+def end(hosts: Hosts, folder: Path, measured: Path, harm: str) -> Sample:
+    """Train by what was measured before until the harm comes, and see how the other host ends."""
+    shutil.copytree(measured / "profiles", folder / "profiles")
     signpost = Signpost(folder / hosts_worker.TRAINING)
     with hosts.running(folder, hosts_worker.__name__, [str(folder), "mist", "1000000"]) as running:
-        if not signpost.is_reached(LONGEST_SECONDS):
+        if not running.come_to(signpost, LONGEST_SECONDS):
             raise RuntimeError(running.output())
         harmed = time.monotonic()
         left = _harm(hosts, harm)
@@ -134,7 +135,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             print(samples[-1], flush=True)
         for number, harm in enumerate(HARMS):
             with two_hosts(folder, given.rates[0]) as hosts:
-                samples.append(end(hosts, folder / f"harm{number}", harm))
+                samples.append(end(hosts, folder / f"harm{number}", folder / given.rates[0], harm))
             print(samples[-1], flush=True)
     notes = (
         "Two hosts are network namespaces of one machine with two processes each, and share its cores; tc limits the "

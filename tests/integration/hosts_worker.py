@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy
 
-WIDTH, LAYERS, ROWS = 512, 8, 4
+WIDTH, LAYERS, ROWS, EPOCH = 512, 8, 4, 64
+"""Of the model; rows of a rank's batch, and steps of an epoch."""
 
 TRAINING = "training"
 """A named pipe, to which rank 0 writes after the third step if it is there."""
@@ -45,7 +46,7 @@ class Wide(pl.LightningModule):
         self.losses.append(float(outputs["loss"]))
         self.ends.append(time.monotonic())
         signpost = Path(self.trainer.default_root_dir, TRAINING)
-        if batch_idx == 2 and self.trainer.is_global_zero and signpost.exists():
+        if self.trainer.global_step == 3 and self.trainer.is_global_zero and signpost.exists():
             signpost.write_text("here")
 
     def configure_optimizers(self):
@@ -75,14 +76,15 @@ def main():
         accelerator="cpu",
         devices=per_node,
         num_nodes=int(os.environ["WORLD_SIZE"]) // per_node,
-        max_epochs=1,
+        max_epochs=-1,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    values = torch.randn(ROWS * 4 * steps, WIDTH, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(ROWS * 4 * EPOCH, WIDTH, generator=torch.Generator().manual_seed(0))
     module = Wide()
     trainer.fit(module, DataLoader(TensorDataset(values, values.mean(1, keepdim=True)), batch_size=ROWS))
     hosts = [None] * dist.get_world_size()

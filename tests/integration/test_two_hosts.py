@@ -60,8 +60,8 @@ def test_losses_are_those_of_ddp_on_one_host(planned, tmp_path):
 def test_a_host_that_dies_ends_the_other(hosts, planned, tmp_path, node):
     shutil.copytree(planned / "profiles", tmp_path / "profiles")
     signpost = Signpost(tmp_path / hosts_worker.TRAINING)
-    with hosts.running(tmp_path, WORKER, [str(tmp_path), "mist", "100000"]) as running:
-        assert signpost.is_reached(400), running.output()
+    with hosts.running(tmp_path, WORKER, [str(tmp_path), "mist", "1000000"]) as running:
+        assert running.come_to(signpost, 400), running.output()
         kill(hosts.both[node])
         died = time.monotonic()
         code = running.started[1 - node].wait(60)
