@@ -68,6 +68,7 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
     for peers in (mesh.peers, mesh.shard_peers, mesh.replicate_peers):
         purposes.setdefault(tuple(sorted(peers)), "data parallel")
     purposes.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
+    purposes.setdefault(tuple(sorted(mesh.row_peers)), "context parallel")
     mine = [group for group in process_groups(plan, module_map) if rank in group]
     found = [Communicator(purpose="Lightning", ranks=tuple(range(plan.world_size)))]
     if plan.data_parallel_size is not None:

@@ -288,11 +288,10 @@ def summed_estimate(
 
 
 def rank_overheads(cluster: Cluster, plan: Plan, module_map: ModuleMap, rank: int) -> DeviceOverheads:
-    """What the device of a rank holds besides tensors: communicators under context parallelism by its degrees."""
+    """What a rank's device holds besides tensors: communicators of plans that are not executed by their degrees."""
     if cluster.device.kind != "cuda":
         return device_overheads(cluster, ())
-    by_degrees = any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages)
-    held = communicators_by_degrees(plan, rank) if by_degrees else communicators_of(plan, module_map, rank)
+    held = communicators_by_degrees(plan, rank) if plan.shares_both_ways else communicators_of(plan, module_map, rank)
     return device_overheads(cluster, held)
 
 
@@ -306,9 +305,13 @@ def describe_cluster(cluster: AnyCluster) -> str:
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether every allocation is known: of a traced network, under a plan that is executed and offloads nothing."""
+    """Whether every allocation is known: of a traced network, under a plan that is executed and offloads nothing.
+
+    What the ranks of a row allocate is not traced.
+    """
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
-    return known and not any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan)
+    is_other = any(stage.offload.any or stage.mesh.context_parallel_degree > 1 for stage in plan.stages)
+    return known and not is_other and not what_is_not_run(plan)
 
 
 def _estimate(
@@ -345,8 +348,8 @@ def check_plan_for(spec: ModelSpec, cluster: AnyCluster, plan: Plan) -> None:
 def what_is_not_run(plan: Plan) -> tuple[str, ...]:
     """Why the runtime would not execute a plan."""
     found = []
-    if any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages):
-        found.append("context parallelism is planned and not run yet")
+    if plan.shares_both_ways:
+        found.append("context parallelism beside tensor parallelism is planned and not run yet")
     try:
         for stage in plan.stages:
             row_slice(plan, stage.devices[0], 0)

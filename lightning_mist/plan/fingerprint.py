@@ -228,10 +228,12 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
 
 
 def check_split(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
-    """Refuse a tensor-parallel degree, or sequence parallelism, that was not shown to compute the same."""
+    """Refuse tensor- and context-parallel degrees, or sequence parallelism, not shown to compute the same."""
     mesh = stage.mesh
     try:
         split = module_map.split(mesh.tensor_parallel_degree)
+        if mesh.context_parallel_degree > 1:
+            module_map.context(mesh.context_parallel_degree)
     except PlanError as error:
         raise PlanError(f"stages[{index}].{error}") from None
     if mesh.sequence_parallel and not split.sequence:

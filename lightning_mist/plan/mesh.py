@@ -1,10 +1,11 @@
 """From a plan to what one rank needs to know: its peers, its groups, and who holds and updates which parameters.
 
-The ranks of a stage have two coordinates, a data-parallel and a tensor-parallel index. Data-parallel peers hold the
-same (parts of) parameters and compute on different rows; tensor-parallel peers compute on the same rows with different
-parts of parameters.
+The ranks of a stage have three coordinates, a data-, a context- and a tensor-parallel index. *Peers* hold the same
+(parts of) parameters: of one tensor-parallel index, they compute on different rows, or on different tokens of the same
+rows. Tensor-parallel peers compute on the same tokens with different parts of parameters. All context- and
+tensor-parallel ranks of one data-parallel index are *row peers*.
 
-ZeRO deals parameters out within a *shard group*: all data-parallel peers, or under hybrid sharding
+ZeRO deals parameters out within a *shard group*: all peers, or under hybrid sharding
 (``StageMesh.shard_degree``) so many neighbours. All groups deal alike, so that ranks with the same place in their
 groups own the same: they are each other's *replicate peers*.
 """
@@ -48,18 +49,21 @@ class Mesh:
 
     Attributes:
         stage: Index of its stage, of its first one where it runs several chunks.
-        peers: Global ranks of the stage with its tensor-parallel index, by data-parallel index.
-        tensor_peers: Global ranks of the stage with its data-parallel index, by tensor-parallel index.
+        peers: Global ranks of the stage with its tensor-parallel index, by data-, then context-parallel index.
+        peer_index: Its place among them.
+        tensor_peers: Global ranks that differ from it in their tensor-parallel index only, by this.
+        row_peers: Global ranks of the stage with its data-parallel index, by context-, then tensor-parallel index.
     """
 
     plan: Plan
     rank: int
     stage: int
     replica: int
-    data_index: int
+    peer_index: int
     tensor_index: int
     peers: tuple[int, ...]
     tensor_peers: tuple[int, ...]
+    row_peers: tuple[int, ...]
     parameters: tuple[HeldParameter, ...]
 
     @property
@@ -68,20 +72,25 @@ class Mesh:
         return self.stage == self.plan.group_of(self.plan.num_stages - 1)
 
     @property
+    def row_index(self) -> int:
+        """This rank's place among those that compute on the same rows."""
+        return self.row_peers.index(self.rank)
+
+    @property
     def is_sharded(self) -> bool:
-        """Whether the stage's data-parallel ranks update different parameters (from ZeRO-1 on)."""
+        """Whether the stage's peers update different parameters (from ZeRO-1 on)."""
         return self.plan.stages[self.stage].zero_stage >= ZeroStage.OPTIMIZER and len(self.peers) > 1
 
     @property
     def shard_peers(self) -> tuple[int, ...]:
         """Global ranks of this rank's shard group, by place; all peers where the stage does not shard."""
-        first = self.data_index - self.shard_index
+        first = self.peer_index - self.shard_index
         return self.peers[first : first + self._shard_ranks]
 
     @property
     def shard_index(self) -> int:
         """This rank's place in its shard group."""
-        return self.data_index % self._shard_ranks
+        return self.peer_index % self._shard_ranks
 
     @property
     def replicate_peers(self) -> tuple[int, ...]:
@@ -113,13 +122,20 @@ class Mesh:
 
 
 def stage_ranks(plan: Plan, stage: int, tensor_index: int = 0) -> tuple[int, ...]:
-    """Global ranks of a stage with one tensor-parallel index, by data-parallel index."""
+    """Global ranks of a stage with one tensor-parallel index, by data-, then context-parallel index."""
     mesh = plan.stages[stage].mesh
-    return mesh.devices[tensor_index :: len(mesh.devices) // mesh.data_parallel_degree]
+    return mesh.devices[tensor_index :: mesh.tensor_parallel_degree]
 
 
-def tensor_ranks(plan: Plan, stage: int, data_index: int) -> tuple[int, ...]:
-    """Global ranks of a stage with one data-parallel index, by tensor-parallel index."""
+def tensor_ranks(plan: Plan, stage: int, peer_index: int) -> tuple[int, ...]:
+    """Global ranks of a stage with one place among their peers, by tensor-parallel index."""
+    mesh = plan.stages[stage].mesh
+    width = mesh.tensor_parallel_degree
+    return mesh.devices[peer_index * width : (peer_index + 1) * width]
+
+
+def row_ranks(plan: Plan, stage: int, data_index: int) -> tuple[int, ...]:
+    """Global ranks of a stage that compute on the same rows, by context-, then tensor-parallel index."""
     mesh = plan.stages[stage].mesh
     width = len(mesh.devices) // mesh.data_parallel_degree
     return mesh.devices[data_index * width : (data_index + 1) * width]
@@ -129,16 +145,18 @@ def make_mesh(plan: Plan, rank: int, module_map: ModuleMap) -> Mesh:
     """What ``rank`` needs to know of ``plan``."""
     stage = plan.stage_of(rank)
     mesh = plan.stages[stage].mesh
-    data_index, tensor_index = divmod(mesh.devices.index(rank), len(mesh.devices) // mesh.data_parallel_degree)
+    place = mesh.devices.index(rank)
+    peer_index, tensor_index = divmod(place, mesh.tensor_parallel_degree)
     return Mesh(
         plan=plan,
         rank=rank,
         stage=stage,
         replica=replica_of(plan, rank),
-        data_index=data_index,
+        peer_index=peer_index,
         tensor_index=tensor_index,
         peers=stage_ranks(plan, stage, tensor_index),
-        tensor_peers=tensor_ranks(plan, stage, data_index),
+        tensor_peers=tensor_ranks(plan, stage, peer_index),
+        row_peers=row_ranks(plan, stage, place * mesh.data_parallel_degree // len(mesh.devices)),
         parameters=held_parameters(plan, module_map),
     )
 
@@ -158,14 +176,14 @@ def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, .
     owner: dict[tuple[str, int], int] = {}
     for index, stage in enumerate(plan.stages[: plan.num_groups]):
         held = [use for use in module_map.parameters if index in stages[use.name]]
-        ranks = (stage.mesh.shard_degree or stage.data_parallel_degree) if stage.zero_stage else 1
+        ranks = stage.mesh.shard_ranks if stage.zero_stage else 1
         loads = [0] * ranks
         for is_trained in (True, False) if stage.zero_stage >= ZeroStage.PARAMETERS else (True,):
             dealt = [use for use in held if use.requires_grad is is_trained]
             owners = assign_owners([_nbytes(use) for use in dealt], ranks, loads)
-            for use, data_index in zip(dealt, owners, strict=True):
-                owner[use.name, index] = data_index
-                loads[data_index] += _nbytes(use)
+            for use, place in zip(dealt, owners, strict=True):
+                owner[use.name, index] = place
+                loads[place] += _nbytes(use)
     return tuple(
         HeldParameter(
             name=use.name,
@@ -190,8 +208,8 @@ def names_with_values(plan: Plan, module_map: ModuleMap, rank: int) -> frozenset
 def tied_groups(plan: Plan, parameter: HeldParameter) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks over each of which the gradient of a parameter with several copies is summed.
 
-    Where no stage shards and all have the same data-parallel degree, equal data-parallel indices form a group and every
-    copy gets the sum at once. Otherwise one data-parallel index of each stage speaks for it; see
+    Where no stage shards and all have as many peers, equal places among peers form a group and every copy gets the sum
+    at once. Otherwise one of these places of each stage speaks for it; see
     :func:`needs_spreading`. Equal tensor-parallel indices hold equal parts and form groups of their own; where the
     tensor-parallel degrees differ there are no equal parts, and all tensor-parallel ranks form one group; see
     :func:`sums_wholes`.
@@ -224,19 +242,19 @@ def sums_wholes(plan: Plan, parameter: HeldParameter) -> bool:
 def needs_spreading(plan: Plan, parameter: HeldParameter, stage: int) -> bool:
     """Whether a stage's speakers must hand the summed gradient of a tied parameter to others that update it.
 
-    These are their data-parallel peers, or where the stage shards their replicate peers.
+    These are their peers, or where the stage shards their replicate peers.
     """
     if plan.stages[stage].zero_stage >= ZeroStage.OPTIMIZER:
         return plan.stages[stage].mesh.shard_degree is not None
-    return plan.stages[stage].data_parallel_degree > 1 and not _is_aligned(plan, parameter)
+    return plan.stages[stage].mesh.num_peers > 1 and not _is_aligned(plan, parameter)
 
 
 def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], ...]:
     """Every group that a run of the plan needs, in an order that is the same on all ranks.
 
-    The world; the ranks of each replica; the data-parallel ranks of each stage by tensor-parallel index, their shard
-    groups and replicate peers where these are others, and the tensor-parallel ranks by data-parallel index; the ranks
-    that sum tied gradients.
+    The world; the ranks of each replica; the peers of each stage by tensor-parallel index, their shard groups and
+    replicate peers where these are others, and the ranks that compute on the same rows; the ranks that sum tied
+    gradients.
     """
     groups = _exchanging(plan)
     for index, stage in enumerate(plan.stages[: plan.num_groups]):
@@ -246,7 +264,7 @@ def process_groups(plan: Plan, module_map: ModuleMap) -> tuple[tuple[int, ...], 
             if count is not None:
                 groups += [peers[first : first + count] for first in range(0, len(peers), count)]
                 groups += [peers[place::count] for place in range(count)]
-        groups += [tensor_ranks(plan, index, data) for data in range(stage.data_parallel_degree)]
+        groups += [row_ranks(plan, index, data) for data in range(stage.data_parallel_degree)]
     for parameter in held_parameters(plan, module_map):
         if parameter.requires_grad and len(parameter.stages) > 1:
             groups += tied_groups(plan, parameter)
@@ -271,16 +289,16 @@ def _exchanging(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _speaking(plan: Plan, parameter: HeldParameter, stage: int) -> tuple[int, ...]:
-    """Data-parallel indices of a stage that take part in the sum of a tied parameter's gradients."""
+    """Places among a stage's peers that take part in the sum of a tied parameter's gradients."""
     if _is_aligned(plan, parameter):
-        return tuple(range(plan.stages[stage].data_parallel_degree))
+        return tuple(range(plan.stages[stage].mesh.num_peers))
     return (parameter.owner(stage),)
 
 
 def _is_aligned(plan: Plan, parameter: HeldParameter) -> bool:
     stages = [plan.stages[stage] for stage in parameter.stages]
-    degrees = {stage.data_parallel_degree for stage in stages}
-    return len(degrees) == 1 and all(stage.zero_stage < ZeroStage.OPTIMIZER for stage in stages)
+    counts = {stage.mesh.num_peers for stage in stages}
+    return len(counts) == 1 and all(stage.zero_stage < ZeroStage.OPTIMIZER for stage in stages)
 
 
 def _nbytes(use: ParameterUse) -> int:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import product
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.mesh import stage_ranks, tensor_ranks
+from lightning_mist.plan.mesh import row_ranks
 from lightning_mist.plan.module_map import LiveTensor
 from lightning_mist.plan.plan import Plan
 from lightning_mist.plan.rows import RowSlice, replica_of, row_slice
@@ -27,9 +27,10 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """How the tensor-parallel ranks on one side of a boundary hold a tensor.
+    """How ranks that compute on the same rows hold a tensor on one side of a boundary.
 
     Attributes:
+        degree: How many they are.
         is_shared: Whether each holds a part along the sequence; otherwise, and where the length of the sequence is not
             a multiple of the degree, each holds the whole.
     """
@@ -42,7 +43,7 @@ class Side:
         return self.is_shared and length % self.degree == 0
 
     def held(self, index: int, length: int) -> tuple[int, int]:
-        """Half-open range of the sequence that the rank with this tensor-parallel index holds."""
+        """Half-open range of the sequence that the rank with this place among them holds."""
         if not self.is_parted(length):
             return 0, length
         return index * length // self.degree, (index + 1) * length // self.degree
@@ -79,23 +80,22 @@ def overlaps(plan: Plan, rank: int, neighbour: int, microbatch: int, batch_rows:
     first, end = _rows(mine, microbatch, batch_rows)
     replica = replica_of(plan, rank)
     found = []
-    for index, peer in enumerate(stage_ranks(plan, neighbour)):
-        if replica_of(plan, peer) != replica:
+    for index in range(plan.stages[neighbour].data_parallel_degree):
+        ranks = row_ranks(plan, neighbour, index)
+        if replica_of(plan, ranks[0]) != replica:
             continue
-        theirs = row_slice(plan, peer, microbatch)
+        theirs = row_slice(plan, ranks[0], microbatch)
         low, high = _rows(theirs, microbatch, batch_rows)
         low, high = max(first, low), min(end, high)
         if theirs.owner == mine.owner and low < high:
-            ranks = tensor_ranks(plan, neighbour, index)
             found.append(Overlap(ranks=ranks, first=low - first, end=high - first))
     return tuple(sorted(found, key=lambda overlap: overlap.first))
 
 
 def side_of(plan: Plan, stage: int, live: LiveTensor) -> Side:
-    """How the tensor-parallel ranks of a stage hold a tensor that crosses one of its boundaries."""
+    """How the ranks of a stage that compute on the same rows hold a tensor that crosses one of its boundaries."""
     mesh = plan.stages[stage].mesh
-    is_shared = mesh.sequence_parallel and live.sequence_dim is not None
-    return Side(degree=mesh.tensor_parallel_degree, is_shared=is_shared)
+    return Side(degree=mesh.num_row_peers, is_shared=mesh.shares_sequence and live.sequence_dim is not None)
 
 
 MESSAGE_CHANNELS = 4
@@ -133,10 +133,10 @@ def _crossing(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int
         # Data-parallel index j of d has the rows from j / d to (j + 1) / d of every microbatch.
         if here * theirs >= (there + 1) * mine or there * mine >= (here + 1) * theirs:
             continue
-        before, after = tensor_ranks(plan, stage, here), tensor_ranks(plan, following, there)
+        before, after = row_ranks(plan, stage, here), row_ranks(plan, following, there)
         # Tensors that have no sequence, and states of generators, are held whole also where others are in parts.
         # So are sequences on a side that their length cannot be divided by.
-        for are_shared in product({first.mesh.sequence_parallel, False}, {second.mesh.sequence_parallel, False}):
+        for are_shared in product({first.mesh.shares_sequence, False}, {second.mesh.shares_sequence, False}):
             degrees = len(before), len(after)
             sides = [Side(degree=n, is_shared=shared) for n, shared in zip(degrees, are_shared, strict=True)]
             yield from ((before[source], after[index]) for source, index in _portions(*sides))
@@ -144,7 +144,7 @@ def _crossing(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int
 
 
 def _portions(mine: Side, theirs: Side) -> Iterator[tuple[int, int]]:
-    """Tensor-parallel indices of one side that send to which of the other."""
+    """Places among the ranks of one side that send to which of the other."""
     length = mine.degree * theirs.degree  # divisible, as sequences that are shared out are
     for index in range(theirs.degree):
         for source, _, _ in theirs.sources(index, mine, length):

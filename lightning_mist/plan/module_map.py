@@ -6,7 +6,7 @@ head), region ``k`` is block ``k`` together with what runs between it and the ne
 tail.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -21,6 +21,7 @@ Feature = Literal[
     "selective_checkpointing",
     "tensor",
     "sequence",
+    "context",
     "sharded_gradients",
     "sharded_parameters",
     "shards",
@@ -30,9 +31,9 @@ Feature = Literal[
     "offloaded_activations",
 ]
 """What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
-parallelism, leaving gradients or optimizer state to one rank each (every ZeRO stage from 1 on), leaving parameters to
-one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the module as one unit,
-and nothing is offloaded), and leaving a kind of state to host memory.
+parallelism, context parallelism, leaving gradients or optimizer state to one rank each (every ZeRO stage from 1 on),
+leaving parameters to one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the
+module as one unit, and nothing is offloaded), and leaving a kind of state to host memory.
 """
 
 OFFLOADS: Mapping[str, Feature] = MappingProxyType(
@@ -123,6 +124,10 @@ class ModuleMap:
         leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
         splits: How the module may be split over tensor-parallel ranks, one entry per degree that was checked.
+        unsplit: Degrees that were tried in vain, and why.
+        contexts: How rows may be split over context-parallel ranks, one entry per degree that was checked; no
+            parameters are.
+        uncontexts: Degrees of these that were tried in vain, and why.
     """
 
     step: str
@@ -136,22 +141,22 @@ class ModuleMap:
     indexes_by_mask: bool = False
     splits: tuple[TensorSplit, ...] = ()
     unsplit: tuple[tuple[int, str], ...] = ()
+    contexts: tuple[TensorSplit, ...] = ()
+    uncontexts: tuple[tuple[int, str], ...] = ()
 
     def split(self, degree: int) -> TensorSplit:
         """How the module is split over ``degree`` tensor-parallel ranks."""
         if degree == 1:
             return TensorSplit(degree=1, parameters=())
-        for found in self.splits:
-            if found.degree == degree:
-                return found
-        known = [found.degree for found in self.splits]
-        why = "; ".join(self.excludes("tensor")) or dict(self.unsplit).get(
-            degree, f"it was not shown that {degree} devices that share layers compute the same"
-        )
-        raise PlanError(
-            f"tensor_parallel_degree = {degree}: {why}; use tensor_parallel_degree = "
-            f"{' or '.join(str(each) for each in [1, *known])}"
-        )
+        unknown = f"it was not shown that {degree} devices that share layers compute the same"
+        why = "; ".join(self.excludes("tensor")) or dict(self.unsplit).get(degree, unknown)
+        return _of_degree("tensor_parallel_degree", degree, self.splits, why)
+
+    def context(self, degree: int) -> TensorSplit:
+        """How rows are split over ``degree`` context-parallel ranks."""
+        unknown = f"it was not shown that {degree} devices that share rows compute the same"
+        why = "; ".join(self.excludes("context")) or dict(self.uncontexts).get(degree, unknown)
+        return _of_degree("context_parallel_degree", degree, self.contexts, why)
 
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""
@@ -190,3 +195,12 @@ class ModuleMap:
     def stage_of(region: int, bounds: tuple[tuple[int, int], ...]) -> int:
         """The stage that runs a region, among stages with these layer ranges."""
         return next((index for index, (_, end) in enumerate(bounds) if region < end), len(bounds) - 1)
+
+
+def _of_degree(name: str, degree: int, known: Sequence[TensorSplit], why: str) -> TensorSplit:
+    """The split of a degree among the known ones, or an error that says why there is none."""
+    for found in known:
+        if found.degree == degree:
+            return found
+    others = " or ".join(str(each) for each in [1, *(found.degree for found in known)])
+    raise PlanError(f"{name} = {degree}: {why}; use {name} = {others}")

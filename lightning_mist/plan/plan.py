@@ -324,6 +324,13 @@ class Plan:
         return sum(len(stage.devices) for stage in self.stages[: self.num_groups])
 
     @property
+    def shares_both_ways(self) -> bool:
+        """Whether devices share layers and devices share rows, here or on other stages."""
+        meshes = [stage.mesh for stage in self.stages]
+        is_tensor = any(mesh.tensor_parallel_degree > 1 for mesh in meshes)
+        return is_tensor and any(mesh.context_parallel_degree > 1 for mesh in meshes)
+
+    @property
     def num_loaders(self) -> int:
         """Number of distinct batches that are loaded at once."""
         return self.data_parallel_size or self.world_size

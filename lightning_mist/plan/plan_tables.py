@@ -298,8 +298,14 @@ def _stage_changes(index: int, plan: Plan, other: Plan) -> list[str]:
 
 
 def split_notes(plan: Plan, module_map: ModuleMap) -> tuple[str, ...]:
-    """What to know of how the plan's tensor-parallel stages split the module: what stays whole, what is slow."""
-    degrees = sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages} - {1})
-    return tuple(
-        f"tensor_parallel_degree {degree}: {note}" for degree in degrees for note in module_map.split(degree).notes
+    """What to know of how the plan's stages split layers and rows: what stays whole, what is slow."""
+    tensor = sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages} - {1})
+    context = sorted({stage.mesh.context_parallel_degree for stage in plan.stages} - {1})
+    return (
+        *(f"tensor_parallel_degree {degree}: {note}" for degree in tensor for note in module_map.split(degree).notes),
+        *(
+            f"context_parallel_degree {degree}: {note}"
+            for degree in context
+            for note in module_map.context(degree).notes
+        ),
     )

@@ -77,6 +77,16 @@ class StageMesh:
         return self.data_parallel_degree * self.context_parallel_degree
 
     @property
+    def num_row_peers(self) -> int:
+        """Number of ranks that compute on the same rows: context times tensor parallelism."""
+        return self.context_parallel_degree * self.tensor_parallel_degree
+
+    @property
+    def shares_sequence(self) -> bool:
+        """Whether these hold hidden states between layers in parts along the sequence."""
+        return self.sequence_parallel or self.context_parallel_degree > 1
+
+    @property
     def shard_ranks(self) -> int:
         """Number of ranks that ZeRO shards over."""
         return self.shard_degree or self.num_peers

@@ -34,12 +34,12 @@ class ForwardPass:
 
 
 def is_whole(plan: Plan, *, has_masters: bool) -> bool:
-    """Whether every rank has all parameters all the time."""
+    """Whether every rank has all parameters all the time, and room for a whole row."""
     return plan.num_stages == 1 and not any(
-        stage.mesh.tensor_parallel_degree > 1
+        stage.mesh.num_row_peers > 1
         or stage.offload.parameters > 0.0
         or (
-            stage.data_parallel_degree > 1
+            stage.mesh.num_peers > 1
             and stage.zero_stage >= (ZeroStage.OPTIMIZER if has_masters else ZeroStage.PARAMETERS)
         )
         for stage in plan.stages
@@ -74,7 +74,14 @@ def evaluated_map(module_map: ModuleMap, found: ModuleMap) -> ModuleMap:
     """The map by which a step is evaluated: its own cuts, and of parameters that it does not use what training does."""
     trained = {use.name: use for use in module_map.parameters}
     uses = tuple(use if use.regions else trained[use.name] for use in found.parameters)
-    return replace(found, parameters=uses, splits=module_map.splits, unsplit=module_map.unsplit)
+    return replace(
+        found,
+        parameters=uses,
+        splits=module_map.splits,
+        unsplit=module_map.unsplit,
+        contexts=module_map.contexts,
+        uncontexts=module_map.uncontexts,
+    )
 
 
 def make_forward_pass(context: RankContext, found: ModuleMap) -> ForwardPass:

@@ -41,13 +41,14 @@ def check_supported(plan: Plan, module_map: ModuleMap, *, master_weights: bool =
             f"schedule = {plan.schedule!r} with {plan.num_stages} stages on one group of devices: chunks are passed "
             "from group to group, so at least 2 are needed; use one stage with all layers"
         )
+    if plan.shares_both_ways:
+        tensor = max(stage.mesh.tensor_parallel_degree for stage in plan.stages)
+        context = max(stage.mesh.context_parallel_degree for stage in plan.stages)
+        raise PlanError(
+            f"tensor_parallel_degree = {tensor} with context_parallel_degree = {context} in one plan: layers "
+            "and rows are not shared out at once yet; use 1 for one of them on every stage"
+        )
     for index, stage in enumerate(plan.stages):
-        degree, devices = stage.mesh.context_parallel_degree, len(stage.mesh.devices)
-        if degree > 1:
-            raise PlanError(
-                f"stages[{index}].context_parallel_degree = {degree}: the runtime needs 1; use "
-                f"data_parallel_degree={devices} or more stages for these {devices} devices"
-            )
         _check_units(index, stage, module_map)
         if master_weights:
             _check_masters(index, stage)
@@ -62,11 +63,10 @@ def unsupported(plan: Plan, *, master_weights: bool = False) -> tuple[str, ...]:
     found = [f"schedule {plan.schedule} with {plan.num_stages} stages on one group of devices"] * _is_alone(plan)
     stages_of: dict[str, list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        if stage.mesh.context_parallel_degree > 1:
-            stages_of.setdefault("context_parallel_degree above 1", []).append(index)
         for name in STATE if master_weights else ():
             if getattr(stage.offload, name) > 0.0:
                 stages_of.setdefault(f"offload.{name} with master weights", []).append(index)
+    found += ["context_parallel_degree with tensor_parallel_degree"] * plan.shares_both_ways
     many = plan.num_stages > 1
     found += [f"{what}{_on(stages) if many else ''}" for what, stages in stages_of.items()]
     return tuple(found)

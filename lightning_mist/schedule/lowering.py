@@ -40,8 +40,7 @@ def lower(plan: Plan, *, tied: bool) -> Schedule:
     computations = generate(plan.num_stages, plan.num_microbatches, plan.schedule, num_groups=plan.num_groups)
     gathers = [
         # Ranks that share the sequence of a row have the same parameters too, and share out what ZeRO shards.
-        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS
-        and stage.data_parallel_degree * stage.mesh.context_parallel_degree > 1
+        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.mesh.num_peers > 1
         for stage in plan.stages[: plan.num_groups]
     ]
     return add_update(add_transfers(computations), tied=tied and plan.num_groups > 1, gathers=gathers)

@@ -117,7 +117,7 @@ def stage_units(
         offloaded: Names of parameters whose values are in host memory.
         gradients: Names of parameters whose gradients are.
     """
-    shards = stage.zero_stage if stage.data_parallel_degree > 1 else ZeroStage.NONE
+    shards = stage.zero_stage if stage.mesh.num_peers > 1 else ZeroStage.NONE
     found = {unit.unit: unit for unit in units}
     moves = stage.offload.activations > 0.0
     return StageUnits(
@@ -130,7 +130,7 @@ def stage_units(
         ),
         activations=frozenset(unit for unit in order if unit not in (HEAD, TAIL)) if moves else frozenset(),
         gradients=frozenset(key for key, unit in found.items() if not set(gradients).isdisjoint(unit.reduced)),
-        is_averaged=stage.data_parallel_degree > 1 and shards < ZeroStage.GRADIENTS,
+        is_averaged=stage.mesh.num_peers > 1 and shards < ZeroStage.GRADIENTS,
     )
 
 
@@ -143,7 +143,7 @@ def defers_update(plan: Plan, module_map: ModuleMap, stage: int) -> bool:
     item = plan.stages[stage]
     if max(item.offload.parameters, item.offload.gradients, item.offload.optimizer) == 0.0:
         return False
-    is_given_out = item.data_parallel_degree > 1 and item.zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    is_given_out = item.mesh.num_peers > 1 and item.zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
     seen: tuple[Feature, ...] = ("sharded_gradients", "shards", *(("sharded_parameters",) if is_given_out else ()))
     return not any(module_map.excludes(feature) for feature in seen)
 
@@ -154,7 +154,7 @@ def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple
         index: shard_units(module_map, plan.bounds, index)
         for index in plan.chunks(group)
         if max((item := (stage := plan.stages[index]).offload).activations, item.parameters, item.gradients) > 0.0
-        or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.data_parallel_degree > 1)
+        or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.mesh.num_peers > 1)
         or defers_update(plan, module_map, index)
     }
 
@@ -229,7 +229,7 @@ def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action,
     offloaded = {
         kind: [key for key, of_unit in units.items() if not names.isdisjoint(of_unit)] for kind, names in kinds.items()
     }
-    is_shared = ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
+    is_shared = ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.mesh.num_peers > 1
     actions = update_actions(list(units), offloaded, gathers=is_shared and defers_update(plan, module_map, group))
     check_update(actions, units, offloaded)
     return actions

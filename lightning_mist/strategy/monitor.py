@@ -89,7 +89,7 @@ class Monitor:
         self._is_usual, self._has_compared = True, False
         self._first_stage = decision.plan.stage_of(dist.get_rank())
         stage = decision.plan.stages[self._first_stage]
-        self._overlaps = stage.data_parallel_degree > 1 and stage.zero_stage < ZeroStage.GRADIENTS
+        self._overlaps = stage.mesh.num_peers > 1 and stage.zero_stage < ZeroStage.GRADIENTS
         path, basis = decision.plan_path, decision.basis
         # Where the plan was made, the run teaches of its machine.
         self._learner = (

@@ -8,12 +8,13 @@ from lightning_mist.tensor_parallel import (
     rules_shape,
     rules_vocabulary,
 )
-from lightning_mist.tensor_parallel.collectives import copy_in
+from lightning_mist.tensor_parallel.collectives import copy_in, enter
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.group import CountingGroup, Reduction, TensorGroup
 from lightning_mist.tensor_parallel.parts import (
     enter_sequence,
     from_local_sequence,
+    leaving,
     part_of,
     present,
     shard,

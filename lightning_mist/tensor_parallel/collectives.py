@@ -3,6 +3,11 @@
 Two kinds of values take part. A *replicated* value is equal on all ranks, and so is its gradient. Of a *part* every
 rank holds its own, with the true gradient of that part. Each function below turns one into the other so that both
 rules hold again behind it, in forward and in backward; the loss counts once, not once per rank.
+
+In a group that *adds later* a replicated value's gradient is a summand on every rank, and only the sum over ranks is
+the gradient. Nothing is then communicated for the weights that every rank uses on its part: whoever adds up gradients
+of the ranks with the same parameters does it once, behind the last backward. :func:`leave` shares out the gradient of
+what all ranks give, :func:`enter` adds up that of what all ranks were given.
 """
 
 from typing import Any
@@ -28,11 +33,25 @@ class _CopyIn(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
         return _own(group.all_reduce(tensor.contiguous()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.group.adds_later:
+            return ctx.group.all_reduce(gradients[0].contiguous()), None
         return gradients[0], None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.size, None
 
 
 class _Gather(torch.autograd.Function):
@@ -44,7 +63,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.is_partial:
+        if ctx.is_partial or ctx.group.adds_later:
             return _reduce_scatter(gradients[0], ctx.layout, ctx.group), None, None, None
         part = take(gradients[0], ctx.layout, ctx.group.rank, ctx.group.size)
         return part.contiguous(), None, None, None
@@ -59,6 +78,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.group.adds_later:
+            return _among_zeros(gradients[0], ctx.layout, ctx.group), None, None
         return _all_gather(gradients[0], ctx.layout, ctx.group), None, None
 
 
@@ -81,6 +102,13 @@ def _reduce_scatter(tensor: Tensor, layout: Layout, group: TensorGroup) -> Tenso
     return group.reduce_scatter(stack_parts(tensor, layout, group.size))
 
 
+def _among_zeros(part: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
+    """A tensor that has this rank's part, and zeros in the places of the others."""
+    parts = part.new_zeros((group.size, *part.shape))
+    parts[group.rank] = part
+    return join_parts(parts, layout, group.size)
+
+
 def _own(tensor: Tensor) -> Tensor:
     """A result that user code may write into: autograd forbids that for views made inside a function."""
     return tensor.clone() if tensor._is_view() else tensor
@@ -94,12 +122,26 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def copy_in(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A replicated value for use in computations on parts: gradients of the ranks' uses are added up in backward."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
+    if group.adds_later or not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     own = getattr(type(tensor), "copied_in", None)  # a tensor whose values lie in other ones
     if own is not None:
         return own(tensor, group)  # type: ignore[no-any-return]
     return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """A replicated value from outside of the group's computation, whose gradient is to be whole on every rank."""
+    if not (group.adds_later and tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def leave(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """A replicated value that leaves the group's computation, whose gradient comes whole on every rank."""
+    if not (group.adds_later and tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    return _Leave.apply(tensor, group.size)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def reduce(tensor: Tensor, group: TensorGroup) -> Tensor:

@@ -1,7 +1,8 @@
 """What split tensors of one stage share: their ranks, the sequence they split, and what had to be gathered."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class SplitContext:
         sequence_parallel: Whether what is between column- and row-parallel operations is shared along the sequence.
 
     Attributes:
+        function: The torch function whose rule is at work, for who watches the group.
         gathered: How often an operation had no way to work on parts, by its name; these are correct and slower.
         sequence: For shapes of hidden states without their last dimension: which dimension is shared along the
             sequence, and how many times it repeats a chunk per rank. Replaced, never changed, as it becomes known: who
@@ -29,12 +31,18 @@ class SplitContext:
         self.degree, self.rank = group.size, group.rank
         self.gathered: Counter[str] = Counter()
         self.sequence: Mapping[tuple[int, ...], tuple[int, Outer]] = {}
+        self.function: Callable[..., Any] | None = None
         self._input: tuple[object, int, bool] | None = None
         self._copied: Tensor | None = None
 
     def forget(self) -> None:
         """Let go of the tensors kept for a next use; for the end of a step's part."""
         self._input = self._copied = None
+
+    @property
+    def adds_later(self) -> bool:
+        """Whether the group leaves gradients of replicated values as summands: context parallelism."""
+        return self.group.adds_later
 
     def copy_in(self, tensor: Tensor) -> Tensor:
         """A replicated value for computations on parts; one copy for consecutive uses of the same value.
@@ -43,7 +51,7 @@ class SplitContext:
         ranks, once. Only the last input is remembered, and only until the next sum over ranks, so that nothing is kept
         alive for long and all ranks decide alike.
         """
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
+        if self.adds_later or not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         copied = self._recall(tensor, tensor._version)
         return copied if copied is not None else self._remember(tensor, collectives.copy_in(tensor, self.group))

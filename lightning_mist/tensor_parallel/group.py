@@ -11,13 +11,19 @@ Reduction = Literal["sum", "max"]
 
 
 class TensorGroup(Protocol):
-    """The tensor-parallel ranks of one stage, seen from one of them. Every call blocks until its result may be used.
+    """The ranks of one stage that compute on the same rows, seen from one of them.
 
-    All ranks of a group make the same calls in the same order. Tensors given are contiguous and are not changed.
+    Every call blocks until its result may be used. All ranks of a group make the same calls in the same order. Tensors
+    given are contiguous and are not changed.
+
+    Attributes:
+        adds_later: Whether ranks leave gradients of what all of them hold as summands, which are added up over the
+            ranks with the same parameters behind the last backward (context parallelism).
     """
 
     rank: int
     size: int
+    adds_later: bool
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """The sum or maximum over the ranks, a new tensor."""
@@ -41,6 +47,8 @@ class CountingGroup:
             parts gathered, of all entries scattered.
         watcher: Told of every call at once.
     """
+
+    adds_later = False
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self.size, self.rank = size, rank

@@ -1,6 +1,7 @@
 """Parameters and hidden states in parts: cut, put together, and as the module sees them.
 
-Sequence parallelism: hidden states between blocks are shared along their sequence (arXiv 2205.05198).
+Sequence parallelism: hidden states between blocks are shared along their sequence (arXiv 2205.05198). So are they under
+context parallelism, also inside of blocks.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
@@ -85,6 +86,11 @@ def from_local_sequence(local: Tensor, dim: int, context: SplitContext) -> Split
     sizes = (*local.shape[:dim], local.shape[dim] * context.degree, *local.shape[dim + 1 :])
     layout = context.sequence_layout(sizes, dim)
     return wrap(local, layout or Layout(sizes, dim), context)
+
+
+def leaving(value: Any, context: SplitContext) -> Any:
+    """What ranks that share a computation give together: whole on each of them, and counted once in backward."""
+    return tree_map_only(Tensor, lambda leaf: collectives.leave(gathered(leaf), context.group), value)
 
 
 def enter_sequence(

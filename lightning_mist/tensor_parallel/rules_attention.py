@@ -1,4 +1,10 @@
-"""Rules for attention: heads are shared, positions are not."""
+"""Rules for attention: heads are shared, and under context parallelism positions of queries.
+
+Keys and values of all positions are then gathered, and queries of a rank attend to those of them that they see. Their
+gradients are scattered back as sums. Gathering is one collective before and one behind the largest operation of a layer
+(Llama 3 does so too, arXiv 2407.21783, section 3.3.2); with fewer heads of keys than of queries little is sent. A ring
+that hides them would need attention that returns its normalizers, which the public function does not.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -7,7 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
+from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
 from lightning_mist.tensor_parallel.operands import bind, operand
 from lightning_mist.tensor_parallel.rank_streams import own_stream
@@ -22,6 +30,8 @@ def _attention(context: SplitContext, func: Callable[..., Any], args: tuple[Any,
     given = bind(_SDPA, args, kwargs, attn_mask=None, dropout_p=0.0, is_causal=False)
     query = given.pop("query")
     known = layout_of(query)
+    if known is not None and known.from_end == -2 and context.adds_later:
+        return _of_positions(context, func, query, given)
     if known is None or known.from_end > -3:
         return NotImplemented
     key, value, mask = given.pop("key"), given.pop("value"), given.pop("attn_mask")
@@ -33,6 +43,41 @@ def _attention(context: SplitContext, func: Callable[..., Any], args: tuple[Any,
         result = func(query.local, *parts, attn_mask=mask, **given)
     sizes = (*known.sizes[:-1], value.shape[-1])
     return wrap(result, Layout(sizes, known.dim, known.outer), context)
+
+
+def _of_positions(context: SplitContext, func: Callable[..., Any], query: SplitTensor, given: dict[str, Any]) -> Any:
+    """Attention of queries whose positions are shared, which must come in order."""
+    known, mask, is_causal = query.placement, given.pop("attn_mask"), given.pop("is_causal")
+    sides = [given.pop("key"), given.pop("value")]
+    parts = [side for side in sides if isinstance(side, SplitTensor)]
+    if known.outer != 1 or not all(side.placement.is_like(known) for side in parts):
+        return NotImplemented
+    if is_causal and (mask is not None or len(parts) < len(sides)):
+        return NotImplemented
+    key, value = (
+        collectives.gather(side.local, side.placement, context.group, is_partial=True)
+        if isinstance(side, SplitTensor)
+        else collectives.copy_in(side, context.group)
+        for side in sides
+    )
+    if is_causal:
+        # Nobody looks beyond the last position of the rank, and the first rank has a square.
+        end = (context.rank + 1) * (known.sizes[-2] // context.degree)
+        key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
+        mask = None if context.rank == 0 else _ending_together(query.local, end)
+    else:
+        mask = operand(context, mask, known)
+    with own_stream(query.local, context.rank) if given["dropout_p"] > 0 else nullcontext():
+        result = func(query.local, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **given)
+    return wrap(result, Layout((*known.sizes[:-1], value.shape[-1]), known.dim), context)
+
+
+def _ending_together(query: Tensor, count: int) -> Tensor:
+    """The causal mask of queries of which the last sees all of so many keys; only said and not made on a GPU."""
+    if query.is_cuda:
+        return causal_lower_right(query.shape[-2], count)
+    square = torch.ones(query.shape[-2], count, dtype=torch.bool, device=query.device)
+    return square.tril(count - query.shape[-2])
 
 
 def _heads_meet(tensor: Tensor, query: Layout, given: dict[str, Any]) -> bool:

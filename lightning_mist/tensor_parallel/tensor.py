@@ -83,7 +83,9 @@ class SplitTensor(Tensor):
         check_no_function()
         found = RULES.get(func) or rule_of_wrapped(func)
         if found is not None:
-            result = found(first_of(args, kwargs).context, func, args, kwargs)
+            context = first_of(args, kwargs).context
+            context.function = func
+            result = found(context, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         return gather_and_call(func, args, kwargs)
@@ -270,7 +272,9 @@ def gather_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
             f"{name} writes into a tensor of shape {tuple(first_of(written, {}).shape)} of which every rank has a "
             "part: there is no rule for it. Use tensor_parallel_degree 1 for this layer, or write it out of place"
         )
-    first_of(args, kwargs).context.gathered[name] += 1
+    context = first_of(args, kwargs).context
+    context.function = func
+    context.gathered[name] += 1
     return func(*whole(args), **whole(kwargs))
 
 

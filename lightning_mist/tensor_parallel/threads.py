@@ -86,6 +86,8 @@ class _Ranks:
 class ThreadGroup:
     """One rank's view of ranks that are threads. See :class:`lightning_mist.tensor_parallel.group.TensorGroup`."""
 
+    adds_later = False
+
     def __init__(self, ranks: _Ranks, rank: int) -> None:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size
 

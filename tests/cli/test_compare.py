@@ -10,8 +10,8 @@ from tests.explain.test_comparison import plan
 
 def moved():
     made = plan(4.0, tokens=16)
-    ring = StageMesh(devices=(1, 2), context_parallel_degree=2)
-    first = replace(made.stages[0], mesh=ring, offload=OffloadRatios(gradients=1.0))
+    both = StageMesh(devices=(1, 2, 3, 4), context_parallel_degree=2, tensor_parallel_degree=2)
+    first = replace(made.stages[0], mesh=both, offload=OffloadRatios(gradients=1.0))
     return replace(made, stages=(first, made.stages[1]))
 
 
@@ -31,7 +31,7 @@ def test_table():
     assert "1.000" in lines["this plan"]
     assert "2 stages; 2 microbatches of 4 rows" in lines["this plan"]
     assert "the same plan " in lines["same"]
-    for words in ("4 s", "2.000", "32", "2.9 KiB", "1 with context 2"):
+    for words in ("4 s", "2.000", "32", "2.9 KiB", "1 with tensor 2 x context 2"):
         assert words in lines["moved *"]
     assert "the same plan as moved" in lines["again *"]
     assert "does not fit: needs 3 GiB of 2 GiB per device (to know)" in lines["none"]
@@ -57,5 +57,5 @@ def test_json():
     assert [item["name"] for item in found] == ["this plan", "same", "moved", "again", "none"]
     assert from_json(json.dumps(found[2]["plan"])) == moved()
     assert found[2]["ratio"] == 2.0
-    assert found[2]["not_executed"] == ["context_parallel_degree above 1 (stage 0)"]
+    assert found[2]["not_executed"] == ["context_parallel_degree with tensor_parallel_degree"]
     assert (found[4]["plan"], found[4]["reason"]) == (None, "does not fit: needs 3 GiB of 2 GiB per device")

@@ -100,7 +100,10 @@ def test_what_is_not_run_is_estimated_and_said():
     ring = plan_of(8, world_size=4, global_batch_size=16, context_parallel_degree=2)
     with_length = replace(NETWORK, sequence_length=8)
     assert worst_of(estimator(with_length).stages(ring)).term("communicator_bytes") > 0
-    assert any("context parallelism is planned" in note for note in what_is_not_run(ring))
+    assert not can_replay(with_length, ring)
+    assert what_is_not_run(ring) == ()
+    both = plan_of(8, world_size=4, global_batch_size=16, context_parallel_degree=2, tensor_parallel_degree=2)
+    assert any("beside tensor parallelism is planned" in note for note in what_is_not_run(both))
     few = plan_of(8, world_size=4, global_batch_size=2, pipeline_stages=4, num_microbatches=2)
     assert (few.num_loaders, what_is_not_run(few)) == (1, ())
     few = replace(few, data_parallel_size=None)

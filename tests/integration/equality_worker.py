@@ -98,7 +98,7 @@ class Losses(Callback):
         self.extras.append(float(outputs["accuracy"]))
 
 
-def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offload=None, shard=None):
+def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, context=1, offload=None, shard=None):
     """A plan from ``[(layers, devices), ...]``; batches of ``rows`` rows per rank.
 
     Stages of fewer devices than ``tensor`` are not split.
@@ -107,7 +107,7 @@ def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offloa
     stages, first = [], 0
     for layers, devices in layout:
         width = tensor if len(devices) % tensor == 0 else 1
-        degree = len(devices) // width
+        degree = len(devices) // width // context
         stages.append(
             StagePlan(
                 layers=(first, first + layers),
@@ -115,10 +115,11 @@ def plan(layout, *, rows, microbatches, zero=0, checkpointed=0, tensor=1, offloa
                     devices=tuple(devices),
                     data_parallel_degree=degree,
                     tensor_parallel_degree=width,
+                    context_parallel_degree=context,
                     shard_degree=shard,
                 ),
                 microbatch_size=rows * world // (microbatches * degree),
-                zero_stage=ZeroStage(zero if degree > 1 else 0),
+                zero_stage=ZeroStage(zero if degree * context > 1 else 0),
                 checkpointing=Checkpointing(layers=min(checkpointed, layers)),
                 offload=OffloadRatios(**(offload or {})),
             )

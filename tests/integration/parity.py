@@ -97,6 +97,7 @@ def make_plan(
     *,
     degrees: Sequence[int] | None = None,
     tensor: int | Sequence[int] = 1,
+    context: int | Sequence[int] = 1,
     sequence: bool | Sequence[bool] = False,
     parts: int = 1,
     rows: int = 4,
@@ -113,6 +114,7 @@ def make_plan(
         layers: Layers per stage.
         degrees: Data-parallel degree per stage; 1 each if None.
         tensor: Tensor-parallel degree, of all stages or each.
+        context: Context-parallel degree, of all stages or each.
         sequence: Whether stages with a tensor-parallel degree above 1 are sequence parallel, all or each.
         parts: Microbatches per batch of a rank in a replica whose stages have degree 1.
         rows: Rows per rank.
@@ -125,7 +127,9 @@ def make_plan(
     """
     groups = len(layers) // chunks
     degrees = [1] * groups if degrees is None else degrees
-    widths = [tensor] * groups if isinstance(tensor, int) else tensor
+    within_rows = [context] * groups if isinstance(context, int) else context
+    tensors = [tensor] * groups if isinstance(tensor, int) else tensor
+    widths = [width * each for width, each in zip(tensors, within_rows, strict=True)]
     shared = [sequence] * groups if isinstance(sequence, bool) else sequence
     within = [shard] * groups if shard is None or isinstance(shard, int) else shard
     offsets = [0, *accumulate(degree * width for degree, width in zip(degrees, widths, strict=True))]
@@ -139,8 +143,9 @@ def make_plan(
             mesh=StageMesh(
                 devices=tuple(range(offsets[index % groups], offsets[index % groups + 1])),
                 data_parallel_degree=degrees[index % groups],
-                tensor_parallel_degree=widths[index % groups],
-                sequence_parallel=shared[index % groups] and widths[index % groups] > 1,
+                tensor_parallel_degree=tensors[index % groups],
+                context_parallel_degree=within_rows[index % groups],
+                sequence_parallel=shared[index % groups] and tensors[index % groups] > 1,
                 shard_degree=within[index % groups],
             ),
             microbatch_size=rows * world // (degrees[index % groups] * count),
@@ -241,7 +246,7 @@ class Rank:
 
     def losses(self, parts: Sequence[Microbatch]) -> dict[int, float]:
         """Share of each owner's loss that was computed here; tensor-parallel peers compute the same."""
-        if self.executor.mesh.tensor_index > 0:
+        if self.executor.mesh.row_index > 0:
             return {}
         found: dict[int, Any] = {}
         for part, output in zip(parts, self.executor.outputs, strict=True):

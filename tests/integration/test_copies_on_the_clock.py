@@ -76,7 +76,7 @@ def bytes_of(engine, module_map):
     plan, stage = mesh.plan, mesh.plan.stages[mesh.stage]
     sizes = {name: p.numel() * p.element_size() for name, p in engine.stages.parameters.items()}
     mine = {item.name for item in mesh.owned}
-    here = {item.name for item in mesh.held if not mesh.is_sharded or item.owner(mesh.stage) == mesh.data_index}
+    here = {item.name for item in mesh.held if not mesh.is_sharded or item.owner(mesh.stage) == mesh.peer_index}
     values, sums, state = (
         offloaded_parameters(plan, module_map, mesh.stage, getattr(stage.offload, kind), trained=kind != "parameters")
         for kind in ("parameters", "gradients", "optimizer")

@@ -19,6 +19,7 @@ from lightning_mist.plan.mesh import (
     names_with_values,
     needs_spreading,
     process_groups,
+    row_ranks,
     stage_ranks,
     sums_wholes,
     tensor_ranks,
@@ -92,7 +93,7 @@ def make_map(num_layers, *, tied=(), tied_size=7, degrees=()):
 
 def test_a_rank_knows_its_place():
     mesh = make_mesh(make_plan([2, 4]), 3, make_map(2))
-    assert (mesh.stage, mesh.replica, mesh.data_index, mesh.peers) == (1, 0, 1, (2, 3, 4, 5))
+    assert (mesh.stage, mesh.replica, mesh.peer_index, mesh.peers) == (1, 0, 1, (2, 3, 4, 5))
     assert mesh.is_last
     assert [item.name for item in mesh.held] == ["w1", "unused"]
 
@@ -100,7 +101,7 @@ def test_a_rank_knows_its_place():
 def test_a_rank_has_two_coordinates_within_its_stage():
     plan = make_plan([1, 2], tensor=[2, 3])
     mesh = make_mesh(plan, 6, make_map(2))
-    assert (mesh.stage, mesh.data_index, mesh.tensor_index) == (1, 1, 1)
+    assert (mesh.stage, mesh.peer_index, mesh.tensor_index) == (1, 1, 1)
     assert (mesh.peers, mesh.tensor_peers) == ((3, 6), (5, 6, 7))
     assert stage_ranks(plan, 1, 2) == (4, 7)
     assert tensor_ranks(plan, 0, 0) == (0, 1)
@@ -220,3 +221,20 @@ def test_the_size_of_an_element_is_that_of_torch():
         assert itemsize(str(dtype).removeprefix("torch.")) == dtype.itemsize
     with pytest.raises(PlanError, match="dtype 'quantised'"):
         itemsize("quantised")
+
+
+def test_ranks_that_share_rows_are_peers_and_shard_together():
+    mesh = StageMesh(
+        devices=tuple(range(8)), data_parallel_degree=2, context_parallel_degree=2, tensor_parallel_degree=2
+    )
+    stage = StagePlan(layers=(0, 1), mesh=mesh, microbatch_size=2, zero_stage=ZeroStage.OPTIMIZER)
+    plan = Plan(global_batch_size=16, num_microbatches=4, stages=(stage,))
+    uses = tuple(
+        ParameterUse(name=f"p{i}", slots=(), shape=(4,), dtype="float32", requires_grad=True) for i in range(4)
+    )
+    found = make_mesh(plan, 5, ModuleMap(step="s", blocks=("b",), outputs=(), cuts=(), parameters=uses))
+    assert (found.peers, found.peer_index, found.tensor_index) == ((1, 3, 5, 7), 2, 1)
+    assert (found.tensor_peers, found.row_peers, found.row_index) == ((4, 5), (4, 5, 6, 7), 1)
+    assert row_ranks(plan, 0, 0) == (0, 1, 2, 3)
+    assert [item.owner(0) for item in found.parameters] == [0, 1, 2, 3]
+    assert [item.name for item in found.owned] == ["p2"]

@@ -116,20 +116,20 @@ def test_a_plan_alone_is_enough():
 
 
 def test_what_is_not_executed_yet_is_said_first():
-    plan = predicted(2, 4, devices=4, offload=OffloadRatios(gradients=0.5))
+    plan = predicted(2, 4, devices=8, offload=OffloadRatios(gradients=0.5))
     assert "A forecast" not in render_report(Report(title="t", plan=plan))
     stages = tuple(
         dataclasses.replace(
             stage,
-            mesh=StageMesh(devices=stage.devices, context_parallel_degree=2),
-            microbatch_size=2 * stage.microbatch_size,
+            mesh=StageMesh(devices=stage.devices, context_parallel_degree=2, tensor_parallel_degree=2),
+            microbatch_size=4 * stage.microbatch_size,
         )
         for stage in plan.stages
     )
     plan = dataclasses.replace(plan, stages=stages)
     _, text = sections(render_report(Report(title="t", plan=plan)))
     assert "this version does not execute all of this plan yet" in text
-    assert "context_parallel_degree above 1" in text
+    assert "context_parallel_degree with tensor_parallel_degree" in text
     assert text.index("A forecast") < text.index("The plan")
 
 

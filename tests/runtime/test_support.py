@@ -28,7 +28,14 @@ def test_every_zero_stage_runs(zero_stage):
             {"mesh": StageMesh(devices=(0, 1), tensor_parallel_degree=2)},
             r"stages\[0\]\.tensor_parallel_degree = 2: .*; use tensor_parallel_degree = 1",
         ),
-        ({"mesh": StageMesh(devices=(0, 1), context_parallel_degree=2)}, r"stages\[0\]\.context_parallel_degree = 2"),
+        (
+            {"mesh": StageMesh(devices=(0, 1), context_parallel_degree=2)},
+            r"stages\[0\]\.context_parallel_degree = 2: .*; use context_parallel_degree = 1",
+        ),
+        (
+            {"mesh": StageMesh(devices=(0, 1, 2, 3), context_parallel_degree=2, tensor_parallel_degree=2)},
+            r"tensor_parallel_degree = 2 with context_parallel_degree = 2 .*; use 1 for one of them",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(change, message):
@@ -60,8 +67,9 @@ def test_chunks_need_two_groups_of_devices():
 
 def test_what_is_not_executed_yet_is_named():
     assert unsupported(_plan(STAGE)) == ()
-    ring = replace(STAGE, mesh=StageMesh(devices=(0, 1), context_parallel_degree=2))
-    assert unsupported(_plan(ring)) == ("context_parallel_degree above 1",)
+    assert unsupported(_plan(replace(STAGE, mesh=StageMesh(devices=(0, 1), context_parallel_degree=2)))) == ()
+    both = replace(STAGE, mesh=StageMesh(devices=(0, 1, 2, 3), context_parallel_degree=2, tensor_parallel_degree=2))
+    assert unsupported(_plan(both)) == ("context_parallel_degree with tensor_parallel_degree",)
     moved = replace(STAGE, offload=OffloadRatios(parameters=1.0, gradients=1.0, optimizer=0.5, activations=0.3))
     assert unsupported(_plan(moved)) == ()
 

@@ -70,3 +70,44 @@ def test_nothing_is_done_for_values_without_gradient():
             assert collectives.copy_in(leaf, group) is leaf
 
     run_ranks(2, rank)
+
+
+class _Later:
+    """A group whose ranks leave gradients of what all hold as summands."""
+
+    adds_later = True
+
+    def __init__(self, group):
+        self.rank, self.size = group.rank, group.size
+        self.all_reduce, self.all_gather, self.reduce_scatter = group.all_reduce, group.all_gather, group.reduce_scatter
+
+
+def later(function, leaf):
+    return on(lambda x, group: function(x, _Later(group)), leaf)
+
+
+def test_gradients_that_are_added_up_later_stay_summands():
+    assert all(
+        torch.equal(grad, cotangent * (1 + rank))
+        for rank, (_, grad, cotangent) in enumerate(
+            later(lambda x, group: collectives.copy_in(x, group) * 1, lambda g: X)
+        )
+    )
+    for rank, (_, grad, cotangent) in enumerate(later(lambda x, g: collectives.scatter(x, LAYOUT, g), lambda g: X)):
+        torch.testing.assert_close(take(grad, LAYOUT, rank, 2), cotangent)
+        assert grad.count_nonzero() == cotangent.count_nonzero()
+    for rank, (value, grad, cotangent) in enumerate(later(lambda x, g: collectives.gather(x, LAYOUT, g), mine)):
+        assert torch.equal(value, X)
+        torch.testing.assert_close(grad, 3 * take(cotangent, LAYOUT, rank, 2))
+    for _, grad, cotangent in later(collectives.reduce, lambda g: X):
+        torch.testing.assert_close(grad, 3 * cotangent)
+
+
+def test_what_enters_and_leaves_has_whole_gradients():
+    for rank, (value, grad, cotangent) in enumerate(later(collectives.leave, lambda g: X)):
+        assert torch.equal(value, X)
+        torch.testing.assert_close(grad, cotangent * (1 + rank) / 2)
+    for _, grad, cotangent in later(collectives.enter, lambda g: X):
+        torch.testing.assert_close(grad, 3 * cotangent)
+    for function in (collectives.enter, collectives.leave):
+        assert all(value.grad_fn is None for value, *_ in on(lambda x, g, f=function: f(x, g) * 1, lambda g: X))

@@ -99,7 +99,7 @@ def test_one_reduction_for_projections_of_one_input(sequence_parallel):
         calls = []
 
         class Counted:
-            rank, size = group.rank, group.size
+            rank, size, adds_later = group.rank, group.size, False
 
             def __getattr__(self, name):
                 calls.append(name)

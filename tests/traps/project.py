@@ -30,14 +30,16 @@ PLANS: dict[str, Plan | str] = {
     "pp2cut": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=4),
     "tp2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, tensor=2),
     "tp2cut": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=4, tensor=2),
+    "cp2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, context=2),
+    "cp2zero2": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, context=2, zero=2, checkpointed=1),
     "moved": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, checkpointed=1, offload=ALL),
     "moved3": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, zero=3, offload=ALL),
     "movedpp": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=2, offload=ALL),
     "moved0": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, offload={"optimizer": 1.0}),
     "movedstate": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, offload={"optimizer": 1.0}),
 }
-"""For two ranks. ``pp2`` and ``tp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them; what
-begins with ``moved`` offloads; under ``searched`` the planner searches however little there is to gain."""
+"""For two ranks. ``pp2``, ``tp2``, ``cp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them;
+what begins with ``moved`` offloads; under ``searched`` the planner searches however little there is to gain."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):

@@ -181,7 +181,7 @@ def _most_loaded(spec: ModelSpec, plan: Plan, group: int) -> tuple[int, ...]:
     mesh = plan.stages[group].mesh
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
     sizes = {item.name: item.bytes for item in part.parameters}
-    owned: list[list[tuple[int, str]]] = [[] for _ in range(mesh.shard_degree or mesh.data_parallel_degree)]
+    owned: list[list[tuple[int, str]]] = [[] for _ in range(mesh.shard_ranks)]
     times = Counter(map(_without_numbers, sizes))
     for item in held_parameters(plan, spec.module_map) if plan.stages[group].zero_stage else ():
         if group in item.stages:
@@ -208,7 +208,7 @@ def _lists(plan: Plan, spec: ModelSpec, *, shorten: bool) -> tuple[Schedule, Arr
     count = min(plan.num_microbatches, _shown(plan)) if shorten else plan.num_microbatches
     tied = any(len(stages) > 1 for stages in spec.module_map.owners(plan.bounds).values())
     gathers = tuple(
-        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.data_parallel_degree > 1
+        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.mesh.num_peers > 1
         for stage in plan.stages[: plan.num_groups]
     )
     return _lowered(plan.num_stages, count, plan.schedule, tied=tied and plan.num_groups > 1, gathers=gathers)

@@ -222,8 +222,8 @@ class RankView:
         for tensor, known in zip(specs, live, strict=True):
             mine, theirs = side_of(self.plan, stage, known), side_of(self.plan, other, known)
             length = known.shape[known.sequence_dim] if known.sequence_dim is not None else 1
-            parts = mine.sources(self.mesh.tensor_index, theirs, length)
-            low, high = mine.held(self.mesh.tensor_index, length)
+            parts = mine.sources(self.mesh.row_index, theirs, length)
+            low, high = mine.held(self.mesh.row_index, length)
             rows_shares = [(o.end - o.first) / rows for o in shared] if known.batch_dim is not None else [1.0]
             shares = tuple(r * (end - start) / (high - low) for r in rows_shares for _, start, end in parts)
             copied = known.batch_dim not in (None, 0) and len(rows_shares) > 1

@@ -46,18 +46,21 @@ class Checks:
     A split says how factors of dimensions are shared out, which does not depend on the number of ranks.
     """
 
-    def __init__(self, run: Callable[[Splits, int, Any], Outcome], entered: tuple[Any, Any], *, is_large: bool) -> None:
+    def __init__(
+        self, run: Callable[[Splits, int, Any, bool], Outcome], entered: tuple[Any, Any], *, is_large: bool
+    ) -> None:
         self._run, self._entered, self._is_large = run, entered, is_large
-        self._known: dict[tuple[Splits, bool], tuple[int, Outcome]] = {}
+        self._known: dict[tuple[Splits, bool, bool], tuple[int, Outcome]] = {}
 
-    def __call__(self, splits: Splits, degree: int, *, in_parts: bool) -> Outcome:
+    def __call__(self, splits: Splits, degree: int, *, in_parts: bool, adds_later: bool = False) -> Outcome:
         """Check splits, or recall the check over a multiple of these ranks."""
-        checked, outcome = self._known.get((splits, in_parts), (1, Outcome()))
+        key = splits, in_parts, adds_later
+        checked, outcome = self._known.get(key, (1, Outcome()))
         if self._is_large and checked > degree and checked % degree == 0:
             return outcome
-        outcome = self._run(splits, degree, self._entered[in_parts])
+        outcome = self._run(splits, degree, self._entered[in_parts], adds_later)
         if outcome.reason is None:
-            self._known[splits, in_parts] = degree, outcome
+            self._known[key] = degree, outcome
         return outcome
 
 
@@ -81,6 +84,15 @@ def split_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Seq
     # Most ranks first: large blocks are then not checked again for fewer.
     found = {degree: _split(subject, degree) for degree in sorted(degrees, reverse=True)}
     return {degree: found[degree] for degree in degrees}
+
+
+def rows_of_kind(module_map: ModuleMap, calls: BlockCalls, kind: int, degrees: Sequence[int]) -> dict[int, Found]:
+    """Whether blocks of a kind can compute on their tokens of rows that so many ranks share; inside of ``isolated``."""
+    subject = _study(module_map, calls, kind)
+    if isinstance(subject, str):
+        return {degree: Found(whole_sequence=subject) for degree in degrees}
+    ordered = sorted(degrees, reverse=True)
+    return {degree: _with_sequence(subject, Found(), degree, adds_later=True) for degree in ordered}
 
 
 def held_entries(parameters: Iterable[Tensor]) -> int:
@@ -238,7 +250,7 @@ def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, out
     )
 
 
-def _with_sequence(subject: _Subject, found: Found, degree: int) -> Found:
+def _with_sequence(subject: _Subject, found: Found, degree: int, *, adds_later: bool = False) -> Found:
     """A found split with the way to enter it in parts along the sequence, or the reason why there is none."""
     entry, outcome = subject.entry, Outcome()
     if isinstance(entry, str):
@@ -248,7 +260,7 @@ def _with_sequence(subject: _Subject, found: Found, degree: int) -> Found:
     elif subject.tried % degree:
         reason = f"it could be tried with {subject.tried} positions only, which {degree} does not divide"
     else:
-        outcome = subject.check(found.splits, degree, in_parts=True)
+        outcome = subject.check(found.splits, degree, in_parts=True, adds_later=adds_later)
         reason = outcome.reason or (None if outcome.sequence_leaves else "its results come whole")
     if reason is not None:
         return replace(found, whole_sequence=reason)

@@ -4,14 +4,18 @@ The block runs whole, and once more by as many ranks (threads of this process) a
 its inputs and of every parameter must be equal up to rounding.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import (
@@ -33,13 +37,15 @@ from lightning_mist.tensor_parallel import (
     SplitContext,
     SplitTensor,
     TensorGroup,
+    enter,
     enter_sequence,
     functions_of_wholes,
+    leaving,
     part_of,
     present,
     run_ranks,
-    whole,
 )
+from lightning_mist.tensor_parallel.tensor import name_of
 
 CPU = torch.device("cpu")
 
@@ -54,21 +60,32 @@ class SlotKeeper:
     """A group whose rank finds its own tensors in the module's slots again after every wait for others.
 
     The ranks of :func:`run_ranks` share one module, and take turns only when they communicate.
+
+    Attributes:
+        callers: For which torch functions the ranks communicated, and how often.
     """
 
-    def __init__(self, group: TensorGroup, install: Callable[[], None]) -> None:
-        self.rank, self.size = group.rank, group.size
+    def __init__(self, group: TensorGroup, install: Callable[[], None], *, adds_later: bool = False) -> None:
+        self.rank, self.size, self.adds_later = group.rank, group.size, adds_later
         self._group, self._install = group, install
         self.largest_gather = 0
+        self.callers: Counter[str] = Counter()
+        self.context: SplitContext | None = None
+
+    def _told(self) -> None:
+        if self.context is not None and self.context.function is not None:
+            self.callers[name_of(self.context.function)] += 1
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """The sum or maximum over ranks."""
+        self._told()
         result = self._group.all_reduce(tensor, reduction)
         self._install()
         return result
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, stacked."""
+        self._told()
         self.largest_gather = max(self.largest_gather, self.size * tensor.numel())
         result = self._group.all_gather(tensor)
         self._install()
@@ -76,6 +93,7 @@ class SlotKeeper:
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of this rank's entry."""
+        self._told()
         result = self._group.reduce_scatter(tensor)
         self._install()
         return result
@@ -106,13 +124,14 @@ class Trial:
     """A part of a module with numbers, and what it makes of them when it is whole.
 
     Attributes:
-        check: Compares it with its run over ranks, given the parameters that are shared out, the number of ranks, and
-            how blocks are entered with their input in parts along the sequence, if they are.
+        check: Compares it with its run over ranks, given the parameters that are shared out, the number of ranks, how
+            blocks are entered with their input in parts along the sequence, if they are, and whether gradients of what
+            all ranks hold are added up later, as context parallelism has it.
     """
 
     values: Values
     reference: Reference
-    check: Callable[[Sequence[ParameterSplit], int, Any], Outcome]
+    check: Callable[[Sequence[ParameterSplit], int, Any, bool], Outcome]
 
 
 def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
@@ -125,11 +144,16 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
         expected, _, coarsest = run_block(call, dtype, tensors, None)
     reference = Reference.of(expected, coarsest)
 
-    def check(splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None) -> Outcome:
+    def check(
+        splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None, adds_later: bool = False
+    ) -> Outcome:
         gathers: list[int] = []
 
         def run(group: TensorGroup) -> RankRun:
-            tensors, shown, context = share_out(values, splits, group, sequence_parallel=sequence is not None)
+            parallel = sequence is not None
+            tensors, shown, context = share_out(
+                values, splits, group, sequence_parallel=parallel, adds_later=adds_later
+            )
             install(values, shown)
             result, leaves, _ = run_block(call, dtype, tensors, (context, sequence))
             assert isinstance(context.group, SlotKeeper)
@@ -138,7 +162,7 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
 
         with kept_slots(call.block):
             convert_plain_tensors(call.block, dtype, CPU)
-            outcome = run_over_ranks(reference, values, splits, degree, run)
+            outcome = run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)
         # For want of a rule ranks may gather, which is told; with rules for all they do where layers do not match, and
         # what is as large as the result takes the time that sharing out is to save. Biases are smaller.
         limit = prod(_shape(call)) if call.hidden is not None else 0
@@ -158,6 +182,8 @@ def run_over_ranks(
     splits: Sequence[ParameterSplit],
     degree: int,
     run: Callable[[TensorGroup], RankRun],
+    *,
+    adds_later: bool = False,
 ) -> Outcome:
     """Run as many ranks, and compare each with the whole run."""
     try:
@@ -167,6 +193,8 @@ def run_over_ranks(
         return Outcome(reason=f"{type(error).__name__}: {error}")
     _, gathered, leaves = ranks[0]
     of_leaves, summands = _splits_of_leaves(values, splits)
+    if adds_later:
+        summands = frozenset(reference.result.parameters)
     reason = reference.difference([result for result, _, _ in ranks], of_leaves, summands)
     return Outcome(reason=reason, gathered=gathered, sequence_leaves=leaves)
 
@@ -227,6 +255,7 @@ def share_out(
     group: TensorGroup,
     *,
     sequence_parallel: bool,
+    adds_later: bool = False,
     also: Callable[[SplitContext], object] = lambda _: None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], SplitContext]:
     """One rank's leaves by parameter name, what its slots shall hold, and the context of its parts."""
@@ -236,8 +265,8 @@ def share_out(
         install(values, shown)
         also(context)
 
-    keeper = SlotKeeper(group, begin_turn)
-    context = SplitContext(keeper, sequence_parallel=sequence_parallel)
+    keeper = SlotKeeper(group, begin_turn, adds_later=adds_later)
+    context = keeper.context = SplitContext(keeper, sequence_parallel=sequence_parallel)
     of_leaves, _ = _splits_of_leaves(values, splits)
     for split, of_leaf in zip(splits, of_leaves, strict=True):
         full = tensors[of_leaf.name].detach()
@@ -270,11 +299,12 @@ def run_block(
     args, kwargs, inputs = arguments(call, dtype, generator)
     leaves: tuple[tuple[int, int], ...] = ()
     with torch.enable_grad():
-        if split is not None and split[1] is not None:
-            args, kwargs = enter_sequence(args, kwargs, split[1], split[0])
-        with WithoutDropout() as mode:
+        if split is not None:
+            args, kwargs = _entered(args, kwargs, *split)
+        with WithoutDropout() as mode, without_hooks(None if split is None else split[0]):
             output = call.block(*args, **kwargs)
         if split is not None:
+            _refuse_mixed_tokens(split[0])
             flat = tree_flatten(output)[0]
             dim = None if split[1] is None else split[1].dim
             leaves = tuple(
@@ -283,7 +313,7 @@ def run_block(
                 if isinstance(leaf, SplitTensor) and leaf.shared_dim == dim and leaf.shape == _shape(call)
             )
             _refuse_parts_of_hidden(flat, dim, _shape(call))
-            output = whole(output)
+            output = leaving(output, split[0])
     outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     given = [torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype) for leaf in outputs]
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
@@ -298,6 +328,44 @@ def run_block(
         leaves,
         mode.coarsest,
     )
+
+
+def _entered(args: Any, kwargs: Any, context: SplitContext, sequence: SequenceSplit | None) -> tuple[Any, Any]:
+    """A block's arguments as one rank's block is to see them."""
+    args, kwargs = tree_map_only(Tensor, lambda leaf: enter(leaf, context.group), (args, kwargs))
+    return (args, kwargs) if sequence is None else enter_sequence(args, kwargs, sequence, context)
+
+
+class _WithoutHooks(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.register_hook:
+            raise TraceError(
+                "the step puts a hook on a tensor: under context parallelism it would see what one rank adds to a "
+                "gradient and not the gradient"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def without_hooks(context: SplitContext | None) -> AbstractContextManager[object]:
+    """Inside, hooks on tensors are refused where ranks would have summands of gradients."""
+    return _WithoutHooks() if context is not None and context.adds_later else nullcontext()
+
+
+ATTENTION = functional.scaled_dot_product_attention.__name__
+"""The one function of a block that may mix tokens of ranks that share a row."""
+
+
+def _refuse_mixed_tokens(context: SplitContext) -> None:
+    """Raise where context-parallel ranks needed each other's tokens for anything but attention."""
+    assert isinstance(context.group, SlotKeeper)
+    if not context.adds_later:
+        return
+    mixing = sorted({*context.gathered, *context.group.callers} - ({ATTENTION} - context.gathered.keys()))
+    if mixing:
+        raise TraceError(
+            f"tokens that lie on different ranks meet in {', '.join(mixing)}: outside of {ATTENTION} every token must "
+            "be computed by itself, by functions that are known to do so"
+        )
 
 
 def _refuse_parts_of_hidden(results: Sequence[Any], dim: int | None, shape: tuple[int, ...]) -> None:

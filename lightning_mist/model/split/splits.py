@@ -6,7 +6,7 @@ tail: :mod:`~lightning_mist.model.split.vocabulary`. What does not pass stays wh
 user.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -39,7 +39,7 @@ NOTHING_TO_SPLIT = "no repeated blocks were found whose layers could be shared o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Around:
+class Around:
     """Head and tail.
 
     Attributes:
@@ -71,24 +71,24 @@ def derive_splits(
     wanted = sorted({degree for degree in degrees if degree > 1})
     if not wanted or module_map.excludes("tensor"):
         return module_map
-    if trouble := _trouble(module, module_map):
+    if trouble := trouble_of(module, module_map):
         return _without(module_map, trouble)
     with isolated(module):
         try:
-            calls = call_blocks(module, call, batch, module_map.blocks, _length(wanted))
+            calls = call_blocks(module, call, batch, module_map.blocks, tried_length(wanted))
         except TraceError as error:
             return _without(module_map, str(error))
         kinds = [split_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
         if not any(found.splits for kind in kinds for found in kind.values()):
             return _without(module_map, _reasons(kinds))
-        around = _look_around(module, call, calls, module_map, kinds)
+        around = look_around(module, call, calls, module_map, _entries(calls, kinds))
         if module_map.leaking_blocks and around.confirm is None:
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
             return _without(module_map, reason)
         return _every_degree(module_map, calls, kinds, around)
 
 
-def _trouble(module: nn.Module, module_map: ModuleMap) -> str:
+def trouble_of(module: nn.Module, module_map: ModuleMap) -> str:
     """Why there is no use in looking further; empty if there is."""
     if not module_map.blocks:
         return NOTHING_TO_SPLIT
@@ -99,14 +99,14 @@ def _trouble(module: nn.Module, module_map: ModuleMap) -> str:
     return ""
 
 
-def _length(degrees: Sequence[int]) -> int:
+def tried_length(degrees: Sequence[int]) -> int:
     """A length of sequences that all degrees divide, of 8 at least, so that causal masks and windows show."""
     common = lcm(*degrees)
     return common * -(-8 // common)
 
 
 def _every_degree(
-    module_map: ModuleMap, calls: BlockCalls, kinds: Sequence[dict[int, Found]], around: _Around
+    module_map: ModuleMap, calls: BlockCalls, kinds: Sequence[dict[int, Found]], around: Around
 ) -> ModuleMap:
     splits: list[TensorSplit] = []
     unsplit: dict[int, str] = {}
@@ -162,11 +162,11 @@ def _entries(calls: BlockCalls, kinds: Sequence[dict[int, Found]]) -> tuple[Sequ
     return tuple(replace(entry, position=i) for i, entry in enumerate(entries) if entry is not None)
 
 
-def _look_around(
-    module: nn.Module, call: Call, calls: BlockCalls, module_map: ModuleMap, kinds: Sequence[dict[int, Found]]
-) -> _Around:
+def look_around(
+    module: nn.Module, call: Call, calls: BlockCalls, module_map: ModuleMap, entries: tuple[SequenceSplit, ...]
+) -> Around:
     """Run head and tail by themselves; with the blocks where something inside of these is read from outside."""
-    names, entries = module_map.blocks, _entries(calls, kinds)
+    names = module_map.blocks
     inside = {id(p) for name in names for p in module.get_submodule(name).parameters()}
     whole = held_entries(module.parameters())
     outside = held_entries(parameter for parameter in module.parameters() if id(parameter) not in inside)
@@ -192,15 +192,15 @@ def _look_around(
     alone = None if module_map.leaking_blocks else checks(outside, answer=True)
     everything = checks(whole, answer=False) if alone is None or is_small else None
     if alone is None and everything is None:
-        return _Around(trouble=trouble)
+        return Around(trouble=trouble)
     try:
         tables = find_tables(module, call, calls, names, answer=alone is not None)
     except Exception as error:
-        return _Around(trouble=f"they cannot be watched: {type(error).__name__}: {error}", confirm=everything)
-    return _Around(check=alone or everything, tables=tables, confirm=everything)
+        return Around(trouble=f"they cannot be watched: {type(error).__name__}: {error}", confirm=everything)
+    return Around(check=alone or everything, tables=tables, confirm=everything)
 
 
-def _split_tables(around: _Around, degree: int) -> tuple[tuple[ParameterSplit, ...], tuple[str, ...]]:
+def _split_tables(around: Around, degree: int) -> tuple[tuple[ParameterSplit, ...], tuple[str, ...]]:
     if around.check is None:
         return (), (f"head and tail stay whole: {around.trouble}",)
     notes = [
@@ -222,7 +222,7 @@ def _split_tables(around: _Around, degree: int) -> tuple[tuple[ParameterSplit, .
 def _sequence(
     calls: BlockCalls,
     found: Sequence[Found],
-    around: _Around,
+    around: Around,
     chosen: tuple[ParameterSplit, ...],
     entries: tuple[SequenceSplit, ...],
     degree: int,
@@ -260,7 +260,7 @@ def _assembled(
     return TensorSplit(degree=degree, parameters=ordered, sequence=sequence, notes=tuple(dict.fromkeys(told)))
 
 
-def _confirmed(made: TensorSplit, around: _Around) -> TensorSplit | str:
+def _confirmed(made: TensorSplit, around: Around) -> TensorSplit | str:
     """The split if the whole step computes the same with it, without parts of sequences if only these fail."""
     if around.confirm is None:
         return made
@@ -280,10 +280,15 @@ def _cuts(
     module_map: ModuleMap, calls: BlockCalls, found: Sequence[Sequence[Found]]
 ) -> tuple[tuple[LiveTensor, ...], ...]:
     """The cuts with the dimension of each block's results that come in parts along the sequence for every degree."""
-    dims = {
+    dims = sequence_dims(calls, found)
+    return tuple(tuple(replace(live, sequence_dim=dims.get(live.key)) for live in cut) for cut in module_map.cuts)
+
+
+def sequence_dims(calls: BlockCalls, found: Sequence[Sequence[Found]]) -> dict[Hashable, int]:
+    """The dimension of each block's results, by their key, that comes in parts for every degree."""
+    return {
         block_value(position, leaf): dim
         for position, kind in enumerate(calls.kinds.of)
         for leaf, dim in found[0][kind].leaves
         if all((leaf, dim) in of_degree[kind].leaves for of_degree in found)
     }
-    return tuple(tuple(replace(live, sequence_dim=dims.get(live.key)) for live in cut) for cut in module_map.cuts)

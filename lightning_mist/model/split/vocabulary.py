@@ -35,11 +35,12 @@ from lightning_mist.model.split.split_check import (
     numbers,
     run_over_ranks,
     share_out,
+    without_hooks,
 )
 from lightning_mist.model.trace import echo, loss_of
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
-from lightning_mist.tensor_parallel import SplitContext, TensorGroup, enter_sequence, whole
+from lightning_mist.tensor_parallel import SplitContext, TensorGroup, enter_sequence, leaving
 
 _LOSSES = (functional.cross_entropy, functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
 """What compares the entries of a row of logits with each other; has a rule for logits in parts."""
@@ -131,7 +132,9 @@ def prepare_glue(
             expected, coarsest = _run(call, batch, tensors)
     reference = Reference.of(expected, coarsest)
 
-    def check(splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit]) -> Outcome:
+    def check(
+        splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit], adds_later: bool = False
+    ) -> Outcome:
         turn: list[SplitContext] = []
         """Of the rank that runs now."""
 
@@ -143,16 +146,18 @@ def prepare_glue(
 
         def run(group: TensorGroup) -> RankRun:
             parallel = bool(sequence)
-            tensors, shown, context = share_out(values, splits, group, sequence_parallel=parallel, also=take_turn)
+            tensors, shown, context = share_out(
+                values, splits, group, sequence_parallel=parallel, adds_later=adds_later, also=take_turn
+            )
             take_turn(context)
             install(values, shown)
-            result, _ = _run(call, batch, tensors)
+            result, _ = _run(call, batch, tensors, context)
             return result, tuple(sorted(context.gathered.items())), ()
 
         with isolated(module), kept_slots(module), valued(module, batch):
             convert_plain_tensors(module, dtype, CPU)
             with intercepted(blocks, _handler(calls, enter, answer=answer)):
-                return run_over_ranks(reference, values, splits, degree, run)
+                return run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)
 
     return Trial(values=values, reference=reference, check=check)
 
@@ -176,12 +181,14 @@ def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer
     return handler
 
 
-def _run(call: Call, batch: Any, tensors: Mapping[str, Tensor]) -> tuple[Result, torch.dtype]:
+def _run(
+    call: Call, batch: Any, tensors: Mapping[str, Tensor], context: SplitContext | None = None
+) -> tuple[Result, torch.dtype]:
     torch.manual_seed(0)
     with torch.enable_grad():
-        with WithoutDropout() as mode:
+        with WithoutDropout() as mode, without_hooks(context):
             output = call(copy.deepcopy(batch))
-        loss = loss_of(whole(output))
+        loss = loss_of(output if context is None else leaving(output, context))
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
     gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)
     result = Result(outputs=(loss.detach(),), inputs=(), parameters=dict(zip(names, gradients, strict=True)))

@@ -229,7 +229,7 @@ class Neighbours:
             rows=self.rows(microbatch),
             mine=side_of(self._mesh.plan, stage, live),
             theirs=side_of(self._mesh.plan, other, live),
-            index=self._mesh.tensor_index,
+            index=self._mesh.row_index,
             sequence_dim=live.sequence_dim,
             length=length,
         )

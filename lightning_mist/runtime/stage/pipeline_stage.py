@@ -41,7 +41,6 @@ from lightning_mist.runtime.stage.step_run import (
     enter_graph,
     quiet_fakes,
 )
-from lightning_mist.tensor_parallel import whole
 
 
 class PipelineStage:
@@ -50,8 +49,8 @@ class PipelineStage:
     Args:
         bounds: The layer range of every stage.
         checkpointing: How many of the stage's first blocks are recomputed in backward, and what of them.
-        split: How the stage is split over tensor-parallel ranks; its parameters must be this rank's parts while it is
-            attached. None if it is not.
+        split: How the stage is split over the ranks that share its rows; its parameters must be this rank's parts while
+            it is attached. None if it is not.
 
     Attributes:
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
@@ -199,7 +198,7 @@ class PipelineStage:
         run = StepRun(self._wanted, received, state)
         value, is_complete = self._enter(run, call)
         if self.split is not None:
-            value = whole(value)
+            value = self.split.given(value)
         if self._num_stages == 1:
             return StageOutput(tensors=(), value=value)
         if self.index == self._num_stages - 1:

@@ -1,8 +1,8 @@
-"""What tensor parallelism changes in a stage: parameters in parts, and hidden states that enter and leave in parts.
+"""What sharing rows changes in a stage: parameters in parts, and hidden states that enter and leave in parts.
 
-The ranks of a tensor-parallel group run the same step on the same rows. A stage's parameters that are shared out show
+Tensor- and context-parallel ranks run the same step on the same rows. A stage's parameters that are shared out show
 their whole shape to the module while it computes; what leaves the stage is whole on every rank again, or, where the
-stage is sequence parallel, in equal parts along the sequence.
+stage is sequence or context parallel, in equal parts along the sequence.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +19,11 @@ from lightning_mist.tensor_parallel import (
     SplitContext,
     SplitTensor,
     TensorGroup,
+    enter,
     enter_sequence,
     from_local_sequence,
     functions_of_wholes,
+    leaving,
     present,
     split_sequence,
     whole,
@@ -41,6 +43,10 @@ class StageSplit:
         self._parameters = {item.name: item for item in split.parameters}
         self._side = Side(degree=group.size, is_shared=sequence_parallel)
         self._entries = {entry.position: entry for entry in split.sequence} if sequence_parallel else {}
+
+    def given(self, value: Any) -> Any:
+        """What the step returned, whole on every rank."""
+        return leaving(value, self.context)
 
     def slots_of(self, module: nn.Module, module_map: ModuleMap) -> tuple[Slot, ...]:
         """The places of a module that hold a parameter which is shared out."""
@@ -116,7 +122,7 @@ class StageSplit:
     def arrived(self, live: LiveTensor, held: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A received tensor as the step is to see it."""
         if live.sequence_dim is None or not self._side.is_parted(shape[live.sequence_dim]):
-            return held
+            return enter(held, self.context.group)
         with torch._C.DisableTorchFunction():
             return from_local_sequence(held, live.sequence_dim, self.context)
 
@@ -124,7 +130,7 @@ class StageSplit:
         """What this rank holds of a tensor that the step made and that leaves the stage; differentiable."""
         dim = live.sequence_dim
         if dim is None or not self._side.is_parted(tensor.shape[dim]):
-            return whole(tensor)  # type: ignore[no-any-return]
+            return leaving(tensor, self.context)  # type: ignore[no-any-return]
         if not isinstance(tensor, SplitTensor) or tensor.placement[dim] != ((tensor.shape[dim], True),):
             tensor = split_sequence(whole(tensor), dim, self.context)
         assert isinstance(tensor, SplitTensor)
@@ -135,10 +141,11 @@ class TransportGroup:
     """A :class:`~lightning_mist.tensor_parallel.group.TensorGroup` that waits for every collective.
 
     Args:
-        ranks: Global ranks by tensor-parallel index, the transport's own among them.
+        ranks: Global ranks by their place in the group, the transport's own among them.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, ranks: Sequence[int], *, adds_later: bool = False) -> None:
+        self.adds_later = adds_later
         self._transport, self._group = transport, tuple(sorted(ranks))
         self.rank, self.size = tuple(ranks).index(transport.rank), len(ranks)
         # A transport's groups are sorted by global rank, the plan's devices need not be.

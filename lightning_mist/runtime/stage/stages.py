@@ -81,12 +81,16 @@ def make_stages(
     """The stages that ``rank`` runs under ``plan``, ascending."""
     group = plan.stage_of(rank)
     mesh, split = plan.stages[group].mesh, None
-    if mesh.tensor_parallel_degree > 1:
-        peers = make_mesh(plan, rank, module_map).tensor_peers
+    if mesh.num_row_peers > 1:
+        is_context = mesh.context_parallel_degree > 1
+        found = (
+            module_map.context(mesh.context_parallel_degree)
+            if is_context
+            else module_map.split(mesh.tensor_parallel_degree)
+        )
+        peers = make_mesh(plan, rank, module_map).row_peers
         split = StageSplit(
-            module_map.split(mesh.tensor_parallel_degree),
-            TransportGroup(transport, peers),
-            sequence_parallel=mesh.sequence_parallel,
+            found, TransportGroup(transport, peers, adds_later=is_context), sequence_parallel=mesh.shares_sequence
         )
     return tuple(
         PipelineStage(

@@ -78,7 +78,7 @@ _Kind = tuple[Callable[[_Prediction, int], _Terms], tuple[str, ...]]
 
 def _kinds(plan: Plan, knows_layers: bool) -> list[_Kind]:
     """What is observed, and from which of the measured seconds."""
-    has_peers = any(stage.data_parallel_degree > 1 for stage in plan.stages)
+    has_peers = any(stage.mesh.num_peers > 1 for stage in plan.stages)
     # Without peers reducing is scaling, which predictions count as part of the update.
     update: _Kind = (_update, ("optimizer_seconds",) if has_peers else ("optimizer_seconds", "reduction_seconds"))
     forward: _Kind = (_forward, ("forward_seconds",))

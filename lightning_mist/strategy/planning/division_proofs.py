@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mist.model import derive_splits
+from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import isolated
 from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
@@ -77,16 +77,18 @@ def agree(mine: CutRules | str) -> CutRules | str:
     return replace(mine, results=ways)
 
 
-_Told = tuple[
-    tuple[TensorSplit, ...], tuple[tuple[int, str], ...], tuple[Exclusion, ...], tuple[tuple[int | None, ...], ...]
-]
-"""Splits, degrees that were tried in vain, exclusions, and the sequence dimension of every tensor at every cut."""
+_Ways = tuple[tuple[TensorSplit, ...], tuple[tuple[int, str], ...]]
+"""Splits, and degrees that were tried in vain."""
+
+_Told = tuple[_Ways, _Ways, tuple[Exclusion, ...], tuple[tuple[int | None, ...], ...]]
+"""How layers and how rows are shared, exclusions, and the sequence dimension of every tensor at every cut."""
 
 
-def degrees_of(plan: Plan) -> tuple[int, ...]:
-    """The tensor-parallel degrees above 1 that a plan uses."""
-    degrees = {stage.mesh.tensor_parallel_degree for stage in plan.stages}
-    return tuple(sorted(degrees - {1}))
+def degrees_of(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tensor-parallel and the context-parallel degrees above 1 that a plan uses."""
+    tensor = {stage.mesh.tensor_parallel_degree for stage in plan.stages}
+    context = {stage.mesh.context_parallel_degree for stage in plan.stages}
+    return tuple(sorted(tensor - {1})), tuple(sorted(context - {1}))
 
 
 def with_splits(
@@ -94,30 +96,42 @@ def with_splits(
     call: Callable[[Any], Any],
     batch: Any,
     found: ModuleMap,
-    degrees: Sequence[int],
+    degrees: tuple[Sequence[int], Sequence[int]],
     progress: Progress,
     tried: Callable[[Callable[[], _Told]], _Told],
 ) -> ModuleMap:
     """The map with what rank 0 found out about splitting; the same on every rank, called on all at once.
 
     Args:
-        degrees: Tensor-parallel degrees to try; without any nothing is done.
+        degrees: Tensor- and context-parallel degrees to try; without any nothing is done.
         tried: Runs work on the user's code without leaving a trace.
     """
-    if not degrees or found.excludes("tensor"):
+    tensor, context = ((), degrees[1]) if found.excludes("tensor") else degrees
+    if not tensor and (not context or found.excludes("context")):
         return found
-    progress.say(f"finding out how {', '.join(map(str, degrees))} devices could share layers")
+    for each, what in ((tensor, "layers"), (context, "rows")):
+        if each:
+            progress.say(f"finding out how {', '.join(map(str, each))} devices could share {what}")
 
     def derive() -> _Told:
-        made = derive_splits(module, call, batch, found, degrees)
+        made = derive_splits(module, call, batch, found, tensor)
+        made = derive_contexts(module, call, batch, made, context)
         more = made.exclusions[len(found.exclusions) :]
         dims = tuple(tuple(live.sequence_dim for live in cut) for cut in made.cuts)
-        return made.splits, made.unsplit, more, dims
+        return (made.splits, made.unsplit), (made.contexts, made.uncontexts), more, dims
 
-    splits, unsplit, more, dims = on_rank_zero(lambda: tried(derive))
+    (splits, unsplit), (contexts, uncontexts), more, dims = on_rank_zero(lambda: tried(derive))
     # Everything else stays as this rank saw it: its batch may have other sizes than that of rank 0.
     cuts = tuple(
         tuple(replace(live, sequence_dim=dim) for live, dim in zip(cut, of_cut, strict=True))
         for cut, of_cut in zip(found.cuts, dims, strict=True)
     )
-    return replace(found, splits=splits, unsplit=unsplit, exclusions=(*found.exclusions, *more), cuts=cuts)
+    return replace(
+        found,
+        splits=splits,
+        unsplit=unsplit,
+        contexts=contexts,
+        uncontexts=uncontexts,
+        exclusions=(*found.exclusions, *more),
+        cuts=cuts,
+    )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import MistError
-from lightning_mist.model import derive_splits, map_module
+from lightning_mist.model import derive_contexts, derive_splits, map_module
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.planning.division_proofs import degrees_of
@@ -88,17 +88,24 @@ def splits_of_evaluated(
         call: Runs the step on a batch.
         batch: A batch on the rank ``source``.
     """
-    degrees = degrees_of(plan)
-    if not degrees or found.excludes("tensor"):
+    tensor, context = degrees_of(plan)
+    if not (tensor and not found.excludes("tensor")) and not context:
         return found
 
     def derive() -> ModuleMap:
         def look() -> ModuleMap:
             with torch.inference_mode(mode=False), torch.enable_grad(), recorded_logs(module):
-                return derive_splits(module, call, batch, found, degrees)
+                return derive_contexts(module, call, batch, derive_splits(module, call, batch, found, tensor), context)
 
         return tried(look, device)
 
     made = of_all_ranks(everywhere(lambda: derive() if dist.get_rank() == source else None))[source]
     assert made is not None
-    return replace(found, splits=made.splits, unsplit=made.unsplit, exclusions=made.exclusions)
+    return replace(
+        found,
+        splits=made.splits,
+        unsplit=made.unsplit,
+        contexts=made.contexts,
+        uncontexts=made.uncontexts,
+        exclusions=made.exclusions,
+    )

@@ -180,8 +180,8 @@ class Planner:
         own = union(everywhere(lambda: (*user_exclusions(*who, master_weights=masters), *self.restrictions())))
         return replace(found, exclusions=(*found.exclusions, *own))
 
-    def split(self, found: ModuleMap, degrees: Sequence[int]) -> ModuleMap:
-        """The map with the ways to share layers among so many devices."""
+    def split(self, found: ModuleMap, degrees: tuple[Sequence[int], Sequence[int]]) -> ModuleMap:
+        """The map with the ways to share layers, and rows, among so many devices."""
         return with_splits(self.module, self.call, self.batch, found, degrees, self.progress, self.tried)
 
     def with_invariance(self, found: ModuleMap) -> ModuleMap:

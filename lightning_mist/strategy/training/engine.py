@@ -345,8 +345,8 @@ class Engine(WholeGradients):
     def _bring_home(self, records: dict[int, tuple[LogRecord, ...]], digest: str | None) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
         executor, mine = self.executor, dict[int, list[Piece]]()
-        # Tensor-parallel peers have computed the same: the first of them tells.
-        tells = executor.mesh.is_last and executor.mesh.tensor_index == 0
+        # Ranks that share rows have the same results: the first of them tells.
+        tells = executor.mesh.is_last and executor.mesh.row_index == 0
         copies: dict[int, Tensor] = {}
         if self._homeward is not None:
             told = results_in(executor.outputs, records) if tells else ()

@@ -214,9 +214,9 @@ class Evaluator:
     def _told(
         self, microbatches: Sequence[Microbatch], records: dict[int, tuple[LogRecord, ...]]
     ) -> dict[int, tuple[_Told, Any]]:
-        """What this rank has to tell others of their batches: tensor-parallel peers have computed the same."""
+        """What this rank has to tell others of their batches: ranks that share rows have the same."""
         executor = self._engine.executor
-        if not executor.mesh.is_last or executor.mesh.tensor_index != 0:
+        if not executor.mesh.is_last or executor.mesh.row_index != 0:
             return {}
         found = {}
         for part in microbatches:

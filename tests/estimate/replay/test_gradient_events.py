@@ -67,7 +67,7 @@ def test_units_keep_what_they_own():
     tape, gradients = make(plan)
     view = gradients._view
     line = Action(0, ActionKind.REDUCE_GRADIENTS, None, 1)
-    mine = sum(flat.with_counts for flat in view.unit_gradients[0, 1] if flat.owner == view.mesh.data_index)
+    mine = sum(flat.with_counts for flat in view.unit_gradients[0, 1] if flat.owner == view.mesh.peer_index)
     every = sum(flat.with_counts for flat in view.unit_gradients[0, 1])
     for _ in range(2):
         for flat in view.unit_gradients[0, 1]:
@@ -86,7 +86,7 @@ def test_units_are_unsharded_for_as_long_as_somebody_uses_them():
     tape, gradients = make(make_plan([4], degrees=[2], parts=2, zero=3))
     view, largest = gradients._view, 0
     for unit in range(4):
-        mine = view.mesh.data_index
+        mine = view.mesh.peer_index
         others = sum(flat.bytes for flat, keys in view.shards if (0, unit) in keys and flat.owner != mine)
         gradients.line(Action(0, ActionKind.UNSHARD, None, unit))
         assert sum(alive(tape)) == others

@@ -15,8 +15,8 @@ def asked(checks, *questions):
 def checks(reason=None, *, is_large):
     seen: list[tuple[int, bool]] = []
 
-    def run(splits, degree, in_parts):
-        assert splits == SPLITS
+    def run(splits, degree, in_parts, adds_later):
+        assert (splits, adds_later) == (SPLITS, False)
         seen.append((degree, in_parts))
         return Outcome(reason=reason)
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from lightning_mist.model import derive_splits, map_module
+from lightning_mist.model import derive_contexts, derive_splits, map_module
 from lightning_mist.plan import Exclusion, Plan, StageMesh, StagePlan
 from lightning_mist.strategy.planning.division_proofs import degrees_of, with_splits
 from lightning_mist.strategy.progress import Progress
@@ -18,7 +18,7 @@ def stage(devices, degree, layers):
 
 def test_the_degrees_of_a_plan():
     stages = (stage((0, 1), 2, (0, 1)), stage((2, 3), 1, (1, 2)), stage((4, 5), 2, (2, 3)))
-    assert degrees_of(Plan(global_batch_size=8, num_microbatches=2, stages=stages)) == (2,)
+    assert degrees_of(Plan(global_batch_size=8, num_microbatches=2, stages=stages)) == ((2,), ())
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def found_and_call():
 @pytest.mark.usefixtures("one_process")
 def test_every_rank_gets_what_rank_zero_found(capsys):
     module, call, batch, found = found_and_call()
-    made = with_splits(module, call, batch, found, (2, 3), Progress(enabled=True), lambda work: work())
+    made = with_splits(module, call, batch, found, ((2, 3), ()), Progress(enabled=True), lambda work: work())
     assert made == derive_splits(module, call, batch, found, (2, 3))
     assert made.cuts[0][0].sequence_dim == 1
     assert [degree for degree, _ in made.unsplit] == [3]
@@ -47,6 +47,15 @@ def test_every_rank_gets_what_rank_zero_found(capsys):
 def test_nothing_is_asked_of_others_where_nothing_is_to_be_found():
     module, call, batch, found = found_and_call()
     progress = Progress(enabled=False)
-    assert with_splits(module, call, batch, found, (), progress, lambda work: work()) is found
+    assert with_splits(module, call, batch, found, ((), ()), progress, lambda work: work()) is found
     ruled_out = replace(found, exclusions=(Exclusion(feature="tensor", reason="so"),))
-    assert with_splits(module, call, batch, ruled_out, (2,), progress, lambda work: work()) is ruled_out
+    assert with_splits(module, call, batch, ruled_out, ((2,), ()), progress, lambda work: work()) is ruled_out
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ways_to_share_rows_are_what_rank_zero_found(capsys):
+    module, call, batch, found = found_and_call()
+    made = with_splits(module, call, batch, found, ((), (2, 5)), Progress(enabled=True), lambda work: work())
+    assert made == derive_contexts(module, call, batch, found, (2, 5))
+    assert ([split.degree for split in made.contexts], made.splits) == ([2], ())
+    assert "finding out how 2, 5 devices could share rows" in capsys.readouterr().err
