@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.parity.masters import Masters
 from benchmarks.parity.plans import ROWS, Layout, make_plan
 from lightning_mist.errors import PlanError
-from lightning_mist.model import derive_splits
+from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.plan import ModuleMap, Plan, loader_of
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.parameters.tensor_parts import parts_of
@@ -45,7 +45,7 @@ CLIP_NORM = 0.05
 """Curves clip gradients to this norm: below that of every model here, so that clipping always binds."""
 
 DEGREES = (2, 4)
-"""Tensor-parallel degrees that models are asked for."""
+"""Tensor- and context-parallel degrees that models are asked for."""
 
 IN_16_BITS = 1e-4
 """Tolerance of master weights in bfloat16, a 40th of its unit in the last place.
@@ -120,10 +120,13 @@ def subject(name: str, dtype: torch.dtype, device: torch.device = CPU, masters: 
     module.to(dtype)
     batches = make_batches(name, dtype)
     module_map = map_of(module, batches[0][0])
+
+    def call(batch: Any) -> Any:
+        return module.training_step(batch, 0)
+
     with precision_of(module):
-        module_map = derive_splits(
-            module, lambda batch: module.training_step(batch, 0), batches[0][0], module_map, DEGREES
-        )
+        module_map = derive_splits(module, call, batches[0][0], module_map, DEGREES)
+        module_map = derive_contexts(module, call, batches[0][0], module_map, DEGREES)
     batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
     return Subject(
         name=name,

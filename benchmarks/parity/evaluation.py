@@ -154,7 +154,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             )
             ddp: dict[int, list[Seen]] = {}
             for plan in options.plans:
-                world = sum(group.dp * group.tp for group in LAYOUTS[plan].groups)
+                world = sum(group.ranks for group in LAYOUTS[plan].groups)
                 if world not in ddp:
                     folder = Path(directory) / f"{number}-{world}"
                     ddp[world] = on_ranks(None, world, dtype, is_frozen=is_frozen, folder=folder)

@@ -20,12 +20,18 @@ class Group:
 
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     zero: int = 0
     shard: int | None = None
     checkpointed: int = 0
     kind: CheckpointingKind = "full"
     sequence: bool = False
     offload: OffloadRatios = field(default_factory=OffloadRatios)
+
+    @property
+    def ranks(self) -> int:
+        """Number of devices."""
+        return self.dp * self.tp * self.cp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +68,7 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
         layers: Layers of the model, at least as many as stages.
         rows: Rows of every loader's batch.
     """
-    world = sum(group.dp * group.tp for group in layout.groups)
+    world = sum(group.ranks for group in layout.groups)
     loaders = layout.loaders or world
     replicas = gcd(loaders, *(group.dp for group in layout.groups))
     owners = loaders // replicas
@@ -71,7 +77,7 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
         count = lcm(count, len(layout.groups))
     count *= layout.parts
     counts = layers_of(layers, layout.num_stages, uneven=layout.uneven)
-    offsets = [sum(g.dp * g.tp for g in layout.groups[:index]) for index in range(len(layout.groups))]
+    offsets = [sum(group.ranks for group in layout.groups[:index]) for index in range(len(layout.groups))]
     stages, first = [], 0
     for index, size in enumerate(counts):
         group, offset = layout.groups[index % len(layout.groups)], offsets[index % len(layout.groups)]
@@ -79,9 +85,10 @@ def make_plan(layout: Layout, layers: int, *, rows: int = ROWS) -> Plan:
             StagePlan(
                 layers=(first, first + size),
                 mesh=StageMesh(
-                    devices=tuple(range(offset, offset + group.dp * group.tp)),
+                    devices=tuple(range(offset, offset + group.ranks)),
                     data_parallel_degree=group.dp,
                     tensor_parallel_degree=group.tp,
+                    context_parallel_degree=group.cp,
                     sequence_parallel=group.sequence,
                     shard_degree=group.shard,
                 ),
@@ -159,6 +166,21 @@ LAYOUTS: dict[str, Layout] = {
     "zero bubble, pp 2, some recomputed by operator": _layouts(
         _same(2, checkpointed=1, kind="selective"), schedule="zb-h1", parts=2
     ),
+    "cp 2": _layouts(_same(1, cp=2)),
+    "cp 4, all recomputed": _layouts(_same(1, cp=4, checkpointed=99)),
+    "cp 2 x dp 2, ZeRO 1": _layouts(_same(1, dp=2, cp=2, zero=1)),
+    "cp 2 x dp 2, ZeRO 3, HSDP 2 x 2, some recomputed": _layouts(
+        _same(1, dp=2, cp=2, zero=3, shard=2, checkpointed=1), parts=2
+    ),
+    "pp 2 x cp 2, ZeRO 2": _layouts(_same(2, cp=2, zero=2), parts=2),
+    "zero bubble, pp 2 x cp 2, some recomputed by operator": _layouts(
+        _same(2, cp=2, checkpointed=1, kind="selective"), schedule="zb-h1"
+    ),
+    "interleaved, cp 2, all offloaded": _layouts(
+        [Group(cp=2, offload=_ALL)] * 2, schedule="interleaved-1f1b", chunks=2
+    ),
+    "stages (dp 2, ZeRO 3), (cp 2, some recomputed)": _layouts([Group(dp=2, zero=3), Group(cp=2, checkpointed=1)]),
+    "1 loader, cp 2": _layouts(_same(1, cp=2), loaders=1),
     "all of it together": _layouts(
         [Group(dp=2, tp=2, zero=3, checkpointed=1, sequence=True), Group(dp=4, zero=2)], parts=2
     ),

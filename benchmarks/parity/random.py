@@ -14,7 +14,7 @@ import random
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import gcd, lcm
 from time import perf_counter
@@ -51,7 +51,7 @@ def draw(rng: random.Random, module_map: ModuleMap) -> tuple[Layout, int]:
         groups = tuple(_group(rng, module_map) for _ in range(count))
         if rng.random() < 0.4:
             groups = groups[:1] * count
-        if sum(group.dp * group.tp for group in groups) <= MOST_RANKS:
+        if sum(group.ranks for group in groups) <= MOST_RANKS and not _shares_both_ways(groups):
             break
     layout = Layout(
         groups=groups,
@@ -73,22 +73,28 @@ def _offload(rng: random.Random) -> OffloadRatios:
 
 def _group(rng: random.Random, module_map: ModuleMap) -> Group:
     tp = rng.choice([1, *(split.degree for split in module_map.splits if split.degree <= MOST_RANKS // 2)])
+    cp = rng.choice([1, *(split.degree for split in module_map.contexts)]) if tp == 1 else 1
     dp = rng.choice([1, 2, 3, 4])
-    zero = rng.choice([0, 1, 2, 3]) if dp > 1 else 0
+    zero = rng.choice([0, 1, 2, 3]) if dp * cp > 1 else 0
     allows_sequence = tp > 1 and bool(module_map.split(tp).sequence)
     return Group(
         dp=dp,
         tp=tp,
+        cp=cp,
         zero=zero,
-        shard=rng.choice([None, 2]) if dp == 4 and zero else None,
+        shard=rng.choice([None, 2]) if dp * cp == 4 and zero else None,
         checkpointed=rng.choice([0, 0, 1, 2]),
         sequence=allows_sequence and rng.random() < 0.5,
     )
 
 
+def _shares_both_ways(groups: Sequence[Group]) -> bool:
+    return any(group.tp > 1 for group in groups) and any(group.cp > 1 for group in groups)
+
+
 def _rows(layout: Layout) -> int:
     """The least rows that every group can cut as the layout says."""
-    world = sum(group.dp * group.tp for group in layout.groups)
+    world = sum(group.ranks for group in layout.groups)
     replicas = gcd(*(group.dp for group in layout.groups))
     owners = world // replicas
     count = lcm(*(owners // gcd(owners, group.dp // replicas) for group in layout.groups))
@@ -100,6 +106,7 @@ def _rows(layout: Layout) -> int:
 FEATURES = {
     "stages": lambda layout: layout.num_stages > 1,
     "tensor parallel": lambda layout: any(group.tp > 1 for group in layout.groups),
+    "context parallel": lambda layout: any(group.cp > 1 for group in layout.groups),
     "sequence parallel": lambda layout: any(group.sequence for group in layout.groups),
     "ZeRO 1": lambda layout: any(group.zero == 1 for group in layout.groups),
     "ZeRO 2": lambda layout: any(group.zero == 2 for group in layout.groups),

@@ -5,9 +5,9 @@ rank. Double precision must agree to 1e-10, single precision to 1e-5, bfloat16 w
 not is named with the first parameter that differs, and the exit status is 1. A plan that a model does not allow is
 ``refused``, with the reason.
 
-Master weights are held against the same arithmetic in one process, roundings to 16 bits included. Tensor-parallel ranks
-round parts of what one process rounds whole, and data-parallel ranks of several stages what each stage adds to the
-gradient of a tied weight: such plans are tried in 32 bits with masters in 64.
+Master weights are held against the same arithmetic in one process, roundings to 16 bits included. Tensor- and
+context-parallel ranks round parts of what one process rounds whole, and data-parallel ranks of several stages what each
+stage adds to the gradient of a tied weight: such plans are tried in 32 bits with masters in 64.
 
 All ranks run in this process over an in-memory transport, so no more than one core is used, and no GPU.
 """
@@ -57,7 +57,7 @@ def plans_in(precision: str, plans: Sequence[str]) -> list[str]:
 
 def _rounds_as_one_process(layout: Layout) -> bool:
     """Whether data-parallel ranks round to 16 bits what one process has too: no parts of it, nor of one stage alone."""
-    is_shared = any(group.tp > 1 for group in layout.groups)
+    is_shared = any(group.tp * group.cp > 1 for group in layout.groups)
     return not is_shared and (layout.num_stages == 1 or all(group.dp == 1 for group in layout.groups))
 
 

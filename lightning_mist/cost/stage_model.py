@@ -3,7 +3,7 @@
 Steady time ``t`` of a stage: forward and backward of one microbatch, one more forward of every recomputed layer, and
 the transfers that it waits for (:mod:`lightning_mist.cost.time.communication`); from ZeRO-2 on also the reduction of
 its gradients, under ZeRO-3 the unsharding of its parameters (:mod:`lightning_mist.cost.time.zero_seconds`), with
-context parallelism the exchange of keys and values (:mod:`lightning_mist.cost.time.ring_attention`), with offload the
+context parallelism the exchange of keys and values (:mod:`lightning_mist.cost.time.context_exchange`), with offload the
 copies from and to the host (:mod:`lightning_mist.cost.time.offload_seconds`), each as far as it does not hide in
 computation; what the runtime's own Python takes, where that was measured. A pipeline with as many microbatches in
 flight as it has stages passes one of them around the loop of all stages in ``sum t_i`` and two transfers per boundary,
@@ -45,6 +45,7 @@ from lightning_mist.cost.time import (
     Unsharding,
     channel_rows,
     computation_factor,
+    context_seconds,
     copy_rates,
     copy_seconds,
     corrected_regions,
@@ -58,10 +59,9 @@ from lightning_mist.cost.time import (
     reductions,
     region_seconds,
     replicate_seconds,
-    ring_seconds,
     shard_nodes,
     split_seconds,
-    stage_ring_seconds,
+    stage_context_seconds,
     tied_seconds,
     unit_seconds,
     unsharding,
@@ -359,11 +359,11 @@ class StageCostModel(PlanCosts):
         return of_cuts(_cached(rank.cuts, key, find), candidates, sending=sending)
 
     def _ring(self, slot: StageSlot, compute: RegionSeconds, regions: StageRegions) -> tuple[FloatArray, FloatArray]:
-        """What context-parallel ranks wait for in one forward, and in one microbatch."""
+        """What sharing rows adds to one forward, and to one microbatch."""
         if slot.context_parallel_degree == 1:
             return (np.zeros(len(regions)),) * 2
-        ring = ring_seconds(*self._machine, slot, self.memory(slot), compute)
-        return stage_ring_seconds(ring, regions, repeats=slot.checkpointing == "full")
+        added = context_seconds(*self._machine, slot, self.memory(slot), compute)
+        return stage_context_seconds(added, regions)
 
     def _copies(self, stages: Sequence[CopyStages]) -> list[CopySeconds | None]:
         """What copies between device and host do; ``None`` where nothing may be offloaded."""

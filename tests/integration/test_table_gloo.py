@@ -21,6 +21,7 @@ CELLS = [
     ("bert", "pp 2 x tp 2, sequence, some recomputed"),
     ("nano_even", "interleaved, dp 2, ZeRO 2"),
     ("gpt2_even", "dp 4, ZeRO 3, HSDP 2 x 2"),
+    ("llama_even", "pp 2 x cp 2, ZeRO 2"),
 ]
 
 

@@ -20,7 +20,7 @@ from lightning_mist.cost.inputs.regions import (
     StageRegions,
     compile_regions,
     covered,
-    hidden_state_bytes,
+    key_value_bytes,
     parameter_regions,
     regions_of,
 )

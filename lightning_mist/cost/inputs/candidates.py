@@ -85,7 +85,8 @@ class StageSlot:
     def whole_rows(self) -> float:
         """Rows with as many tokens as a device computes on in one microbatch.
 
-        Devices that share a sequence in a ring each do an equal part of all that is done to it, attention included.
+        Devices that share a sequence each do an equal part of all that is done to it, attention included: what is not
+        equal about that is priced apart.
         """
         return self.rows / self.context_parallel_degree
 

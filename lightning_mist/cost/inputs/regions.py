@@ -9,16 +9,16 @@ Array axes
     K  whatever the caller asks about
 
 With context parallelism of degree ``c`` a device computes on ``s / c`` tokens of the same rows and with all parameters:
-batch, activations and what stages exchange are those of the shorter sequence. Keys and values go around in a ring (Liu
-et al., 2023): while a layer runs, a device has copies of queries, keys and values, of the block that arrives, and of
-the output, besides what its layers keep, taken for six hidden states of its part, ``6 b (s / c) h`` elements.
+activations and what stages exchange are those of the shorter sequence. The head is computed whole by all of them, and
+so is a tail that puts all tokens together. Attention keeps the gathered keys and values of all tokens; gathering them
+takes one copy of either more, the sums of their gradients three of either.
 
 A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low = start + 1``, or 0 if it is the first
 stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -39,8 +39,8 @@ from lightning_mist.model.spec import (
     TensorSpec,
 )
 
-RING_STATES = 6
-"""Hidden states of a device's part of the sequence that its ring takes while a layer runs."""
+KEY_VALUE_STATES = 2
+"""Hidden states that keys and values of a layer are taken for whose fused attention is not known."""
 
 
 def part_of_sequence(spec: ModelSpec, degree: int) -> int | None:
@@ -69,12 +69,44 @@ def hidden_state_bytes(costs: "RegionCosts") -> float:
     return float(max(costs.boundary_B.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0)))
 
 
-def with_ring(costs: "RegionCosts") -> "RegionCosts":
-    """Costs whose peaks hold the buffers of the ring, in every layer."""
-    ring_R = np.full(len(costs.saved_R), RING_STATES * hidden_state_bytes(costs))
-    ring_R[[0, -1]] = 0.0
-    peaks = [field.name for field in fields(costs) if field.name.endswith("peak_R")]
-    return replace(costs, **{name: getattr(costs, name) + ring_R for name in peaks})
+def key_value_bytes(spec: ModelSpec, whole: "RegionCosts") -> FloatArray:
+    """Bytes of keys and values of every layer: what its fused attention moves besides queries and results.
+
+    The FLOPs of attention say how large queries are. Masks are not counted: keys are no larger than queries.
+    """
+    work = whole.forward_work
+    is_attention_E = np.array([kind in ("attention", "causal_attention") for kind in work.kinds], dtype=bool)
+    itemsize = {"16": 2, "bf16": 2, "transformer": 2, "64": 8}.get(spec.precision.split("-")[0], 4)
+    queries_E = work.flops_E / (4.0 * (spec.sequence_length or 1)) * itemsize
+    keys_E = np.clip(work.moved_E - 2 * queries_E, 0.0, 2 * queries_E)
+    keys_R = work.sums(np.where(is_attention_E, keys_E, 0.0))
+    has_attention_R = work.sums(is_attention_E.astype(np.float64)) > 0
+    keys_R = np.where(has_attention_R, keys_R, KEY_VALUE_STATES * hidden_state_bytes(whole))
+    keys_R[[0, -1]] = 0.0
+    return keys_R
+
+
+def on_part(
+    part: "RegionCosts", whole: "RegionCosts", keys_R: FloatArray, degree: int, *, whole_tail: bool
+) -> "RegionCosts":
+    """Costs of one of the devices that share rows, from those of its tokens and of all of them."""
+    kept_R = keys_R * (1 - 1 / degree)
+    more = {
+        "saved_R": kept_R,
+        "checkpointed_saved_R": np.zeros_like(kept_R),
+        "forward_peak_R": kept_R + keys_R / 2,
+        "recompute_forward_peak_R": kept_R + keys_R / 2,
+        "backward_peak_R": 1.5 * keys_R,
+        "first_backward_peak_R": 1.5 * keys_R,
+        "recompute_backward_peak_R": kept_R + 1.5 * keys_R,
+        "first_recompute_backward_peak_R": kept_R + 1.5 * keys_R,
+    }
+    changed = {}
+    for name, more_R in more.items():
+        found_R = changed[name] = getattr(part, name) + more_R
+        ends = [0, -1] if whole_tail else [0]
+        found_R[ends] = getattr(whole, name)[ends]
+    return replace(part, **changed, batch_bytes=whole.batch_bytes)
 
 
 _LAYER_ARRAYS = {
@@ -156,6 +188,12 @@ class RegionCosts:
     batch_bytes: float
     shared_saved_bytes: float
 
+    @property
+    def is_causal_R(self) -> FloatArray:
+        """1 where fused attention skips what lies behind a causal mask, 0 elsewhere."""
+        is_causal_E = np.array([kind == "causal_attention" for kind in self.forward_work.kinds], dtype=float)
+        return np.minimum(self.forward_work.sums(is_causal_E), 1.0)
+
 
 def regions_of(spec: ModelSpec) -> tuple[LayerSpec, ...]:
     """The specification of every region, in execution order."""
@@ -215,7 +253,11 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
             batch_bytes=float(rest[-2]),
             shared_saved_bytes=float(rest[-1]),
         )
-        return found if context == 1 else with_ring(found)
+        if context == 1:
+            return found
+        whole = at(rows)
+        gathers = any(split.degree == context and split.notes for split in spec.module_map.contexts)
+        return on_part(found, whole, key_value_bytes(spec, whole), context, whole_tail=gathers)
 
     return at
 

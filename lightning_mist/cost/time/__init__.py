@@ -12,6 +12,7 @@ from lightning_mist.cost.time.communication import (
     tied_seconds,
     transfers,
 )
+from lightning_mist.cost.time.context_exchange import context_seconds, stage_context_seconds
 from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages
 from lightning_mist.cost.time.offload_seconds import CopySeconds, copy_seconds
 from lightning_mist.cost.time.operator_seconds import compute_dtype, compute_rate
@@ -34,7 +35,6 @@ from lightning_mist.cost.time.region_times import (
     region_seconds,
     split_seconds,
 )
-from lightning_mist.cost.time.ring_attention import ring_seconds, stage_ring_seconds
 from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD, overhead_seconds
 from lightning_mist.cost.time.stage_seconds import (
     StageCosts,

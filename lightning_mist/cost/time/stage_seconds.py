@@ -32,7 +32,7 @@ class StageSeconds(ArrayRecord):
         send_back_K: The part of ``transfer_K`` that sends the gradient of the input.
         unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
         scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
-        ring_K: Exchanging keys and values among context-parallel ranks for one microbatch, as far as not hidden.
+        ring_K: What sharing rows adds for one microbatch: exchanging keys and values, and waiting for each other.
         forward_ring_K: The part of ``ring_K`` that belongs to the forward.
         copies_K: Copies between device and host for one microbatch, as far as not hidden.
         forward_copies_K: The part of ``copies_K`` that belongs to the forward.

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
-from lightning_mist.cost.inputs.regions import RING_STATES, part_of_sequence, with_ring
+from lightning_mist.cost.inputs.regions import KEY_VALUE_STATES, part_of_sequence
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.model_spec import LayerSpec
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
-from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Plan, StageMesh, StagePlan, TensorSplit, ZeroStage
 from tests.specs import spec
 
 
@@ -42,31 +42,42 @@ def make_plan(context, *, data=1, zero=0, microbatches=2):
     return Plan(global_batch_size=4 * microbatches, num_microbatches=microbatches, stages=(stage,))
 
 
-def test_costs_are_those_of_a_part_of_the_sequence_and_a_ring():
+def test_costs_are_those_of_a_part_of_the_sequence_and_of_all_keys():
     uses = sequences()
-    whole, part = MemoryModel(dataclasses.replace(uses, sequence_length=4)).costs(4), MemoryModel(uses).costs(4, 2)
-    # 4 rows of 4 tokens hand on 1000 bytes each.
-    ring = RING_STATES * 4 * 4 * 1000
-    assert np.array_equal(part.saved_R, whole.saved_R)
-    assert part.batch_bytes == whole.batch_bytes
-    for name in ("forward", "recompute_forward", "backward", "first_backward", "recompute_backward"):
-        more_R = getattr(part, f"{name}_peak_R") - getattr(whole, f"{name}_peak_R")
-        assert more_R.tolist() == [0, ring, ring, ring, ring, 0]
+    all_tokens, half = MemoryModel(uses).costs(4), MemoryModel(dataclasses.replace(uses, sequence_length=4)).costs(4)
+    part = MemoryModel(uses).costs(4, 2)
+    # 4 rows of 8 tokens hand on 1000 bytes each; keys and values are two of that, of which one is kept anyway.
+    keys = KEY_VALUE_STATES * 4 * 8 * 1000
+    for name, more in (
+        ("saved", keys / 2),
+        ("checkpointed_saved", 0.0),
+        ("forward_peak", keys),
+        ("recompute_forward_peak", keys),
+        ("backward_peak", 1.5 * keys),
+        ("first_backward_peak", 1.5 * keys),
+        ("recompute_backward_peak", 2 * keys),
+    ):
+        found_R, half_R, all_R = (getattr(costs, f"{name}_R") for costs in (part, half, all_tokens))
+        assert found_R.tolist() == [all_R[0], *(half_R[1:-1] + more), half_R[-1]]
+    assert part.batch_bytes == all_tokens.batch_bytes
 
 
-def test_a_ring_of_one_layer_is_of_what_it_hands_on():
-    costs = MemoryModel(sequences(1)).costs(4)
-    assert (with_ring(costs).forward_peak_R - costs.forward_peak_R).tolist() == [0, RING_STATES * 4 * 8 * 1000, 0]
+def test_a_tail_that_puts_tokens_together_is_of_all_of_them():
+    uses = sequences()
+    split = TensorSplit(degree=2, parameters=(), notes=("the tail puts all tokens together",))
+    gathering = dataclasses.replace(uses, module_map=dataclasses.replace(uses.module_map, contexts=(split,)))
+    found = MemoryModel(gathering).costs(4, 2).forward_peak_R[-1]
+    assert found == MemoryModel(uses).costs(4).forward_peak_R[-1] > MemoryModel(uses).costs(4, 2).forward_peak_R[-1]
 
 
 def test_the_terms_of_a_stage():
     uses = sequences()
     alone, shared = (dict(stage_memory(uses, make_plan(context))[0].terms) for context in (1, 2))
-    # Every device has all parameters, and half of the tokens of the same rows. A batch of a rank has 8 or 4 rows.
+    # Every device has all parameters, and computes on half of the tokens of the same rows.
     assert alone["parameter_bytes"] == shared["parameter_bytes"]
     assert alone["optimizer_bytes"] == shared["optimizer_bytes"]
     assert alone["batch_bytes"] == 16 * 8 * 8
-    assert shared["batch_bytes"] == 2 * 16 * 4 * 4
+    assert shared["batch_bytes"] == 2 * 16 * 4 * 8
     assert shared["working_bytes"] < alone["working_bytes"]
 
 

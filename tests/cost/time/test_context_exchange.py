@@ -3,10 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.cost.time.overlap import FREE
-from lightning_mist.cost.time.ring_attention import KEY_VALUE_STATES, ring_nodes, ring_seconds
+from lightning_mist.cost import MemoryModel, StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost.inputs import key_value_bytes
+from lightning_mist.cost.inputs.regions import KEY_VALUE_STATES
+from lightning_mist.cost.time.context_exchange import context_nodes, context_seconds
 from lightning_mist.errors import PlanError
+from lightning_mist.model.spec.model_spec import OperatorCost
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from tests.cost.inputs.test_context_parallel import sequences
 from tests.specs import cluster, profile, spec
@@ -49,26 +51,41 @@ def model(uses=None, *, link=1e9, latency=1e-5, kind="cpu", devices=2, **changes
     return StageCostModel(uses or attending(), machine, cluster(devices, kind=kind))
 
 
-def block(rows=4, tokens=LENGTH // 2):
-    """Bytes of keys and values of a device's part of the sequence."""
+def keys(rows=4, tokens=LENGTH):
+    """Bytes of keys and values of all tokens, which are taken for two hidden states."""
     return KEY_VALUE_STATES * rows * tokens * HIDDEN
 
 
-def test_on_a_cpu_keys_and_values_go_around_beside_nothing():
-    step = 1e-5 + block() / 1e9
+def fused(kind="causal_attention", heads=4, shared=2):
+    """Layers of 32-bit fused attention alone, ``shared`` heads of keys for ``heads`` of queries of 8 numbers each."""
+    uses = sequences(4, LENGTH)
+    queries = heads * 8 * MICROBATCH * SEQUENCE
+
+    def part(item):
+        work = OperatorCost(
+            kind=kind,
+            flops=4 * queries * SEQUENCE,
+            moved_bytes=4 * (2 * queries + 2 * queries * shared / heads),
+            calls=1,
+        )
+        return dataclasses.replace(item, forward_work=(work,), backward_work=(work,))
+
+    return dataclasses.replace(uses, layers=tuple(map(part, uses.layers)))
+
+
+def test_keys_and_values_are_gathered_and_their_gradients_scattered():
+    step = 2 * 1e-5 + keys() / 1e9
     found = model().seconds(slot(), candidates(checkpointed=3))
-    # Once in a forward of two devices; again in a backward, and their gradients twice, home to where they belong.
-    assert found.forward_ring_K[0] == pytest.approx(4 * step)
-    assert found.ring_K[0] == pytest.approx((4 + 4 * 3 + 3) * step)
+    head = model().region_seconds(2)
+    # Every layer, recomputed ones again; the head is computed whole by both.
+    assert found.forward_ring_K[0] == pytest.approx(4 * step + head.forward_R[0])
+    assert found.ring_K[0] == pytest.approx((4 + 4 + 3) * step + head.forward_R[0] + head.backward_R[0])
     assert found.steady_K[0] == pytest.approx(
         found.forward_K[0] + found.backward_K[0] + found.recompute_K[0] + found.ring_K[0]
     )
-    four = model(devices=4).seconds(slot(4), candidates())
-    step = 1e-5 + block(tokens=LENGTH // 4) / 1e9
-    assert four.ring_K[0] == pytest.approx(4 * (3 + 3 + 4) * step)
 
 
-def test_every_device_does_an_equal_part_of_everything():
+def test_what_is_shared_out_evenly_is():
     alone, shared = (model().seconds(slot(context), candidates(zero=0)) for context in (1, 2))
     assert alone.ring_K[0] == alone.forward_ring_K[0] == 0.0
     # As much as half of the rows with the whole of their sequence.
@@ -78,43 +95,28 @@ def test_every_device_does_an_equal_part_of_everything():
     assert shared.update_K[0] == plain.update_K[0]
 
 
-def test_on_a_device_attention_hides_the_ring():
-    machine = model(link=1e12, latency=0.0, kind="cuda")
-    assert machine.seconds(slot(), candidates()).ring_K[0] == 0.0
-    # Of layers that take F, attention is half; beside half of it, one of two blocks, something travels.
-    slow = model(link=1e5, latency=0.0, kind="cuda")
-    region, step = slow.region_seconds(2), block() / 1e5
-    found = ring_seconds(slow.profile, slow.cluster, slot(), slow.memory(slot()), region)
-    assert found[0][1:-1] == pytest.approx(step - region.forward_R[1:-1] / 4)
-    assert found[1][1:-1] == pytest.approx(3 * step - region.backward_R[1:-1] / 4)
-    assert found[0][[0, -1]].tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_last_device_has_more_of_causal_attention(degree):
+    found = {}
+    for kind in ("causal_attention", "attention"):
+        machine = model(fused(kind), devices=degree, link=1e30, latency=0.0)
+        region, place = machine.region_seconds(4 / degree), slot(degree)
+        added, _ = context_seconds(machine.profile, machine.cluster, place, machine.memory(place), region)
+        found[kind] = added[1] / region.forward_R[1]
+    assert found["causal_attention"] == pytest.approx(1 - 1 / degree, rel=1e-3)
+    assert found["attention"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_interference_slows_both():
-    free, slowed = (
-        model(link=1e8, kind="cuda", interference=dataclasses.replace(FREE, compute_network=share))
-        for share in (0.0, 1.0)
-    )
-    assert slowed.seconds(slot(), candidates()).ring_K[0] > free.seconds(slot(), candidates()).ring_K[0]
+@pytest.mark.parametrize("shared", [1, 2, 4])
+def test_fewer_heads_of_keys_are_fewer_bytes(shared):
+    uses = fused(shared=shared)
+    assert key_value_bytes(uses, MemoryModel(uses).costs(4)).tolist() == [0, *[4 * 2 * shared * 8 * 4 * LENGTH] * 4, 0]
 
 
-def test_tensor_parallel_devices_have_a_part_of_the_heads():
-    uses = attending()
-    machine = model(uses)
-    region, memory = machine.region_seconds(2), machine.memory(slot())
-    shares = [
-        ring_seconds(machine.profile, machine.cluster, slot(**place), memory, region)[0][1] - 1e-5
-        for place in ({}, {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True})
-    ]
-    assert shares[0] == pytest.approx(2 * shares[1])
-    # What a sequence-parallel device hands on is its part of the sequence already.
-    assert shares[2] == shares[0]
-
-
-def test_rings_are_contiguous_if_nothing_else_is_known():
+def test_groups_are_contiguous_if_nothing_else_is_known():
     machine = cluster(8, nodes=2)
-    assert ring_nodes(machine, slot(4)) == 1
-    assert ring_nodes(machine, slot(4, tensor_parallel_degree=2)) == 2
+    assert context_nodes(machine, slot(4)) == 1
+    assert context_nodes(machine, slot(4, tensor_parallel_degree=2)) == 2
 
 
 def test_gradients_are_averaged_over_the_ranks_of_a_ring_too():
