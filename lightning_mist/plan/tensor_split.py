@@ -79,6 +79,16 @@ class SequenceSplit:
     dim: int
 
 
+MOST_STRIPES = 8
+"""Stripes of a sequence, in each of which every context-parallel rank has a chunk: the rank with the most of causal
+attention then does ``(1 - 1 / c) / 8`` more than an equal part of ``c``, in as many calls."""
+
+
+def stripes_of(length: int, degree: int) -> int:
+    """Into how many equal stripes a sequence is cut, each of which so many ranks share; 1 if it does not come apart."""
+    return next((count for count in (MOST_STRIPES, 4, 2) if length % (count * degree) == 0), 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSplit:
     """How a module is split over ``degree`` tensor-parallel ranks, checked against the unsplit module.

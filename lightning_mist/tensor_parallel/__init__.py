@@ -19,6 +19,7 @@ from lightning_mist.tensor_parallel.parts import (
     present,
     shard,
     split_sequence,
+    to_local_sequence,
     unshard,
 )
 from lightning_mist.tensor_parallel.shard_layout import Layout

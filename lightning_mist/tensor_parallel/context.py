@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mist.plan.tensor_split import stripes_of
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.group import TensorGroup
 from lightning_mist.tensor_parallel.shard_layout import Layout, Outer, fits
@@ -78,8 +79,12 @@ class SplitContext:
         return collectives.reduce(summand, self.group), None
 
     def sequence_layout(self, sizes: tuple[int, ...], dim: int) -> Layout | None:
-        """How hidden states are shared along their sequence, None if it does not divide. Remembered for later sums."""
-        layout = Layout(sizes, dim % len(sizes))
+        """How hidden states are shared along their sequence, None if it does not divide. Remembered for later sums.
+
+        Context-parallel ranks have a chunk of every stripe of it, so that no rank has only tokens that see much.
+        """
+        dim %= len(sizes)
+        layout = Layout(sizes, dim, stripes_of(sizes[dim], self.degree) if self.adds_later else 1)
         if not fits(layout, self.degree) or layout.is_last:
             return None
         self._learn(layout)

@@ -81,11 +81,20 @@ def split_sequence(tensor: Tensor, dim: int, context: SplitContext) -> Tensor:
 
 
 def from_local_sequence(local: Tensor, dim: int, context: SplitContext) -> SplitTensor:
-    """Hidden states of which this rank has its part already, as from a stage that is split alike."""
+    """Hidden states of which this rank has one run of tokens already, as it comes from another stage."""
     dim %= local.dim()
     sizes = (*local.shape[:dim], local.shape[dim] * context.degree, *local.shape[dim + 1 :])
-    layout = context.sequence_layout(sizes, dim)
-    return wrap(local, layout or Layout(sizes, dim), context)
+    if not context.adds_later:
+        context.sequence_layout(sizes, dim)
+    return wrap(local, Layout(sizes, dim), context)
+
+
+def to_local_sequence(tensor: Tensor, dim: int, context: SplitContext) -> Tensor:
+    """This rank's run of tokens of hidden states whose length the ranks divide, as it goes to another stage."""
+    layout = Layout(tuple(tensor.shape), dim % tensor.dim())
+    if isinstance(tensor, SplitTensor) and tensor.placement == layout:
+        return tensor.local
+    return collectives.scatter(gathered(tensor), layout, context.group)
 
 
 def leaving(value: Any, context: SplitContext) -> Any:

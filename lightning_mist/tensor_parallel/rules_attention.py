@@ -6,7 +6,7 @@ gradients are scattered back as sums. Gathering is one collective before and one
 that hides them would need attention that returns its normalizers, which the public function does not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,7 +50,7 @@ def _of_positions(context: SplitContext, func: Callable[..., Any], query: SplitT
     known, mask, is_causal = query.placement, given.pop("attn_mask"), given.pop("is_causal")
     sides = [given.pop("key"), given.pop("value")]
     parts = [side for side in sides if isinstance(side, SplitTensor)]
-    if known.outer != 1 or not all(side.placement.is_like(known) for side in parts):
+    if not all(side.placement.is_like(known) for side in parts):
         return NotImplemented
     if is_causal and (mask is not None or len(parts) < len(sides)):
         return NotImplemented
@@ -60,24 +60,36 @@ def _of_positions(context: SplitContext, func: Callable[..., Any], query: SplitT
         else collectives.copy_in(side, context.group)
         for side in sides
     )
-    if is_causal:
-        # Nobody looks beyond the last position of the rank, and the first rank has a square.
-        end = (context.rank + 1) * (known.sizes[-2] // context.degree)
-        key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
-        mask = None if context.rank == 0 else _ending_together(query.local, end)
-    else:
-        mask = operand(context, mask, known)
     with own_stream(query.local, context.rank) if given["dropout_p"] > 0 else nullcontext():
-        result = func(query.local, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **given)
-    return wrap(result, Layout((*known.sizes[:-1], value.shape[-1]), known.dim), context)
+        if not is_causal:
+            result = func(query.local, key, value, attn_mask=operand(context, mask, known), is_causal=False, **given)
+        else:
+            result = torch.cat([_causal(func, *run, key, value, given) for run in _runs(context, query)], -2)
+    return wrap(result, Layout((*known.sizes[:-1], value.shape[-1]), known.dim, known.outer), context)
 
 
-def _ending_together(query: Tensor, count: int) -> Tensor:
-    """The causal mask of queries of which the last sees all of so many keys; only said and not made on a GPU."""
+def _runs(context: SplitContext, query: SplitTensor) -> Iterator[tuple[Tensor, int]]:
+    """The rank's queries, by runs of neighbouring positions, each with the position behind its last."""
+    start = 0
+    local = query.local.split([piece // context.degree for piece in query.placement.pieces], -2)
+    for piece, run in zip(query.placement.pieces, local, strict=True):
+        yield run, start + (context.rank + 1) * (piece // context.degree)
+        start += piece
+
+
+def _causal(
+    func: Callable[..., Any], query: Tensor, end: int, key: Tensor, value: Tensor, given: dict[str, Any]
+) -> Any:
+    """Attention of queries at the positions before ``end``, none of which sees what lies behind itself."""
+    key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
+    length = query.shape[-2]
+    if length == end:
+        return func(query, key, value, attn_mask=None, is_causal=True, **given)
     if query.is_cuda:
-        return causal_lower_right(query.shape[-2], count)
-    square = torch.ones(query.shape[-2], count, dtype=torch.bool, device=query.device)
-    return square.tril(count - query.shape[-2])
+        mask: Tensor = causal_lower_right(length, end)  # only said, and not made
+    else:
+        mask = torch.ones(length, end, dtype=torch.bool, device=query.device).tril(end - length)
+    return func(query, key, value, attn_mask=mask, is_causal=False, **given)
 
 
 def _heads_meet(tensor: Tensor, query: Layout, given: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from torch import nn
 
 from lightning_mist.plan import ParameterSplit
 from lightning_mist.tensor_parallel import Layout, SplitContext, SplitTensor, run_ranks
+from lightning_mist.tensor_parallel.shard_layout import join_parts, take
 from tests.tensor_parallel.rules import check, tensor
 from tests.tensor_parallel.splitting import compare
 
@@ -106,3 +107,58 @@ def test_additional_rows_are_left_to_the_whole_computation():
     module = nn.MultiheadAttention(16, 4, add_bias_kv=True).double()
     x = torch.randn(5, 2, 16, dtype=torch.float64)
     compare(module, lambda m, _: m(x, x, x), PACKED, gathers=("multi_head_attention_forward",))
+
+
+class _Later:
+    """A group whose ranks leave gradients of what all hold as summands."""
+
+    adds_later = True
+
+    def __init__(self, group):
+        self.rank, self.size = group.rank, group.size
+        self.all_reduce, self.all_gather, self.reduce_scatter = group.all_reduce, group.all_gather, group.reduce_scatter
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("outer", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        (4, {"is_causal": True}),
+        (2, {"is_causal": True, "enable_gqa": True, "scale": 0.3}),
+        (4, {"attn_mask": torch.ones(16, 16, dtype=torch.bool).tril().triu(-3)}),
+        (4, {"attn_mask": torch.arange(16.0, dtype=torch.float64).expand(2, 1, 1, 16) / 16}),
+        (4, {}),
+    ],
+)
+def test_queries_at_their_positions_attend_to_all_keys(degree, outer, heads, options):
+    def leaves():
+        generator = torch.Generator().manual_seed(4)
+        shapes = [(2, count, 16, 8) for count in (4, heads, heads)]
+        return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    wholes = leaves()
+    expected = F.scaled_dot_product_attention(*wholes, **options)
+    cotangent = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    expected.backward(cotangent)
+
+    def rank(group):
+        context = SplitContext(_Later(group), sequence_parallel=True)
+        layouts = [Layout(tuple(leaf.shape), 2, outer) for leaf in wholes]
+        parts = [
+            take(leaf.detach(), layout, group.rank, degree).clone().requires_grad_()
+            for leaf, layout in zip(leaves(), layouts, strict=True)
+        ]
+        shown = [SplitTensor(part, layout, context) for part, layout in zip(parts, layouts, strict=True)]
+        result = F.scaled_dot_product_attention(*shown, **options)
+        assert result.placement == layouts[0]
+        assert not context.gathered
+        result.local.backward(take(cotangent, layouts[0], group.rank, degree).contiguous())
+        return [result.local.detach(), *(part.grad for part in parts)]
+
+    ranks = run_ranks(degree, rank)
+    for place, wanted in enumerate([expected.detach(), *(leaf.grad for leaf in wholes)]):
+        whole = join_parts(
+            torch.stack([found[place] for found in ranks]), Layout(tuple(wanted.shape), 2, outer), degree
+        )
+        torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12)

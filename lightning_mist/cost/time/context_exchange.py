@@ -6,8 +6,9 @@ layers are recomputed keys and values are gathered again.
 
 Attention is what grows with the square of the sequence: with ``F(s)`` the FLOPs of a layer at a sequence of ``s``
 tokens, a device has ``F(s) / c`` of them, of which ``(F(s) / c - F(s / c)) / (1 - 1 / c)`` are attention's. Behind a
-causal mask the last device does ``2 - 1 / c`` times what each would if it were even, and the others wait for it: so
-what this adds is ``F(s) / c - F(s / c)``. What comes before the first layer every device computes whole.
+causal mask the device with the last tokens of each of ``k`` stripes does ``1 + (1 - 1 / c) / k`` times what each would
+if it were even, and the others wait for it: so what this adds is ``(F(s) / c - F(s / c)) / k``. What comes before the
+first layer every device computes whole.
 
 Array axes
     K  candidates
@@ -20,6 +21,7 @@ from lightning_mist.cost.inputs import FloatArray, StageRegions, StageSlot, key_
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time.region_times import RegionSeconds, collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
+from lightning_mist.plan.tensor_split import stripes_of
 
 
 def context_seconds(
@@ -33,10 +35,11 @@ def context_seconds(
     degree, nodes = slot.context_parallel_degree, context_nodes(cluster, slot)
     whole, part = memory.costs(slot.rows), memory.costs(slot.rows, degree)
     keys_R = key_value_bytes(memory.spec, whole)
+    stripes = stripes_of(memory.spec.sequence_length or 0, degree)
 
     def added(name: str, operation: str) -> FloatArray:
         seconds_R, flops_R = getattr(compute, f"{name}_R"), getattr(whole, f"{name}_flops_R") / degree
-        uneven_R = np.maximum(flops_R - getattr(part, f"{name}_flops_R"), 0.0) * whole.is_causal_R
+        uneven_R = np.maximum(flops_R - getattr(part, f"{name}_flops_R"), 0.0) * whole.is_causal_R / stripes
         exchange_R = collective_seconds(profile, operation, degree, nodes, keys_R, 2)
         found_R = exchange_R + seconds_R * uneven_R / np.maximum(flops_R, 1.0)
         found_R[0] = seconds_R[0] * (degree - 1)

@@ -6,6 +6,7 @@ whole on every rank, and the tail on parts as far as its functions have rules fo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 from torch import nn
@@ -14,9 +15,9 @@ from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks
 from lightning_mist.model.split.block_splits import Found, rows_of_kind
-from lightning_mist.model.split.splits import Around, look_around, sequence_dims, tried_length, trouble_of
+from lightning_mist.model.split.splits import Around, look_around, sequence_dims, trouble_of
 from lightning_mist.plan.module_map import Exclusion, ModuleMap
-from lightning_mist.plan.tensor_split import SequenceSplit, TensorSplit
+from lightning_mist.plan.tensor_split import MOST_STRIPES, SequenceSplit, TensorSplit
 
 
 def derive_contexts(
@@ -40,7 +41,7 @@ def derive_contexts(
         return _without(module_map, trouble)
     with isolated(module):
         try:
-            calls = call_blocks(module, call, batch, module_map.blocks, tried_length(wanted))
+            calls = call_blocks(module, call, batch, module_map.blocks, MOST_STRIPES * lcm(*wanted))
         except TraceError as error:
             return _without(module_map, str(error))
         kinds = [rows_of_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]

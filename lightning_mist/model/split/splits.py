@@ -75,7 +75,7 @@ def derive_splits(
         return _without(module_map, trouble)
     with isolated(module):
         try:
-            calls = call_blocks(module, call, batch, module_map.blocks, tried_length(wanted))
+            calls = call_blocks(module, call, batch, module_map.blocks, _length(wanted))
         except TraceError as error:
             return _without(module_map, str(error))
         kinds = [split_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
@@ -99,7 +99,7 @@ def trouble_of(module: nn.Module, module_map: ModuleMap) -> str:
     return ""
 
 
-def tried_length(degrees: Sequence[int]) -> int:
+def _length(degrees: Sequence[int]) -> int:
     """A length of sequences that all degrees divide, of 8 at least, so that causal masks and windows show."""
     common = lcm(*degrees)
     return common * -(-8 // common)

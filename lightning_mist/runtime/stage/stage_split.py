@@ -17,7 +17,6 @@ from lightning_mist.plan.messages import Side
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.tensor_parallel import (
     SplitContext,
-    SplitTensor,
     TensorGroup,
     enter,
     enter_sequence,
@@ -25,8 +24,7 @@ from lightning_mist.tensor_parallel import (
     functions_of_wholes,
     leaving,
     present,
-    split_sequence,
-    whole,
+    to_local_sequence,
 )
 from lightning_mist.tensor_parallel.group import Reduction
 from lightning_mist.tensor_parallel.shard_layout import Outer
@@ -131,10 +129,7 @@ class StageSplit:
         dim = live.sequence_dim
         if dim is None or not self._side.is_parted(tensor.shape[dim]):
             return leaving(tensor, self.context)  # type: ignore[no-any-return]
-        if not isinstance(tensor, SplitTensor) or tensor.placement[dim] != ((tensor.shape[dim], True),):
-            tensor = split_sequence(whole(tensor), dim, self.context)
-        assert isinstance(tensor, SplitTensor)
-        return tensor.local
+        return to_local_sequence(tensor, dim, self.context)
 
 
 class TransportGroup:

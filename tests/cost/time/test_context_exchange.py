@@ -10,6 +10,7 @@ from lightning_mist.cost.time.context_exchange import context_nodes, context_sec
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.model_spec import OperatorCost
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
+from lightning_mist.plan.tensor_split import stripes_of
 from tests.cost.inputs.test_context_parallel import sequences
 from tests.specs import cluster, profile, spec
 
@@ -103,7 +104,7 @@ def test_the_last_device_has_more_of_causal_attention(degree):
         region, place = machine.region_seconds(4 / degree), slot(degree)
         added, _ = context_seconds(machine.profile, machine.cluster, place, machine.memory(place), region)
         found[kind] = added[1] / region.forward_R[1]
-    assert found["causal_attention"] == pytest.approx(1 - 1 / degree, rel=1e-3)
+    assert found["causal_attention"] == pytest.approx((1 - 1 / degree) / stripes_of(LENGTH, degree), rel=1e-3)
     assert found["attention"] == pytest.approx(0.0, abs=1e-9)
 
 
