@@ -23,6 +23,8 @@ class NetworkRequest:
     """A network as commands ask for it.
 
     Attributes:
+        degrees: Tensor-parallel degrees to look at.
+        contexts: Context-parallel degrees to look at.
         optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
         lora_rank: Width of the adapters that alone are trained; None to train the network as it is.
         lora_targets: Last parts of the names of the layers that get one, with commas; empty for attention's defaults.
@@ -35,6 +37,7 @@ class NetworkRequest:
     optimizer: str | None
     degrees: tuple[int, ...]
     device_kind: str
+    contexts: tuple[int, ...] = ()
     capability: tuple[int, int] | None = None
     trace: bool = False
     master_weights: bool = False
@@ -75,6 +78,7 @@ def _described(request: NetworkRequest) -> "ModelSpec":
         rows=request.rows,
         length=length,
         degrees=request.degrees,
+        contexts=request.contexts,
         optimizer=KNOWN_OPTIMIZERS.get(name) or _optimizer(name, request.device_kind),
         device_kind=request.device_kind,
         capability=request.capability,
@@ -128,6 +132,7 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
 def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpec":
     from lightning_mist.estimate.closed_form import with_second_opinion
     from lightning_mist.model import (
+        derive_contexts,
         derive_splits,
         device_operators,
         map_module,
@@ -156,6 +161,9 @@ def _trace(request: NetworkRequest, *, tell: Callable[[str], None]) -> "ModelSpe
     if degrees:
         tell(f"finding out how {', '.join(map(str, degrees))} devices could share layers")
         found = derive_splits(source.module, source.call, source.batch, found, degrees)
+    if request.contexts:
+        tell(f"finding out how {', '.join(map(str, request.contexts))} devices could share rows")
+        found = derive_contexts(source.module, source.call, source.batch, found, request.contexts)
     optimizer, notes = optimizer_to_describe(source.module, named, precision_context(precision))
     spec = trace_model(
         source.module,

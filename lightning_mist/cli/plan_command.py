@@ -209,6 +209,7 @@ def _network(request: PlanRequest, search: SearchSpace, machine: "AnyCluster", p
         master_weights=precision.master_weights,
         optimizer=request.optimizer,
         degrees=_degrees(search, machine),
+        contexts=search.context_parallel_degrees,
         device_kind=machine.kind,
         capability=oldest_capability(machine),
         trace=request.trace,

@@ -26,7 +26,8 @@ COUNTS = (
 
 
 _OTHERS = (
-    *("layer_cuts", "zero_stages", "shard_degrees", "checkpointed_shares", "checkpointing_kinds"),
+    *("layer_cuts", "zero_stages", "shard_degrees", "context_parallel_degrees"),
+    *("checkpointed_shares", "checkpointing_kinds"),
     *("offload", "offload_ratios", "schedules", "chunks"),
 )
 """Limits that are several of something else."""
@@ -60,6 +61,9 @@ class SearchSpace:
         tensor_parallel_degrees: How many devices of a node may share every layer of a stage, 1 among them; by default
             every number that the module and the nodes allow. Multiples of a node's devices only where they are named.
             Stages of one plan may differ.
+        context_parallel_degrees: How many devices may share the tokens of every row, such as 8, for rows that are long;
+            by default none do. With some, plans are tried besides whose stages are all alike, without tensor
+            parallelism and offload, and the fastest of all is taken; of these nothing is proven.
         data_parallel_size: How many distinct batches are loaded at once; by default one per device, or, of a batch that
             is no multiple of the devices, one for each copy of the pipeline. In training it is the strategy's option
             that says so.
@@ -97,6 +101,7 @@ class SearchSpace:
     shard_degrees: tuple[int, ...] = ()
     data_parallel_degrees: tuple[int, ...] | None = None
     tensor_parallel_degrees: tuple[int, ...] | None = None
+    context_parallel_degrees: tuple[int, ...] = ()
     data_parallel_size: int | None = None
     sequence_parallel: bool | None = None
     checkpointing: bool = True
@@ -135,6 +140,11 @@ class SearchSpace:
             raise ValueError(
                 f"shard_degrees={self.shard_degrees}: one rank has nobody to share with; give numbers of at least 2, "
                 "or () for all ranks with the same parameters only"
+            )
+        if self.context_parallel_degrees and min(self.context_parallel_degrees) < 2:
+            raise ValueError(
+                f"context_parallel_degrees={self.context_parallel_degrees}: at least 2 devices share a row; give such "
+                "numbers, or () for none"
             )
         if not self.checkpointing_kinds or not set(self.checkpointing_kinds) <= set(CHECKPOINTING_KINDS):
             raise ValueError(

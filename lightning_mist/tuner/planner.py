@@ -6,6 +6,7 @@ All that are near the best are then run on the clock, and the fastest there is t
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from time import thread_time
 
 from lightning_mist.cost import (
@@ -32,7 +33,16 @@ from lightning_mist.tuner.search import (
     search_copies,
     search_pipelines,
 )
-from lightning_mist.tuner.select import Status, TuneResult, TuneStats, choose, make_plan
+from lightning_mist.tuner.select import (
+    Alternative,
+    Status,
+    TuneResult,
+    TuneStats,
+    choose,
+    fastest_with_context,
+    known_contexts,
+    make_plan,
+)
 from lightning_mist.tuner.space import (
     USABLE_MEMORY,
     Space,
@@ -156,12 +166,16 @@ class Planner:
             self.spec,
             space,
         )
+        context = _with_context(stages)
+        if outcome.winner is None and context is not None:
+            return _shared_rows(stages, context, outcome, began)
         if outcome.winner is None and outcome.is_late:
             refuse_late(stages)
         if outcome.winner is None:
             until = max(deadline, thread_time() + 0.1)
             explain_infeasible(stages, lambda problem, chosen: make_plan(space, problem, chosen, self.cluster), until)
-        return _result(stages, outcome, began, (memory_limit, host_memory_limit))
+        found = _result(stages, outcome, began, (memory_limit, host_memory_limit))
+        return found if context is None else _faster(found, context)
 
 
 def tune(
@@ -232,12 +246,68 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
         certified=outcome.certified,
         notes=(
             *intra.space.notes,
+            *_context_notes(intra),
             *_part_notes(intra),
             *outcome.notes,
             *choice.notes,
             *_numbers(intra, plan, *asked),
         ),
     )
+
+
+def _with_context(stages: Stages) -> Plan | None:
+    """The fastest plan whose devices share rows, where such are asked for and fit; on devices that are all alike."""
+    is_asked = stages.space.search.context_parallel_degrees and isinstance(stages, IntraStage)
+    return fastest_with_context(stages) if is_asked else None  # type: ignore[arg-type]
+
+
+def _shared_rows(stages: Stages, plan: Plan, outcome: Outcome, began: float) -> TuneResult:
+    """The result where only plans whose devices share rows fit."""
+    assert plan.predicted is not None
+    seconds = plan.predicted.step_seconds
+    return TuneResult(
+        plan=plan,
+        status="explored",
+        bound=0.0,
+        gap=1.0,
+        closed_form_seconds=seconds,
+        predicted=plan.predicted,
+        alternatives=(),
+        stats=TuneStats(
+            seconds=thread_time() - began,
+            candidates=stages.evaluated,
+            pipelines=outcome.pipelines,
+            solved=outcome.solved,
+        ),
+        notes=(*stages.space.notes, *_context_notes(stages), "without context parallelism nothing fits"),
+    )
+
+
+def _faster(found: TuneResult, context: Plan) -> TuneResult:
+    """A result, with a plan whose devices share rows where that is faster."""
+    assert context.predicted is not None
+    if context.predicted.step_seconds >= found.predicted.step_seconds:
+        return replace(found, alternatives=(*found.alternatives, Alternative(name="context parallelism", plan=context)))
+    others = (Alternative(name="without context parallelism", plan=found.plan), *found.alternatives)
+    return replace(
+        found,
+        plan=context,
+        status="explored",
+        bound=0.0,
+        gap=1.0,
+        predicted=context.predicted,
+        alternatives=others,
+        certified=False,
+    )
+
+
+def _context_notes(stages: Stages) -> tuple[str, ...]:
+    """Why rows are not shared among so many devices as was asked for."""
+    if not stages.space.search.context_parallel_degrees:
+        return ()
+    if not isinstance(stages, IntraStage):
+        return ("without context parallelism: it is not tried on devices that are not all alike",)
+    return known_contexts(stages.space, stages.model.spec.module_map)[1]
 
 
 def _part_notes(stages: Stages) -> Iterable[str]:

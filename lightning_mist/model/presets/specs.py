@@ -39,6 +39,7 @@ def preset_spec(
     rows: int,
     length: int,
     degrees: Sequence[int],
+    contexts: Sequence[int] = (),
     optimizer: OptimizerSpec,
     device_kind: str = "cuda",
     capability: tuple[int, int] | None = None,
@@ -63,7 +64,7 @@ def preset_spec(
     whole = forms.parts(shape, length)
     return ModelSpec(
         name=name,
-        module_map=preset_map(shape, rows=rows, length=length, degrees=degrees, dtype=dtype),
+        module_map=preset_map(shape, rows=rows, length=length, degrees=degrees, contexts=contexts, dtype=dtype),
         head=whole.head,
         layers=(whole.layer,),
         kinds=(0,) * shape.layers,
@@ -127,15 +128,25 @@ def _boundaries(shape: LanguageModelShape, dtype: str, itemsize: int, parts: int
     return ((hidden,),) * (shape.layers - 1)
 
 
-def preset_map(shape: LanguageModelShape, *, rows: int, length: int, degrees: Sequence[int], dtype: str) -> ModuleMap:
+def preset_map(
+    shape: LanguageModelShape,
+    *,
+    rows: int,
+    length: int,
+    degrees: Sequence[int],
+    dtype: str,
+    contexts: Sequence[int] = (),
+) -> ModuleMap:
     """The map of a :class:`~lightning_mist.model.sources.reference_decoder.LanguageModel` of some sizes.
 
     What blocks return is left out: no plan is run from this map.
 
     Args:
         degrees: Tensor-parallel degrees; those that do not divide the heads are left out, with the reason.
+        contexts: Context-parallel degrees; those that do not divide the length are left out, with the reason.
     """
     live = (rows, length, shape.hidden)
+    sharing = [degree for degree in sorted({*contexts} - {1}) if length % degree == 0]
     fitting = [degree for degree in sorted({*degrees} - {1}) if divides(shape, degree)]
     cuts = [
         LiveTensor(
@@ -144,7 +155,7 @@ def preset_map(shape: LanguageModelShape, *, rows: int, length: int, degrees: Se
             dtype=dtype,
             requires_grad=True,
             batch_dim=0,
-            sequence_dim=1 if fitting else None,
+            sequence_dim=1 if fitting or sharing else None,
         )
         for layer in range(shape.layers - 1)
     ]
@@ -161,6 +172,11 @@ def preset_map(shape: LanguageModelShape, *, rows: int, length: int, degrees: Se
         splits=tuple(split_of(shape, length, degree) for degree in fitting),
         unsplit=tuple(
             (degree, f"{degree} does not divide {_counts(shape)}") for degree in sorted({*degrees} - {1, *fitting})
+        ),
+        contexts=tuple(TensorSplit(degree=degree, parameters=(), sequence=_entries(shape)) for degree in sharing),
+        uncontexts=tuple(
+            (degree, f"the sequence has {length} positions, which {degree} does not divide")
+            for degree in sorted({*contexts} - {1, *sharing})
         ),
     )
 
@@ -227,5 +243,10 @@ def split_of(shape: LanguageModelShape, length: int, degree: int) -> TensorSplit
     return TensorSplit(
         degree=degree,
         parameters=tuple(found),
-        sequence=tuple(SequenceSplit(position=layer, leaf=0, dim=1) for layer in range(shape.layers)),
+        sequence=_entries(shape),
     )
+
+
+def _entries(shape: LanguageModelShape) -> tuple[SequenceSplit, ...]:
+    """How blocks are entered in parts along the sequence."""
+    return tuple(SequenceSplit(position=layer, leaf=0, dim=1) for layer in range(shape.layers))

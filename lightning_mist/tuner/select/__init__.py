@@ -1,5 +1,6 @@
 """From pipelines to the plan: clock, other schedules, layouts of ranks, the simplest of equals."""
 
+from lightning_mist.tuner.select.context_plans import fastest_with_context, known_contexts
 from lightning_mist.tuner.select.result import (
     CLOSED_FORM_AND_CLOCK,
     LEAST_SHARE,

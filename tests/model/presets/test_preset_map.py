@@ -2,7 +2,7 @@ from math import prod
 
 import pytest
 
-from lightning_mist.model import derive_splits, map_module
+from lightning_mist.model import derive_contexts, derive_splits, map_module
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.model.presets.specs import divides, parameters, preset_map
 from lightning_mist.model.sources.text_sources import open_model
@@ -15,13 +15,14 @@ def test_it_is_what_tracing_finds(monkeypatch, family):
     monkeypatch.setitem(PRESETS, "small", shape)
     source = open_model("small", batch_rows=4, sequence_length=64, precision="32-true")
     one = tuple(each[:3] for each in source.batch)
-    found = derive_splits(
-        source.module, source.call, source.batch,
-        map_module(source.module, source.call, source.batch, second_batch=one), (2,),
-    )  # fmt: skip
-    mine = preset_map(shape, rows=4, length=64, degrees=(2,), dtype="float32")
+    found = map_module(source.module, source.call, source.batch, second_batch=one)
+    for derive, degrees in ((derive_splits, (2,)), (derive_contexts, (2, 3))):
+        found = derive(source.module, source.call, source.batch, found, degrees)
+    mine = preset_map(shape, rows=4, length=64, degrees=(2,), contexts=(2, 3), dtype="float32")
     for name in ("step", "blocks", "cuts", "parameters", "leaking_blocks", "exclusions", "batch_rows", "splits"):
         assert getattr(mine, name) == getattr(found, name)
+    assert mine.contexts == found.contexts
+    assert [degree for degree, _ in mine.uncontexts] == [degree for degree, _ in found.uncontexts] == [3]
 
 
 def test_what_devices_can_share():
