@@ -1,7 +1,7 @@
 """Spreads are those of the committed records, by the stated rule."""
 
 from collections.abc import Iterable
-from math import ceil
+from math import ceil, hypot
 
 import pytest
 
@@ -33,6 +33,16 @@ def test_what_is_said_of_tensors_is_what_the_records_hold() -> None:
     stated = SPREADS["allocated"]
     found = spread_of(errors_of(stated.source, "memory_error"), stated.source)
     assert (stated.middle, stated.high) == (round(found.middle, 2), ceil(found.high * 100) / 100)
+
+
+def test_what_is_said_of_sums_is_what_replays_were_off_from_them() -> None:
+    tensors, reserved = SPREADS["summed"], SPREADS["summed reserved"]
+    rows = read_record(RECORDS / f"{tensors.source[0]}.json").samples
+    assert max(row["tensor_bytes"] / row["summed_bytes"] for row in rows) <= tensors.high  # type: ignore[operator]
+    found = spread_of((1 / row["unlimited_over_summed"] - 1 for row in rows), ("as recorded",))  # type: ignore[operator]
+    own = SPREADS["reserved over allocated"]
+    both = found.middle + hypot(found.high - found.middle, own.high - own.middle)
+    assert (reserved.middle, reserved.high) == (round(found.middle, 2), ceil(both * 100) / 100)
 
 
 def test_half_and_nearly_all_of_the_needs_lie_below() -> None:
