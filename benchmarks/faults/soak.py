@@ -26,7 +26,7 @@ from benchmarks.launch import run_module
 from benchmarks.record import Sample, make_record, write_record
 
 COUNTS = ("threads", "descriptors", "groups", "checkpoints", "temporary_files")
-"""What may not grow at all."""
+"""What may not grow at all: what is still being closed when it is counted is not there after the next fit."""
 
 MOST_GROWTH = 0.03
 """By how much of itself resident memory may grow in the whole run."""
@@ -81,7 +81,7 @@ def faults_of(rank: int, fits: Fits) -> list[str]:
     found = [
         f"rank {rank}: {name} grow from {before} to {after}"
         for name in COUNTS
-        if (after := max(fit[name] for fit in parts[-1])) > (before := max(fit[name] for fit in parts[1]))
+        if (after := min(fit[name] for fit in parts[-1])) > (before := min(fit[name] for fit in parts[1]))
     ]
     if growth > MOST_GROWTH * median(parts[1], "resident_bytes"):
         found.append(f"rank {rank}: resident memory grows by {growth / 2**20:.1f} MiB")
@@ -99,7 +99,7 @@ def notes_of(ranks: Sequence[Fits], faults: Sequence[str], seconds: float, how: 
         f"{len(ranks[0])} fits in {seconds:.0f} s, {how}; plans {'; '.join(PLANS)}; checkpoints as {'; '.join(FORMS)}. "
         "Every fit began at the step and with the validation loss where the one before had stopped. Rows: tenths of "
         "the fits, the first of them warm-up; medians of seconds, resident memory and objects, and the most of what "
-        f"else is counted. Resident memory from the second tenth to the last: {memory}; "
+        f"else is counted, of which the least is compared. Resident memory from the second tenth to the last: {memory}; "
         f"{MOST_GROWTH:.0%} is allowed. " + (f"Faults: {'; '.join(faults)}." if faults else "Nothing else grows.")
     )
 

@@ -41,6 +41,12 @@ def test_one_more_of_anything_else_is_a_fault(name):
     assert faults_of(0, fits(**{name: 6})) == [f"rank 0: {name} grow from 5 to 6"]
 
 
+def test_a_thread_that_is_still_ending_when_it_is_counted_is_no_fault():
+    found = fits()
+    found[-1]["threads"] = 7
+    assert faults_of(0, found) == []
+
+
 def test_every_tenth_has_a_row_and_the_notes_name_what_grows():
     rows = rows_of(1, fits())
     assert [(row["part"], row["fits"], row["last_step"]) for row in rows][-1] == (9, 10, 99)
