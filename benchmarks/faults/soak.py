@@ -99,7 +99,7 @@ def notes_of(ranks: Sequence[Fits], faults: Sequence[str], seconds: float, how: 
         f"{len(ranks[0])} fits in {seconds:.0f} s, {how}; plans {'; '.join(PLANS)}; checkpoints as {'; '.join(FORMS)}. "
         "Every fit began at the step and with the validation loss where the one before had stopped. Rows: tenths of "
         "the fits, the first of them warm-up; medians of seconds, resident memory and objects, and the most of what "
-        f"else is counted, of which the least is compared. Resident memory from the second tenth to the last: {memory}; "
+        f"else is counted, the least compared. Resident memory from the second tenth to the last: {memory}; "
         f"{MOST_GROWTH:.0%} is allowed. " + (f"Faults: {'; '.join(faults)}." if faults else "Nothing else grows.")
     )
 
