@@ -71,7 +71,7 @@ def _of_positions(context: SplitContext, func: Callable[..., Any], query: SplitT
 def _runs(context: SplitContext, query: SplitTensor) -> Iterator[tuple[Tensor, int]]:
     """The rank's queries, by runs of neighbouring positions, each with the position behind its last."""
     start = 0
-    local = query.local.split([piece // context.degree for piece in query.placement.pieces], -2)
+    local = torch.split(query.local, [piece // context.degree for piece in query.placement.pieces], -2)
     for piece, run in zip(query.placement.pieces, local, strict=True):
         yield run, start + (context.rank + 1) * (piece // context.degree)
         start += piece

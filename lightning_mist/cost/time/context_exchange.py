@@ -41,7 +41,7 @@ def context_seconds(
         seconds_R, flops_R = getattr(compute, f"{name}_R"), getattr(whole, f"{name}_flops_R") / degree
         uneven_R = np.maximum(flops_R - getattr(part, f"{name}_flops_R"), 0.0) * whole.is_causal_R / stripes
         exchange_R = collective_seconds(profile, operation, degree, nodes, keys_R, 2)
-        found_R = exchange_R + seconds_R * uneven_R / np.maximum(flops_R, 1.0)
+        found_R: FloatArray = exchange_R + seconds_R * uneven_R / np.maximum(flops_R, 1.0)
         found_R[0] = seconds_R[0] * (degree - 1)
         found_R[-1] = 0.0
         return found_R
