@@ -4,17 +4,16 @@ Good arguments, cluster files, configurations, plans and profiles are spoilt, on
 choice are those of a seed.
 """
 
-import copy
 import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.faults.spoiling import WRONG, Files, broken, places, with_value, without, wrong_values
 from lightning_mist.hardware import catalog_profile, parse_cluster, write_profile
 from lightning_mist.plan import plan_of, save
 from lightning_mist.plan.codec import from_json, to_json
@@ -210,15 +209,6 @@ OFFLOADS = (
     "optimizer=inf",
 )
 OFFLOADS += ("=1", "optimizer:1", "optimizer=1,activations=1", "__class__=1")
-WRONG: dict[type, tuple[Any, ...]] = {
-    bool: ("x", 5, None, [], {}, 1.5),
-    int: ("x", 1.5, [], {}, True, "3", [3], -1, 10**400, float("nan"), "0x3"),
-    float: ("x", [], {}, True, "3", [3.0], float("inf"), float("nan"), -float("inf")),
-    str: (5, None, [], {}, True, 1.5),
-    list: ("x", 5, None, {}, True),
-    dict: ("x", 5, None, [], True, [[]]),
-}
-"""What no value of a type may be replaced with; negative ones only where the file counts something."""
 
 
 def _line(command: str, values: dict[str, str | None], **changes: str | None) -> tuple[str, ...]:
@@ -394,98 +384,6 @@ def command_cases() -> Iterator[Case]:
         yield Case(family="an option", arguments=line)
 
 
-def _places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    yield path, document
-    items = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
-    )
-    for key, value in items:
-        yield from _places(value, (*path, key))
-
-
-def _with(document: Any, path: tuple[Any, ...], value: Any) -> Any:
-    if not path:
-        return value
-    changed = copy.deepcopy(document)
-    inner = changed
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    return changed
-
-
-def _without(document: Any, path: tuple[Any, ...]) -> Any:
-    changed = copy.deepcopy(document)
-    inner = changed
-    for key in path[:-1]:
-        inner = inner[key]
-    del inner[path[-1]]
-    return changed
-
-
-def _wrong_values(document: Any, *, skip: Callable[[tuple[Any, ...], Any], bool]) -> Iterator[Any]:
-    """The document with one value that is of another type, at every place."""
-    for path, value in _places(document):
-        for other in WRONG[type(value)]:
-            if not skip(path, other):
-                yield _with(document, path, other)
-
-
-def _broken(text: str, chance: random.Random) -> Iterator[str]:
-    """Texts that are no JSON any more."""
-    yield from (
-        "",
-        " ",
-        "null",
-        "[]",
-        "3",
-        '"x"',
-        "true",
-        "{}",
-        "{",
-        "[" * 3000 + "]" * 3000,
-        "{}{}",
-        "\x00",
-        "nan",
-        "NaN",
-    )
-    yield '{"a":' * 3000 + "1" + "}" * 3000
-    body = text.rstrip()
-    for _ in range(20):
-        yield body[: chance.randrange(1, len(body) - 1)]
-    for _ in range(10):
-        at = chance.choice([index for index, letter in enumerate(body) if letter in "{}[],:"])
-        text = body[:at] + ("" if body[at] != "," else ";") + body[at + 1 :]
-        with suppress(ValueError):
-            json.loads(text)
-            continue  # it was inside of a string
-        yield text
-    yield body + "}"
-    yield body.replace('"', "'")
-
-
-class Files:
-    """Writes files, one after another, into a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
-
-    def __call__(self, content: str | bytes, ending: str) -> str:
-        """The path of a new file."""
-        self._count += 1
-        path = self._folder / f"{self._count}{ending}"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(path)
-
-    def every_kind(self, ending: str) -> Iterator[str]:
-        """Files that hold nothing readable."""
-        for content in (b"\xff\xfe\x00\x01", b"\x80abc", "x: ü".encode("utf-16"), bytes(range(256))):
-            yield self(content, ending)
-        folder = self._folder / f"folder{ending}"
-        folder.mkdir(exist_ok=True)
-        yield str(folder)
-
-
 def cluster_file_cases(files: Files, chance: random.Random) -> Iterator[Case]:
     """Cluster files."""
 
@@ -506,9 +404,9 @@ def cluster_file_cases(files: Files, chance: random.Random) -> Iterator[Case]:
         )
 
     for good in (CLUSTER, MIXED):
-        for document in _wrong_values(good, skip=is_fine):
+        for document in wrong_values(good, skip=is_fine):
             yield case(yaml.safe_dump(document))
-        for path, _ in _places(good):
+        for path, _ in places(good):
             if path and path[-1] in (
                 "nodes",
                 "devices_per_node",
@@ -518,14 +416,14 @@ def cluster_file_cases(files: Files, chance: random.Random) -> Iterator[Case]:
                 "to_device",
                 "to_host",
             ):
-                yield case(yaml.safe_dump(_without(good, path)))
-        for path, value in _places(good):
+                yield case(yaml.safe_dump(without(good, path)))
+        for path, value in places(good):
             if isinstance(value, dict):
-                yield case(yaml.safe_dump(_with(good, (*path, chance.choice(("node", "devise", "", "x y"))), 1)))
-        for path, value in _places(good):
+                yield case(yaml.safe_dump(with_value(good, (*path, chance.choice(("node", "devise", "", "x y"))), 1)))
+        for path, value in places(good):
             if path and path[-1] in ("nodes", "devices_per_node"):
                 for count in (0, -1, -(10**30), "2x", "0x2"):
-                    yield case(yaml.safe_dump(_with(good, path, count)))
+                    yield case(yaml.safe_dump(with_value(good, path, count)))
             if path and isinstance(value, str) and path[-1] != "device":
                 for text in (
                     "x",
@@ -536,7 +434,7 @@ def cluster_file_cases(files: Files, chance: random.Random) -> Iterator[Case]:
                     "0 GB/s" if path[-1] not in ("latency", "per_node") else "-1 us",
                     "9e999 GB/s",
                 ):
-                    yield case(yaml.safe_dump(_with(good, path, text)))
+                    yield case(yaml.safe_dump(with_value(good, path, text)))
     text = yaml.safe_dump(CLUSTER)
     for spoilt in (
         text.replace("nodes", "\tnodes", 1),
@@ -614,7 +512,7 @@ def configuration_cases(files: Files, chance: random.Random) -> Iterator[Case]:
         {"hidden_act": 5},
     ):
         yield case(json.dumps({**good, **extra}), closed=False)
-    for text in _broken(json.dumps(good), chance):
+    for text in broken(json.dumps(good), chance):
         yield case(text)
     for path in files.every_kind(".json"):
         yield Case(family="a configuration", arguments=_plan(model=path))
@@ -639,19 +537,19 @@ def plan_file_cases(files: Files, folder: Path, chance: random.Random) -> Iterat
         negative = isinstance(value, int) and not isinstance(value, bool) and value < 0
         return (negative and "predicted" in path) or "fingerprint" in path or (value == {} and path == ("fingerprint",))
 
-    for document in _wrong_values(good, skip=is_fine):
+    for document in wrong_values(good, skip=is_fine):
         yield case(json.dumps(document))
-    for path, value in _places(good):
+    for path, value in places(good):
         if (
             isinstance(value, dict)
             and path != ("fingerprint",)
             and (not path or path[-1] not in ("breakdown", "spent", "needs"))
         ):
-            yield case(json.dumps(_with(good, (*path, chance.choice(("stage", "", "Layers", "zero"))), 1)))
+            yield case(json.dumps(with_value(good, (*path, chance.choice(("stage", "", "Layers", "zero"))), 1)))
     for key in ("schema", "global_batch_size", "num_microbatches", "stages"):
-        yield case(json.dumps(_without(good, (key,))))
+        yield case(json.dumps(without(good, (key,))))
     for key in ("layers", "devices", "microbatch_size"):
-        yield case(json.dumps(_without(good, ("stages", 0, key))))
+        yield case(json.dumps(without(good, ("stages", 0, key))))
     numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {
         ("schema",): (0, 2, 99),
         ("global_batch_size",): (0, 7, 9, 10**12),
@@ -675,8 +573,8 @@ def plan_file_cases(files: Files, folder: Path, chance: random.Random) -> Iterat
     }
     for path, values in numbers.items():
         for value in values:
-            yield case(json.dumps(_with(good, path, value)))
-    for text in _broken(made, chance):
+            yield case(json.dumps(with_value(good, path, value)))
+    for text in broken(made, chance):
         yield case(text)
     for path in (*files.every_kind(".json"), "none.json", "", str(folder)):
         for line in (("show", path), ("simulate", path), ("show", str(folder / "priced.json"), f"--against={path}")):
@@ -760,18 +658,18 @@ def profile_cases(files: Files, folder: Path, chance: random.Random) -> Iterator
             (name in optional and value is None) or "key" in path or (value == 1.5 and path[-1:] and name not in whole)
         )
 
-    for path, value in _places(good):
+    for path, value in places(good):
         wrong = [other for other in WRONG.get(type(value), ("x", [])) if not is_fine(path, other)]
         if "key" not in path:
             for other in chance.sample(wrong, min(3, len(wrong))):
-                yield case(json.dumps(_with(good, path, other)))
+                yield case(json.dumps(with_value(good, path, other)))
     required = ("schema", "profile", "cluster", "key")
     for name in required:
-        yield case(json.dumps(_without(good, (name,))))
+        yield case(json.dumps(without(good, (name,))))
     for name in ("device", "source", "compute", "memory_bytes_per_second", "operator_seconds", "collectives"):
-        yield case(json.dumps(_without(good, ("profile", name))))
+        yield case(json.dumps(without(good, ("profile", name))))
     for name in ("num_nodes", "devices_per_node", "device"):
-        yield case(json.dumps(_without(good, ("cluster", name))))
+        yield case(json.dumps(without(good, ("cluster", name))))
     for path, values in {
         ("schema",): (0, 1, 99, "2"),
         ("cluster", "num_nodes"): (0, -1, 10**12),
@@ -787,8 +685,8 @@ def profile_cases(files: Files, folder: Path, chance: random.Random) -> Iterator
         ("profile", "interference", "compute_network"): (-0.1, 1.1),
     }.items():
         for item in values:
-            yield case(json.dumps(_with(good, path, item)))
-    for text in _broken(json.dumps(good), chance):
+            yield case(json.dumps(with_value(good, path, item)))
+    for text in broken(json.dumps(good), chance):
         yield case(text)
     for path_ in files.every_kind(".json"):
         yield Case(family="a profile", arguments=_plan(cluster=path_))

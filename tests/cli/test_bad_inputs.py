@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.faults.bad_input_cases import (
     CONFIGURATION,
-    Files,
     cluster_file_cases,
     command_cases,
     option_cases,
@@ -15,6 +14,7 @@ from benchmarks.faults.bad_input_cases import (
     shape_cases,
 )
 from benchmarks.faults.bad_inputs import WELL, called, trapped, verdict
+from benchmarks.faults.spoiling import Files
 from lightning_mist.cli import command
 from lightning_mist.model.presets import check_name, read_configuration
 from tests.cli.networks import refused
