@@ -53,7 +53,7 @@ class StagePlan:
         if self.checkpointing.layers > self.num_layers:
             raise PlanError(
                 f"checkpointed_layers = {self.checkpointing.layers} in a stage of {self.num_layers} layers: "
-                f"at most {self.num_layers} can be checkpointed"
+                f"at most {self.num_layers} can be checkpointed; give so many or fewer"
             )
         if self.checkpointing.kind == "selective" and self.offload.activations:
             raise PlanError(

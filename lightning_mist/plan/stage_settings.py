@@ -139,4 +139,4 @@ class Checkpointing:
         if not self.layers:
             object.__setattr__(self, "kind", "full")
         if self.layers < 0:
-            raise PlanError(f"checkpointed_layers = {self.layers}: a count of layers is not negative")
+            raise PlanError(f"checkpointed_layers = {self.layers}: a count of layers is not negative; give 0 for none")

@@ -245,10 +245,14 @@ def test_a_plan_that_does_not_fit_is_refused(tmp_path, plan, module, message):
         train(tmp_path, MistStrategy(plan=plan), module=module())
 
 
-def test_a_plan_file_that_is_none_is_refused(tmp_path):
+def test_a_plan_file_that_is_none_is_refused_before_anything_is_tried(tmp_path):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("tried")
+
     (tmp_path / "plan.json").write_text("{stages: 2}")
     with pytest.raises(PlanError, match=r"plan\.json.*JSON"):
-        train(tmp_path, MistStrategy(plan=str(tmp_path / "plan.json")))
+        train(tmp_path, MistStrategy(plan=str(tmp_path / "plan.json")), module=Fails())
 
 
 def test_a_limit_that_cannot_be_checked_is_said(tmp_path, capsys):

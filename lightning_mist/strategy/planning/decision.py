@@ -61,6 +61,10 @@ class PlanRequest:
     verbose: bool = False
     master_weights: bool = False
 
+    def with_plan(self) -> "PlanRequest":
+        """The same with the plan that a file holds, as rank 0 sees it; called on all ranks at once."""
+        return self if self.plan == "auto" else replace(self, plan=given_plan(self.plan))
+
     def with_loaders(self, loaders: int | None) -> "PlanRequest":
         """The same for so many loaders, fewer than there are processes; None for one each."""
         return replace(self, search=replace(self.search, data_parallel_size=loaders))

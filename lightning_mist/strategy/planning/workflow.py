@@ -34,7 +34,7 @@ from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.master_precision import refuse_plain
 from lightning_mist.strategy.planning import local_machine
-from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest, given_plan
+from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
 from lightning_mist.strategy.planning.division_proofs import degrees_of
 from lightning_mist.strategy.planning.first_batch import load_the_same
 from lightning_mist.strategy.planning.memory_budget import (
@@ -82,7 +82,9 @@ def decide(
         TraceError: If the module would train wrongly under the plan.
     """
     started, request = perf_counter(), request.with_loaders(strategy.num_loaders)
-    request.host_of_each(strategy.num_processes, strategy.root_device)  # refused before anything else
+    # What is wrong with them is said before anything is looked at.
+    request.host_of_each(strategy.num_processes, strategy.root_device)
+    request = request.with_plan()
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
     if is_auto and initial is None:
@@ -229,9 +231,8 @@ def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate 
 
 def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
     """The given plan, or the best one, and the map with the splits that were looked at; equal on every rank."""
-    given = planner.request.plan
-    if given != "auto":
-        plan = given_plan(given)
+    plan = planner.request.plan
+    if isinstance(plan, Plan):
         for line in differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found)):
             planner.progress.say(line)
         _refuse_unsafe_cuts(planner, found, plan)
