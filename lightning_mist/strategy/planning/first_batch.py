@@ -154,9 +154,24 @@ def _goes_on_within_an_epoch(loop: Any, saved: dict[str, Any]) -> bool:
     return is_unfinished or bool(loop._iteration_based_training())
 
 
+def _copied(batch: Any) -> Any:
+    """A copy, which the step may change.
+
+    Raises:
+        TraceError: If it holds what cannot be copied.
+    """
+    try:
+        return copy.deepcopy(batch)
+    except Exception as error:  # whatever the classes of its members make of it
+        raise TraceError(
+            f"the first batch cannot be copied ({type(error).__name__}: {error}), and is tried before it is trained: "
+            "give batches without generators, open files and tensors that have a graph"
+        ) from error
+
+
 def on_device(trainer: Any, strategy: Any, batch: Any) -> Any:
     """A copy of a batch as the step gets it: converted, through the module's transfer hooks, on the device."""
-    batch = strategy.precision_plugin.convert_input(copy.deepcopy(batch))
+    batch = strategy.precision_plugin.convert_input(_copied(batch))
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return strategy.batch_to_device(batch, dataloader_idx=0)
 
@@ -190,7 +205,10 @@ def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:
             raise
         except Exception as error:
             forget_first_batch(trainer)  # so that training meets the same error, if it is one there
-            raise TraceError(f"the first batch could not be had: {type(error).__name__}: {error}") from error
+            raise TraceError(
+                f"the first batch could not be had: {type(error).__name__}: {error}. A plan is made for it: see that "
+                "the loader gives it"
+            ) from error
         with isolated(strategy.lightning_module):
             return on_device(trainer, strategy, batch)
 

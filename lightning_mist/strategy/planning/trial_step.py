@@ -52,7 +52,10 @@ def tried(work: Callable[..., T], device: torch.device, *, tell: Callable[[str],
     except MistError:
         raise
     except Exception as error:
-        raise TraceError(f"trying it before training failed: {type(error).__name__}: {error}") from error
+        raise TraceError(
+            f"trying it before training failed: {type(error).__name__}: {error}. A plan is made for a step that runs "
+            "on the first batch: see that it does; strategy='ddp' shows the error where it is made"
+        ) from error
 
 
 def leaves_no_trace(device: torch.device) -> bool:

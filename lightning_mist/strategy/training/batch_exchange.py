@@ -24,6 +24,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, RowSlice, feeders, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.communication import Microbatch, Transport, Work
 from lightning_mist.tensors import batch_rows, rebuild, slice_rows
+from lightning_mist.tensors import leaves as leaves_of
 
 _NUMBERS = struct.Struct("<QQ?")
 """Seed, note, and whether the structure is new."""
@@ -96,6 +97,14 @@ def _leaf_of(tensor: Tensor, device: torch.device) -> _Leaf:
     return _Leaf(shape=tuple(tensor.shape), dtype=tensor.dtype, is_on_host=is_on_host)
 
 
+def _hindrance(tensor: Tensor, device: torch.device) -> str:
+    """Why a tensor of a batch cannot go to other ranks; empty if it can."""
+    if tensor.layout is not torch.strided or (tensor.is_meta and device.type != "meta"):
+        return f"a tensor of layout {tensor.layout} on device {tensor.device}"
+    # Where it arrives it would take part in no backward, and ranks that share layers would not run the same one.
+    return "a tensor that requires a gradient" if tensor.requires_grad else ""
+
+
 def _put_together(skeleton: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """The batch again; what came with the skeleton and knows how to move (a graph, say) moves to this device."""
     left = iter(tensors)
@@ -139,6 +148,8 @@ class BatchExchange:
         self.notes: tuple[int, ...] = ()
         self.whole = all(item.parts == 1 for slices in self._slices.values() for item in slices)
         self._batches_run = 0
+        # Dimensions of the tensors of the first batch with so many.
+        self._dimensions: dict[int, int] = {}
         self._received: dict[int, tuple[Any, Any, int]] = {}
         # What batches are made of beside tensors, by the rank that loads them, pickled.
         self._structures: dict[int, bytes] = {}
@@ -188,6 +199,11 @@ class BatchExchange:
         piece = self._slices[self.rank][index]
         batch, random_state, seed = received[piece.owner]
         rows = batch_rows(batch)
+        if rows == 0 and (piece.parts > 1 or len(self.group) > 1):
+            raise PlanError(
+                f"the batch of rank {piece.owner} has 0 rows, of which there are none to share out: leave empty "
+                "batches out of the loader, or use a plan with one stage, tensor_parallel_degree = 1 and whole batches"
+            )
         if piece.parts == 1:
             # Whole batches pass through untouched, whatever they are made of.
             return Microbatch(
@@ -206,6 +222,7 @@ class BatchExchange:
                 f"plan cuts it into {piece.parts} parts: use a plan with num_microbatches = "
                 f"{self.plan.num_microbatches // piece.parts}"
             )
+        self._check_dimensions(batch, piece.owner)
         low, high = piece.rows(rows)
         return Microbatch(
             # A last batch may have fewer rows than parts: a part without rows is not computed at all.
@@ -217,12 +234,23 @@ class BatchExchange:
             seed=_seed_of(seed, piece),
         )
 
+    def _check_dimensions(self, batch: Any, owner: int) -> None:
+        """Refuse to cut a batch whose first dimension need not be rows: tensors have lost one since the first batch."""
+        dimensions = [tensor.ndim for tensor in leaves_of(batch) if isinstance(tensor, Tensor)]
+        first = self._dimensions.setdefault(len(dimensions), sum(dimensions))
+        if sum(dimensions) < first:
+            raise PlanError(
+                f"batch {self._batches_run} of rank {owner} has tensors of {dimensions} dimensions, "
+                f"{first} in all before: what is left of them need not be rows, along which the plan cuts; give "
+                "batches of one form, or use a plan with whole batches"
+            )
+
     def _exchange(
         self, batch: Any, random_state: Tensor, seed: int, note: int, received: dict[int, tuple[Any, Any, int]]
     ) -> Iterator[Work]:
         tensors, skeleton = _take_apart(batch, self.device)
         leaves = tuple(_leaf_of(tensor, self.device) for tensor in tensors)
-        structure = pickle.dumps((skeleton, leaves))
+        structure = self._structure(tensors, (skeleton, leaves))
         notice = _Notice(
             seed=seed,
             note=note,
@@ -254,6 +282,24 @@ class BatchExchange:
                 parts = [iter(part) for part in values[owner]]
                 value = _put_together(skeleton, [next(parts[leaf.is_on_host]) for leaf in leaves], self.device)
             received[owner] = (value, notices[owner].random_state, notices[owner].seed)
+
+    def _structure(self, tensors: Sequence[Tensor], parts: Any) -> bytes:
+        """What other ranks need beside values to put this rank's batch together.
+
+        Raises:
+            PlanError: If it holds what cannot go to another process.
+        """
+        what = next(filter(None, (_hindrance(tensor, self.device) for tensor in tensors)), "")
+        try:
+            if not what:
+                return pickle.dumps(parts)
+        except Exception as error:  # whatever the classes of its members make of it
+            what = f"{type(error).__name__}: {error}"
+        raise PlanError(
+            f"the batch of rank {self.rank} cannot go to the ranks that it is shared out to ({what}): give batches of "
+            "dense tensors with values and without a graph, numbers and text, or use a plan with one stage and "
+            "tensor_parallel_degree = 1"
+        )
 
     def _gather(
         self,

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -213,6 +214,16 @@ def test_an_error_of_planning_arrives_as_it_was_raised(tmp_path):
     with pytest.raises(PlanError, match="no plan") as caught:
         fit(Looking(PlanError("no plan")), "a list", tmp_path)
     assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("member", [(item for item in ()), torch.ones(2, requires_grad=True) * 2.0])
+def test_what_cannot_be_copied_is_refused_as_what_can_be_trained_plainly(member):
+    with pytest.raises(TraceError, match=r"^the first batch cannot be copied \(\w+: .*give batches without generators"):
+        on_device(
+            None,
+            SimpleNamespace(precision_plugin=SimpleNamespace(convert_input=iter)),
+            {"x": torch.ones(2), "z": member},
+        )
 
 
 def test_no_training_batch_is_refused(tmp_path):

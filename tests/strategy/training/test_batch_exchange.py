@@ -244,3 +244,44 @@ def test_what_moves_by_itself_is_pickled_from_host_memory():
         assert graph.x.device.type == "meta"  # the batch of its owner stays as it is
         _, skeleton = _take_apart({"graph": graph}, torch.device("cpu"))
         assert skeleton["graph"] is graph
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(4, 3).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (torch.ones(4, 3, device="meta"), "on device meta"),
+        (torch.ones(4, 3, requires_grad=True), "a tensor that requires a gradient"),
+        ((item for item in ()), "TypeError: cannot pickle 'generator' object"),
+    ],
+)
+def test_what_cannot_go_to_other_ranks_is_refused_before_anything_is_sent(value, said):
+    plan, alone = make_plan([[0], [1]], rows=4, microbatches=2), make_plan([[0, 1]], rows=4, microbatches=1)
+    with pytest.raises(PlanError, match=f"the batch of rank 0 cannot .*{said}.*: give batches of"):
+        exchange(plan, [{"x": torch.ones(4, 3), "z": value}, batch(1, 4)])
+    (mine, _) = exchange(alone, [{"x": torch.ones(4, 3), "z": value}, batch(1, 4)])
+    assert mine.microbatches[0].value["z"] is value
+
+
+@pytest.mark.parametrize(
+    ("layout", "microbatches"), [([[0], [1]], 2), ([[0], [1]], 4), ([[0, 1]], 2)], ids=["whole", "parts", "alone"]
+)
+def test_a_batch_without_rows_is_shared_out_to_nobody(layout, microbatches):
+    with pytest.raises(PlanError, match=r"the batch of rank 1 has 0 rows, .* leave empty batches out of the loader"):
+        exchange(make_plan(layout, rows=4, microbatches=microbatches), [batch(0, 4), batch(1, 0)])
+
+
+def test_a_rank_alone_with_whole_batches_takes_one_without_rows():
+    _, other = exchange(make_plan([[0, 1]], rows=4, microbatches=1), [batch(0, 4), batch(1, 0)])
+    assert other.microbatches[0].batch_rows == 0
+
+
+def test_batches_whose_tensors_have_lost_a_dimension_are_not_cut():
+    world = InMemoryWorld(2)
+    plan = make_plan([[0, 1]], rows=4, microbatches=2)
+    one = BatchExchange(plan, 0, world.transports[0], CPU)
+    rows, labels = torch.ones(4, 4), torch.ones(4)
+    for good in ((rows, labels), (labels, rows), (rows[:3], labels[:3]), (rows[:, None], labels), (labels,)):
+        drive([one.run(list(good), state(0))])
+    with pytest.raises(PlanError, match=r"batch 6 of rank 0 has tensors of \[1, 1\] dimensions, 3 in all before"):
+        drive([one.run([rows[0], labels], state(0))])
