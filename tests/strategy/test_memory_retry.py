@@ -47,5 +47,8 @@ def test_plans_of_the_users_and_later_steps_are_left_alone(tmp_path):
 def test_a_limit_that_is_no_number_is_none(tmp_path):
     remember_limit(tmp_path / "a" / "plan.json", 7)
     assert remembered_limit(tmp_path / "a" / "plan.json") == 7
+    for text in ("-7", "0", "seven", "\x00"):
+        (tmp_path / "a" / "plan.limit").write_text(text)
+        assert remembered_limit(tmp_path / "a" / "plan.json") is None
     (tmp_path / "a" / "plan.limit").write_text("much")
     assert remembered_limit(tmp_path / "a" / "plan.json") is None

@@ -208,7 +208,7 @@ def load_corrections(store: CorrectionStore) -> tuple[tuple[Correction, ...], st
         content = json.loads(store.path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return (), None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last for text nested beyond any corrections
         return (), f"corrections {store.path} cannot be read: {error}; they are ignored"
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else None

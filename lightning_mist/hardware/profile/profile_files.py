@@ -29,6 +29,10 @@ SCHEMA = 2
 """Version of the file format; other versions are not read."""
 
 
+_LEAST = 1e-12
+"""Smaller sizes and rates are no measurements: what is divided by them would be no number."""
+
+
 def profile_key(cluster: Cluster) -> dict[str, str]:
     """What a profile of the machine at hand depends on, as text by name."""
     import torch
@@ -77,8 +81,11 @@ def load_profile(
         profile, key = _read(path)
     except ProfileError as error:
         return None, f"{error}; it is ignored"
-    if key != profile_key(cluster):
-        return None, f"profile {path} was made for {key}: it is ignored"
+    present = profile_key(cluster)
+    name = next((name for name in (*present, *key) if key.get(name) != present.get(name)), None)
+    if name is not None:
+        was, now = key.get(name), present.get(name)
+        return None, f"profile {path} was made for {name} {was!r:.60}, not {now!r}: it is ignored"
     known = {rate.dtype for rate in profile.compute}
     missing = [name for name in (str(dtype).removeprefix("torch.") for dtype in dtypes) if name not in known]
     if missing:
@@ -197,8 +204,15 @@ def _check_sizes(profile: HardwareProfile) -> HardwareProfile:
         ),
         *(cost.bytes_per_second for cost in profile.collectives),
     ]
-    if min(divisors) <= 0:
-        raise ValueError("a rate of 0: what is measured takes some time")
+    copies = (profile.host_to_device_bytes_per_second, profile.device_to_host_bytes_per_second)
+    divisors += [rate for rate in (*copies, profile.host_bytes_per_second_per_node) if rate]  # 0 where there is none
+    if min(divisors) < _LEAST:
+        raise ValueError(f"a size or rate of {min(divisors)}: what is measured is more")
+    for sizes in (*(rate.flops for rate in profile.compute), *(rates.bytes for rates in profile.rates)):
+        if list(sizes) != sorted(sizes):
+            raise ValueError(f"sizes of {sizes}: they ascend")
+    if profile.corrections:
+        raise ValueError("corrections: they are in a file of their own")
     return profile
 
 

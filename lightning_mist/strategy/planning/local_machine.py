@@ -112,11 +112,7 @@ def machine_profile(
     reduced = _DTYPES.get(precision.partition("-")[0])
     if reduced is not None:
         dtypes.append(reduced)
-    box: list[tuple[HardwareProfile | None, list[torch.dtype]]] = [(None, dtypes)]
-    if dist.get_rank() == 0 and not is_fresh:
-        box[0] = _kept(directory, cluster, dtypes, progress)
-    dist.broadcast_object_list(box, 0)
-    kept, dtypes = box[0]
+    kept, dtypes = on_rank_zero(lambda: (None, dtypes) if is_fresh else _kept(directory, cluster, dtypes, progress))
     if kept is not None:
         progress.say(f"using what was {kept.source}")
         return kept
@@ -186,11 +182,14 @@ def _kept(
     found, warning = load_profile(directory, cluster, dtypes)
     if warning is not None:
         progress.say(warning)
-    if found is None:
-        other, _ = load_profile(directory, cluster)
-        known = [] if other is None else [getattr(torch, rate.dtype) for rate in other.compute]
-        dtypes = dtypes + [dtype for dtype in known if dtype not in dtypes]
-    return found, dtypes
+    return found, dtypes if found is not None else rates_to_measure(directory, cluster, dtypes)
+
+
+def rates_to_measure(directory: Path, cluster: Cluster, dtypes: list[torch.dtype]) -> list[torch.dtype]:
+    """These element types, and those of which a kept profile has rates."""
+    other, _ = load_profile(directory, cluster)
+    known = [] if other is None else [getattr(torch, rate.dtype, None) for rate in other.compute]
+    return dtypes + [dtype for dtype in known if isinstance(dtype, torch.dtype) and dtype not in dtypes]
 
 
 def _keep(profile: HardwareProfile, directory: Path, cluster: Cluster, progress: Progress, *, is_fresh: bool) -> None:

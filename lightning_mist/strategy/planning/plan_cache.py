@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, load, save
+from lightning_mist.plan import Fingerprint, Plan, differences, load, save
 
 FOLDER = "plans"
 
@@ -83,22 +83,31 @@ def cache_path(directory: Path, key: str) -> Path:
     return directory / FOLDER / f"{key}.json"
 
 
-def cached_plan(path: Path) -> tuple[Plan | None, str | None]:
-    """A plan that was kept, or None; and why one that is there cannot be used, or None."""
+def cached_plan(path: Path, present: Fingerprint) -> tuple[Plan | None, str | None]:
+    """A plan that was kept, or None; and why one that is there cannot be used, or None.
+
+    Args:
+        present: Of what it must have been made for.
+    """
     if not path.exists():
         return None, None
     try:
-        return load(path), None
+        plan = load(path)
+        differing = differences(Fingerprint.from_pairs(plan.fingerprint), present)
     except (OSError, PlanError, ValueError) as error:
         return None, f"the plan kept in {path} is not used: {error}"
+    if (plan.world_size, plan.num_layers) != (present.world_size, present.num_layers):
+        differing += (f"it is for {plan.world_size} devices and {plan.num_layers} layers",)
+    return (None, f"the plan kept in {path} is not used: {differing[0]}") if differing else (plan, None)
 
 
 def remembered_limit(path: Path) -> int | None:
     """The ``memory_limit`` to plan with where the plan kept at a path ran out of memory; None if it did not."""
     try:
-        return int(path.with_suffix(".limit").read_text())
+        limit = int(path.with_suffix(".limit").read_text())
     except (OSError, ValueError):
         return None
+    return limit if limit > 0 else None
 
 
 def remember_limit(path: Path, limit: int) -> None:

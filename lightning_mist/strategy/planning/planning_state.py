@@ -339,7 +339,7 @@ class Planner:
 
         def look() -> tuple[str | None, Path, int | None]:
             path = self._cache_path(found)
-            plan, warning = cached_plan(path)
+            plan, warning = cached_plan(path, self.fingerprint(found))
             if warning is not None:
                 self.progress.say(warning)
             return None if plan is None else to_json(plan), path, remembered_limit(path)

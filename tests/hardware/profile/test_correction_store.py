@@ -48,6 +48,7 @@ def test_a_profile_that_was_measured_again_makes_them_void(store, tmp_path):
     ("spoil", "said"),
     [
         (lambda content: "{", "cannot be read"),
+        (lambda content: "[" * 3000, "cannot be read"),
         (lambda content: [], "have schema None, schema 1 is read"),
         (lambda content: content | {"schema": 7}, "have schema 7, schema 1 is read"),
         (lambda content: content | {"corrections": [{"term": "forward"}]}, "are not corrections of schema 1"),

@@ -37,7 +37,8 @@ POSITIVE = st.floats(1e-12, 1e18)
 def profiles(draw: st.DrawFn) -> HardwareProfile:
     sizes = draw(st.integers(1, 4))
     numbers = st.tuples(*[POSITIVE] * sizes)
-    rates = st.builds(ComputeRate, dtype=st.text(), flops=numbers, flops_per_second=numbers, spread=POSITIVE)
+    ascending = numbers.map(lambda found: tuple(sorted(found)))
+    rates = st.builds(ComputeRate, dtype=st.text(), flops=ascending, flops_per_second=numbers, spread=POSITIVE)
     costs = st.builds(
         CollectiveCost,
         operation=st.text(),
@@ -51,7 +52,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
     memories = st.builds(
         MemoryRate,
         kind=st.text(),
-        bytes=numbers,
+        bytes=ascending,
         forward_bytes_per_second=numbers,
         backward_bytes_per_second=numbers,
         spread=POSITIVE,
@@ -147,8 +148,14 @@ def test_missing_element_types_are_measured_again(tmp_path: Path) -> None:
         ),
         (lambda content: content.replace(f'"source": "{PROFILE.source}"', '"source": 5'), "5 in place of text"),
         (lambda content: re.sub(r'"collectives": \[', '"collectives": 3, "": [', content), "3 in place of a list"),
-        (lambda content: re.sub(r'("memory_bytes_per_second": )[\d.e+]+', r"\g<1>0.0", content), "a rate of 0"),
-        (lambda content: content.replace('"num_threads": "', '"num_threads": "9'), "was made for"),
+        (lambda content: re.sub(r'("memory_bytes_per_second": )[\d.e+]+', r"\g<1>0.0", content), "a size or rate of 0"),
+        (
+            lambda content: re.sub(r'("flops": \[\s*)', r"\g<1>1e17, ", content, count=1),
+            "sizes and .* rates of float32",
+        ),
+        (lambda content: re.sub(r'("flops": \[\s*)[\d.]+', r"\g<1>1e17", content, count=1), "they ascend"),
+        (lambda content: content.replace('"corrections": []', '"corrections": [{}]'), "KeyError"),
+        (lambda content: content.replace('"num_threads": "', '"num_threads": "9'), "made for num_threads '91?', not"),
     ],
 )
 def test_damaged_files_are_ignored_and_said(tmp_path: Path, change, message: str) -> None:

@@ -1,8 +1,12 @@
 """Plans are found again by what they follow from, and by nothing less."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from lightning_mist.plan import Fingerprint
+from lightning_mist.plan.codec import to_json
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan
 from lightning_mist.strategy.planning.plan_cache import cache_key, cache_path, cache_plan, cached_plan
 
@@ -45,13 +49,15 @@ def test_the_same_question_has_the_same_key_and_others_have_others():
 
 
 def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
-    plan, path = plain_plan(2, 4, 3), cache_path(tmp_path, "a")
-    assert cached_plan(path) == (None, None)
+    here = Fingerprint(world_size=2, num_layers=3, precision="32-true")
+    plan, path = replace(plain_plan(2, 4, 3), fingerprint=here.pairs()), cache_path(tmp_path, "a")
+    assert cached_plan(path, here) == (None, None)
     assert cache_plan(plan, path) is None
-    assert cached_plan(path) == (plan, None)
-    path.write_text("{")
-    found, warning = cached_plan(path)
-    assert found is None
-    assert "is not used" in warning
+    assert cached_plan(path, here) == (plan, None)
+    for text in ("{", "[" * 3000, to_json(plain_plan(4, 4, 3)), to_json(plan).replace("32-true", "16-mixed")):
+        path.write_text(text)
+        found, warning = cached_plan(path, here)
+        assert found is None
+        assert "is not used" in warning
     (tmp_path / "file").write_text("")
     assert "not kept for later runs" in cache_plan(plan, cache_path(tmp_path / "file", "a"))
