@@ -32,6 +32,23 @@ _OTHERS = (
 )
 """Limits that are several of something else."""
 
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(
+        ("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "zero_stages", "shard_degrees", "chunks"),
+        ((int,), "whole numbers are"),
+    ),
+    **dict.fromkeys(("checkpointed_shares", "offload_ratios", "solver_seconds"), ((int, float), "numbers are")),
+    **dict.fromkeys(("checkpointing_kinds", "offload", "schedules"), ((str,), "names are")),
+    **dict.fromkeys(("equal_stages", "sequence_parallel", "checkpointing"), ((bool,), "True or False is")),
+}
+"""Of which types a limit is, or each of several, and what is needed, in words."""
+
+_OPTIONAL = (
+    *("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "checkpointed_shares", "offload"),
+    "sequence_parallel",
+)
+"""Limits that may be ``None``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
@@ -122,10 +139,14 @@ class SearchSpace:
         """Check each limit by itself."""
         for name in (*COUNTS, *_OTHERS):
             self._settle(name)
+        for name, (kinds, needed) in _KINDS.items():
+            self._check_type(name, kinds, needed)
         if self.max_stages is not None and self.max_stages < 1:
-            raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage")
+            raise ValueError(f"max_stages={self.max_stages}: a plan has at least 1 stage; give 1 or more, or None")
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
-            raise ValueError(f"data_parallel_size={self.data_parallel_size}: at least 1 batch is loaded, or None")
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size}: at least 1 batch is loaded; give 1 or more, or None"
+            )
         for name in COUNTS:
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
@@ -165,6 +186,15 @@ class SearchSpace:
             raise ValueError(f"{name}={values!r}: there may be several; give ({values!r},)")
         object.__setattr__(self, name, tuple(values))
 
+    def _check_type(self, name: str, kinds: tuple[type, ...], needed: str) -> None:
+        """Refuse a value, or one of several, that is of another type."""
+        value = getattr(self, name)
+        for item in value if isinstance(value, tuple) else () if value is None else (value,):
+            if not isinstance(item, kinds) or isinstance(item, bool) != (kinds == (bool,)):
+                raise TypeError(f"{name}={value!r:.60}: {needed} needed in place of {item!r:.30}")
+        if value is None and name not in _OPTIONAL:
+            raise TypeError(f"{name}=None: {needed} needed; leave it out for what is usual")
+
     def _check_cuts(self) -> None:
         cuts = self.layer_cuts
         if cuts is None:
@@ -172,7 +202,7 @@ class SearchSpace:
         if any(later <= earlier for earlier, later in pairwise((0, *cuts))):
             raise ValueError(
                 f"layer_cuts={cuts}: the first layers of the second and later stages, each at least 1 and more than "
-                "the one before; for example (12, 24) for three stages, or () for one"
+                "the one before; give for example (12, 24) for three stages, or () for one"
             )
         if self.equal_stages:
             raise ValueError(f"equal_stages=True and layer_cuts={cuts}: cuts settle what stages have; leave one out")
@@ -188,5 +218,5 @@ class SearchSpace:
             raise ValueError(f"offload={self.offload}: of {', '.join(OFFLOADED)}; give () to offload nothing")
         for name in ("offload_ratios", "checkpointed_shares"):
             values = getattr(self, name)
-            if values is not None and (not values or min(values) < 0.0 or max(values) > 1.0):
+            if values is not None and (not values or not all(0.0 <= value <= 1.0 for value in values)):
                 raise ValueError(f"{name}={values}: give at least one fraction in [0, 1], for example (0.0, 0.5, 1.0)")

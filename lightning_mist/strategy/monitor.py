@@ -167,8 +167,11 @@ class Monitor:
         self._look_again(is_training=False)
         if self._report_path is not None and dist.get_rank() == 0 and self.report is not None:
             path = Path(self._report_path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.report.to_json())
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(self.report.to_json())
+            except OSError as error:  # what was trained is not to be lost for it
+                self._progress.tell(f"the report is not written to {path}: {error}")
 
     def close(self) -> None:
         """Let go of the group of processes."""

@@ -13,6 +13,7 @@ from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
 from lightning_mist.strategy.acting_rank import ActingRank
 from lightning_mist.strategy.checkpoints import Checkpoints
+from lightning_mist.strategy.given_arguments import check_arguments, size_limit
 from lightning_mist.strategy.master_precision import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
@@ -29,7 +30,6 @@ from lightning_mist.strategy.planning import (
 )
 from lightning_mist.strategy.shared_loaders import SharedLoaders
 from lightning_mist.strategy.training import Preemption, attach_engine, gradients_are_about_to_go, replay
-from lightning_mist.units import parse_bytes
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -123,6 +123,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_arguments({**locals()})
         self.choose_directories(save_distributed_checkpoint, asynchronously=save_asynchronously)
         self._is_dry_run = refuse_waiting(dry_run, start_method)
         kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
@@ -133,8 +134,8 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
         self._request = PlanRequest(
             plan=plan,
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-            host_memory_limit=None if host_memory_limit is None else parse_bytes(host_memory_limit),
+            memory_limit=size_limit("memory_limit", memory_limit),
+            host_memory_limit=size_limit("host_memory_limit", host_memory_limit),
             offload_directory=offload_directory,
             search=searched_with(search, data_parallel_size),
             cluster=cluster,

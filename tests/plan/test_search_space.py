@@ -14,7 +14,7 @@ ALIKE = spec(6, measured=True)
     [
         ({"microbatch_sizes": ()}, r"microbatch_sizes=\(\): give at least one number"),
         ({"data_parallel_degrees": (0,)}, r"data_parallel_degrees=\(0,\): give at least one number, each at least 1"),
-        ({"layer_cuts": (4, 2)}, r"layer_cuts=\(4, 2\): .*more than the one before; for example \(12, 24\)"),
+        ({"layer_cuts": (4, 2)}, r"layer_cuts=\(4, 2\): .*more than the one before; give for example \(12, 24\)"),
         ({"layer_cuts": (2, 4), "num_stages": (2,)}, r"make 3 stages, but .* num_stages=\(2,\) do not allow"),
         ({"layer_cuts": (2,), "equal_stages": True}, r"equal_stages=True and layer_cuts=\(2,\): .* leave one out"),
         ({"layer_cuts": (2,), "max_stages": 1}, r"make 2 stages, but max_stages=1"),
@@ -69,3 +69,27 @@ def test_several_values_are_a_tuple_and_one_is_refused(name):
 def test_a_word_is_not_taken_for_its_letters():
     with pytest.raises(ValueError, match=r"schedules='1f1b': there may be several; give \('1f1b',\)"):
         SearchSpace(schedules="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, ("x",)) for name in ("num_stages", "layer_cuts", "zero_stages", "shard_degrees", "chunks")),
+        *((name, (None,)) for name in ("num_microbatches", "devices_per_stage", "checkpointed_shares", "schedules")),
+        *((name, "x") for name in ("max_stages", "data_parallel_size", "solver_seconds", "equal_stages")),
+        *((name, None) for name in ("checkpointing", "zero_stages", "solver_seconds")),
+        *((name, True) for name in ("max_stages", "solver_seconds")),
+        *((name, 1) for name in ("sequence_parallel", "checkpointing")),
+        ("num_stages", (1.5,)),
+        ("offload", (5,)),
+    ],
+)
+def test_limits_of_another_type_are_refused(name, value):
+    with pytest.raises(TypeError, match=rf"^{name}=.*: .* (is|are) needed"):
+        SearchSpace(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["offload_ratios", "checkpointed_shares"])
+def test_what_is_no_number_is_no_fraction(name):
+    with pytest.raises(ValueError, match=rf"^{name}=\(nan,\): give at least one fraction"):
+        SearchSpace(**{name: (float("nan"),)})

@@ -51,6 +51,16 @@ def run(monitor, module, steps):
 
 
 @pytest.mark.usefixtures("single_rank")
+def test_a_report_that_cannot_be_written_is_said_and_costs_nothing(tmp_path, capsys):
+    monitor, module, path = make(tmp_path)
+    path.parent.write_text("a file where the folder would be")
+    run(monitor, module, 5)
+    monitor.finish()
+    assert monitor.report.timed_steps == 3
+    assert f"the report is not written to {path}: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("single_rank")
 def test_the_second_step_is_metered_and_later_ones_are_timed(tmp_path, capsys):
     monitor, module, path = make(tmp_path)
     run(monitor, module, 5)

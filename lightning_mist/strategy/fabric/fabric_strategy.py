@@ -16,9 +16,9 @@ from lightning_mist.strategy.acting_rank import ActingRank
 from lightning_mist.strategy.fabric.loop_checkpoints import LoopCheckpoints
 from lightning_mist.strategy.fabric.outputs import Arrival
 from lightning_mist.strategy.fabric.planned_module import PlannedModule
+from lightning_mist.strategy.given_arguments import check_arguments, size_limit
 from lightning_mist.strategy.namespace import fabric_ddp_strategy
 from lightning_mist.strategy.planning import PlanRequest, searched_with
-from lightning_mist.units import parse_bytes
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -91,6 +91,7 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_arguments({**locals()})
         kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         super().__init__(*given, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
@@ -101,8 +102,8 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
         self._arrived: list[Arrival] = []
         self._request = PlanRequest(
             plan=plan,
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-            host_memory_limit=None if host_memory_limit is None else parse_bytes(host_memory_limit),
+            memory_limit=size_limit("memory_limit", memory_limit),
+            host_memory_limit=size_limit("host_memory_limit", host_memory_limit),
             offload_directory=offload_directory,
             search=searched_with(search, None),
             cluster=cluster,
