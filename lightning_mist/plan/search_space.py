@@ -34,9 +34,10 @@ _OTHERS = (
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(
-        ("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "zero_stages", "shard_degrees", "chunks"),
+        ("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "zero_stages", "shard_degrees"),
         ((int,), "whole numbers are"),
     ),
+    **dict.fromkeys(("context_parallel_degrees", "chunks"), ((int,), "whole numbers are")),
     **dict.fromkeys(("checkpointed_shares", "offload_ratios", "solver_seconds"), ((int, float), "numbers are")),
     **dict.fromkeys(("checkpointing_kinds", "offload", "schedules"), ((str,), "names are")),
     **dict.fromkeys(("equal_stages", "sequence_parallel", "checkpointing"), ((bool,), "True or False is")),
@@ -157,16 +158,7 @@ class SearchSpace:
         self._check_shares()
         if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:
             raise ValueError(f"zero_stages={self.zero_stages}: ZeRO has stages 0 to 3; give for example (0, 1, 2, 3)")
-        if self.shard_degrees and min(self.shard_degrees) < 2:
-            raise ValueError(
-                f"shard_degrees={self.shard_degrees}: one rank has nobody to share with; give numbers of at least 2, "
-                "or () for all ranks with the same parameters only"
-            )
-        if self.context_parallel_degrees and min(self.context_parallel_degrees) < 2:
-            raise ValueError(
-                f"context_parallel_degrees={self.context_parallel_degrees}: at least 2 devices share a row; give such "
-                "numbers, or () for none"
-            )
+        self._check_sharing()
         if not self.checkpointing_kinds or not set(self.checkpointing_kinds) <= set(CHECKPOINTING_KINDS):
             raise ValueError(
                 f"checkpointing_kinds={self.checkpointing_kinds}: give at least one; known are "
@@ -194,6 +186,18 @@ class SearchSpace:
                 raise TypeError(f"{name}={value!r:.60}: {needed} needed in place of {item!r:.30}")
         if value is None and name not in _OPTIONAL:
             raise TypeError(f"{name}=None: {needed} needed; leave it out for what is usual")
+
+    def _check_sharing(self) -> None:
+        if self.shard_degrees and min(self.shard_degrees) < 2:
+            raise ValueError(
+                f"shard_degrees={self.shard_degrees}: one rank has nobody to share with; give numbers of at least 2, "
+                "or () for all ranks with the same parameters only"
+            )
+        if self.context_parallel_degrees and min(self.context_parallel_degrees) < 2:
+            raise ValueError(
+                f"context_parallel_degrees={self.context_parallel_degrees}: at least 2 devices share a row; give such "
+                "numbers, or () for none"
+            )
 
     def _check_cuts(self) -> None:
         cuts = self.layer_cuts

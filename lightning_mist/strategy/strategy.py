@@ -126,10 +126,9 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         check_arguments({**locals()})
         self.choose_directories(save_distributed_checkpoint, asynchronously=save_asynchronously)
         self._is_dry_run = refuse_waiting(dry_run, start_method)
-        kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state)
-        ddp_options = (ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
-        super().__init__(*given, *ddp_options, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        more = (ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, process_group_backend, timeout, start_method)
+        super().__init__(*given, *more, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
         self._request = PlanRequest(

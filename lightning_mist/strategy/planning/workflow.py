@@ -82,8 +82,7 @@ def decide(
         TraceError: If the module would train wrongly under the plan.
     """
     started, request = perf_counter(), request.with_loaders(strategy.num_loaders)
-    # What is wrong with them is said before anything is looked at.
-    request.host_of_each(strategy.num_processes, strategy.root_device)
+    request.host_of_each(strategy.num_processes, strategy.root_device)  # refused before anything else
     request = request.with_plan()
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
