@@ -180,6 +180,14 @@ class Clipped(Decoder):
         return hidden
 
 
+class Watched(Decoder):
+    """A hook of a module reads the gradient of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_full_backward_hook(lambda module, given, got: None)
+
+
 PLANS = ("cp2", "cp2zero2")
 
 
@@ -204,5 +212,6 @@ TRAPS = {
     "mean-over-tokens": _trap(of(Averaged), reason="meet in mean"),
     "batch-norm-over-tokens": _trap(of(Normalized), reason="meet in batch_norm"),
     "norm-of-all-tokens": _trap(of(Weighed), reason="meet in norm"),
+    "hook-on-a-module": _trap(Watched, reason="has a backward hook"),
     "hook-on-a-tensor": _trap(Clipped, reason="puts a hook on a tensor"),
 }

@@ -37,7 +37,7 @@ def derive_contexts(
     # What keeps a rank from running the step for others keeps it from this too.
     if reasons := [reason for reason in module_map.excludes("tensor") if reason in module_map.excludes("pipeline")]:
         return _without(module_map, "; ".join(reasons))
-    if trouble := trouble_of(module, module_map):
+    if trouble := trouble_of(module, module_map) or _hooked(module):
         return _without(module_map, trouble)
     with isolated(module):
         try:
@@ -51,6 +51,17 @@ def derive_contexts(
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
             return _without(module_map, reason)
         return _every_degree(module_map, calls, kinds, entries, around)
+
+
+def _hooked(module: nn.Module) -> str:
+    """Why hooks keep gradients from being summands until the last backward; empty if none does."""
+    for name, each in module.named_modules():
+        if each._backward_hooks or each._backward_pre_hooks:
+            return (
+                f"{name or type(each).__name__} has a backward hook: under context parallelism it would see what one "
+                "rank adds to a gradient and not the gradient"
+            )
+    return ""
 
 
 def _without(module_map: ModuleMap, reason: str) -> ModuleMap:
