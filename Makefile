@@ -3,6 +3,7 @@
 #   make test    the tests that every change runs, with a quarter of the random instances
 #   make test-all  all tests with all instances
 #   make lint    formatting, types, import contracts
+#   make docs    the documents as a site, in site/
 #   make bench   the benchmarks that run on a CPU
 #   make gpu     on a machine with a card: the tests that need one, and short runs by plans of every kind
 #   make gpu-offload  on a machine with a card: models that it does not hold, against other ways to train them there
@@ -17,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test test-all lint bench gpu gpu-offload clean
+.PHONY: install demo test test-all lint docs bench gpu gpu-offload clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -46,6 +47,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --strict -p lightning_mist
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m benchmarks.report --check README.md docs/*.md
+
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs build --strict --site-dir site
 
 # Writes records to benchmarks/records and brings the documents' tables up to date with them.
 bench: $(INSTALLED)

@@ -1,6 +1,10 @@
 """The documents agree with the package: example plans are valid, links lead somewhere, options exist."""
 
+import ast
+import os
 import re
+import subprocess
+import sys
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -67,3 +71,48 @@ def test_commands_of_the_readme_parse(capsys: pytest.CaptureFixture[str]) -> Non
         assert ended.value.code == 0
         text = capsys.readouterr().out
         assert [option for option in re.findall(r"--[\w-]+", arguments) if option not in text] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_python_that_documents_show_can_be_parsed(path: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.S):
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("name", ["index.md", "moving.md"])
+def test_python_that_guides_show_runs(name: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_errors_of_the_troubleshooting_page_are_ones_that_are_raised() -> None:
+    texts = []
+    for path in (ROOT / "lightning_mist").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts.append("".join(str(part.value) for part in parts if isinstance(part, ast.Constant)))
+    titles = re.findall(r"^### `(.*)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert len(titles) > 10
+    assert [title for title in titles if not any(title in text for text in texts)] == []
+
+
+@pytest.mark.thorough
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "MistStrategy" in (tmp_path / "api/index.html").read_text()
