@@ -8,8 +8,6 @@ Array axes
     A  allocations, by identity
 """
 
-import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -168,39 +166,20 @@ def replay_plan(spec: ModelSpec, plan: Plan, *, plain: bool | None = None) -> tu
 def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None = None) -> Replay:
     """The replay of the most loaded rank of a group of devices; see :func:`replay_plan`."""
     known: dict[tuple[object, ...], StageTemplate] = {}
-    replays = (replay_rank(spec, plan, rank, plain=plain, known=known) for rank in _most_loaded(spec, plan, group))
-    return max(replays, key=lambda item: item.peak_bytes)
-
-
-def _most_loaded(spec: ModelSpec, plan: Plan, group: int) -> tuple[int, ...]:
-    """Ranks of a group of which one needs most: of as many batches those that own most, and the largest parameters.
-
-    All gather and compute the same. They differ in what they own, and in how much of it they reduce at the peak, which
-    is most where that is a large parameter of the head, of the tail or of a layer.
-    """
     mesh = plan.stages[group].mesh
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    classes: dict[tuple[object, ...], int] = {}
     sizes = {item.name: item.bytes for item in part.parameters}
-    owned: list[list[tuple[int, str]]] = [[] for _ in range(mesh.shard_ranks)]
-    times = Counter(map(_without_numbers, sizes))
+    loads: dict[int, list[int]] = {}
     for item in held_parameters(plan, spec.module_map) if plan.stages[group].zero_stage else ():
         if group in item.stages:
-            is_in_layers = times[_without_numbers(item.name)] > 1
-            owned[item.owner(group)].append((sizes[item.name], "" if is_in_layers else item.name))
+            loads.setdefault(item.owner(group), []).append(sizes[item.name])
     # Tensor-parallel ranks hold parts of the same size of everything.
-    peers = mesh.devices[:: mesh.tensor_parallel_degree]
-    places = [index % len(owned) for index in range(len(peers))]
-    most: dict[tuple[object, ...], int] = {}
-    for rank, place in sorted(
-        zip(peers, places, strict=True), key=lambda item: -sum(size for size, _ in owned[item[1]])
-    ):
-        most.setdefault((batches_of(plan, rank), max(owned[place], default=None)), rank)
-    return tuple(most.values())
-
-
-def _without_numbers(name: str) -> str:
-    """A parameter's name, the same for all layers."""
-    return re.sub(r"\d+", "", name)
+    for index, rank in enumerate(mesh.devices[:: mesh.tensor_parallel_degree]):
+        load = tuple(loads.get(index % mesh.shard_ranks, ()))
+        classes.setdefault((batches_of(plan, rank), load), rank)
+    replays = (replay_rank(spec, plan, rank, plain=plain, known=known) for rank in classes.values())
+    return max(replays, key=lambda item: item.peak_bytes)
 
 
 def _lists(plan: Plan, spec: ModelSpec, *, shorten: bool) -> tuple[Schedule, Arrivals]:

@@ -22,7 +22,8 @@ SPLIT = TensorSplit(
 
 
 def test_every_draw_is_a_plan_that_can_be_cut_and_all_features_occur():
-    module_map = replace(subject("plain", torch.float64).module_map, splits=(SPLIT,))
+    contexts = (replace(SPLIT, parameters=()),)
+    module_map = replace(subject("plain", torch.float64).module_map, splits=(SPLIT,), contexts=contexts)
     seen = dict.fromkeys(parity_random.FEATURES, 0)
     for seed in range(150):
         layout, rows = parity_random.draw(random.Random(seed), module_map)

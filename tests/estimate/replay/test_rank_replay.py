@@ -158,17 +158,6 @@ def test_long_schedules_are_cut_short_without_a_difference(network, schedule, ze
         assert abs(short.peak_bytes - long.peak_bytes) <= 4 * plan.num_microbatches
 
 
-@pytest.mark.parametrize(("layers", "degrees"), [([4], [3]), ([4], [8]), ([2, 2], [2, 2]), ([2, 2], [4, 4])])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_no_rank_that_is_not_replayed_needs_more(network, layers, degrees, zero):
-    for parts, checkpointed in ((1, 0), (2, 4)):
-        rows = sum(degrees) * parts * 2
-        plan = make_plan(layers, degrees=degrees, parts=parts, zero=zero, rows=rows, checkpointed=checkpointed)
-        for group, stage in enumerate(plan.stages):
-            most = max(replay_rank(network, plan, rank).peak_bytes for rank in stage.devices)
-            assert replay_group(network, plan, group).peak_bytes == most
-
-
 def test_the_allocator_takes_the_events(network):
     replay = replay_group(network, make_plan([2, 2], parts=4), 0)
     result = simulate_allocator(replay.memory_events(), AllocatorSettings())

@@ -116,7 +116,7 @@ def test_layers_are_split_only_where_that_could_save_something(monkeypatch):
     some = Searching()
     searched(monkeypatch, some)
     assert "what 4 devices that share layers exchange takes longer than it could save" in some.done
-    assert "split (2,)" in some.done
+    assert "split ((2,), ())" in some.done
     nothing = Searching(enough="no other plan could save anything")
     assert searched(monkeypatch, nothing).is_plain
     # What was not tried must not be proposed later either.
