@@ -171,7 +171,7 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
         rivals = {name: Planner(other, machine, profile=profile) for name, other in _rivals(network).items()}
         result, compared = compare_with_others(planner, result, rivals=rivals, **limits)
     plan = with_units(planner.model, replace(result.plan, fingerprint=_made_for(spec, result.plan)))
-    estimate = fitting.estimate if result is fitting.result else estimate_of(planner, plan, limit)
+    estimate = fitting.estimate if result is fitting.result else estimate_of(spec, machine, plan, limit)
     return FoundPlan(
         planner=planner,
         asked=asked,

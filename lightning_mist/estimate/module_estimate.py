@@ -76,8 +76,7 @@ def estimate_memory(
     if isinstance(module_or_spec, ModelSpec):
         spec = module_or_spec
     else:
-        meshes = [] if given is None else [stage.mesh for stage in given.stages]
-        degrees = [mesh.tensor_parallel_degree for mesh in meshes]
+        degrees = [] if given is None else [stage.mesh.tensor_parallel_degree for stage in given.stages]
         kind = machine.device.kind
         named = optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
         trained_by, notes = optimizer_to_describe(module_or_spec, named, precision_context(precision))

@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan
+from lightning_mist.hardware import AnyCluster
+from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Plan
 from lightning_mist.plan.plan_tables import counted
 from lightning_mist.tuner import Planner, TuneResult
@@ -54,7 +56,12 @@ def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], 
         say: Says what is done.
     """
     limit, note = asked["memory_limit"], ""
-    made = [Fitting(result=result, asked=asked, estimate=estimate_of(planner, result.plan, limit))]
+
+    def looked_at(result: TuneResult, asked: dict[str, Any]) -> Fitting:
+        estimate = estimate_of(planner.spec, planner.cluster, result.plan, limit)
+        return Fitting(result=result, asked=asked, estimate=estimate)
+
+    made = [looked_at(result, asked)]
     while made[-1].estimate.device_verdict != "fits" and len(made) <= TRIES:
         again = {**asked, "memory_limit": _less(planner, made[-1])}
         say(f"that plan does not fit in {_in_100(made[-1].estimate)} of 100 cases: searching with less memory")
@@ -66,7 +73,7 @@ def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], 
         except InfeasibleError:
             note = "no plan fits in 95 of 100 cases by its estimate"
             break
-        made.append(Fitting(result=result, asked=again, estimate=estimate_of(planner, result.plan, limit)))
+        made.append(looked_at(result, again))
     likely = [item for item in made if item.estimate.is_likely] or made
     fastest, surest = min(likely, key=_seconds), min(likely, key=lambda item: _risk(item.estimate))
     most = _seconds(fastest) * (1 + WORTH_PAYING)
@@ -111,12 +118,11 @@ def _beside(best: Fitting, other: Fitting) -> str:
     )
 
 
-def estimate_of(planner: Planner, found: Plan, limit: int | None) -> MemoryEstimate:
-    """What a plan needs of every device.
+def estimate_of(spec: ModelSpec, cluster: AnyCluster, found: Plan, limit: int | None) -> MemoryEstimate:
+    """What a plan needs of every device; the stage that needs most is replayed.
 
     Args:
         limit: Bytes of each device that may be used; by default all that it has.
     """
-    parts = planner.cluster.parts
-    estimator = Estimator(planner.spec, planner.cluster, limit or max(part.device.memory_bytes for part in parts))
+    estimator = Estimator(spec, cluster, limit or max(part.device.memory_bytes for part in cluster.parts))
     return estimate_plan(estimator, found, advise=False, replay="worst")

@@ -128,6 +128,7 @@ class ModuleMap:
         contexts: How rows may be split over context-parallel ranks, one entry per degree that was checked; no
             parameters are.
         uncontexts: Degrees of these that were tried in vain, and why.
+        drops: Whether the step was seen to drop something at random while that was found out.
     """
 
     step: str
@@ -143,6 +144,7 @@ class ModuleMap:
     unsplit: tuple[tuple[int, str], ...] = ()
     contexts: tuple[TensorSplit, ...] = ()
     uncontexts: tuple[tuple[int, str], ...] = ()
+    drops: bool = False
 
     def split(self, degree: int) -> TensorSplit:
         """How the module is split over ``degree`` tensor-parallel ranks."""

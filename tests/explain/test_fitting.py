@@ -22,8 +22,8 @@ def planned(memory=10**7):
 def needing(more, spread=1.0):
     """Estimates that find so many times the bytes that the search does, in 95 of 100 cases ``spread`` times that."""
 
-    def estimate(planner, found, limit):
-        known = estimate_of(planner, found, limit)
+    def estimate(spec, cluster, found, limit):
+        known = estimate_of(spec, cluster, found, limit)
         peaks = [int(more * stage.peak_bytes) for stage in found.predicted.stages]
         stages = tuple(
             replace(stage, device_total=Interval(p50=peak, p95=int(spread * peak)))
@@ -102,4 +102,4 @@ def test_where_time_is_up_it_is_not_said_that_nothing_fits(monkeypatch):
 @pytest.mark.parametrize("limit", [None, 5 * 10**6])
 def test_the_limit_of_an_estimate(limit):
     planner, result, _ = planned()
-    assert estimate_of(planner, result.plan, limit).memory_limit == (limit or 10**7)
+    assert estimate_of(planner.spec, planner.cluster, result.plan, limit).memory_limit == (limit or 10**7)

@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import isolated
-from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit
+from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit, row_slice
+from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.strategy.all_ranks import of_all_ranks, on_rank_zero
 from lightning_mist.strategy.progress import Progress
@@ -80,8 +81,26 @@ def agree(mine: CutRules | str) -> CutRules | str:
 _Ways = tuple[tuple[TensorSplit, ...], tuple[tuple[int, str], ...]]
 """Splits, and degrees that were tried in vain."""
 
-_Told = tuple[_Ways, _Ways, tuple[Exclusion, ...], tuple[tuple[int | None, ...], ...]]
-"""How layers and how rows are shared, exclusions, and the sequence dimension of every tensor at every cut."""
+_Told = tuple[_Ways, _Ways, tuple[Exclusion, ...], tuple[tuple[int | None, ...], ...], bool]
+"""How layers and how rows are shared, exclusions, the sequence dimension of every tensor at every cut, and whether
+anything is dropped at random.
+"""
+
+
+def most_parts(plan: Plan) -> int:
+    """Into how many parts a plan cuts a process's batch at most."""
+    return max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
+
+
+def other_masks(plan: Plan, found: ModuleMap, rules: CutRules | None) -> str | None:
+    """What to say of dropout, if a plan makes it draw other masks than DDP's."""
+    if rules is not None and rules.has_dropout and most_parts(plan) > 1:
+        return "parts of a batch draw other dropout masks than the whole would under DDP: as with another seed"
+    if found.drops and any(stage.mesh.num_row_peers > 1 for stage in plan.stages):
+        return (
+            "where ranks share layers or rows, dropout on parts draws other masks than under DDP: as with another seed"
+        )
+    return None
 
 
 def degrees_of(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -114,13 +133,19 @@ def with_splits(
             progress.say(f"finding out how {', '.join(map(str, each))} devices could share {what}")
 
     def derive() -> _Told:
-        made = derive_splits(module, call, batch, found, tensor)
-        made = derive_contexts(module, call, batch, made, context)
+        steady = Steady(next(module.parameters()).device, without_dropout=False)
+
+        def watched(item: Any) -> Any:
+            with steady:
+                return call(item)
+
+        made = derive_splits(module, watched, batch, found, tensor)
+        made = derive_contexts(module, watched, batch, made, context)
         more = made.exclusions[len(found.exclusions) :]
         dims = tuple(tuple(live.sequence_dim for live in cut) for cut in made.cuts)
-        return (made.splits, made.unsplit), (made.contexts, made.uncontexts), more, dims
+        return (made.splits, made.unsplit), (made.contexts, made.uncontexts), more, dims, steady.is_dropping
 
-    (splits, unsplit), (contexts, uncontexts), more, dims = on_rank_zero(lambda: tried(derive))
+    (splits, unsplit), (contexts, uncontexts), more, dims, drops = on_rank_zero(lambda: tried(derive))
     # Everything else stays as this rank saw it: its batch may have other sizes than that of rank 0.
     cuts = tuple(
         tuple(replace(live, sequence_dim=dim) for live, dim in zip(cut, of_cut, strict=True))
@@ -134,4 +159,5 @@ def with_splits(
         uncontexts=uncontexts,
         exclusions=(*found.exclusions, *more),
         cuts=cuts,
+        drops=found.drops or drops,
     )

@@ -60,11 +60,6 @@ class Budget:
             )
 
 
-def estimate_made(spec: ModelSpec, plan: Plan, budget: Budget) -> MemoryEstimate:
-    """The estimate of a plan that the planner made within the budget; the stage that needs most is replayed."""
-    return estimate_plan(Estimator(spec, budget.cluster, budget.limit), plan, advise=False, replay="worst")
-
-
 def estimate_given(
     plan: Plan,
     module_map: ModuleMap,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mist.errors import TraceError
+from lightning_mist.explain import estimate_of
 from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model import (
     LayerSeconds,
@@ -35,7 +36,7 @@ from lightning_mist.strategy.monitoring import Basis, with_corrections
 from lightning_mist.strategy.planning.decision import PlanRequest
 from lightning_mist.strategy.planning.division_proofs import agree, prove_here, with_splits
 from lightning_mist.strategy.planning.local_machine import alike
-from lightning_mist.strategy.planning.memory_budget import Budget, Room, estimate_made, everywhere_unless_out_of_memory
+from lightning_mist.strategy.planning.memory_budget import Budget, Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import (
     BUT_PLAIN,
     fits_plainly,
@@ -322,15 +323,14 @@ class Planner:
 
     def simplest(self, made: TuneResult) -> Plan:
         """The best plan that was found, or plain data parallelism if that fits and is as good; on rank 0."""
-        plan = made.plan
-        if plan.is_plain:
-            return plan
+        if made.plan.is_plain:
+            return made.plan
         bare = self.plainest()
         assert self.spec is not None
         assert bare.predicted is not None
         why = gains_too_little(made.predicted, bare.predicted)
-        if why is None or estimate_made(self.spec, bare, self.budget).verdict != "fits":
-            return plan
+        if why is None or estimate_of(self.spec, self.cluster, bare, self.budget.limit).verdict != "fits":
+            return made.plan
         self.progress.tell(f"plain data parallelism: {why}")
         return bare
 

@@ -13,6 +13,7 @@ import torch
 
 from lightning_mist.errors import InfeasibleError, PlanError, TraceError
 from lightning_mist.estimate import MemoryEstimate
+from lightning_mist.explain import estimate_of
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import (
     Fingerprint,
@@ -22,7 +23,6 @@ from lightning_mist.plan import (
     differences,
     from_json,
     render,
-    row_slice,
     split_notes,
     to_json,
 )
@@ -35,11 +35,10 @@ from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_eve
 from lightning_mist.strategy.master_precision import refuse_plain
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
-from lightning_mist.strategy.planning.division_proofs import degrees_of
+from lightning_mist.strategy.planning.division_proofs import degrees_of, most_parts, other_masks
 from lightning_mist.strategy.planning.first_batch import load_the_same
 from lightning_mist.strategy.planning.memory_budget import (
     estimate_given,
-    estimate_made,
     lack_for_whole,
     unless_out_of_memory,
 )
@@ -168,10 +167,8 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
     found = planner.with_user_code(found)
     plan, made, found = _plan(planner, found)
     _check(planner, found, plan)
-    if planner.rules is not None and planner.rules.has_dropout and _most_parts(plan) > 1:
-        planner.progress.tell(
-            "parts of a batch draw other dropout masks than the whole would under DDP: as with another seed"
-        )
+    if (words := other_masks(plan, found, planner.rules)) is not None:
+        planner.progress.tell(words)
     estimate = on_rank_zero(lambda: _estimate(planner, found, plan))
     _self_check(planner, found, plan)
     path = _publish(planner, found, plan, made, estimate)
@@ -215,7 +212,7 @@ def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate 
     """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
     budget = replace(planner.budget, host_asked=planner.request.host_limit)
     if planner.spec is not None:
-        return estimate_made(planner.spec, plan, budget)
+        return estimate_of(planner.spec, planner.cluster, plan, budget.limit)
     changed = differences(Fingerprint.from_pairs(plan.fingerprint), planner.fingerprint(found))
     return estimate_given(
         plan,
@@ -300,7 +297,7 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
 
     plan = from_json(on_rank_zero(count_and_search))
     # Proving that a batch may be cut can take longer than all the rest, and few plans of what fits do it.
-    if _most_parts(plan) == 1:
+    if most_parts(plan) == 1:
         planner.rule_out_cuts("it was not tried whether parts of a batch train as the whole does")
     elif unsafe := planner.with_invariance(found).excludes("microbatches"):
         planner.rule_out_cuts("; ".join(unsafe))
@@ -308,14 +305,9 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
     return plan, made[-1] if made else None, found
 
 
-def _most_parts(plan: Plan) -> int:
-    """Into how many parts a plan cuts a process's batch at most."""
-    return max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
-
-
 def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     # Decided by the plan alone: every rank must come to the proof, whatever the size of its own batch.
-    parts = _most_parts(plan)
+    parts = most_parts(plan)
     if parts == 1:
         return  # nobody's batch is cut
     reasons = planner.with_invariance(found).excludes("microbatches")

@@ -4,9 +4,10 @@ import pytest
 
 from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.estimate import estimate_memory
+from lightning_mist.explain import estimate_of
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import OffloadRatios, Predicted, PredictedStage, plan_of
-from lightning_mist.strategy.planning.memory_budget import Budget, estimate_given, estimate_made
+from lightning_mist.strategy.planning.memory_budget import Budget, estimate_given
 from tests.cost.events import with_events
 from tests.specs import spec
 
@@ -34,7 +35,7 @@ def given(plan, cluster, asked=None, *, believed=True, refused=True, trace=lambd
 
 
 def test_a_made_plan_is_replayed_where_it_needs_most():
-    found = estimate_made(NETWORK, PLAN, Budget(cluster=GPUS, asked=None))
+    found = estimate_of(NETWORK, GPUS, PLAN, None)
     assert found.worst.tensors
     assert found.memory_limit == GPUS.device.memory_bytes
 
