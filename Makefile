@@ -58,6 +58,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.accuracy.published_time
 	$(BIN)/python -m benchmarks.accuracy.published_runs
 	$(BIN)/python -m benchmarks.accuracy.memory_limits
+	$(BIN)/python -m benchmarks.accuracy.summed_needs
 	$(BIN)/python -m benchmarks.accuracy.larger_than_memory
 	$(BIN)/python -m benchmarks.accuracy.state_on_disk
 	$(BIN)/python -m benchmarks.planner.tuning

@@ -188,6 +188,39 @@ class Watched(Decoder):
         self.head.register_full_backward_hook(lambda module, given, got: None)
 
 
+class Counting(Decoder):
+    """A buffer counts tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.float64))
+
+    def hidden(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self.tokens += batch["x"].numel()
+        return super().hidden(batch)
+
+
+class ReadingGradients(Decoder):
+    """A hook reads gradients between backward and step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_after_backward(self) -> None:
+        self.seen.append(sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
+
+
+class Logging(Decoder):
+    """A block's result is logged, and accuracy over tokens."""
+
+    def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        logits = self.logits(batch)
+        self.log("accuracy", (logits.argmax(-1) == batch["y"]).double().mean(), on_step=True, on_epoch=True)
+        self.log("largest", logits.detach().abs().max(), on_step=True, reduce_fx="max")
+        return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+
+
 PLANS = ("cp2", "cp2zero2")
 
 
@@ -212,6 +245,9 @@ TRAPS = {
     "mean-over-tokens": _trap(of(Averaged), reason="meet in mean"),
     "batch-norm-over-tokens": _trap(of(Normalized), reason="meet in batch_norm"),
     "norm-of-all-tokens": _trap(of(Weighed), reason="meet in norm"),
+    "logged": _trap(Logging),
+    "buffer": _trap(Counting, reason="changes buffer tokens"),
+    "gradients-read": _trap(ReadingGradients, reason="may use gradients"),
     "hook-on-a-module": _trap(Watched, reason="has a backward hook"),
     "hook-on-a-tensor": _trap(Clipped, reason="puts a hook on a tensor"),
 }
