@@ -31,8 +31,8 @@ _CONNECT_SECONDS = 30.0
 _ARRIVE_SECONDS = 40.0
 """After this a rank that shared the store's rendezvous and never connected has ended in between."""
 
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""A machine that goes without closing anything is noticed after a minute."""
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
+"""A machine that goes without closing anything is noticed after 45 seconds of silence."""
 
 _every: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 
