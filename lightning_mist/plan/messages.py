@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.mesh import row_ranks
@@ -109,7 +109,10 @@ def message_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
 
     Activations go to the next stage, gradients back.
     """
-    pairs = {pair for stage in range(plan.num_stages - 1) for pair in _crossing(plan, stage, stage + 1)}
+    # Chunks of the same groups of devices send each other the same messages.
+    meshes = [stage.mesh for stage in plan.stages]
+    crossed = {pair: stage for stage, pair in enumerate(pairwise(meshes))}
+    pairs = {pair for stage in crossed.values() for pair in _crossing(plan, stage, stage + 1)}
     return tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
 
 
@@ -129,10 +132,12 @@ def _crossing(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int
     """Who sends to whom between two stages: ranks that compute on the same rows and hold the same part."""
     first, second = plan.stages[stage], plan.stages[following]
     mine, theirs = first.data_parallel_degree, second.data_parallel_degree
-    for here, there in product(range(mine), range(theirs)):
-        # Data-parallel index j of d has the rows from j / d to (j + 1) / d of every microbatch.
-        if here * theirs >= (there + 1) * mine or there * mine >= (here + 1) * theirs:
-            continue
+    # Data-parallel index j of d has the rows from j / d to (j + 1) / d of every microbatch.
+    for here, there in (
+        (here, there)
+        for here in range(mine)
+        for there in range(here * theirs // mine, -(-(here + 1) * theirs // mine))
+    ):
         before, after = row_ranks(plan, stage, here), row_ranks(plan, following, there)
         # Tensors that have no sequence, and states of generators, are held whole also where others are in parts.
         # So are sequences on a side that their length cannot be divided by.
