@@ -10,10 +10,8 @@ from lightning_mist.tuner.inter_stage import Incumbent, Pipeline
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 from lightning_mist.tuner.space import Space
 
-COMPARED, COMPARED_OFFLOADED = 1.25, 1.1
-"""Multiples of the best plan's seconds below which other numbers of stages are searched for theirs, if all state stays
-on the device, and if it may be offloaded, which takes several times as long to look at."""
-
+COMPARED = 1.1
+"""Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
 MOST_NEAR = 12
 """Pipelines that are enough for the clock and other schedules to choose among: others are not looked for any more. Of
@@ -52,15 +50,14 @@ def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: fl
 def to_compare_with(
     state: SearchState, near: dict[Pipeline, Incumbent], winner: Incumbent
 ) -> dict[Pipeline, Incumbent]:
-    """The best answers of a few other numbers of stages than those of ``near``.
+    """The best answers of a few other numbers of stages than those of ``near``, of several with all state resident.
 
     Raises:
         TimeIsUpError: If there is no time left to evaluate their stages.
     """
-    # They are there to compare with, so all or nothing of each kind of state will do.
-    ratios = state.pipelines.space.offload_ratios[-1:]
-    state.pipelines.try_ratios(ratios, state.deadline)
-    below = winner.answer.objective * (COMPARED_OFFLOADED if ratios else COMPARED)
+    # They are there to compare with: what would offload takes several times as long to look at.
+    state.pipelines.try_ratios((), state.deadline)
+    below = winner.answer.objective * COMPARED
     found: dict[Pipeline, Incumbent] = {}
     known = {key.num_stages for key in near}
     for num_stages in compared(state.pipelines.space, len(winner.answer.chosen)):
@@ -70,15 +67,20 @@ def to_compare_with(
 
 
 def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline, Incumbent]:
-    """The best answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
+    """A good answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
+    if num_stages == 1:
+        # The search has looked at all that may be the best of these.
+        alone = {key: item for key, item in state.found.items() if key.num_stages == 1}
+        key = min(alone, key=lambda key: (alone[key].answer.objective, key), default=None)
+        return {} if key is None or alone[key].answer.objective >= below else {key: alone[key]}
     best: dict[Pipeline, Incumbent] = {}
-    alone = [group._replace(counts=(num_stages,)) for group in state.pipelines.groups if num_stages in group.counts]
+    groups = [group._replace(counts=(num_stages,)) for group in state.pipelines.groups if num_stages in group.counts]
 
     def cutoff() -> float:
         return min((item.answer.objective for item in best.values()), default=below)
 
     # What bounds a whole group says little of one number of stages.
-    for group in state.nearest(alone, cutoff):
+    for group in state.nearest(groups, cutoff):
         if state.is_late:
             break
         best = state.optima(group, [num_stages], cutoff()) or best
