@@ -12,6 +12,7 @@ groups own the same: they are each other's *replicate peers*.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from lightning_mist.errors import PlanError
@@ -305,6 +306,7 @@ def _nbytes(use: ParameterUse) -> int:
     return prod(use.shape) * itemsize(use.dtype)
 
 
+@lru_cache(maxsize=64)
 def itemsize(dtype: str) -> int:
     """Bytes of one element of a type, by torch's name of it: the first number in the name counts its bits."""
     if dtype == "bool":

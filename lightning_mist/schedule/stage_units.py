@@ -44,7 +44,8 @@ def shard_units(module_map: ModuleMap, bounds: tuple[tuple[int, int], ...], stag
     for use in module_map.parameters:
         if stage not in owners[use.name]:
             continue
-        units = [unit for unit in order if unit in _units_of(module_map, use)] or list(order)
+        found = _units_of(module_map, use)
+        units = [unit for unit in order if unit in found] or list(order)
         for unit in units:
             used[unit].append(use.name)
         if use.requires_grad:

@@ -35,6 +35,7 @@ class BatchWalk:
         self._tape, self._view, self._templates = tape, view, templates
         self._arrivals, self._gradients = arrivals, gradients
         self._last = view.plan.num_stages - 1
+        self._parts_of: dict[tuple[int, int | None], tuple[int, ...]] = {}
         self._bases: dict[_Key, int] = {}
         self._incoming: dict[_Key, list[list[int]]] = {}
         self._received: dict[_Key, list[int]] = {}
@@ -231,6 +232,12 @@ class BatchWalk:
 
     def _parts(self, template: StageTemplate, line: Action) -> tuple[int, ...]:
         """The regions that one line computes, in the order of forward."""
+        key = line.stage, line.unit
+        if key not in self._parts_of:
+            self._parts_of[key] = self._find_parts(template, line)
+        return self._parts_of[key]
+
+    def _find_parts(self, template: StageTemplate, line: Action) -> tuple[int, ...]:
         units = [unit.unit for unit in self._view.units.get(line.stage, ())]
         if line.unit is None or len(units) < 2:
             return template.parts

@@ -22,6 +22,7 @@ class Gradients:
     def __init__(self, tape: Tape, view: RankView, *, in_buckets: bool) -> None:
         self._tape, self._view, self._in_buckets = tape, view, in_buckets
         self._factor = view.spec.optimizer.gradient_bytes_per_parameter_byte
+        self._shard_index = view.mesh.shard_index
         self.found: dict[str, int] = {}
         self._flats: dict[int, set[str]] = {}
         self._waiting: dict[str, list[int]] = {}
@@ -245,24 +246,22 @@ class Gradients:
             self._reshard(key)
 
     def _unshard(self, key: UnitKey) -> None:
-        for flat, keys in self._view.shards:
-            if key in keys:
-                self._users[flat] = self._users.get(flat, 0) + 1
-                if self._users[flat] == 1 and flat.owner != self._view.mesh.shard_index:
-                    label = Label("parameter_bytes", "parameters of other ranks, unsharded")
-                    self._there[flat] = self._tape.malloc(flat.bytes, label)
+        for flat in self._view.shards_of.get(key, ()):
+            self._users[flat] = self._users.get(flat, 0) + 1
+            if self._users[flat] == 1 and flat.owner != self._shard_index:
+                label = Label("parameter_bytes", "parameters of other ranks, unsharded")
+                self._there[flat] = self._tape.malloc(flat.bytes, label)
 
     def _reshard(self, key: UnitKey) -> None:
-        for flat, keys in self._view.shards:
-            if key in keys:
-                self._users[flat] -= 1
-                if not self._users[flat] and flat in self._there:
-                    self._tape.free(self._there.pop(flat))
+        for flat in self._view.shards_of.get(key, ()):
+            self._users[flat] -= 1
+            if not self._users[flat] and flat in self._there:
+                self._tape.free(self._there.pop(flat))
 
     def _settle(self) -> None:
         """What is under way has arrived: owners add it up, others let go of it."""
         for key, flat, identity in self._under_way:
-            if flat.owner == self._view.mesh.shard_index and (key, flat) not in self._sums:
+            if flat.owner == self._shard_index and (key, flat) not in self._sums:
                 self._sums[key, flat] = self._widened(flat, identity) if self._factor > 1 else identity
             else:
                 self._tape.free(identity)

@@ -188,6 +188,15 @@ class RankView:
             result.append((replace(self._flat(items, owner), bytes=padded), keys))
         return tuple(result)
 
+    @cached_property
+    def shards_of(self) -> dict[UnitKey, tuple[Flat, ...]]:
+        """Those that each unit uses."""
+        found: dict[UnitKey, list[Flat]] = {}
+        for flat, keys in self.shards:
+            for key in keys:
+                found.setdefault(key, []).append(flat)
+        return {key: tuple(flats) for key, flats in found.items()}
+
     @property
     def _several(self) -> Iterator[Held]:
         """The trained parameters that several stages use."""

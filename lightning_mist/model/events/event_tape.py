@@ -92,6 +92,7 @@ class Tape:
         self._events: list[IntArray] = []
         self._bytes: list[IntArray] = []
         self._pending: list[int] = []
+        self._sizes: list[int] = []  # of identities since the last block of slots
         self._count = self._length = 0
 
     @property
@@ -107,6 +108,7 @@ class Tape:
         """Identities for a microbatch's slots, none of which is allocated yet; the first of them."""
         first = self._count
         self.blocks.append(Block(first, slots.labels, stage, microbatch))
+        self._flush_sizes()
         self._bytes.append(slots.bytes_A)
         self._count += len(slots.labels)
         return first
@@ -122,7 +124,7 @@ class Tape:
         """Allocate; the new identity."""
         identity = self._count
         self.blocks.append(Block(identity, (label,), stage, microbatch))
-        self._bytes.append(np.array([nbytes], dtype=np.int64))
+        self._sizes.append(nbytes)
         self._count += 1
         self.allocate(identity)
         return identity
@@ -142,6 +144,11 @@ class Tape:
             self._events.append(np.array(self._pending, dtype=np.int64))
             self._pending = []
 
+    def _flush_sizes(self) -> None:
+        if self._sizes:
+            self._bytes.append(np.array(self._sizes, dtype=np.int64))
+            self._sizes = []
+
     def events(self) -> IntArray:
         """All events."""
         self._flush()
@@ -149,4 +156,5 @@ class Tape:
 
     def bytes(self) -> IntArray:
         """Bytes of every identity."""
+        self._flush_sizes()
         return np.concatenate(self._bytes) if self._bytes else np.zeros(0, dtype=np.int64)
