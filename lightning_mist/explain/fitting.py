@@ -24,8 +24,7 @@ TRIES = 3
 """How often a plan is made again, with less memory, whose estimate does not fit. One is mostly enough."""
 
 WORTH_PAYING = 0.1
-"""Share of a step's seconds that a plan may take longer to be surer to fit. What offloads has no replay, and so wide an
-interval that on small devices nothing but plans that take half as long again would do."""
+"""Share of a step's seconds that a plan may take longer to be surer to fit, of those of which none does."""
 
 WORTH_TELLING = 1e-3
 """Share of a step's seconds from which on it is said what more risk would gain."""
@@ -48,8 +47,9 @@ class Fitting:
 def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], say: Callable[[str], None]) -> Fitting:
     """A plan that fits in 95 of 100 cases by its estimate, if one is found in a few tries.
 
-    Else, or if that takes much longer (:data:`WORTH_PAYING`), it is that which is most likely to fit of those that were
-    made and do not; its estimate says so, and a note what the surest would take.
+    However much longer that takes: a note says what a faster one risks. If none is found it is that which is most
+    likely to fit of those that were made and take little longer (:data:`WORTH_PAYING`); its estimate says so, and a
+    note what the surest would take.
 
     Args:
         asked: What the planner was asked for the result.
@@ -77,7 +77,8 @@ def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], 
     likely = [item for item in made if item.estimate.is_likely] or made
     fastest, surest = min(likely, key=_seconds), min(likely, key=lambda item: _risk(item.estimate))
     most = _seconds(fastest) * (1 + WORTH_PAYING)
-    best = min((item for item in likely if _seconds(item) <= most), key=lambda item: _risk(item.estimate))
+    fits = [item for item in made if item.estimate.device_verdict == "fits"]
+    best = min(fits or [item for item in likely if _seconds(item) <= most], key=lambda item: _risk(item.estimate))
     notes = [note] if note else []
     notes += [
         _beside(best, other)

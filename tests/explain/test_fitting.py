@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.explain import fitting
 from lightning_mist.explain.fitting import estimate_of, plan_that_fits
@@ -57,24 +58,33 @@ def test_a_plan_whose_estimate_does_not_fit_is_made_again_with_less(monkeypatch,
     assert found.notes == ()
 
 
+def test_what_fits_is_recommended_and_what_a_faster_plan_risks_is_said(monkeypatch):
+    planner, _, asked = planned()
+    least = max(stage.peak_bytes for stage in planner.tune(**asked).predicted.stages)
+    planner, result, asked = planned(memory=int(least / 0.8) + 1)
+    monkeypatch.setattr(fitting, "estimate_of", needing(1.2, spread=1.1))
+    monkeypatch.setattr(fitting, "WORTH_PAYING", 0.0)  # What fits may take as long as it wants.
+    found = plan_that_fits(planner, result, asked, print)
+    assert found.result is not result
+    assert found.estimate.verdict == "fits"
+    (note,) = found.notes
+    gain = 1 - result.predicted.step_seconds / found.result.predicted.step_seconds
+    assert note.endswith(f"({gain:.1%} less)")
+    assert 5 < float(note.split("a risk of ")[1].split(" in 100")[0]) < 50
+
+
 @pytest.mark.parametrize("most", [0.0, 10.0])
-def test_to_be_sure_may_cost_so_much_and_what_else_there_is_is_said(monkeypatch, most):
+def test_where_none_fits_to_be_surer_may_cost_so_much(monkeypatch, most):
     planner, _, asked = planned()
     least = max(stage.peak_bytes for stage in planner.tune(**asked).predicted.stages)
     planner, result, asked = planned(memory=int(least / 0.8) + 1)
     monkeypatch.setattr(fitting, "estimate_of", needing(1.2, spread=1.1))
     monkeypatch.setattr(fitting, "WORTH_PAYING", most)
+    monkeypatch.setattr(MemoryEstimate, "device_verdict", property(lambda self: "tight"))
     found = plan_that_fits(planner, result, asked, print)
-    assert (found.result is not result) == (found.estimate.verdict == "fits") == (most > 0)
+    assert (found.result is not result) == (most > 0)
     (note,) = found.notes
-    risk = float(note.split("a risk of ")[1].split(" in 100")[0])
-    if most:
-        gain = 1 - result.predicted.step_seconds / found.result.predicted.step_seconds
-        assert note.endswith(f"({gain:.1%} less)")
-        assert 5 < risk < 50
-    else:
-        assert note.endswith("% more)")
-        assert risk <= 5
+    assert note.endswith("% less)" if most else "% more)")
 
 
 def test_where_nothing_fits_by_its_estimate_the_first_plan_stays(monkeypatch):

@@ -162,7 +162,6 @@ def test_a_plan_whose_estimate_does_not_fit_is_made_again_with_less_where_someth
     least = max(stage.peak_bytes for stage in basis.tune().predicted.stages)
     basis = replace(basis, cluster=cluster(2, kind="cuda", memory=int(least / 0.8) + 1))
     monkeypatch.setattr(fitting, "estimate_of", needing(2.0))
-    monkeypatch.setattr(fitting, "WORTH_PAYING", 10.0)
     said = []
     (less, sure), (same, risky) = basis.tuned(said.append), basis.tuned(None)
     assert same is basis
