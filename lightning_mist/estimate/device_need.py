@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import hypot
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from lightning_mist.estimate.allocator import (
     MIB,
@@ -69,17 +70,30 @@ def communicators_of(plan: Plan, module_map: ModuleMap, rank: int) -> tuple[Comm
         purposes.setdefault(tuple(sorted(peers)), "data parallel")
     purposes.setdefault(tuple(sorted(mesh.tensor_peers)), "tensor parallel")
     purposes.setdefault(tuple(sorted(mesh.row_peers)), "context parallel")
-    mine = [group for group in process_groups(plan, module_map) if rank in group]
+    groups, pairs = _groups_of_ranks(plan, module_map)
     found = [Communicator(purpose="Lightning", ranks=tuple(range(plan.world_size)))]
     if plan.data_parallel_size is not None:
         # What is logged is reduced over one rank of each loader.
         size = plan.world_size // plan.num_loaders
         found.append(Communicator(purpose="Lightning", ranks=tuple(range(rank % size, plan.world_size, size))))
-    found += [Communicator(purpose=purposes.get(ranks, "tied parameters"), ranks=ranks) for ranks in mine]
-    found += [
-        Communicator(purpose="messages", ranks=(min(pair), max(pair))) for pair in message_pairs(plan) if rank in pair
-    ]
+    found += [Communicator(purpose=purposes.get(ranks, "tied parameters"), ranks=ranks) for ranks in groups[rank]]
+    found += [Communicator(purpose="messages", ranks=(min(pair), max(pair))) for pair in pairs.get(rank, ())]
     return tuple(communicator for communicator in found if len(communicator.ranks) > 1)
+
+
+_Groups: TypeAlias = dict[int, list[tuple[int, ...]]]
+
+
+@lru_cache(maxsize=2)
+def _groups_of_ranks(plan: Plan, module_map: ModuleMap) -> tuple[_Groups, _Groups]:
+    """The groups, and the pairs that send each other messages, of every rank of a plan; all stages ask for theirs."""
+    groups: _Groups = {rank: [] for rank in range(plan.world_size)}
+    pairs: _Groups = {}
+    for found, every in ((groups, process_groups(plan, module_map)), (pairs, message_pairs(plan))):
+        for ranks in every:
+            for rank in ranks:
+                found.setdefault(rank, []).append(ranks)
+    return groups, pairs
 
 
 def communicators_by_degrees(plan: Plan, rank: int) -> tuple[Communicator, ...]:

@@ -132,20 +132,21 @@ def _crossing(plan: Plan, stage: int, following: int) -> Iterator[tuple[int, int
     """Who sends to whom between two stages: ranks that compute on the same rows and hold the same part."""
     first, second = plan.stages[stage], plan.stages[following]
     mine, theirs = first.data_parallel_degree, second.data_parallel_degree
+    # Tensors that have no sequence, and states of generators, are held whole also where others are in parts.
+    # So are sequences on a side that their length cannot be divided by.
+    forward, back = set[tuple[int, int]](), set[tuple[int, int]]()
+    for are_shared in product({first.mesh.shares_sequence, False}, {second.mesh.shares_sequence, False}):
+        degrees = first.mesh.num_row_peers, second.mesh.num_row_peers
+        sides = [Side(degree=n, is_shared=shared) for n, shared in zip(degrees, are_shared, strict=True)]
+        forward.update(_portions(*sides))
+        back.update(_portions(*reversed(sides)))
     # Data-parallel index j of d has the rows from j / d to (j + 1) / d of every microbatch.
-    for here, there in (
-        (here, there)
-        for here in range(mine)
-        for there in range(here * theirs // mine, -(-(here + 1) * theirs // mine))
-    ):
-        before, after = row_ranks(plan, stage, here), row_ranks(plan, following, there)
-        # Tensors that have no sequence, and states of generators, are held whole also where others are in parts.
-        # So are sequences on a side that their length cannot be divided by.
-        for are_shared in product({first.mesh.shares_sequence, False}, {second.mesh.shares_sequence, False}):
-            degrees = len(before), len(after)
-            sides = [Side(degree=n, is_shared=shared) for n, shared in zip(degrees, are_shared, strict=True)]
-            yield from ((before[source], after[index]) for source, index in _portions(*sides))
-            yield from ((after[source], before[index]) for source, index in _portions(*reversed(sides)))
+    for here in range(mine):
+        before = row_ranks(plan, stage, here)
+        for there in range(here * theirs // mine, -(-(here + 1) * theirs // mine)):
+            after = row_ranks(plan, following, there)
+            yield from ((before[source], after[index]) for source, index in forward)
+            yield from ((after[source], before[index]) for source, index in back)
 
 
 def _portions(mine: Side, theirs: Side) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from lightning_mist.errors import PlanError
@@ -137,10 +138,14 @@ def _placements(
     meshes: tuple[StageMesh, ...], replicas: int, parts: tuple[int, ...], nodes: Nodes
 ) -> tuple[Placement, ...]:
     """The placement of every stage, which depends on nothing else of a plan."""
-    places = {device: nodes.place(device) for mesh in meshes for device in mesh.devices}
+    # Chunks of one group of devices have the same mesh.
+    distinct = list(dict.fromkeys(meshes))
+    places = {device: nodes.place(device) for mesh in distinct for device in mesh.devices}
     bounds = range(len(meshes) - 1)
-    across = [tuple(_across(meshes[stage], meshes[stage + 1], replicas, places)) for stage in bounds]
-    every = [pair for found in across for pair in found]
+    sides = list(pairwise(meshes))
+    crossed = {pair: tuple(_across(*pair, replicas, places)) for pair in dict.fromkeys(sides)}
+    across = [crossed[pair] for pair in sides]
+    every = [pair for found in crossed.values() for pair in found]
     sharing = _crowding({sender for sender, _ in every}, places, nodes)
     receiving = _crowding({receiver for _, receiver in every}, places, nodes)
     crossings = [
@@ -154,12 +159,17 @@ def _placements(
         for stage in bounds
     ]
     ends = [_column(meshes[stage], replicas) for stage in (0, -1)]
+    tied_nodes = min(2, _count([device for end in ends for device in end], places))
+    groupings = _shard_groups, _replicates, _sharing_rows
+    spans = {
+        mesh: [max(_count(group, places) for group in grouped(mesh)) for grouped in groupings] for mesh in distinct
+    }
     return tuple(
         Placement(
-            shard_nodes=max(_count(group, places) for group in _shard_groups(mesh)),
-            replicate_nodes=max(_count(group, places) for group in _replicates(mesh)),
-            ring_nodes=max(_count(group, places) for group in _sharing_rows(mesh)),
-            tied_nodes=min(2, _count([device for end in ends for device in end], places)),
+            shard_nodes=spans[mesh][0],
+            replicate_nodes=spans[mesh][1],
+            ring_nodes=spans[mesh][2],
+            tied_nodes=tied_nodes,
             share=_share(mesh, replicas),
             before=crossings[index - 1] if index else None,
             behind=crossings[index] if index < len(crossings) else None,
