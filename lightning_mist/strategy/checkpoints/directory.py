@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # as DCP's own tools read it
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -194,8 +197,12 @@ class StoredDirectory:
         return content
 
     def model(self) -> dict[str, Any]:
-        """All weights, in host memory."""
-        (state,) = self._read(key for key, path in self._paths.items() if path[0] in _MODEL).values()
+        """All weights: those that are stored in one piece stay there until they are read, others in host memory."""
+        keys = [key for key, path in self._paths.items() if path[0] in _MODEL]
+        with reading(self.path):
+            mapped = {key: _mapped(self.path, self._reader, self._index, key) for key in keys}
+        there = {key: value for key, value in mapped.items() if value is not None}
+        (state,) = self._read(keys, there=there).values()
         return dict(state)
 
     def optimizer(self, index: int, wanted: Callable[[list[Any]], Mapping[str, Part | None]] | None) -> dict[str, Any]:
@@ -214,11 +221,22 @@ class StoredDirectory:
         state = self._read(keys, {key: parts[own[key][2]] for key in keys}).get(name, {}).get("state", {})
         return {**found, "state": state}
 
-    def _read(self, keys: Iterable[str], parts: Mapping[str, Part | None] | None = None) -> dict[str, Any]:
-        """What is stored under some keys, nested as it was saved; of parts what this rank has of them."""
-        found: dict[str, Any] = {}
+    def _read(
+        self,
+        keys: Iterable[str],
+        parts: Mapping[str, Part | None] | None = None,
+        there: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What is stored under some keys, nested as it was saved; of parts what this rank has of them.
+
+        Args:
+            there: What is there already of these.
+        """
+        found: dict[str, Any] = dict(there or {})
         asked: dict[str, Any] = {}
         for key in keys:
+            if key in found:
+                continue
             stored, part = self._stored[key], (parts or {}).get(key)
             if isinstance(stored, BytesStorageMetadata):
                 asked[key] = None
@@ -237,6 +255,41 @@ class StoredDirectory:
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
         whole: dict[str, Any] = unflatten_state_dict({**asked, **found}, self._paths)
         return whole
+
+
+def _mapped(path: Path, reader: FileSystemReader, index: Metadata, key: str) -> Tensor | None:
+    """A tensor whose pages are read when they are needed, as ``torch.load(mmap=True)`` has them.
+
+    DCP stores each piece of a tensor as an archive of ``torch.save``, one after another in a file. Under fake tensors
+    ``torch.load`` says where in it the values are. Archives begin at any byte, so that values may lie across the
+    boundaries of their type, which x86 and ARM read as well.
+
+    Args:
+        path: The directory.
+        reader: Of the directory, which has read its index.
+        key: What the tensor is called there.
+
+    Returns:
+        The tensor; ``None`` if it is stored in several pieces or is none, or where this torch does not say where its
+        values are.
+    """
+    stored = index.state_dict_metadata[key]
+    if not isinstance(stored, TensorStorageMetadata) or len(stored.chunks) != 1:
+        return None
+    place = index.storage_data[MetadataIndex(key, stored.chunks[0].offsets)]
+    if place.transform_descriptors:
+        return None
+    file = path / place.relative_path
+    with open(file, "rb") as stream, FakeTensorMode():
+        fake: Tensor = torch.load(reader._slice_file(stream, place), map_location="cpu", weights_only=True)
+    storage = fake.untyped_storage()
+    offset: int | None = getattr(storage, "_checkpoint_offset", None)
+    if offset is None or not storage.nbytes() or fake.shape != stored.size:
+        return None
+    # Copy on write: who changes a loaded checkpoint does not change the file.
+    values = np.memmap(file, dtype=np.uint8, mode="c", offset=place.offset + offset, shape=(storage.nbytes(),))
+    flat = torch.from_numpy(values).view(fake.dtype)
+    return flat.as_strided(fake.size(), fake.stride(), fake.storage_offset())
 
 
 def read_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:

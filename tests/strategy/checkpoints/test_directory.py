@@ -3,6 +3,7 @@
 import copy
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,3 +209,27 @@ def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
     found = stored.optimizer(0, lambda groups: {groups[0]["params"][1]: None})
     assert_same(found, {**state, "state": {"b": state["state"]["b"]}})
     assert stored.optimizer(0, lambda groups: {})["state"] == {}
+
+
+def mappings_of(path):
+    """Address ranges at which a folder's files are mapped into this process."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    return [tuple(int(address, 16) for address in line[0].split("-")) for line in lines]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not say what is mapped")
+def test_weights_in_one_piece_stay_in_the_directory_until_they_are_read(tmp_path):
+    path = tmp_path / "one.ckpt"
+    values = {"sixteen": torch.arange(6).bfloat16(), "turned": torch.rand(3, 5).t(), "one": torch.tensor(2.5)}
+    halves = [Shards((4,), {(2 * rank,): torch.full((2,), float(rank))}) for rank in (0, 1)]
+    states = [{"model": {**values, "halved": halves[0], "none": torch.empty(0, 3)}}, {"model": {"halved": halves[1]}}]
+    write_directory(path, states, META)
+    found = read_directory(path, True)["state_dict"]
+    wanted = {**values, "halved": torch.tensor([0.0, 0.0, 1.0, 1.0]), "none": torch.empty(0, 3)}
+    assert_same({name: found[name] for name in wanted}, wanted)
+    ranges = mappings_of(path)
+    mapped = {name for name, value in found.items() if any(a <= value.data_ptr() < b for a, b in ranges)}
+    assert mapped == set(values)
+    # What is changed is changed here, and not for those who read it next.
+    found["sixteen"].fill_(7.0)
+    assert_same(read_directory(path, True)["state_dict"]["sixteen"], values["sixteen"])
