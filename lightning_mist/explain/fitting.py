@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan
-from lightning_mist.hardware import AnyCluster
+from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Plan
 from lightning_mist.plan.plan_tables import counted
@@ -63,10 +63,10 @@ def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], 
 
     made = [looked_at(result, asked)]
     while made[-1].estimate.device_verdict != "fits" and len(made) <= TRIES:
-        again = {**asked, "memory_limit": _less(planner, made[-1])}
+        asker, again = _with_less(planner, made[-1])
         say(f"that plan does not fit in {_in_100(made[-1].estimate)} of 100 cases: searching with less memory")
         try:
-            result = planner.tune(**again)
+            result = asker.tune(**again)
         except UndecidedError:
             note = "no plan was found in time that fits in 95 of 100 cases by its estimate"
             break
@@ -88,12 +88,29 @@ def plan_that_fits(planner: Planner, result: TuneResult, asked: dict[str, Any], 
     return replace(best, notes=tuple(notes))
 
 
-def _less(planner: Planner, made: Fitting) -> int:
-    """A memory limit for a search whose plan needs as much less as one had too much."""
-    worst = made.estimate.worst
-    needed = made.result.predicted.stages[worst.stage].peak_bytes / tensor_share(planner.cluster)
-    before = made.asked["memory_limit"] or max(part.device.memory_bytes for part in planner.cluster.parts)
-    return max(1, int(min(before - 1, needed * made.estimate.limit_of(worst) / worst.device_total.p95)))
+def _with_less(planner: Planner, made: Fitting) -> tuple[Planner, dict[str, Any]]:
+    """Whom to ask what for a plan that needs as much less as one had too much.
+
+    Of unlike devices those have less on which it did not fit: one limit for all would leave the larger ones idle.
+    """
+    worst, cluster = made.estimate.worst, planner.cluster
+    needed = made.result.predicted.stages[worst.stage].peak_bytes / tensor_share(cluster)
+    fitting = needed * made.estimate.limit_of(worst) / worst.device_total.p95
+
+    def less(before: int) -> int:
+        return max(1, int(min(before - 1, fitting)))
+
+    if isinstance(cluster, MixedCluster):
+        tight = {cluster.part_of(device) for device in made.result.plan.stages[worst.stage].devices}
+        parts = tuple(
+            replace(part, device=replace(part.device, memory_bytes=less(part.device.memory_bytes)))
+            if index in tight
+            else part
+            for index, part in enumerate(cluster.parts)
+        )
+        return Planner(planner.spec, replace(cluster, parts=parts), profile=planner.profile), made.asked
+    before = made.asked["memory_limit"] or cluster.parts[0].device.memory_bytes
+    return planner, {**made.asked, "memory_limit": less(before)}
 
 
 def _risk(estimate: MemoryEstimate) -> float:

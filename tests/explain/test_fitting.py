@@ -2,10 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.planner.apart import spec_of
 from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.explain import fitting
 from lightning_mist.explain.fitting import estimate_of, plan_that_fits
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.model.presets import PRESETS
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.infeasible import UndecidedError
 from tests.specs import cluster, profile, spec
@@ -113,3 +116,37 @@ def test_where_time_is_up_it_is_not_said_that_nothing_fits(monkeypatch):
 def test_the_limit_of_an_estimate(limit):
     planner, result, _ = planned()
     assert estimate_of(planner.spec, planner.cluster, result.plan, limit).memory_limit == (limit or 10**7)
+
+
+def test_of_unlike_devices_those_have_less_on_which_a_plan_does_not_fit(monkeypatch):
+    machine = parse_cluster("1x2xA100-80+1x2xA100-40")
+    asked = {
+        "global_batch_size": 16,
+        "memory_limit": None,
+        "host_memory_limit": None,
+        "search": SearchSpace(num_stages=(2,), schedules=("1f1b",), offload=()),
+    }
+    network = spec_of(PRESETS["gpt3-7b"], "gpt3-7b", "1x4xA100-40", rows=4, sequence_length=2048)
+    planner = Planner(network, machine)
+    small = next(part for part in machine.parts if part.device.name == "A100-40").device.memory_bytes
+    seen = []
+
+    def estimate(spec, cluster, found, limit):
+        """Says of the first plan that its stage on the smaller devices needs a little more than these have."""
+        seen.append(found)
+        known = estimate_of(spec, cluster, found, limit)
+        (tight,) = [index for index, stage in enumerate(found.stages) if min(stage.devices) >= 2]
+        need = Interval(p50=small - 1, p95=int(1.02 * small)) if len(seen) == 1 else Interval(p50=1, p95=2)
+        stages = [
+            replace(stage, device_total=need if index == tight else Interval(p50=1, p95=2))
+            for index, stage in enumerate(known.stages)
+        ]
+        return replace(known, stages=tuple(stages))
+
+    monkeypatch.setattr(fitting, "estimate_of", estimate)
+    result = planner.tune(**asked)
+    found = plan_that_fits(planner, result, asked, print)
+    assert found.asked == asked
+    first, second = ([stage.peak_bytes for stage in item.predicted.stages] for item in (result, found.result))
+    assert second[1] <= first[1] / 1.02
+    assert second[0] > first[1]  # what the larger devices have is used as before
