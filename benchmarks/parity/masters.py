@@ -4,8 +4,8 @@ Masters are cast to the type that is computed in before every batch, and gradien
 and added up in the masters'. A stage's data-parallel ranks scale what they have added up, round it to the computing
 type and add it up among themselves in that: once per batch below ZeRO-2, from there on for every microbatch, whose sums
 are then added up in the masters' type. Under hybrid sharding a group does so for itself, and the groups' sums are then
-added up in the type that they have. (Of a weight that several stages share each stage rounds what it adds; here the
-sum is rounded.)
+added up in the type that they have. (Of a weight that several stages share each stage rounds what it adds, and context-
+parallel ranks what each adds; here the sum is rounded.)
 """
 
 import copy
@@ -60,7 +60,9 @@ class Masters:
             degree = stage.mesh.data_parallel_degree
             if degree not in found:
                 losses.clear()
-                found[degree] = [self._column(plan, rank, batches, losses) for rank in stage_ranks(plan, index)]
+                # Ranks that share the tokens of the same rows count once.
+                ranks = stage_ranks(plan, index)[:: stage.mesh.context_parallel_degree]
+                found[degree] = [self._column(plan, rank, batches, losses) for rank in ranks]
         owners = module_map.owners(plan.bounds)
         types = {name: p.dtype for name, p in self.computed.named_parameters()}
         for name, master in self.module.named_parameters():
@@ -97,7 +99,7 @@ def _total(
     columns: Sequence[Sequence[Tensor | None]], plan: Plan, stage: StagePlan, narrow: torch.dtype
 ) -> Tensor | None:
     """One parameter's gradient from those by data-parallel rank and microbatch."""
-    scale, size = 1 / plan.num_loaders, stage.mesh.shard_ranks
+    scale, size = 1 / plan.num_loaders, min(stage.mesh.shard_ranks, len(columns))
     there = [[g for g in column if g is not None] for column in columns]
     if not any(there):
         return None
