@@ -116,3 +116,18 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "MistStrategy" in (tmp_path / "api/index.html").read_text()
+
+
+def test_python_that_pages_show_runs_with_what_they_talk_about(tmp_path: Path) -> None:
+    guides = ("index.md", "moving.md")
+    pages = [path for path in DOCUMENTS if "```python" in path.read_text() and path.name not in guides]
+    assert len(pages) >= 8
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.shown_python", *map(str, pages), "docs/checkpoints.md"],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
