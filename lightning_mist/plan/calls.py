@@ -7,7 +7,9 @@ no paths, so machines may differ in where packages are installed.
 Nothing here imports torch: tensors are told apart by what they offer.
 """
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -29,13 +31,37 @@ def intercepted(blocks: Sequence[Any], wrap: Callable[[int, Callable[..., Any]],
     own = [vars(block).get(name) for block, name in zip(blocks, names, strict=True)]
     try:
         for position, (block, name) in enumerate(zip(blocks, names, strict=True)):
-            vars(block)[name] = wrap(position, getattr(block, name))
+            vars(block)[name] = wrap(position, _counted(getattr(block, name)))
         yield
     finally:
         for block, name, before in zip(blocks, names, own, strict=True):
             vars(block).pop(name, None)
             if before is not None:
                 vars(block)[name] = before
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_DEPTH = _Depth()
+
+
+def _counted(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        _DEPTH.value += 1
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _DEPTH.value -= 1
+
+    return counted
+
+
+def inside_block() -> bool:
+    """Whether this thread is running a block that is intercepted, or recomputes it in backward."""
+    return _DEPTH.value > 0
 
 
 def block_value(position: int, leaf: int) -> Hashable:

@@ -20,7 +20,7 @@ from lightning_mist.strategy.monitoring import RunReport
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.training import EndsTogether, Engine, StepGuard, attach_engine, start_engine
+from lightning_mist.strategy.training import EndsTogether, Engine, StepGuard, attach_engine, named_metrics, start_engine
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
@@ -107,8 +107,10 @@ class PlanInstallation(EndsTogether):
         )
         self._masters = None  # the engine has what this rank keeps
         self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
+        self._engine.records_metrics = self._decision.records_metrics and not self._engine.exchange.is_own
         if (reach := self._decision.reach) is not None:
-            self._engine.guard = StepGuard(module, self._decision.plan, self.global_rank, reach, self.act_for)
+            metrics = named_metrics(module).values() if self._engine.records_metrics else ()
+            self._engine.guard = StepGuard(module, self._decision.plan, self.global_rank, reach, self.act_for, metrics)
         self._engine.take_optimizer(self.optimizers[0])
         self._fitting.enter_context(as_wrapped(module))
         if self._initial is not None:

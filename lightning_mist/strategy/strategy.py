@@ -276,11 +276,11 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         with self.all_take_part():
             result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
         with context():  # Numbers become tensors of the precision's type, as where the step itself logs.
-            replay(module, result.records)
-        if not result.extras:
+            extras = replay(module, result.records, result.extras)
+        if not extras:
             return loss
         # Lightning itself refuses a dictionary without a loss.
-        return result.extras if loss is None else {**result.extras, "loss": loss}
+        return extras if loss is None else {**extras, "loss": loss}
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any

@@ -35,7 +35,13 @@ class Runs:
     batch_changed: bool
 
 
-def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidates: tuple[str, ...]) -> Runs:
+def run_twice(
+    module: nn.Module,
+    call: Call,
+    batches: tuple[Any, Any],
+    candidates: tuple[str, ...],
+    kept: Callable[[], Any] = tuple,
+) -> Runs:
     """Run the step on copies of two batches, all parameters being fakes; the module is left as it was.
 
     Where the step reads an unknown truth value it is told False, and if it then fails, True.
@@ -47,7 +53,9 @@ def run_twice(module: nn.Module, call: Call, batches: tuple[Any, Any], candidate
         recorders: list[Recorder] = []
         try:
             with quiet_fakes():
-                runs = _attempt(module, call, batches, candidates, recorders, guess=guess, before=before, rows=rows)
+                runs = _attempt(
+                    *(module, call, batches, candidates, recorders), kept=kept, guess=guess, before=before, rows=rows
+                )
         finally:
             for recorder in reversed(recorders):
                 recorder.undo()
@@ -68,6 +76,7 @@ def _attempt(
     candidates: tuple[str, ...],
     recorders: list[Recorder],
     *,
+    kept: Callable[[], Any],
     guess: bool,
     before: ModuleState,
     rows: tuple[int | None, ...],
@@ -84,7 +93,7 @@ def _attempt(
         recorders.append(recorder)
         own = copy.deepcopy(batch)
         versions = [(tensor, tensor._version) for tensor in batch_tensors(own)]
-        failure = _run(module, call, own, recorder, candidates)
+        failure = _run(module, call, own, recorder, candidates, kept)
         if failure:
             records = []
             break
@@ -101,7 +110,14 @@ def _attempt(
     )
 
 
-def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidates: tuple[str, ...]) -> str:
+def _run(
+    module: nn.Module,
+    call: Call,
+    batch: Any,
+    recorder: Recorder,
+    candidates: tuple[str, ...],
+    kept: Callable[[], Any],
+) -> str:
     blocks = [module.get_submodule(name) for name in candidates]
 
     def watched(position: int, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +127,7 @@ def _run(module: nn.Module, call: Call, batch: Any, recorder: Recorder, candidat
         recorder.know(batch_tensors(batch))
         with intercepted(blocks, watched), recorder:
             output = call(batch)
-        recorder.finish(output)
+        recorder.finish((output, kept()))
     except (Exception, Refused) as error:
         return _failure(recorder.record, error, module)
     return ""

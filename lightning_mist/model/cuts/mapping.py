@@ -28,6 +28,7 @@ def map_module(
     step: str = "training_step",
     second_batch: Any = None,
     blocks: str | None = None,
+    kept: Callable[[], Any] = tuple,
 ) -> ModuleMap:
     """Trace the user's step on fake tensors and say where the module can be cut, and what rules a cut out.
 
@@ -38,6 +39,7 @@ def map_module(
         module: The user's module. Parameters may be without storage of their own (expanded from one element).
         call: Runs the step on a batch, for example ``lambda batch: module.training_step(batch, 0)``.
         second_batch: Another batch with fewer rows, to tell batch dimensions. Without it none is known.
+        kept: What is needed of the last run once it is over, besides what it returned.
         blocks: Names the repeated blocks instead of finding them; see :func:`find_blocks`.
 
     Returns:
@@ -54,7 +56,7 @@ def map_module(
         for attribute, parameter in child._parameters.items()
         if parameter is not None
     }
-    runs = run_twice(module, call, (batch, batch if second_batch is None else second_batch), candidates)
+    runs = run_twice(module, call, (batch, batch if second_batch is None else second_batch), candidates, kept)
     rows = runs.rows[0] or 1
     if not runs.records:
         reason = f"the step cannot be traced: {runs.failure}"

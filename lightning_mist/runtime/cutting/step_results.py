@@ -22,7 +22,7 @@ class Result:
     """One value that a step returned or logged.
 
     Attributes:
-        key: ``("extra", name, ...)`` or ``("log", name, occurrence)``.
+        key: ``("extra", name, ...)``, ``("log", name, occurrence)`` or ``("metric", method, occurrence, argument)``.
         origin: The tensor of the recorded step that it is, or what it was computed from.
     """
 
@@ -39,6 +39,8 @@ class Result:
     def text(self) -> str:
         """The result, for people."""
         kind, name, *_ = self.key
+        if kind == "metric":
+            return f"what the step gives metric {name}"
         return f"self.log({name!r})" if kind == "log" else f"the entry {name!r} of what training_step returns"
 
     def located(self, ref_of: Callable[[Any], Ref | None]) -> "Result":

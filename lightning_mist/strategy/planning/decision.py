@@ -131,6 +131,7 @@ class PlannedStep:
         at_once: Why nothing needs to be looked at, if so.
         restrictions: What this rank knows of the code around the step that rules plans out; asked once.
         hint: What to do if all processes load the same batch.
+        records_metrics: Whether calls of the module's metrics may be made after the step.
     """
 
     name: str
@@ -139,6 +140,7 @@ class PlannedStep:
     at_once: str | None
     restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
     hint: str = ""
+    records_metrics: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ class Decision:
             were not made here.
         replan: Makes another plan within so many bytes of each device for a batch, if this process is the only one.
         lack_for_whole: Why the whole module does not fit on every device for a validation, if so.
+        records_metrics: Whether metrics of the module are updated where batches are loaded, whoever ran the step.
         signature: What this rank's batch looked like that the plan was made for.
     """
 
@@ -174,4 +177,5 @@ class Decision:
     replan: "Callable[[int, Any], Decision] | None" = None
     reach: Reach | None = None
     rules: CutRules | None = None
+    records_metrics: bool = False
     lack_for_whole: str | None = None

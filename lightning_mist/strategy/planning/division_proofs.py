@@ -1,7 +1,7 @@
 """How batches and layers can be divided: proved with real numbers, and the same on every rank."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.strategy.all_ranks import of_all_ranks, on_rank_zero
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.training import LogRecord, LogRecorder, recorded_logs, results_of
+from lightning_mist.strategy.training import LogRecord, LogRecorder, as_place, recorded_logs, results_of
 
 
 class _Raw(LogRecorder):
@@ -22,6 +22,7 @@ class _Raw(LogRecorder):
 
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
         size = arguments.get("batch_size")
+        value = as_place(value)
         self.records.append(
             LogRecord(name=name, value=value, arguments=() if size is None else (("batch_size", size),))
         )
@@ -35,9 +36,10 @@ def prove_here(module: Any, blocks: tuple[str, ...], call: Any, batch: Any) -> C
         recorder.take()
         output = call(item)
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
-        return output, results_of(extras, recorder.take())
+        return output, results_of(extras, (*recorder.take(), *getattr(call, "calls", ())))
 
-    with isolated(module), recorded_logs(module, recorder), _watched_metrics(module) as updated:
+    keeping = call.keeping_calls() if hasattr(call, "keeping_calls") else nullcontext()
+    with keeping, isolated(module), recorded_logs(module, recorder), _watched_metrics(module) as updated:
         answer = prove(module, blocks, step, batch)
     if updated and not isinstance(answer, str):
         return f"the step updates the metric {updated[0]}, whose value does not follow from those of parts"

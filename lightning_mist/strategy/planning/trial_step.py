@@ -24,6 +24,7 @@ from lightning_mist.plan import Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.all_ranks import of_all_ranks, union
+from lightning_mist.strategy.training import MetricCall, named_metrics, recorded_metrics
 from lightning_mist.strategy.user_code import Survey, exclusions_of
 
 T = TypeVar("T")
@@ -110,6 +111,7 @@ class _Told:
     asked: str = ""
     is_steady: bool = False
     differentiates: bool = False
+    metrics: str = ""
 
 
 class TriedStep:
@@ -118,16 +120,29 @@ class TriedStep:
     Args:
         call: Runs the step on a batch.
         name: The step's name in the module.
+        records_metrics: Whether calls of the module's metrics are to be recorded in place of made, as far as the step
+            lets that be.
 
     Attributes:
         is_automatic: Whether a run of the step is all that a batch's gradients need.
+        calls: The calls of metrics in the last run, inside :meth:`keeping_calls`.
     """
 
-    def __init__(self, trainer: Any, module: Any, call: Callable[[Any], Any], *, name: str = "training_step") -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        call: Callable[[Any], Any],
+        *,
+        name: str = "training_step",
+        records_metrics: bool = False,
+    ) -> None:
+        self.records_metrics, self.calls = records_metrics, list[MetricCall]()
+        self._keeps_calls = False
         self._module, self._call, self.name = module, call, name
         self.is_automatic = bool(getattr(module, "automatic_optimization", True))
         self.reach = Reach(module, getattr(module, name), roots_of(trainer))
-        self._survey = Survey(self.reach)
+        self._survey = Survey(self.reach, without=named_metrics(module).values() if records_metrics else ())
         self._surroundings: Surroundings | None = None
         self._told, self._is_known = _Told(), False
 
@@ -140,16 +155,45 @@ class TriedStep:
         """Run the step."""
         around = self._surroundings
         if around is None:
-            return self._call(batch)
+            return self._run(batch)
         around.begin_run()
         try:
             with _seen_backward(self._saw_backward):
-                return self._call(batch)
+                return self._run(batch)
         finally:
             around.end_run()
 
+    def _run(self, batch: Any) -> Any:
+        if not self.records_metrics:
+            return self._call(batch)
+        self.calls = []
+        keep = self.calls.append if self._keeps_calls else lambda call: None
+        with recorded_metrics(self._module, keep) as recorder:
+            try:
+                return recorder.run(lambda: self._call(batch))
+            finally:
+                self._told.metrics = self._told.metrics or recorder.refusal or ""
+
+    @contextmanager
+    def keeping_calls(self) -> Iterator[None]:
+        """Inside, calls of metrics are kept until the next run, with what they are given."""
+        self._keeps_calls = True
+        try:
+            yield
+        finally:
+            self._keeps_calls, self.calls = False, []
+
     def learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Told]:
         """Do work that runs the step, and tell what the runs did; nothing of it stays here."""
+        with self.keeping_calls():
+            answer = self._learn(work)
+        if not self._told.metrics or not self.records_metrics:
+            return answer
+        # What is done to metrics cannot be recorded: they run with the step.
+        self.records_metrics = False
+        return self._learn(work)
+
+    def _learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Told]:
         with self._held() as around:
             found = work()
             changed, is_steady = around.settle(), around.is_steady
@@ -164,6 +208,7 @@ class TriedStep:
     def know(self, told: _Told) -> None:
         """Remember what runs told, perhaps in a copy of this process."""
         self._told, self._is_known = told, True
+        self.records_metrics = self.records_metrics and not told.metrics
 
     def around(self, work: Callable[..., T]) -> Callable[..., T]:
         """Work that runs the step, with each run beginning alike and nothing of it staying here."""
@@ -206,6 +251,9 @@ class TriedStep:
                 yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
         if any(of_all_ranks(self._told.differentiates)):
             yield "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)", _BEHIND
+        if refusals := union((self._told.metrics,) if self._told.metrics else ()):
+            self.records_metrics = False
+            yield refusals[0], (*_ONCE, "checkpointing") if "inside a layer" in refusals[0] else _ONCE
         talks = [text for text in of_all_ranks(self.talk) if text]
         if talks:
             self._told.talk = self.talk or talks[0]

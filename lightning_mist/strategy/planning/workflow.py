@@ -127,7 +127,7 @@ def _decided(
     started = perf_counter()
     progress.say("looking at the first batch and finding where the module can be cut")
     module = strategy.lightning_module
-    call = TriedStep(trainer, module, step.call, name=step.name)
+    call = TriedStep(trainer, module, step.call, name=step.name, records_metrics=step.records_metrics)
     planner = Planner(
         trainer=trainer,
         strategy=strategy,
@@ -188,6 +188,7 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
         replan=partial(_replanned, planner, isolate) if is_alone else None,
         reach=call.reach,
         rules=planner.rules,
+        records_metrics=call.records_metrics,
         lack_for_whole=lack_for_whole(plan, planner.module, planner.budget.limits(plan)),
     )
 

@@ -154,6 +154,11 @@ class BatchExchange:
         # What batches are made of beside tensors, by the rank that loads them, pickled.
         self._structures: dict[int, bytes] = {}
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank runs the step once for each batch of its own, and for no others."""
+        return self.whole and len(self.group) == 1
+
     def whole_of(self, microbatch: Microbatch) -> Any:
         """The whole batch that a part is of."""
         return self._received[microbatch.owner][0]

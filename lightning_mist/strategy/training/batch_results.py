@@ -13,7 +13,7 @@ from lightning_mist.devices import to_device
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.cutting import ResultKey, Way, together
-from lightning_mist.strategy.training.log_records import LogRecord, combine_records
+from lightning_mist.strategy.training.log_records import Record, combine_records
 from lightning_mist.tensors import leaves, rebuild
 
 
@@ -25,7 +25,7 @@ class Piece:
     weight: float
     loss: Tensor | None
     extras: dict[str, Any]
-    records: tuple[LogRecord, ...]
+    records: tuple[Record, ...]
     random_state: Any
 
 
@@ -35,13 +35,13 @@ class BatchResult:
 
     loss: Tensor | None
     extras: dict[str, Any]
-    records: tuple[LogRecord, ...]
+    records: tuple[Record, ...]
 
 
 def pieces_by_owner(
     microbatches: Sequence[Microbatch],
     outputs: Sequence[Any],
-    records: Mapping[int, tuple[LogRecord, ...]],
+    records: Mapping[int, tuple[Record, ...]],
     random_states: Sequence[Tensor | None],
     copies: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> dict[int, list[Piece]]:
@@ -65,8 +65,7 @@ def pieces_by_owner(
             loss=home(loss, copies),
             extras=home(values, copies),
             records=tuple(
-                LogRecord(name=record.name, value=home(record.value, copies), arguments=record.arguments)
-                for record in records.get(microbatch.index, ())
+                replace(record, value=home(record.value, copies)) for record in records.get(microbatch.index, ())
             ),
             random_state=random_states[microbatch.index],
         )
@@ -74,7 +73,7 @@ def pieces_by_owner(
     return found
 
 
-def results_in(outputs: Sequence[Any], records: Mapping[int, tuple[LogRecord, ...]]) -> Iterator[Tensor]:
+def results_in(outputs: Sequence[Any], records: Mapping[int, tuple[Record, ...]]) -> Iterator[Tensor]:
     """The tensors of what steps returned and logged."""
     for value in (*outputs, *(record.value for of_one in records.values() for record in of_one)):
         yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor))

@@ -42,7 +42,7 @@ from lightning_mist.schedule import check, lower
 from lightning_mist.strategy.empty_parameters import leave_on_rank_zero
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.batch_results import BatchResult, Piece, combine, pieces_by_owner, results_in
-from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs
+from lightning_mist.strategy.training.log_records import Record, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import PartSteps
 from lightning_mist.strategy.training.same_samples import digest_of, of_loader
 from lightning_mist.strategy.training.step_guard import StepGuard
@@ -68,6 +68,7 @@ class Engine(WholeGradients):
     """This rank's part of a running plan; module, plan and map are the same on every rank."""
 
     guard: StepGuard | None = None
+    records_metrics = False
 
     def __init__(
         self,
@@ -134,19 +135,17 @@ class Engine(WholeGradients):
         accumulated = [(p, p.grad if keeps_gradients else None) for p in self.stages.parameters.values()]
         for parameter in self.stages.parameters.values():
             parameter.grad = None
-        records: dict[int, tuple[LogRecord, ...]] = {}
+        records: dict[int, tuple[Record, ...]] = {}
         self._part_steps.begin()
 
-        with recorded_logs(self.module) as log:
+        with recorded_logs(self.module, with_metrics=self.records_metrics) as log:
 
             def recorded(microbatch: Microbatch) -> Any:
-                log.take()
                 with (
                     nullcontext() if guard is None else guard.run(microbatch),
                     self._part_steps.around(microbatch) as finish,
                 ):
-                    output = step(microbatch.value)
-                records[microbatch.index] = log.take()
+                    output, records[microbatch.index] = log.run(lambda: step(microbatch.value))
                 return finish(output, records[microbatch.index])
 
             with nullcontext() if guard is None else guard.batch():
@@ -342,7 +341,7 @@ class Engine(WholeGradients):
         gathered.wait()
         return list(gathered.result())
 
-    def _bring_home(self, records: dict[int, tuple[LogRecord, ...]], digest: str | None) -> list[Piece]:
+    def _bring_home(self, records: dict[int, tuple[Record, ...]], digest: str | None) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
         executor, mine = self.executor, dict[int, list[Piece]]()
         # Ranks that share rows have the same results: the first of them tells.

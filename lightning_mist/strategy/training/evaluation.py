@@ -25,7 +25,7 @@ from lightning_mist.runtime.random_state import get_random_state, set_random_sta
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.batch_results import home
 from lightning_mist.strategy.training.engine import Engine
-from lightning_mist.strategy.training.log_records import LogRecord, recorded_logs, replay
+from lightning_mist.strategy.training.log_records import Record, recorded_logs, replay
 from lightning_mist.strategy.training.same_samples import digest_of
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.tensors import leaves, rebuild
@@ -49,7 +49,7 @@ class _Told:
 
     output: Any
     on_host: tuple[bool, ...]
-    records: tuple[LogRecord, ...]
+    records: tuple[Record, ...]
 
     def output_on(self, device: torch.device) -> Any:
         flags = iter(self.on_host)
@@ -178,7 +178,7 @@ class Evaluator:
         batch: Any,
         numbers: Sequence[int] | None,
         step: Step,
-    ) -> tuple[Any, Sequence[LogRecord]]:
+    ) -> tuple[Any, Sequence[Record]]:
         """What the step gave for this rank's batch, and what it logged."""
         engine, guard = self._engine, self._guard
         assert guard is not None
@@ -192,7 +192,7 @@ class Evaluator:
             part if of_owner[part.owner] is not None else replace(part, weight=0.0, batch_rows=0)
             for part in exchange.microbatches
         ]
-        records: dict[int, tuple[LogRecord, ...]] = {}
+        records: dict[int, tuple[Record, ...]] = {}
         with recorded_logs(engine.module) as log, guard.batch():
 
             def run(part: Microbatch) -> Any:
@@ -212,7 +212,7 @@ class Evaluator:
         return told.output_on(device), logged
 
     def _told(
-        self, microbatches: Sequence[Microbatch], records: dict[int, tuple[LogRecord, ...]]
+        self, microbatches: Sequence[Microbatch], records: dict[int, tuple[Record, ...]]
     ) -> dict[int, tuple[_Told, Any]]:
         """What this rank has to tell others of their batches: ranks that share rows have the same."""
         executor = self._engine.executor

@@ -2,18 +2,28 @@
 
 While the engine runs a user's step, ``log`` and ``log_dict`` of the module only record. Afterwards every rank receives
 the records of its own batch, combines those of its microbatches and replays them once through the real ``self.log``.
-So each rank makes the same calls in the same order as under plain data parallelism.
+So each rank makes the same calls in the same order as under plain data parallelism. Calls of metric objects are among
+the records; see :mod:`.metric_calls`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.errors import TraceError
 from lightning_mist.runtime.cutting import ResultKey, Way, together
+from lightning_mist.strategy.training.metric_calls import (
+    WAY_OUT,
+    MetricCall,
+    MetricRecorder,
+    combine_calls,
+    make_calls,
+    recorded_metrics,
+)
 from lightning_mist.tensor_parallel import whole
 
 _ARGUMENTS = (
@@ -25,34 +35,40 @@ _ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRecord:
-    """One call of ``self.log``; ``batch_value`` is what a metric object gave for its rows, if a single number."""
+    """One call of ``self.log``."""
 
     name: str
     value: Any
     arguments: tuple[tuple[str, Any], ...]
-    batch_value: Tensor | None = None
+
+
+Record = LogRecord | MetricCall
+"""What a step did that counts where its batch was loaded."""
 
 
 class LogRecorder:
-    """Stands in for ``log`` and ``log_dict`` of a module; keeps the calls of the step that runs."""
+    """Stands in for ``log`` and ``log_dict`` of a module; keeps the calls of the step that runs.
+
+    Attributes:
+        metrics: Takes down calls of the module's metrics among them, if anybody does.
+    """
+
+    metrics: MetricRecorder | None = None
 
     def __init__(self) -> None:
-        self.records: list[LogRecord] = []
+        self.records: list[Record] = []
 
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
         """Record one value; has the arguments of ``LightningModule.log``."""
         arguments = {**dict(zip(_ARGUMENTS[: len(positional)], positional, strict=True)), **arguments}
+        value = value if self.metrics is None else self.metrics.portable(value)
         # Modes that watch the step must not see what is done here.
         with torch._C.DisableTorchFunction():
             # All tensor-parallel ranks are here at the same time, and only one of them tells later.
             value = whole(value)
             if isinstance(value, Tensor):
                 value = value.detach().clone()
-            given = whole(getattr(value, "_forward_cache", None))  # what torchmetrics keeps of its last call
-            batch_value = given.detach().clone() if isinstance(given, Tensor) and given.numel() == 1 else None
-        self.records.append(
-            LogRecord(name=name, value=value, arguments=tuple(arguments.items()), batch_value=batch_value)
-        )
+        self.records.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
 
     def log_dict(self, dictionary: Mapping[str, Any], *positional: Any, **arguments: Any) -> None:
         """Record several values with common arguments."""
@@ -62,18 +78,33 @@ class LogRecorder:
         for name, value in items:
             self.log(name, value, *positional, **arguments)
 
-    def take(self) -> tuple[LogRecord, ...]:
+    def take(self) -> tuple[Record, ...]:
         """The calls since the last time, which are forgotten."""
         records, self.records = tuple(self.records), []
-        return records
+        return tuple(item.settled() if isinstance(item, MetricCall) else item for item in records)
+
+    def run(self, step: Callable[[], Any]) -> tuple[Any, tuple[Record, ...]]:
+        """What a run of the step returns, and its calls."""
+        self.records = []
+        if self.metrics is None:
+            return step(), self.take()
+        return self.metrics.run(step), self.take()
 
 
 @contextmanager
-def recorded_logs(module: Any, recorder: LogRecorder | None = None) -> Iterator[LogRecorder]:
-    """Let a recorder answer the module's ``log`` and ``log_dict`` inside the context.
+def recorded_logs(
+    module: Any, recorder: LogRecorder | None = None, *, with_metrics: bool = False
+) -> Iterator[LogRecorder]:
+    """Let a recorder answer the module's ``log`` and ``log_dict``, and perhaps its metrics, inside the context.
 
     Lightning modules inside the module log through the same trainer, so the recorder answers theirs too.
     """
+    if with_metrics:
+        recorder = LogRecorder()
+        with recorded_metrics(module, lambda call: recorder.records.append(call)) as metrics, recorded_logs(module, recorder):
+            recorder.metrics = metrics
+            yield recorder
+        return
     recorder = LogRecorder() if recorder is None else recorder
     inner = module.modules() if isinstance(module, nn.Module) else ()
     loggers = {id(item): item for item in (module, *inner) if hasattr(type(item), "log_dict")}
@@ -93,49 +124,72 @@ def recorded_logs(module: Any, recorder: LogRecorder | None = None) -> Iterator[
 
 def _combine(key: ResultKey, values: Sequence[Any], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> Any:
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
-        return values[-1]  # metric objects keep their own state: one call stands for all
+        return values[-1]
     return together(key, values, weights, ways.get(key, "mean"))
 
 
 def combine_records(
-    parts: Sequence[tuple[float, Sequence[LogRecord]]], ways: Mapping[ResultKey, Way]
-) -> tuple[LogRecord, ...]:
+    parts: Sequence[tuple[float, Sequence[Record]]], ways: Mapping[ResultKey, Way]
+) -> tuple[Record, ...]:
     """One record per logged name for the microbatches of one batch: what would be logged for the whole batch.
 
     Args:
-        parts: For each microbatch its share of the batch's rows and what was logged in it.
+        parts: For each microbatch its share of the batch's rows and what was recorded in it.
         ways: How the whole batch's values follow from those of its parts, where that is known: means, weighted by rows,
             where it is not. What an epoch makes of batches (``reduce_fx``) does not matter here.
 
     Returns:
-        Records in the order of first appearance. A metric object's value of the step becomes the mean of those of its
-        parts; its state, and so its value of the epoch, is its own.
+        Records in the order of first appearance.
+
+    Raises:
+        TraceError: If parts called metrics differently.
     """
-    grouped: dict[tuple[str, int], list[tuple[float, LogRecord]]] = {}
+    grouped: dict[ResultKey, list[tuple[float, Record]]] = {}
     for weight, records in parts:
         seen: dict[str, int] = {}
         for record in records:
-            occurrence = seen.get(record.name, 0)
-            seen[record.name] = occurrence + 1
-            grouped.setdefault((record.name, occurrence), []).append((weight, record))
-    combined = []
-    for (name, number), items in grouped.items():
-        key, arguments = ("log", name, number), dict(items[0][1].arguments)
+            if isinstance(record, MetricCall):
+                key = record.key
+            else:
+                occurrence = seen.get(record.name, 0)
+                seen[record.name] = occurrence + 1
+                key = ("log", record.name, occurrence)
+            grouped.setdefault(key, []).append((weight, record))
+    combined: list[Record] = []
+    for key, items in grouped.items():
         weights = [weight for weight, _ in items]
-        sizes = [dict(record.arguments).get("batch_size") for _, record in items]
-        if all(size is not None for size in sizes):
-            way = ways.get((*key, "batch_size"), "sum")
-            arguments["batch_size"] = together((*key, "batch_size"), sizes, weights, way)
-        value = _combine(key, [record.value for _, record in items], weights, ways)
-        of_parts = [record.batch_value for _, record in items if record.batch_value is not None]
-        if len(of_parts) == len(items) > 1:
-            # Lightning shows this as the metric's value of the step; its state has seen all rows already.
-            value._forward_cache = _combine((), of_parts, weights, {})
-        combined.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
+        logged = [record for _, record in items if isinstance(record, LogRecord)]
+        calls = [record for _, record in items if isinstance(record, MetricCall)]
+        if calls and len(calls) != len(parts):
+            raise TraceError(f"{key[1]} is called for some parts of a batch and not for others. {WAY_OUT}")
+        combined.append(combine_calls(calls, weights, ways) if calls else _logged(key, logged, weights, ways))
     return tuple(combined)
 
 
-def replay(module: Any, records: Sequence[LogRecord]) -> None:
-    """Log every record through the module itself."""
+def _logged(
+    key: ResultKey, records: Sequence[LogRecord], weights: Sequence[float], ways: Mapping[ResultKey, Way]
+) -> LogRecord:
+    """What would be logged for the whole batch, from that for its parts."""
+    arguments = dict(records[0].arguments)
+    sizes = [dict(record.arguments).get("batch_size") for record in records]
+    if all(size is not None for size in sizes):
+        way = ways.get((*key, "batch_size"), "sum")
+        arguments["batch_size"] = together((*key, "batch_size"), sizes, weights, way)
+    value = _combine(key, [record.value for record in records], weights, ways)
+    return replace(records[0], value=value, arguments=tuple(arguments.items()))
+
+
+def replay(module: Any, records: Sequence[Record], extras: Any = None) -> Any:
+    """Log every record through the module itself, and make the calls of its metrics.
+
+    Returns:
+        The extras, with what metrics gave where that stands in them.
+    """
+    has_calls = any(isinstance(record, MetricCall) for record in records)
+    make, found = make_calls(module) if has_calls else (None, lambda value: value)
     for record in records:
-        module.log(record.name, record.value, **dict(record.arguments))
+        if not isinstance(record, MetricCall):
+            module.log(record.name, found(record.value), **dict(record.arguments))
+        elif make is not None:
+            make(record)
+    return found(extras)

@@ -24,16 +24,21 @@ from lightning_mist.runtime.cutting import (
     leaves_of_result,
 )
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
-from lightning_mist.strategy.training.log_records import LogRecord
+from lightning_mist.strategy.training.log_records import Record
+from lightning_mist.strategy.training.metric_calls import MetricCall
 
 _SHARE_TOLERANCE = 1e-9
 
 
-def results_of(extras: Mapping[str, Any], records: tuple[LogRecord, ...]) -> list[Result]:
+def results_of(extras: Mapping[str, Any], records: tuple[Record, ...]) -> list[Result]:
     """The results of a step other than its loss, one by one."""
     found = [leaf for name, value in extras.items() for leaf in leaves_of_result(("extra", name), value)]
     counts: dict[str, int] = {}
     for record in records:
+        if isinstance(record, MetricCall):
+            found.append(Result(key=record.key, value=None))
+            found += [leaf for name, value in record.value.items() for leaf in leaves_of_result((*record.key, name), value)]
+            continue
         count = counts[record.name] = counts.get(record.name, -1) + 1
         found.append(Result(key=("log", record.name, count), value=record.value))
         size = dict(record.arguments).get("batch_size")
@@ -42,7 +47,7 @@ def results_of(extras: Mapping[str, Any], records: tuple[LogRecord, ...]) -> lis
     return found
 
 
-Finish = Callable[[Any, tuple[LogRecord, ...]], Any]
+Finish = Callable[[Any, tuple[Record, ...]], Any]
 """What a step returned, as the engine is to take it, from that and from what the step logged."""
 
 
@@ -58,7 +63,7 @@ class _Batch:
         self._share = 0.0
 
     def finished(
-        self, output: Any, records: tuple[LogRecord, ...], *, mode: CutMode, share: float, is_last: bool
+        self, output: Any, records: tuple[Record, ...], *, mode: CutMode, share: float, is_last: bool
     ) -> Any:
         """What the step returned for a part, once it was seen that it does what was proved."""
         if isinstance(output, dict) and "loss" not in output:

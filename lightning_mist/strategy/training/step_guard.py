@@ -8,7 +8,7 @@ with it on all others, which wait for this one.
 
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,15 +30,21 @@ Acting = Callable[[int | None], None]
 
 
 class StepGuard:
-    """Watches the runs of a step under a plan, on one rank; the module is as it was when the plan was made."""
+    """Watches the runs of a step under a plan, on one rank; the module is as it was when the plan was made.
 
-    def __init__(self, module: nn.Module, plan: Plan, rank: int, reach: Reach, acting: Acting) -> None:
+    Args:
+        metrics: Metric objects whose calls are recorded: what they hold is each rank's own.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: Plan, rank: int, reach: Reach, acting: Acting, metrics: Iterable[Any] = ()
+    ) -> None:
         self._module, self._acting = module, acting
         self.shares = len(replica_ranks(plan, replica_of(plan, rank))) > 1
         cuts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size)) > 1
         self._recomputes = any(stage.checkpointing.layers for stage in plan.stages)
         self._repeats = self.shares or cuts
-        self._survey = Survey(reach)
+        self._survey = Survey(reach, without=metrics)
         self._parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self._names = {name for name, _, _ in self._parameters}
         self._buffers = list(module.named_buffers())

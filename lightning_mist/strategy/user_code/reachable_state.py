@@ -9,7 +9,7 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,10 +28,15 @@ _DEPTH = 2
 
 
 class Survey:
-    """Looks at what code can reach."""
+    """Looks at what code can reach.
 
-    def __init__(self, reach: Reach) -> None:
+    Args:
+        without: Objects whose attributes are not looked at.
+    """
+
+    def __init__(self, reach: Reach, without: Iterable[Any] = ()) -> None:
         self._reach = reach
+        self._without = {id(vars(item)) for item in without}
         self._sums: dict[int, tuple[int, Tensor, int]] = {}
 
     def look(self) -> dict[str, Hashable]:
@@ -53,6 +58,8 @@ class Survey:
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         for space in self._reach.spaces:
+            if id(space.holder) in self._without:
+                continue
             for name, value in self._reach.named(space):
                 if not isinstance(value, (type, nn.Module, property)) and not hasattr(value, "__get__"):
                     yield _key(space, name), value

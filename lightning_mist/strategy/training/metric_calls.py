@@ -1,0 +1,359 @@
+"""Metric objects of torchmetrics are updated where a batch was loaded, once with the whole of it, whoever ran the step.
+
+Where ranks run the step for each other, or for parts of a batch, calls of the module's metrics only record. The rank
+that loaded the batch makes them afterwards, in their order among what is logged, with the arguments of the whole batch.
+So each rank's metrics hold what they hold under plain data parallelism, and reductions over ranks find it there.
+
+What a metric gives is not known while the step runs: it may be logged, given to another metric or returned beside the
+loss. A step that computes with it, or reads the state of a metric, is refused.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.plan.calls import inside_block, user_line
+from lightning_mist.runtime.cutting import ResultKey, Way, together
+from lightning_mist.tensor_parallel import whole
+from lightning_mist.tensors import leaves, rebuild
+
+WAY_OUT = "Use a plan with one stage, tensor_parallel_degree = 1 and whole batches"
+
+_REGISTRIES = frozenset(vars(nn.Module()))
+_DEPTH = 2
+_STATE = ("update", "compute", "_update_count", "_forward_cache", "_computed")
+"""What a metric has of its own beside its states."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricOf:
+    """Stands for a metric of the module, on its way to another rank."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOf:
+    """Stands for what a call of a metric gives, or for an entry of it."""
+
+    call: ResultKey
+    entry: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricCall:
+    """One call of a method of a metric; ``value`` has its arguments by position or name."""
+
+    metric: str
+    method: str
+    number: int
+    value: dict[int | str, Any]
+
+    @property
+    def key(self) -> ResultKey:
+        """What tells it from other calls of a step, alike in every run."""
+        return ("metric", f"{self.metric}.{self.method}", self.number)
+
+    def settled(self) -> "MetricCall":
+        """The call with whole tensors without a graph; on all ranks that share rows at once."""
+        with torch._C.DisableTorchFunction():
+            given = rebuild(whole(self.value), lambda x: x.detach() if isinstance(x, Tensor) else None)
+        return replace(self, value=given)
+
+    def made(self, metric: Any, find: Callable[[Any], Any]) -> Any:
+        """Make the call; ``find`` gives for what stands for something what it stands for."""
+        given = rebuild(self.value, find)
+        args = [value for name, value in given.items() if isinstance(name, int)]
+        return getattr(metric, self.method)(*args, **{k: v for k, v in given.items() if isinstance(k, str)})
+
+
+def combine_calls(calls: Sequence[MetricCall], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> MetricCall:
+    """The call for a whole batch from those in its parts."""
+    first = calls[0]
+    if len(calls) == 1:
+        return first
+    value = {
+        name: _together((*first.key, name), [call.value.get(name) for call in calls], weights, ways)
+        for name in first.value
+    }
+    return replace(first, value=value)
+
+
+def _together(key: ResultKey, values: Sequence[Any], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> Any:
+    if key in ways:
+        return together(key, values, weights, ways[key])
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: _together((*key, name), [v[name] for v in values], weights, ways) for name in first}
+    if isinstance(first, (list, tuple)):
+        items = [_together((*key, at), [v[at] for v in values], weights, ways) for at in range(len(first))]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    raise TraceError(f"what the step gives {key[1]} for a whole batch does not follow from its parts. {WAY_OUT}")
+
+
+def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any], Any]]:
+    """How calls are made on this rank's metrics, and what then gives, of a nesting, the values that stand in it."""
+    metrics, given = named_metrics(module), dict[Hashable, Any]()
+
+    def found(node: Any) -> Any:
+        if isinstance(node, MetricOf):
+            return metrics[node.name]
+        if not isinstance(node, OutputOf):
+            return None
+        output = given[node.call]
+        if node.entry is None:
+            return output
+        if node.entry not in output:
+            raise TraceError(f"{node.call[1]} gives no {node.entry!r} but {sorted(output)}. {WAY_OUT}")
+        return output[node.entry]
+
+    def make(call: MetricCall) -> None:
+        before = torch.get_rng_state()
+        given[call.key] = call.made(metrics[call.metric], found)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise TraceError(
+                f"metric {call.metric} draws random numbers, which the step would draw in another order. {WAY_OUT}"
+            )
+
+    return make, lambda value: rebuild(value, found)
+
+
+def named_metrics(module: Any) -> dict[str, Any]:
+    """The metric objects and collections of them that a module holds, also in lists and dictionaries, by name."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None or not isinstance(module, nn.Module):
+        return {}
+    kinds, found, seen = (torchmetrics.Metric, torchmetrics.MetricCollection), dict[str, Any](), set[int]()
+    for name, child in _places(module):
+        if isinstance(child, kinds) and id(child) not in seen:
+            seen.add(id(child))
+            found[name] = child
+    return found
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    modules = list(module.named_modules())
+    yield from modules
+    for name, child in modules:
+        if type(child).__module__.partition(".")[0] in ("torch", "torchmetrics"):
+            continue
+        for attribute, value in list(vars(child).items()):
+            if attribute not in _REGISTRIES:
+                yield from _held(f"{name}.{attribute}".lstrip("."), value, _DEPTH)
+
+
+def _held(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if type(value) not in (list, tuple, dict):
+        if isinstance(value, nn.Module):
+            yield name, value
+        return
+    for key, item in (value.items() if isinstance(value, dict) else enumerate(value)) if depth else ():
+        yield from _held(f"{name}[{key!r}]", item, depth - 1)
+
+
+# While a step runs -----------------------------------------------------------------------------------------------
+
+
+class MetricOutput:
+    """Stands for what a metric gives while a step runs: nothing can be computed with it."""
+
+    __slots__ = ("_place", "_recorder")
+
+    def __init__(self, recorder: "MetricRecorder", place: OutputOf) -> None:
+        self._recorder, self._place = recorder, place
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        metric = str(self._place.call[1]).rpartition(".")[0]
+        self._recorder.refuse(f"the step computes with what metric {metric} gives ({name} at {user_line()})")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = next(leaf for leaf in leaves([*args, *(kwargs or {}).values()]) if isinstance(leaf, cls))
+        own._refuse(getattr(func, "__name__", "a function of torch"))
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self._refuse(name)
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+for _name in (
+    *(f"__{prefix}{name}__" for name in _BINARY for prefix in ("", "r", "i")),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__abs__", "__bool__", "__float__"),
+    *("__int__", "__index__", "__len__", "__iter__", "__getitem__", "__str__", "__format__", "__array__"),
+):
+    setattr(MetricOutput, _name, _refusing(_name))
+
+
+class _Recorded:
+    """In front of a metric's class while calls record."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _recorder_of(self).called(self, "forward", args, kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        _recorder_of(self).called(self, "update", args, kwargs)
+
+    def reset(self) -> None:
+        _recorder_of(self).called(self, "reset", (), {})
+
+    def compute(self) -> Any:
+        _recorder_of(self).refuse_read(self, "compute()")
+
+    def _compute_groups_create_state_ref(self, copy: bool = False) -> None:
+        """What a collection does to the states of its members when it hands one out."""
+        _recorder_of(self).called(self, "_compute_groups_create_state_ref", (copy,), {})
+
+    def __hash__(self) -> int:
+        return id(self)  # a metric's own goes by its states
+
+    def __getattr__(self, name: str) -> Any:
+        recorder = vars(self).get("_mist_recorder")
+        if recorder is not None and name in recorder.away.get(id(self), ()):
+            recorder.refuse_read(self, name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+def _recorder_of(metric: Any) -> "MetricRecorder":
+    recorder: MetricRecorder = vars(metric)["_mist_recorder"]
+    return recorder
+
+
+@functools.cache
+def _recorded_class(kind: type) -> type:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Recorded, kind), names)
+
+
+class MetricRecorder:
+    """Takes down what a step does with the metrics of its module; see :func:`recorded_metrics`.
+
+    Attributes:
+        away: What is missing of each metric meanwhile, by the metric's ``id``.
+        refusal: What the step did that cannot be honoured; None if nothing.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], keep: Callable[[MetricCall], None]) -> None:
+        self.away: dict[int, dict[str, Any]] = {}
+        self.refusal: str | None = None
+        self._metrics, self._keep = metrics, keep
+        self._names = {id(metric): name for name, metric in metrics.items()}
+        self._counts: dict[str, int] = {}
+        self._given: list[tuple[Tensor, type, int, str]] = []
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """What a run of the step returns, with places in place of what metrics give.
+
+        Raises:
+            TraceError: If it did what cannot be honoured, though it may have gone on in spite of it.
+        """
+        self._counts, self._given = {}, []
+        try:
+            output = step()
+        finally:
+            if self.refusal is not None:
+                self.refuse(self.refusal)
+        return self._finished(output)
+
+    def called(self, metric: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method of a metric was called."""
+        name = self._name_of(metric)
+        if inside_block():
+            self.refuse(f"metric {name} is updated inside a layer (at {user_line()})")
+        label = f"{name}.{method}"
+        number = self._counts[label] = self._counts.get(label, -1) + 1
+        with torch._C.DisableTorchFunction():
+            # All ranks that share rows are here at the same time.
+            given = whole(as_place({**dict(enumerate(args)), **kwargs}))
+            tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+            self._given += [(tensor, type(tensor), tensor._version, name) for tensor in tensors]
+        call = MetricCall(metric=name, method=method, number=number, value=given)
+        self._keep(call)
+        if method != "forward":
+            return None
+        if not hasattr(metric, "_enable_compute_groups"):
+            return MetricOutput(self, OutputOf(call.key))
+        entries = [metric._set_name(key) for key in metric.keys(keep_base=True)]
+        return {entry: MetricOutput(self, OutputOf(call.key, entry)) for entry in entries}
+
+    def portable(self, value: Any) -> Any:
+        """A logged value as it can go to another rank."""
+        if id(value) in self._names:
+            return MetricOf(self._names[id(value)])
+        if not isinstance(value, MetricOutput) and (isinstance(value, _Recorded) or hasattr(value, "_update_count")):
+            self.refuse(f"the step logs a {type(value).__name__} that is not an attribute of the module")
+        return as_place(value)
+
+    def _finished(self, output: Any) -> Any:
+        for name, metric in self._metrics.items():
+            for attribute in vars(metric).keys() & self.away[id(metric)].keys():
+                self.refuse(f"the step sets {attribute} of metric {name}")
+        for tensor, kind, version, name in self._given:
+            if type(tensor) is kind and tensor._version != version:
+                self.refuse(f"the step writes into a tensor after giving it to metric {name}")
+        if not self._given and not self._counts:
+            return output
+        self._given = []
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, MetricOutput):
+            loss._refuse("as its loss")
+        return output if isinstance(output, Tensor) else as_place(output)
+
+    def refuse_read(self, metric: Any, what: str) -> NoReturn:
+        """Refuse to answer what a metric holds."""
+        self.refuse(f"the step reads {what} of metric {self._name_of(metric)} (at {user_line()})")
+
+    def refuse(self, what: str) -> NoReturn:
+        """End the step."""
+        self.refusal = what
+        raise TraceError(
+            f"{what}. Metrics are updated where batches were loaded, once the step has run for all their rows. {WAY_OUT}"
+        )
+
+    def _name_of(self, metric: Any) -> str:
+        name = self._names.get(id(metric))
+        return self.refuse("the step uses a copy of a metric") if name is None else name
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Inside, methods of the metrics record."""
+        classes = [(metric, type(metric)) for metric in self._metrics.values()]
+        try:
+            for metric, kind in classes:
+                own = vars(metric)
+                names = (*getattr(metric, "_defaults", ()), *_STATE) if "_defaults" in own else ()
+                self.away[id(metric)] = {name: own.pop(name) for name in names if name in own}
+                own["_mist_recorder"] = self
+                metric.__class__ = _recorded_class(kind)
+            yield
+        finally:
+            for metric, kind in classes:
+                if "_mist_recorder" in vars(metric):
+                    del vars(metric)["_mist_recorder"]
+                    metric.__class__ = kind
+                    vars(metric).update(self.away[id(metric)])
+
+
+def as_place(value: Any) -> Any:
+    """A nesting with places in place of what metrics give."""
+    return rebuild(value, lambda node: node._place if isinstance(node, MetricOutput) else None)
+
+
+@contextmanager
+def recorded_metrics(module: Any, keep: Callable[[MetricCall], None]) -> Iterator[MetricRecorder]:
+    """Inside, calls of the module's metrics record, to ``keep``; the step runs in the recorder's ``run``."""
+    recorder = MetricRecorder(named_metrics(module), keep)
+    with recorder.standing_in():
+        yield recorder
