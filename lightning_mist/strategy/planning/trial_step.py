@@ -22,9 +22,10 @@ from lightning_mist.model.child_process import can_fork
 from lightning_mist.model.user_code import Reach, Surroundings, is_users
 from lightning_mist.plan import Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.all_ranks import of_all_ranks, union
-from lightning_mist.strategy.training import MetricCall, named_metrics, recorded_metrics
+from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, standing_in
 from lightning_mist.strategy.user_code import Survey, exclusions_of
 
 T = TypeVar("T")
@@ -139,6 +140,8 @@ class TriedStep:
     ) -> None:
         self.records_metrics, self.calls = records_metrics, list[MetricCall]()
         self._keeps_calls = False
+        # Ranks that share layers are threads here, of which each may be in the middle of a run.
+        self._standing_in = SharedPatch(lambda: standing_in(named_metrics(module).values()))
         self._module, self._call, self.name = module, call, name
         self.is_automatic = bool(getattr(module, "automatic_optimization", True))
         self.reach = Reach(module, getattr(module, name), roots_of(trainer))
@@ -168,7 +171,8 @@ class TriedStep:
             return self._call(batch)
         self.calls = []
         keep = self.calls.append if self._keeps_calls else lambda call: None
-        with recorded_metrics(self._module, keep) as recorder:
+        recorder = MetricRecorder(named_metrics(self._module), keep)
+        with self._standing_in:
             try:
                 return recorder.run(lambda: self._call(batch))
             finally:

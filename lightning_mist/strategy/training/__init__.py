@@ -5,7 +5,13 @@ from lightning_mist.strategy.training.engine import Engine, module_state, start_
 from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, without_values
 from lightning_mist.strategy.training.failure_handling import EndsTogether
 from lightning_mist.strategy.training.log_records import LogRecord, LogRecorder, recorded_logs, replay
-from lightning_mist.strategy.training.metric_calls import MetricCall, as_place, named_metrics, recorded_metrics
+from lightning_mist.strategy.training.metric_calls import (
+    MetricCall,
+    MetricRecorder,
+    as_place,
+    named_metrics,
+    standing_in,
+)
 from lightning_mist.strategy.training.microbatch_step import results_of
 from lightning_mist.strategy.training.preemption import Preemption
 from lightning_mist.strategy.training.same_samples import check_same_samples, digest_of

@@ -22,7 +22,8 @@ from lightning_mist.strategy.training.metric_calls import (
     MetricRecorder,
     combine_calls,
     make_calls,
-    recorded_metrics,
+    named_metrics,
+    standing_in,
 )
 from lightning_mist.tensor_parallel import whole
 
@@ -78,6 +79,10 @@ class LogRecorder:
         for name, value in items:
             self.log(name, value, *positional, **arguments)
 
+    def keep(self, record: Record) -> None:
+        """Take a record in."""
+        self.records.append(record)
+
     def take(self) -> tuple[Record, ...]:
         """The calls since the last time, which are forgotten."""
         records, self.records = tuple(self.records), []
@@ -100,9 +105,9 @@ def recorded_logs(
     Lightning modules inside the module log through the same trainer, so the recorder answers theirs too.
     """
     if with_metrics:
-        recorder = LogRecorder()
-        with recorded_metrics(module, lambda call: recorder.records.append(call)) as metrics, recorded_logs(module, recorder):
-            recorder.metrics = metrics
+        metrics, recorder = named_metrics(module), LogRecorder()
+        recorder.metrics = MetricRecorder(metrics, recorder.keep)
+        with standing_in(metrics.values()), recorded_logs(module, recorder):
             yield recorder
         return
     recorder = LogRecorder() if recorder is None else recorder

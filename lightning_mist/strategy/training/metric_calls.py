@@ -10,7 +10,8 @@ loss. A step that computes with it, or reads the state of a metric, is refused.
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -197,38 +198,45 @@ for _name in (
     setattr(MetricOutput, _name, _refusing(_name))
 
 
+class _Active(threading.local):
+    recorder: "MetricRecorder | None" = None
+
+
+_ACTIVE = _Active()
+
+
 class _Recorded:
     """In front of a metric's class while calls record."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _recorder_of(self).called(self, "forward", args, kwargs)
+        return _recorder().called(self, "forward", args, kwargs)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        _recorder_of(self).called(self, "update", args, kwargs)
+        _recorder().called(self, "update", args, kwargs)
 
     def reset(self) -> None:
-        _recorder_of(self).called(self, "reset", (), {})
+        _recorder().called(self, "reset", (), {})
 
     def compute(self) -> Any:
-        _recorder_of(self).refuse_read(self, "compute()")
+        _recorder().refuse_read(self, "compute()")
 
     def _compute_groups_create_state_ref(self, copy: bool = False) -> None:
         """What a collection does to the states of its members when it hands one out."""
-        _recorder_of(self).called(self, "_compute_groups_create_state_ref", (copy,), {})
+        _recorder().called(self, "_compute_groups_create_state_ref", (copy,), {})
 
     def __hash__(self) -> int:
         return id(self)  # a metric's own goes by its states
 
     def __getattr__(self, name: str) -> Any:
-        recorder = vars(self).get("_mist_recorder")
-        if recorder is not None and name in recorder.away.get(id(self), ()):
-            recorder.refuse_read(self, name)
+        if name in vars(self).get("_mist_away", ()):
+            _recorder().refuse_read(self, name)
         return super().__getattr__(name)  # type: ignore[misc]
 
 
-def _recorder_of(metric: Any) -> "MetricRecorder":
-    recorder: MetricRecorder = vars(metric)["_mist_recorder"]
-    return recorder
+def _recorder() -> "MetricRecorder":
+    if _ACTIVE.recorder is None:
+        raise TraceError(f"a metric is used where no step runs, in a layer that is recomputed perhaps. {WAY_OUT}")
+    return _ACTIVE.recorder
 
 
 @functools.cache
@@ -238,15 +246,17 @@ def _recorded_class(kind: type) -> type:
 
 
 class MetricRecorder:
-    """Takes down what a step does with the metrics of its module; see :func:`recorded_metrics`.
+    """Takes down what runs of a step do with the metrics of its module, inside :func:`standing_in`.
+
+    Args:
+        metrics: By name.
+        keep: Is given every call.
 
     Attributes:
-        away: What is missing of each metric meanwhile, by the metric's ``id``.
         refusal: What the step did that cannot be honoured; None if nothing.
     """
 
     def __init__(self, metrics: Mapping[str, Any], keep: Callable[[MetricCall], None]) -> None:
-        self.away: dict[int, dict[str, Any]] = {}
         self.refusal: str | None = None
         self._metrics, self._keep = metrics, keep
         self._names = {id(metric): name for name, metric in metrics.items()}
@@ -260,9 +270,11 @@ class MetricRecorder:
             TraceError: If it did what cannot be honoured, though it may have gone on in spite of it.
         """
         self._counts, self._given = {}, []
+        before, _ACTIVE.recorder = _ACTIVE.recorder, self
         try:
             output = step()
         finally:
+            _ACTIVE.recorder = before
             if self.refusal is not None:
                 self.refuse(self.refusal)
         return self._finished(output)
@@ -298,7 +310,7 @@ class MetricRecorder:
 
     def _finished(self, output: Any) -> Any:
         for name, metric in self._metrics.items():
-            for attribute in vars(metric).keys() & self.away[id(metric)].keys():
+            for attribute in vars(metric).keys() & vars(metric)["_mist_away"].keys():
                 self.refuse(f"the step sets {attribute} of metric {name}")
         for tensor, kind, version, name in self._given:
             if type(tensor) is kind and tensor._version != version:
@@ -326,25 +338,6 @@ class MetricRecorder:
         name = self._names.get(id(metric))
         return self.refuse("the step uses a copy of a metric") if name is None else name
 
-    @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Inside, methods of the metrics record."""
-        classes = [(metric, type(metric)) for metric in self._metrics.values()]
-        try:
-            for metric, kind in classes:
-                own = vars(metric)
-                names = (*getattr(metric, "_defaults", ()), *_STATE) if "_defaults" in own else ()
-                self.away[id(metric)] = {name: own.pop(name) for name in names if name in own}
-                own["_mist_recorder"] = self
-                metric.__class__ = _recorded_class(kind)
-            yield
-        finally:
-            for metric, kind in classes:
-                if "_mist_recorder" in vars(metric):
-                    del vars(metric)["_mist_recorder"]
-                    metric.__class__ = kind
-                    vars(metric).update(self.away[id(metric)])
-
 
 def as_place(value: Any) -> Any:
     """A nesting with places in place of what metrics give."""
@@ -352,8 +345,18 @@ def as_place(value: Any) -> Any:
 
 
 @contextmanager
-def recorded_metrics(module: Any, keep: Callable[[MetricCall], None]) -> Iterator[MetricRecorder]:
-    """Inside, calls of the module's metrics record, to ``keep``; the step runs in the recorder's ``run``."""
-    recorder = MetricRecorder(named_metrics(module), keep)
-    with recorder.standing_in():
-        yield recorder
+def standing_in(metrics: Iterable[Any]) -> Iterator[None]:
+    """Inside, methods of metrics record, to the recorder whose step runs on this thread."""
+    classes: list[tuple[Any, type]] = []
+    try:
+        for metric in metrics:
+            own = vars(metric)
+            names = (*own["_defaults"], *_STATE) if "_defaults" in own else ()
+            classes.append((metric, type(metric)))
+            own["_mist_away"] = {name: own.pop(name) for name in names if name in own}
+            metric.__class__ = _recorded_class(type(metric))
+        yield
+    finally:
+        for metric, kind in classes:
+            metric.__class__ = kind
+            vars(metric).update(vars(metric).pop("_mist_away"))
