@@ -190,11 +190,10 @@ def replay(module: Any, records: Sequence[Record], extras: Any = None) -> Any:
     Returns:
         The extras, with what metrics gave where that stands in them.
     """
-    has_calls = any(isinstance(record, MetricCall) for record in records)
-    make, found = make_calls(module) if has_calls else (None, lambda value: value)
+    make, found = make_calls(module)
     for record in records:
-        if not isinstance(record, MetricCall):
-            module.log(record.name, found(record.value), **dict(record.arguments))
-        elif make is not None:
+        if isinstance(record, MetricCall):
             make(record)
+        else:
+            module.log(record.name, found(record.value), **dict(record.arguments))
     return found(extras)

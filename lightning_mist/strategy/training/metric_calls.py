@@ -101,11 +101,11 @@ def _together(key: ResultKey, values: Sequence[Any], weights: Sequence[float], w
 
 def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any], Any]]:
     """How calls are made on this rank's metrics, and what then gives, of a nesting, the values that stand in it."""
-    metrics, given = named_metrics(module), dict[Hashable, Any]()
+    metrics, given = functools.cache(lambda: named_metrics(module)), dict[Hashable, Any]()
 
     def found(node: Any) -> Any:
         if isinstance(node, MetricOf):
-            return metrics[node.name]
+            return metrics()[node.name]
         if not isinstance(node, OutputOf):
             return None
         output = given[node.call]
@@ -117,7 +117,7 @@ def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any
 
     def make(call: MetricCall) -> None:
         before = torch.get_rng_state()
-        given[call.key] = call.made(metrics[call.metric], found)
+        given[call.key] = call.made(metrics()[call.metric], found)
         if not torch.equal(before, torch.get_rng_state()):
             raise TraceError(
                 f"metric {call.metric} draws random numbers, which the step would draw in another order. {WAY_OUT}"
@@ -320,7 +320,7 @@ class MetricRecorder:
         self._given = []
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, MetricOutput):
-            loss._refuse("as its loss")
+            self.refuse(f"the step returns what metric {loss._place.call[1]} gives as its loss")
         return output if isinstance(output, Tensor) else as_place(output)
 
     def refuse_read(self, metric: Any, what: str) -> NoReturn:
@@ -331,7 +331,8 @@ class MetricRecorder:
         """End the step."""
         self.refusal = what
         raise TraceError(
-            f"{what}. Metrics are updated where batches were loaded, once the step has run for all their rows. {WAY_OUT}"
+            f"{what}. Metrics are updated where batches were loaded, when the step has run for all of their rows. "
+            f"{WAY_OUT}"
         )
 
     def _name_of(self, metric: Any) -> str:
@@ -351,10 +352,11 @@ def standing_in(metrics: Iterable[Any]) -> Iterator[None]:
     try:
         for metric in metrics:
             own = vars(metric)
-            names = (*own["_defaults"], *_STATE) if "_defaults" in own else ()
-            classes.append((metric, type(metric)))
+            names = (*metric._defaults, *_STATE) if hasattr(metric, "_defaults") else ()
+            kind: Any = type(metric)
+            classes.append((metric, kind))
             own["_mist_away"] = {name: own.pop(name) for name in names if name in own}
-            metric.__class__ = _recorded_class(type(metric))
+            metric.__class__ = _recorded_class(kind)
         yield
     finally:
         for metric, kind in classes:

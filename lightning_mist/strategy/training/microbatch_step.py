@@ -37,7 +37,9 @@ def results_of(extras: Mapping[str, Any], records: tuple[Record, ...]) -> list[R
     for record in records:
         if isinstance(record, MetricCall):
             found.append(Result(key=record.key, value=None))
-            found += [leaf for name, value in record.value.items() for leaf in leaves_of_result((*record.key, name), value)]
+            found += [
+                leaf for name, value in record.value.items() for leaf in leaves_of_result((*record.key, name), value)
+            ]
             continue
         count = counts[record.name] = counts.get(record.name, -1) + 1
         found.append(Result(key=("log", record.name, count), value=record.value))
@@ -62,9 +64,7 @@ class _Batch:
         self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
         self._share = 0.0
 
-    def finished(
-        self, output: Any, records: tuple[Record, ...], *, mode: CutMode, share: float, is_last: bool
-    ) -> Any:
+    def finished(self, output: Any, records: tuple[Record, ...], *, mode: CutMode, share: float, is_last: bool) -> Any:
         """What the step returned for a part, once it was seen that it does what was proved."""
         if isinstance(output, dict) and "loss" not in output:
             return output  # Lightning itself refuses a dictionary without a loss
