@@ -10,6 +10,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchmetrics.regression import MeanSquaredError
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
+from tests.traps.context import Decoder
 from tests.traps.project import VOCABULARY, WIDTH, Block, Project, Trap, loader
 
 
@@ -52,6 +53,10 @@ class Objects(Measured):
         self.mean.update(loss)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         return loss
+
+
+class OfTokens(Objects, Decoder):
+    """Has layers whose tokens can be shared out."""
 
 
 class Values(Measured):
@@ -139,14 +144,34 @@ class InHead(Measured):
 
 
 class MeasuringBlock(Block):
-    def __init__(self, begins: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.mean, self.begins, self.runs = MeanMetric(), begins, [0]
+        self.mean = MeanMetric()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(hidden)
         self.mean.update(hidden)
         return hidden
+
+
+class LateBlock(Block):
+    """Begins to measure after some steps, when nobody looks for it any more."""
+
+    def __init__(self, owner: list[Any]) -> None:
+        super().__init__()
+        self.mean, self.owner = MeanMetric(), owner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        if self.owner[0].global_step >= 3:
+            self.mean.update(hidden)
+        return hidden
+
+
+class LateInBlock(Project):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([LateBlock([self]) for _ in self.blocks]).double()
 
 
 class InBlock(Measured):
@@ -331,7 +356,8 @@ EVERY = (*BESIDE, "cut", *SHARED)
 CUT = ("cut", "pp2cut")
 
 TRAPS = {
-    "objects": Trap(module=Objects, plans=(*EVERY, "auto", "tp2cut", "cp2"), equal=(*EVERY, "auto", "tp2cut", "cp2")),
+    "objects": Trap(module=Objects, plans=(*EVERY, "auto", "tp2cut"), equal=(*EVERY, "auto", "tp2cut")),
+    "of tokens": Trap(module=OfTokens, plans=("cp2", "pp2cut"), equal=("cp2", "pp2cut")),
     "values": Trap(module=Values, plans=EVERY, equal=EVERY),
     "collected": Trap(module=Collected, plans=SHARED, equal=SHARED),
     "twice": Trap(module=Twice, plans=SHARED, equal=SHARED),
@@ -340,6 +366,7 @@ TRAPS = {
     "accumulated": Trap(module=Objects, trainer={"accumulate_grad_batches": 2}, plans=("pp2cut",), equal=("pp2cut",)),
     "in head": Trap(module=InHead, plans=SHARED, equal=SHARED),
     "in block": Trap(module=InBlock, plans=("zero3whole", "zero3", *SHARED), equal=("zero3whole",), reason="mean"),
+    "late in block": Trap(module=LateInBlock, plans=SHARED, reason="mean"),
     "between": Trap(module=Between, plans=SHARED, equal=SHARED),
     "in loss": Trap(module=InLoss, plans=("zero3whole", *SHARED), equal=("zero3whole",), reason="error"),
     "as loss": Trap(module=AsLoss, plans=("zero3whole", *SHARED), equal=("zero3whole",), reason="error"),

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.devices import used_generators
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import inside_block, user_line
 from lightning_mist.runtime.cutting import ResultKey, Way, together
@@ -116,14 +117,20 @@ def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any
         return output[node.entry]
 
     def make(call: MetricCall) -> None:
-        before = torch.get_rng_state()
+        before = _drawn()
         given[call.key] = call.made(metrics()[call.metric], found)
-        if not torch.equal(before, torch.get_rng_state()):
+        if _drawn() != before:
             raise TraceError(
                 f"metric {call.metric} draws random numbers, which the step would draw in another order. {WAY_OUT}"
             )
 
     return make, lambda value: rebuild(value, found)
+
+
+def _drawn() -> list[bytes]:
+    """Where torch's generators stand."""
+    states = torch.get_rng_state(), *(generator.get_state() for generator in used_generators())
+    return [bytes(state.numpy()) for state in states]
 
 
 def named_metrics(module: Any) -> dict[str, Any]:
@@ -177,12 +184,16 @@ class MetricOutput:
 
     def _refuse(self, name: str) -> NoReturn:
         metric = str(self._place.call[1]).rpartition(".")[0]
-        self._recorder.refuse(f"the step computes with what metric {metric} gives ({name} at {user_line()})")
+        self._recorder.refuse(f"the step computes with what metric {metric} gives ({name} at {_line()})")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = next(leaf for leaf in leaves([*args, *(kwargs or {}).values()]) if isinstance(leaf, cls))
         own._refuse(getattr(func, "__name__", "a function of torch"))
+
+
+def _line() -> str:
+    return user_line(("torch", "torchmetrics", "lightning_mist", "contextlib"))
 
 
 def _refusing(name: str) -> Callable[..., Any]:
@@ -283,7 +294,7 @@ class MetricRecorder:
         """A method of a metric was called."""
         name = self._name_of(metric)
         if inside_block():
-            self.refuse(f"metric {name} is updated inside a layer (at {user_line()})")
+            self.refuse(f"metric {name} is updated inside a layer (at {_line()})")
         label = f"{name}.{method}"
         number = self._counts[label] = self._counts.get(label, -1) + 1
         with torch._C.DisableTorchFunction():
@@ -325,7 +336,7 @@ class MetricRecorder:
 
     def refuse_read(self, metric: Any, what: str) -> NoReturn:
         """Refuse to answer what a metric holds."""
-        self.refuse(f"the step reads {what} of metric {self._name_of(metric)} (at {user_line()})")
+        self.refuse(f"the step reads {what} of metric {self._name_of(metric)} (at {_line()})")
 
     def refuse(self, what: str) -> NoReturn:
         """End the step."""
