@@ -110,17 +110,6 @@ def test_modules_inside_are_recorded_too():
     assert module.inner.calls == [("x", 1, {})]
 
 
-def test_a_metrics_value_of_the_step_covers_all_parts():
-    metric, recorder, parts = MeanMetric(), LogRecorder(), []
-    for weight, value in ((0.25, 4.0), (0.75, 8.0)):
-        metric(value, weight)
-        recorder.log("m", metric)
-        parts.append((weight, recorder.take()))
-    (combined,) = combine_records(parts, {})
-    assert combined.value is metric
-    assert float(metric._forward_cache) == float(metric.compute()) == 7.0
-
-
 def test_a_collection_gives_its_own_metrics():
     metrics, recorder = MetricCollection([MeanMetric(), MaxMetric()], prefix="train_"), LogRecorder()
     metrics(2.0)
