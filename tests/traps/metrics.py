@@ -11,6 +11,7 @@ from torchmetrics.regression import MeanSquaredError
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from tests.traps.context import Decoder
+from tests.traps.evaluation import own
 from tests.traps.project import VOCABULARY, WIDTH, Block, Project, Trap, loader
 
 
@@ -350,6 +351,36 @@ class ResetInStep(Measured):
         return loss
 
 
+class Validated(Project):
+    """Measures what it predicts in validation only, on ranks with differing numbers of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acc, self.mean = MulticlassAccuracy(VOCABULARY), MeanMetric()
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, labels = self.logits(batch).flatten(0, 1), batch["y"].flatten()
+        self.log("acc", self.acc(logits, labels), batch_size=len(batch["x"]))
+        self.mean.update(F.cross_entropy(logits, labels))
+        self.log("mean", self.mean)
+        return self.acc(logits, labels)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [batch_idx, float(outputs)]
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen += [float(state) for state in self.acc.tp.flatten()]
+        self.log("by hand", self.acc.compute())
+        self.acc.reset()
+
+
+class ReadInValidation(Validated):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        given = super().validation_step(batch, batch_idx)
+        return given + self.acc.tp.sum()
+
+
 BESIDE = ("zero1", "zero3")
 SHARED = ("pp2", "pp2cut", "tp2")
 EVERY = (*BESIDE, "cut", *SHARED)
@@ -382,5 +413,28 @@ TRAPS = {
     "late": Trap(module=Late, plans=SHARED, equal=("pp2", "tp2"), reason="acc"),
     "late read": Trap(module=LateRead, plans=("pp2",), reason="weight"),
     "wrapped": Trap(module=Wrapped, plans=SHARED, equal=SHARED),
+    "validated": Trap(
+        module=Validated,
+        val=lambda: own(12, 7),
+        plans=("zero3whole", "pp2", "tp2"),
+        equal=("zero3whole", "pp2", "tp2"),
+        whole=(),
+        then=("validate",),
+    ),
+    "validated alone": Trap(
+        module=Validated,
+        val=lambda: own(12, 7),
+        plans=("pp2", "tp2"),
+        equal=("pp2", "tp2"),
+        whole=(),
+        then=("alone", "validate"),
+    ),
+    "read in validation": Trap(
+        module=ReadInValidation,
+        val=lambda: own(12, 7),
+        plans=("zero3whole", "pp2"),
+        equal=("zero3whole", "pp2"),
+        whole=("zero3whole", "pp2"),
+    ),
     "reset in step": Trap(module=ResetInStep, plans=("pp2cut",), equal=("pp2cut",)),
 }

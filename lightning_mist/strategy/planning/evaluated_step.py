@@ -15,7 +15,7 @@ from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.planning.division_proofs import degrees_of
 from lightning_mist.strategy.planning.trial_step import TriedStep, tried
-from lightning_mist.strategy.training import recorded_logs
+from lightning_mist.strategy.training import MetricRecorder, named_metrics, recorded_logs, standing_in
 from lightning_mist.tensors import batch_rows, slice_rows
 
 
@@ -52,12 +52,13 @@ def look_at_step(
         name: The step's name in the module.
         call: Runs it on a batch.
     """
-    step = TriedStep(trainer, module, call, name=name)
+    step = TriedStep(trainer, module, call, name=name, records_metrics=True)
     rows = batch_rows(batch)
     smaller = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
 
     def look() -> EvaluatedStep:
-        found, told = step.learn(partial(map_module, module, step, batch, second_batch=smaller, step=name))
+        made = partial(map_module, module, step, batch, second_batch=smaller, step=name)
+        found, told = step.learn(partial(made, kept=step.given))
         return EvaluatedStep(module_map=found, only_own=tuple(step.only_own(told)))
 
     try:
@@ -93,9 +94,16 @@ def splits_of_evaluated(
         return found
 
     def derive() -> ModuleMap:
+        metrics = named_metrics(module)
+
+        def recorded(part: Any) -> Any:
+            return MetricRecorder(metrics, lambda call: None, has_loss=False).run(lambda: call(part))
+
         def look() -> ModuleMap:
-            with torch.inference_mode(mode=False), torch.enable_grad(), recorded_logs(module):
-                return derive_contexts(module, call, batch, derive_splits(module, call, batch, found, tensor), context)
+            stands_in = standing_in(metrics.values())
+            with torch.inference_mode(mode=False), torch.enable_grad(), recorded_logs(module), stands_in:
+                made = derive_splits(module, recorded, batch, found, tensor)
+                return derive_contexts(module, recorded, batch, made, context)
 
         return tried(look, device)
 

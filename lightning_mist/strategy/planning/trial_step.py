@@ -171,7 +171,8 @@ class TriedStep:
             return self._call(batch)
         self.calls = []
         keep = self.calls.append if self._keeps_calls else lambda call: None
-        recorder = MetricRecorder(named_metrics(self._module), keep)
+        has_loss = self.name == "training_step"
+        recorder = MetricRecorder(named_metrics(self._module), keep, has_loss=has_loss)
         with self._standing_in:
             try:
                 return recorder.run(lambda: self._call(batch))
@@ -186,6 +187,10 @@ class TriedStep:
             yield
         finally:
             self._keeps_calls, self.calls = False, []
+
+    def given(self) -> list[Any]:
+        """What metrics were given in the last run."""
+        return [call.value for call in self.calls]
 
     def learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Told]:
         """Do work that runs the step, and tell what the runs did; nothing of it stays here."""
@@ -281,7 +286,8 @@ class TriedStep:
 
     def only_own(self, told: "_Told") -> list[str]:
         """Why this rank may run the step for batches of its own only, by what runs here told; one rank asks."""
-        found = [f"the step changes {what} as often as it runs" for what, _ in told.changed]
+        found = [told.metrics] if told.metrics else []
+        found += [f"the step changes {what} as often as it runs" for what, _ in told.changed]
         found += [f"the step talks to other processes itself ({told.talk})"] if told.talk else []
         found += [f"the step asks which process it runs in ({told.asked})"] if told.asked else []
         return [*found, *(reason for reason, _ in self._reads())]

@@ -164,7 +164,7 @@ class Evaluator:
         else:
             output, records = self._run_shared(forward, group, loader, batch, numbers, step)
             with context():  # Numbers become tensors of the precision's type, as where the step itself logs.
-                replay(engine.module, records)
+                output = replay(engine.module, records, output)
         engine.buffers.after_forward()
         return output
 
@@ -193,13 +193,12 @@ class Evaluator:
             for part in exchange.microbatches
         ]
         records: dict[int, tuple[Record, ...]] = {}
-        with recorded_logs(engine.module) as log, guard.batch():
+        with recorded_logs(engine.module, with_metrics=True, has_loss=False) as log, guard.batch():
 
             def run(part: Microbatch) -> Any:
-                log.take()
                 with guard.run(part):
-                    output = step(part.value, *(of_owner[part.owner] or ()))
-                records[part.index] = log.take()
+                    numbers = of_owner[part.owner] or ()
+                    output, records[part.index] = log.run(lambda: step(part.value, *numbers))
                 return output
 
             complete(engine.executor.evaluate(forward, microbatches, run))

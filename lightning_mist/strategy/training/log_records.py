@@ -98,7 +98,7 @@ class LogRecorder:
 
 @contextmanager
 def recorded_logs(
-    module: Any, recorder: LogRecorder | None = None, *, with_metrics: bool = False
+    module: Any, recorder: LogRecorder | None = None, *, with_metrics: bool = False, has_loss: bool = True
 ) -> Iterator[LogRecorder]:
     """Let a recorder answer the module's ``log`` and ``log_dict``, and perhaps its metrics, inside the context.
 
@@ -106,7 +106,7 @@ def recorded_logs(
     """
     if with_metrics:
         metrics, recorder = named_metrics(module), LogRecorder()
-        recorder.metrics = MetricRecorder(metrics, recorder.keep)
+        recorder.metrics = MetricRecorder(metrics, recorder.keep, has_loss=has_loss)
         with standing_in(metrics.values()), recorded_logs(module, recorder):
             yield recorder
         return

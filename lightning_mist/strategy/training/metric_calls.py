@@ -262,14 +262,17 @@ class MetricRecorder:
     Args:
         metrics: By name.
         keep: Is given every call.
+        has_loss: Whether the step returns a loss, which then is not what a metric gives.
 
     Attributes:
         refusal: What the step did that cannot be honoured; None if nothing.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], keep: Callable[[MetricCall], None]) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Any], keep: Callable[[MetricCall], None], *, has_loss: bool = True
+    ) -> None:
         self.refusal: str | None = None
-        self._metrics, self._keep = metrics, keep
+        self._metrics, self._keep, self._has_loss = metrics, keep, has_loss
         self._names = {id(metric): name for name, metric in metrics.items()}
         self._counts: dict[str, int] = {}
         self._given: list[tuple[Tensor, type, int, str]] = []
@@ -330,7 +333,7 @@ class MetricRecorder:
             return output
         self._given = []
         loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, MetricOutput):
+        if self._has_loss and isinstance(loss, MetricOutput):
             self.refuse(f"the step returns what metric {loss._place.call[1]} gives as its loss")
         return output if isinstance(output, Tensor) else as_place(output)
 
