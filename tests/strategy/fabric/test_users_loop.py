@@ -6,9 +6,8 @@ import sys
 import pytest
 import torch
 
-from lightning_mist.strategy.fabric import users_loop
 from lightning_mist.strategy.fabric.users_loop import Call, loop_exclusions
-from lightning_mist.strategy.user_code import function_code
+from lightning_mist.strategy.user_code import function_code, gradient_reads
 from lightning_mist.tensors import batch_rows, slice_rows
 
 
@@ -142,7 +141,7 @@ def test_what_those_call_in_turn_is_not(installed):
 
 
 def test_more_than_can_be_read_counts_as_found(monkeypatch):
-    monkeypatch.setattr(users_loop, "_MOST_FUNCTIONS", 0)
+    monkeypatch.setattr(gradient_reads, "_MOST_FUNCTIONS", 0)
     assert "too much to read" in loop_exclusions()[0].reason
 
 

@@ -1,0 +1,77 @@
+"""Code that runs while a batch is trained, and by what names it gets at gradients of single parameters."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from inspect import getattr_static
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from lightning_mist.strategy.user_code.function_code import is_library
+
+_MOST_FUNCTIONS = 400
+
+_OF_GRADIENTS = frozenset(
+    ("grad", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "_foreach_norm")
+)
+"""Names by which code gets at gradients of single parameters."""
+
+Code = tuple[CodeType, Mapping[str, Any], tuple[Any, ...], bool]
+"""Code, its globals, what it may call something of by name (values of variables, or the class it is a method of), and
+whether it is the user's: of installed packages only what the user's code calls is read."""
+
+
+def gradients_read_in(waiting: list[Code]) -> tuple[str, str] | None:
+    """The first name by which code, and what it calls by name, gets at gradients, and where; None if by none."""
+    seen: set[tuple[CodeType, tuple[int, ...]]] = set()
+    while waiting:
+        code, space, holders, is_users = waiting.pop()
+        if (key := (code, tuple(map(id, holders)))) in seen:
+            continue
+        seen.add(key)
+        names = set(_attributes(code))
+        if found := sorted(names & _OF_GRADIENTS):
+            return found[0], f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
+        if len(seen) > _MOST_FUNCTIONS:
+            return "too much to read", code.co_name
+        for value in (*(space[name] for name in names & space.keys()), *holders) if is_users else ():
+            waiting += _called(value, names)
+    return None
+
+
+def is_known(space: Mapping[str, Any]) -> bool:
+    """Whether code with these globals is of this package or of those whose names say what they do to gradients."""
+    top = str(space.get("__name__", "")).partition(".")[0]
+    return top in ("lightning_mist", "lightning", "lightning_fabric", "torch")
+
+
+def _attributes(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _attributes(constant)
+
+
+def _called(value: Any, names: set[str]) -> Iterator[Code]:
+    """A function of the user's, or what code with such names may call of a class, an object or a module."""
+    owners: tuple[type, ...] = ()
+    if isinstance(value, (FunctionType, MethodType)):
+        members = [value]
+    elif inspect.ismodule(value):
+        named = [member for name, member in vars(value).items() if name in names]
+        members = [member for member in named if not inspect.ismodule(member)]
+        # Of a.b.c it is c that is called.
+        inner = [item for item in named if inspect.ismodule(item) and item is not value and not is_known(vars(item))]
+        for module in inner:
+            members += [member for name, member in vars(module).items() if name in names]
+    else:
+        cls = value if inspect.isclass(value) else type(value)
+        if issubclass(cls, torch.optim.Optimizer):
+            return  # it is stepped on gradients wherever these are
+        members, owners = [getattr_static(cls, name, None) for name in (*names, "__init__", "__call__")], (cls,)
+    for member in members:
+        plain = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        function = inspect.unwrap(plain) if callable(plain) else None
+        if isinstance(function, FunctionType) and not is_known(function.__globals__):
+            yield function.__code__, function.__globals__, owners, not is_library(function)
