@@ -20,7 +20,15 @@ from lightning_mist.strategy.monitoring import RunReport
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.training import EndsTogether, Engine, StepGuard, attach_engine, named_metrics, start_engine
+from lightning_mist.strategy.training import (
+    EndsTogether,
+    Engine,
+    ManualEngine,
+    StepGuard,
+    attach_engine,
+    named_metrics,
+    start_engine,
+)
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
@@ -104,14 +112,17 @@ class PlanInstallation(EndsTogether):
             rules=self._decision.rules,
             host=self._request.host_of_each(self.num_processes, self.root_device),
             masters=self._masters,
+            kind=Engine if module.automatic_optimization else ManualEngine,
         )
         self._masters = None  # the engine has what this rank keeps
         self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
         self._engine.records_metrics = self._decision.records_metrics and not self._engine.exchange.is_own
-        if (reach := self._decision.reach) is not None:
+        # A step that is run for batches of its own rank alone needs no watch.
+        if (reach := self._decision.reach) is not None and module.automatic_optimization:
             metrics = named_metrics(module).values() if self._engine.records_metrics else ()
             self._engine.guard = StepGuard(module, self._decision.plan, self.global_rank, reach, self.act_for, metrics)
-        self._engine.take_optimizer(self.optimizers[0])
+        for optimizer in self.optimizers:
+            self._engine.take_optimizer(optimizer)
         self._fitting.enter_context(as_wrapped(module))
         if self._initial is not None:
             self._engine.begin(self._initial)
@@ -166,8 +177,8 @@ class PlanInstallation(EndsTogether):
         state: dict[str, Any] = self.optimizers[0].state_dict()
         if engine is not None:
             engine.fill()
-            released = engine.release_optimizer(self._timeout)
-            state = {} if released is None else released()
+            released = engine.release_optimizers(self._timeout)
+            state = released[0]() if released else {}
             engine.transport.close()
         attach_engine(self.precision_plugin, None)
         self._fitting.close()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,8 @@ from lightning_mist.strategy.namespace import namespace
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
 from lightning_mist.strategy.planning import (
+    MANUAL,
+    OFFERED,
     PlanRequest,
     decide,
     searched_with,
@@ -29,7 +32,13 @@ from lightning_mist.strategy.planning import (
     write_plan,
 )
 from lightning_mist.strategy.shared_loaders import SharedLoaders
-from lightning_mist.strategy.training import Preemption, attach_engine, gradients_are_about_to_go, replay
+from lightning_mist.strategy.training import (
+    ManualEngine,
+    Preemption,
+    attach_engine,
+    gradients_are_about_to_go,
+    replay,
+)
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -159,7 +168,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         if trainer.state.fn != self._names.fitting:
             self._set_up_outside(trainer)
             return
-        self._state_afterwards = None
+        self._states_afterwards = ()
         accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
         if not (has_masters := self._request.master_weights):
@@ -194,7 +203,10 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             return "a DDP communication hook or model averaging was given"
         if self._layer_sync is not None:
             return "sync_batchnorm computes collectives inside the step"
-        return whole_module_reason(trainer, self.optimizers, self.root_device)
+        manual, request = OFFERED if self._request.plan == "auto" else None, self._request
+        if self.num_loaders is not None or request.master_weights or self._initial is not None:
+            manual = MANUAL  # ranks share batches, or hold less than the module
+        return whole_module_reason(trainer, self.optimizers, self.root_device, manual=manual)
 
     def teardown(self) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""
@@ -211,7 +223,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
                 else:
                     engine.leave_on_rank_zero()
             # An evaluation after a fit has no optimizer, and leaves the fit's state as it is.
-            self._state_afterwards = engine.release_optimizer(self._timeout) or self._state_afterwards
+            self._states_afterwards = engine.release_optimizers(self._timeout) or self._states_afterwards
             if is_well:
                 engine.transport.close()
         if is_well:
@@ -233,7 +245,8 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         """What is pickled: processes that would be asked for the optimizer's state, or reduce, a copy has not."""
         return {
             **super().__getstate__(),
-            **dict.fromkeys(("_state_afterwards", "_one_of_each", "_pending", "_writers")),
+            **dict.fromkeys(("_one_of_each", "_pending", "_writers")),
+            "_states_afterwards": (),
         }
 
     @contextmanager
@@ -262,6 +275,9 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             assert self._monitor is not None
             with self._monitor.recorder.phase(FORWARD):
                 return super().training_step(*args, **kwargs)
+        if isinstance(self._engine, ManualEngine):
+            with self.all_take_part():
+                return self._engine.run_step(lambda: super(MistBase, self).training_step(*args, **kwargs))
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
 
@@ -286,6 +302,9 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         self, optimizer: Any, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
     ) -> Any:
         """Step the owned parameters and, under ZeRO-1 and ZeRO-2, distribute what was updated."""
+        if isinstance(self._engine, ManualEngine):
+            update = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+            return self._engine.update(optimizer, update, closure)
 
         def step() -> Any:
             assert self._monitor is not None

@@ -36,10 +36,14 @@ PLANS: dict[str, Plan | str] = {
     "moved3": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, zero=3, offload=ALL),
     "movedpp": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=2, offload=ALL),
     "moved0": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, offload={"optimizer": 1.0}),
+    "zero1w": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=1),
+    "zero2w": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=2),
+    "movedw": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=1, offload={"optimizer": 1.0}),
     "movedstate": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, offload={"optimizer": 1.0}),
 }
 """For two ranks. ``pp2``, ``tp2``, ``cp2`` have whole batches as microbatches, ``cut`` and ``pp2cut`` halves of them;
-what begins with ``moved`` offloads; under ``searched`` the planner searches however little there is to gain."""
+what begins with ``moved`` offloads; what ends with ``w`` is for modules without layers; under ``searched`` the planner
+searches however little there is to gain."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -135,7 +139,8 @@ class Trap:
         has_masters: Whether it is trained in bfloat16 with master weights, and held against the same arithmetic
             (:class:`tests.traps.plain_masters.PlainMasters`) instead of DDP.
         then: What follows the fit: ``validate``, ``test``, ``predict`` on the validation data, ``save`` a checkpoint,
-            ``test saved``, ``test another`` module made alike, ``fit`` again; ``alone`` in front means without a fit.
+            ``test saved``, ``test another`` module made alike, ``fit`` again, ``go on`` from what was saved with a
+            module made alike; ``alone`` in front means without a fit.
     """
 
     module: Callable[[], pl.LightningModule] = Project

@@ -110,7 +110,7 @@ def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
 def _whole(trap: Trap, trainer: Any) -> str | None:
     """Why ranks had the whole module in the last evaluation, if they had."""
     strategy = trainer.strategy
-    is_outside = trap.then[-1:] not in ((), ("fit",), ("save",))
+    is_outside = trap.then[-1:] not in ((), ("fit",), ("save",), ("go on",))
     is_without = is_outside and strategy._outside is None and strategy._whole is None
     return "there was no plan" if is_without else strategy._whole  # type: ignore[no-any-return]
 
@@ -127,6 +127,11 @@ def _then(trap: Trap, way: str, trainer: Any, module: Any, folder: Path) -> list
     if way == "fit":
         trainer.fit_loop.max_epochs += 1
         return _numbers(trainer.fit(module, trap.train(), trap.val()))
+    if way == "go on":
+        trainer.fit_loop.max_epochs += 1
+        another = trap.module()
+        trainer.fit(another, trap.train(), trap.val(), ckpt_path=saved)
+        return _numbers(another.state_dict())
     if way == "test saved":
         return _numbers(trainer.test(trap.module(), trap.val(), ckpt_path=saved, verbose=False))
     if way == "test another":

@@ -27,11 +27,17 @@ _SEEN: tuple[Feature, ...] = (*_SHARED, "shards")  # what needs to know where ev
 _ALL: tuple[Feature, ...] = ("pipeline", "microbatches", "checkpointing", "tensor")
 
 
-def structure_problems(records: tuple[Record, ...], candidates: tuple[str, ...]) -> tuple[str, ...]:
-    """Why the candidates of live containers do not run one after the other, each exactly once; empty if they do."""
+def structure_problems(
+    records: tuple[Record, ...], candidates: tuple[str, ...], *, may_repeat: bool = False
+) -> tuple[str, ...]:
+    """Why the candidates of live containers do not run one after the other, each exactly once; empty if they do.
+
+    Args:
+        may_repeat: Whether a block may run again behind them: one that is not given to a stage by itself may.
+    """
     problems = []
     for record in records:
-        for name, line in record.repeated.items():
+        for name, line in () if may_repeat else record.repeated.items():
             problems.append(f"block {name} is called more than once in one step (again from {line})")
         for name, outer in record.nested.items():
             problems.append(f"block {name} runs inside block {outer}: blocks must follow one another")

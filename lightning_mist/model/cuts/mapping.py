@@ -29,6 +29,7 @@ def map_module(
     second_batch: Any = None,
     blocks: str | None = None,
     kept: Callable[[], Any] = tuple,
+    may_repeat: bool = False,
 ) -> ModuleMap:
     """Trace the user's step on fake tensors and say where the module can be cut, and what rules a cut out.
 
@@ -41,6 +42,7 @@ def map_module(
         second_batch: Another batch with fewer rows, to tell batch dimensions. Without it none is known.
         kept: What is needed of the last run once it is over, besides what it returned.
         blocks: Names the repeated blocks instead of finding them; see :func:`find_blocks`.
+        may_repeat: Whether a block may be called again behind the last one; the module cannot be cut then.
 
     Returns:
         The map. If the step cannot be traced it has no blocks, and its exclusions hold the reason.
@@ -61,7 +63,7 @@ def map_module(
     if not runs.records:
         reason = f"the step cannot be traced: {runs.failure}"
         return _without_blocks(module, slots, step, rows, _exclude(("pipeline", "checkpointing"), reason), ())
-    problems = structure_problems(runs.records, candidates)
+    problems = structure_problems(runs.records, candidates, may_repeat=may_repeat)
     if not candidates or not runs.records[0].order or problems:
         exclusions = _exclude(("pipeline", "checkpointing"), *(problems or (NO_BLOCKS,)))
         exclusions += find_exclusions(module, runs, frozenset())

@@ -10,6 +10,7 @@ order of buckets; which action completes which gradients the executor says.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -85,6 +86,21 @@ class GradientReducer:
         self._hooks = []
         self._ready.clear()
         self._launched.clear()
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Around a backward of which nothing is known before: gradients leave as they come, for :meth:`reduce`."""
+        names = frozenset(self._parameters)
+        try:
+            self.expect(names)
+            with nullcontext() if self._units is None else self._units.as_they_come():
+                yield
+            self.complete(names)
+        except BaseException:
+            self.disarm()
+            if self._units is not None:
+                self._units.forget()
+            raise
 
     def reduce(self) -> Iterator[Work]:
         """Sum the gradients over the stage's data-parallel ranks and divide by the number of all ranks.

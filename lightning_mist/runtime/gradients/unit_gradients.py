@@ -10,6 +10,7 @@ they have added up.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +73,31 @@ class UnitGradients:
             assert bucket.owner is not None
             work = self._transport.reduce(flat, self._mesh.shard_peers[bucket.owner], self._group)
             self._under_way.append((bucket, flat, present, work))
+
+    @contextmanager
+    def as_they_come(self) -> Iterator[None]:
+        """Around a backward of which nothing is known before: a unit is reduced when all its gradients have come.
+
+        Units leave in the reverse of their order, the same on every rank. Those of which a parameter gets no gradient
+        leave when the backward is over, and so do all behind them.
+        """
+        left, missing = list(reversed(self._of)), dict[UnitKey, set[nn.Parameter]]()
+
+        def came(parameter: nn.Parameter) -> None:
+            for waiting in missing.values():
+                waiting.discard(parameter)
+            while left and not missing[left[0]]:
+                self.reduce(left.pop(0))
+
+        with ExitStack() as stack:
+            for key, buckets in self._of.items():
+                missing[key] = {p for bucket in buckets for p in bucket.parameters if p.requires_grad}
+                for parameter in missing[key]:
+                    hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
+            yield
+        for key in left:
+            self.reduce(key)
 
     def finish(self) -> Iterator[Work]:
         """Give every owner its gradients: the mean over all ranks' batches.

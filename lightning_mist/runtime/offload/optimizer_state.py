@@ -307,7 +307,9 @@ def offload_optimizer_state(
     actions, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
     is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for action in actions)
     gather = UnitGather(mesh, parameters, units, transport) if is_given_out else None
-    owned = {item.name for item in mesh.owned}
+    # What another optimizer updates, or nobody, is left alone.
+    updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    owned = {item.name for item in mesh.owned if parameters[item.name] in updated}
     return OffloadedState(
         optimizer,
         {key: [parameters[name] for name in of_unit if name in owned] for key, of_unit in units.items()},

@@ -31,6 +31,11 @@ class BufferSync:
         """Whether the next forward gives every rank the buffers of rank 0."""
         return self.is_enabled and self._is_due
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients of a backward that comes now are to be averaged over ranks."""
+        return self._averages
+
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients are only added up, as inside DDP's ``no_sync``."""

@@ -8,8 +8,10 @@ updates its part; state with one value per entry is shared out in the same way, 
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -52,15 +54,33 @@ class OptimizerCut:
         parameters = [parameter for group in self.groups for parameter in group]
         return {parameter: number for number, parameter in enumerate(parameters)}
 
+    @contextmanager
+    def showing(self, keep: Callable[[nn.Parameter], bool]) -> Iterator[None]:
+        """Inside, groups have of what the user put there what ``keep`` says; afterwards what they had before."""
+        groups = [group for group, _ in zip(self.optimizer.param_groups, self.groups, strict=False)]
+        before = [(tuple(group["params"]), tuple(group.get("param_names", ()))) for group in groups]
+        chosen = [[keep(parameter) for parameter in parameters] for parameters in self.groups]
+        try:
+            for group, parameters, names, flags in zip(groups, self.groups, self.names, chosen, strict=False):
+                _fill(group, compress(parameters, flags), () if names is None else compress(names, flags))
+            yield
+        finally:
+            for group, (parameters, labels) in zip(groups, before, strict=True):
+                _fill(group, parameters, labels)
+
     def restore(self) -> None:
         """Give the optimizer all its parameters back; state stays with those that it updated as a whole."""
         for parameter in self.parts:
             self.optimizer.state.pop(parameter, None)
         # Groups that were added while it trained are left as they are.
         for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=False):
-            group["params"][:] = parameters
-            if names is not None:
-                group["param_names"][:] = names
+            _fill(group, parameters, names or ())
+
+
+def _fill(group: dict[str, Any], parameters: Iterable[nn.Parameter], names: Iterable[str]) -> None:
+    group["params"][:] = parameters
+    if "param_names" in group:
+        group["param_names"][:] = names
 
 
 def restrict_optimizer(

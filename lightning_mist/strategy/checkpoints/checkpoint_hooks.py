@@ -1,6 +1,6 @@
 """What Lightning asks a strategy for when it saves and loads checkpoints."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -39,7 +39,7 @@ from lightning_mist.strategy.training import module_state
 class Checkpoints(PlanInstallation):
     """The part of a strategy that saves and loads: as plain data parallelism does or in directories, under any plan."""
 
-    _state_afterwards: Callable[[], dict[str, Any]] | None = None
+    _states_afterwards: Sequence[Callable[[], dict[str, Any]]] = ()  # of all optimizers, when a fit is over
     _saves_directories = False
     _saves_asynchronously = False
     _pending: tuple[Future[Any], Path] | None = None  # what is being written while training goes on
@@ -158,9 +158,10 @@ class Checkpoints(PlanInstallation):
             self.refuse_without_the_others("a checkpoint")
             with self.all_take_part():
                 if self._saves_directories:
-                    return optimizer_shards(self._engine, is_first=self.global_rank == 0)
-                return self._engine.optimizer_state()
-        state = super().optimizer_state(optimizer) if self._state_afterwards is None else self._state_afterwards()
+                    return optimizer_shards(self._engine, optimizer, is_first=self.global_rank == 0)
+                return self._engine.optimizer_state(optimizer)
+        asked = self._states_afterwards
+        state = asked[self._place_of(optimizer)]() if asked else super().optimizer_state(optimizer)
         if not self._saves_directories:
             return state
         assert self.lightning_module is not None
@@ -200,15 +201,18 @@ class Checkpoints(PlanInstallation):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of optimizer state in DDP's layout, or of what is in a directory."""
-        wanted = None if self._engine is None else partial(saved_parts, self._engine.optimizer.cut)
-        states = [
-            state.read(wanted) if isinstance(state, StoredOptimizer) else state
-            for state in checkpoint["optimizer_states"]
-        ]
-        if self._engine is None:
+        engine, states = self._engine, []
+        for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False):
+            wanted = None if engine is None else partial(saved_parts, engine.owned(optimizer).cut)
+            states.append(state.read(wanted) if isinstance(state, StoredOptimizer) else state)
+        if engine is None:
             super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        else:
-            self._engine.load_optimizer_state(states[0])
+            return
+        for state, optimizer in zip(states, self.optimizers, strict=False):
+            engine.load_optimizer_state(state, optimizer)
+
+    def _place_of(self, optimizer: Any) -> int:
+        return next((index for index, item in enumerate(self.optimizers) if item is optimizer), 0)
 
 
 def _is_remote(path: Any) -> bool:

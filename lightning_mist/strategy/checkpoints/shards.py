@@ -119,11 +119,11 @@ def _owned_values(engine: Engine) -> dict[str, Any]:
     return {name: Shards.of_part(v, parts[name]) if name in parts else v for name, v in values.items()}
 
 
-def optimizer_shards(engine: Engine, *, is_first: bool) -> dict[str, Any]:
+def optimizer_shards(engine: Engine, optimizer: Any = None, *, is_first: bool) -> dict[str, Any]:
     """Optimizer state by the names of parameters, of what this rank writes; rank 0 has the groups."""
     engine.executor.flush()
-    engine.optimizer.settle()
-    owned, cut, name_of = _owned(engine), engine.optimizer.cut, engine.canonical_name
+    (mine := engine.owned(optimizer)).settle()
+    owned, cut, name_of = _owned(engine), mine.cut, engine.canonical_name
     state = {}
     for parameter in (parameter for group in cut.optimizer.param_groups for parameter in group["params"]):
         name, part = name_of(parameter), cut.parts.get(parameter)

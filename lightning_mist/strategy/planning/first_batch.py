@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch.utils._pytree import tree_unflatten
@@ -20,6 +21,7 @@ from lightning_mist.model.user_code import Generators
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning.decision import PlannedStep
+from lightning_mist.strategy.planning.manual_step import manual_exclusions, rehearse
 from lightning_mist.strategy.planning.plain_parallelism import at_once_reason
 from lightning_mist.strategy.training import check_same_samples, digest_of
 
@@ -226,7 +228,8 @@ def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | N
     calls: list[Callable[[Any], Any]] = []
 
     def batch() -> Any:
-        calls.append(step_function(module, names, strategy.precision_plugin.train_step_context))
+        call = step_function(module, names, strategy.precision_plugin.train_step_context)
+        calls.append(call if is_automatic else partial(rehearse, trainer, strategy, call))
         return look_at_first_batch(trainer, strategy, names)
 
     return PlannedStep(
@@ -236,6 +239,7 @@ def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | N
         # Where the module steps by itself a limit of memory is held against nothing.
         at_once=at_once_reason(trainer) if is_automatic else plain,
         records_metrics=is_automatic,
+        restrictions=tuple if is_automatic else partial(manual_exclusions, module),
         hint="; a project that looks for 'ddp' in the strategy's name shares out its data under strategy=\"ddp_mist\"",
     )
 

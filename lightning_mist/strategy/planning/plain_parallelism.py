@@ -18,6 +18,7 @@ from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, l
 from lightning_mist.model import LayerSeconds, counting_reason, coupling_reason, whole_tensor_reason
 from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
 from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.strategy.planning.manual_step import MANUAL
 from lightning_mist.strategy.planning.trial_step import tried
 from lightning_mist.units import format_seconds
 
@@ -204,11 +205,18 @@ _WHOLE_MODULE_CALLBACKS = {
 """Lightning callbacks that read or change all parameters on every rank, and what they do."""
 
 
-def whole_module_reason(trainer: Any, optimizers: list[Any], device: torch.device = _HOST) -> str | None:
-    """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so."""
-    if not trainer.lightning_module.automatic_optimization:
-        return "automatic_optimization=False: the module calls backward and step itself"
-    reason = optimizer_reason(optimizers, device)
+def whole_module_reason(
+    trainer: Any, optimizers: list[Any], device: torch.device = _HOST, *, manual: str | None = MANUAL
+) -> str | None:
+    """Why only plain data parallelism can serve this module, its optimizers and the trainer's callbacks, if so.
+
+    Args:
+        manual: Why a module that steps by itself may not be trained by anything else; None if it may.
+    """
+    is_manual = not trainer.lightning_module.automatic_optimization
+    if is_manual and manual is not None:
+        return manual
+    reason = optimizer_reason(optimizers, device, may_be_several=is_manual)
     if reason is not None:
         return reason
     for callback in trainer.callbacks:
@@ -218,16 +226,20 @@ def whole_module_reason(trainer: Any, optimizers: list[Any], device: torch.devic
     return None
 
 
-def optimizer_reason(optimizers: list[Any], device: torch.device) -> str | None:
+def optimizer_reason(optimizers: list[Any], device: torch.device, *, may_be_several: bool = False) -> str | None:
     """Why only plain data parallelism can serve optimizers, if so."""
-    if len(optimizers) != 1:
+    if not optimizers or (len(optimizers) > 1 and not may_be_several):
         return f"there are {len(optimizers)} optimizers; sharding and stages step exactly one"
-    if isinstance(optimizers[0], torch.optim.LBFGS):
+    return next((reason for item in optimizers if (reason := _reason_of(item, device)) is not None), None)
+
+
+def _reason_of(optimizer: Any, device: torch.device) -> str | None:
+    if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS calls the step several times"
     try:
-        return tried(lambda: coupling_reason(optimizers[0]), device)
+        return tried(lambda: coupling_reason(optimizer), device)
     except TraceError as error:
-        return f"whether {type(optimizers[0]).__name__} looks at several parameters cannot be found out: {error}"
+        return f"whether {type(optimizer).__name__} looks at several parameters cannot be found out: {error}"
 
 
 def optimizer_exclusions(optimizer: Any) -> tuple[Exclusion, ...]:

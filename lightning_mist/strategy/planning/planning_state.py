@@ -163,7 +163,8 @@ class Planner:
             rows = batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
             made = partial(map_module, self.module, self.call, self.batch, second_batch=smaller, step=self.call.name)
-            learn = partial(self.call.learn, partial(made, blocks=self.request.blocks, kept=self.call.given))
+            made = partial(made, blocks=self.request.blocks, may_repeat=not self.call.is_automatic)
+            learn = partial(self.call.learn, partial(made, kept=self.call.given))
             found, told = tried(learn, self.strategy.root_device)
             self.call.know(told)
         plain = self.plain

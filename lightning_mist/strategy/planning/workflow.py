@@ -175,7 +175,9 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
     return Decision(
         plan=plan,
         module_map=found,
-        has_unused_parameters=any(use.requires_grad and not use.regions for use in found.parameters),
+        # Each of several backwards may leave out what others use.
+        has_unused_parameters=not call.is_automatic
+        or any(use.requires_grad and not use.regions for use in found.parameters),
         planning_seconds=perf_counter() - started,
         plan_path=path,
         estimate=estimate,

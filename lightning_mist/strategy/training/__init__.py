@@ -5,6 +5,7 @@ from lightning_mist.strategy.training.engine import Engine, module_state, start_
 from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, without_values
 from lightning_mist.strategy.training.failure_handling import EndsTogether
 from lightning_mist.strategy.training.log_records import LogRecord, LogRecorder, recorded_logs, replay
+from lightning_mist.strategy.training.manual_engine import NOT_AVERAGED, ManualEngine
 from lightning_mist.strategy.training.metric_calls import (
     MetricCall,
     MetricRecorder,

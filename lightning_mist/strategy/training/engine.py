@@ -101,7 +101,7 @@ class Engine(WholeGradients):
             self.executor.results_made = self._homeward.made
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._stash: list[tuple[nn.Parameter, Tensor]] | None = None
-        self._optimizer: OwnedOptimizer | None = None
+        self._optimizers: list[OwnedOptimizer] = []
         self._guards: list[Any] = []
         self._names = {p: name for name, p in self.stages.every.items()}
         self.parts = parts_of(plan, rank, module_map)
@@ -187,14 +187,15 @@ class Engine(WholeGradients):
     @works
     def take_optimizer(self, optimizer: Any) -> None:
         """Let the user's optimizer update only what this rank owns."""
-        self._optimizer = OwnedOptimizer(optimizer, self.executor, self.parts, self.module_map, device=self.device)
+        owned = OwnedOptimizer(optimizer, self.executor, self.parts, self.module_map, device=self.device)
+        self._optimizers.append(owned)
 
     @works
-    def release_optimizer(self, timeout: timedelta | None) -> Callable[[], dict[str, Any]] | None:
-        """Give the optimizer all its parameters back; see :meth:`OwnedOptimizer.release`. ``None`` if there is none."""
-        state = None if self._optimizer is None else self._optimizer.release(timeout)
+    def release_optimizers(self, timeout: timedelta | None) -> list[Callable[[], dict[str, Any]]]:
+        """Give optimizers all their parameters back; see :meth:`OwnedOptimizer.release` for what each returns."""
+        states = [owned.release(timeout) for owned in self._optimizers]
         make_present(self.stages.every.values())
-        return state
+        return states
 
     @works
     def begin(self, initial: InitialValues | None) -> None:
@@ -316,23 +317,23 @@ class Engine(WholeGradients):
         return values
 
     @works
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any = None) -> dict[str, Any]:
         """Optimizer state in the layout of the whole model on rank 0; empty on the others."""
         self.executor.flush()
-        return self.optimizer.state()
+        return self.owned(optimizer).state()
 
     @works
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
         """Take this rank's part of optimizer state in the layout of the whole model."""
         self.executor.flush()
-        self.optimizer.load(state)
+        self.owned(optimizer).load(state)
 
     @property
     def optimizer(self) -> OwnedOptimizer:
         """The optimizer over what this rank owns."""
-        if self._optimizer is None:
+        if not self._optimizers:
             raise RuntimeError("take_optimizer must come first")
-        return self._optimizer
+        return self._optimizers[0]
 
     # Over all ranks ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ asks the engine. The user's optimizer updates what this rank owns, its state whe
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +92,11 @@ class OwnedOptimizer:
 
         return ask
 
+    def flush(self) -> None:
+        """Take the step now if it is left to the next batch."""
+        if self._offloaded is not None:
+            self._offloaded.flush()
+
     def settle(self) -> None:
         """Wait until all state in host memory has its values: before anybody reads it."""
         if self._offloaded is not None:
@@ -129,6 +134,14 @@ class WholeGradients(ABC):
     def optimizer(self) -> OwnedOptimizer:
         """The optimizer over what this rank owns."""
 
+    def owned(self, optimizer: Any) -> OwnedOptimizer:
+        """What this rank owns of an optimizer of the user's, of which there may be one."""
+        return self.optimizer
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Around a backward that Lightning runs: one that hands over what is reduced already needs nothing."""
+        return nullcontext()
+
     @works
     def clip_by_norm(
         self, optimizer: Any, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -140,7 +153,7 @@ class WholeGradients(ABC):
             error_if_nonfinite: Whether to raise ``RuntimeError`` instead if the norm is not finite, as torch does.
         """
         every = {name: parameter for parameter, name in self._names.items()}
-        order = [self._names[parameter] for group in self.optimizer.cut.groups for parameter in group]
+        order = [self._names[parameter] for group in self.owned(optimizer).cut.groups for parameter in group]
         speakers = self.gatherer.speakers
         offloaded = self.executor.gradients
         known = {} if offloaded is None else offloaded.norms()
@@ -223,10 +236,14 @@ def gradients_are_about_to_go(module: Any) -> bool:
     return all(is_lightnings(hook) for hook in [*hooks, own])
 
 
-class _Clipping:
-    """Clipping over all stages and shards; mixed into the plugin's class."""
+class _Whole:
+    """Gradients made, and clipped, over all stages and shards; mixed into the plugin's class."""
 
     _mist_engine: WholeGradients | None
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._mist_engine is None else self._mist_engine.around_backward():
+            return super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         if self._mist_engine is None:
@@ -269,7 +286,7 @@ def _put_back(instance: Any, mixin: type) -> None:
 
 def attach_engine(plugin: Any, engine: WholeGradients | None) -> None:
     """Let a precision plugin (and its gradient scaler) work for an engine, or be as they were for none."""
-    for instance, mixin in ((plugin, _Clipping), (getattr(plugin, "scaler", None), _AgreeingScaler)):
+    for instance, mixin in ((plugin, _Whole), (getattr(plugin, "scaler", None), _AgreeingScaler)):
         if engine is None:
             _put_back(instance, mixin)
         elif instance is not None:

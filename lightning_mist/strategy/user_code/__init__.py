@@ -1,9 +1,10 @@
 """What the user's hooks and callbacks can reach, and what that rules out."""
 
 from lightning_mist.strategy.user_code.function_code import is_library, is_lightnings
-from lightning_mist.strategy.user_code.gradient_reads import Code, gradients_read_in, is_known
+from lightning_mist.strategy.user_code.gradient_reads import Code, gradients_read_in, is_known, read_in_step
 from lightning_mist.strategy.user_code.hook_restrictions import (
     GRADIENTS_AWAY,
+    STATE_AWAY,
     exclusions_of,
     user_exclusions,
     whole_in_evaluation,

@@ -1,5 +1,6 @@
 """Code that runs while a batch is trained, and by what names it gets at gradients of single parameters."""
 
+import dis
 import inspect
 from collections.abc import Iterator, Mapping
 from inspect import getattr_static
@@ -22,8 +23,31 @@ Code = tuple[CodeType, Mapping[str, Any], tuple[Any, ...], bool]
 whether it is the user's: of installed packages only what the user's code calls is read."""
 
 
+_OF_STATE = frozenset(("state", "state_dict"))
+"""Names by which code gets at an optimizer's state."""
+
+
+def read_in_step(module: Any) -> tuple[str, str, str] | None:
+    """What of gradients or optimizer state ``training_step`` may look at: what, by which name, and where; None if none.
+
+    What it calls is looked for in the module, in its submodules and in what else it has as attributes.
+    """
+    step = getattr(module.training_step, "__func__", module.training_step)
+    holders = {type(item): item for item in (*vars(module).values(), *module.modules(), module)}
+    for what, wanted in (("gradients", _OF_GRADIENTS), ("optimizer state", _OF_STATE)):
+        function = inspect.unwrap(step)
+        found = _read_in([(function.__code__, function.__globals__, tuple(holders.values()), True)], wanted)
+        if found is not None:
+            return what, *found
+    return None
+
+
 def gradients_read_in(waiting: list[Code]) -> tuple[str, str] | None:
     """The first name by which code, and what it calls by name, gets at gradients, and where; None if by none."""
+    return _read_in(waiting, _OF_GRADIENTS)
+
+
+def _read_in(waiting: list[Code], wanted: frozenset[str]) -> tuple[str, str] | None:
     seen: set[tuple[CodeType, tuple[int, ...]]] = set()
     while waiting:
         code, space, holders, is_users = waiting.pop()
@@ -31,7 +55,7 @@ def gradients_read_in(waiting: list[Code]) -> tuple[str, str] | None:
             continue
         seen.add(key)
         names = set(_attributes(code))
-        if found := sorted(names & _OF_GRADIENTS):
+        if found := sorted(names & wanted):
             return found[0], f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
         if len(seen) > _MOST_FUNCTIONS:
             return "too much to read", code.co_name
@@ -43,14 +67,24 @@ def gradients_read_in(waiting: list[Code]) -> tuple[str, str] | None:
 def is_known(space: Mapping[str, Any]) -> bool:
     """Whether code with these globals is of this package or of those whose names say what they do to gradients."""
     top = str(space.get("__name__", "")).partition(".")[0]
-    return top in ("lightning_mist", "lightning", "lightning_fabric", "torch")
+    return top in ("lightning_mist", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
 
 
 def _attributes(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    yield from (name for name in code.co_names if name != "grad" or _reads_gradient(code))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _attributes(constant)
+
+
+def _reads_gradient(code: CodeType) -> bool:
+    """Whether ``.grad`` in code is that of something else than ``torch.autograd``, whose gradients are returned."""
+    before: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == "grad" and "GLOBAL" not in instruction.opname and before != "autograd":
+            return True
+        before = instruction.argval
+    return False
 
 
 def _called(value: Any, names: set[str]) -> Iterator[Code]:

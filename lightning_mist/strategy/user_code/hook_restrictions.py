@@ -27,7 +27,7 @@ PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameter
 GRADIENTS_AWAY: tuple[Feature, ...] = (*PARAMETERS_AWAY, "sharded_gradients", "offloaded_gradients")
 """What leaves a rank's device without some averaged gradients between backward and step."""
 
-_STATE_AWAY: tuple[Feature, ...] = (*GRADIENTS_AWAY, "offloaded_optimizer")
+STATE_AWAY: tuple[Feature, ...] = (*GRADIENTS_AWAY, "offloaded_optimizer")
 
 _HOOKED: tuple[Feature, ...] = (*PARAMETERS_AWAY, "microbatches")
 """What gives hooks on single parameters other gradients than those of a whole batch on this rank."""
@@ -64,7 +64,7 @@ _OF_EVALUATION = (
 _OF_WRITERS = ("write_on_batch_end", "write_on_epoch_end")
 """What Lightning's writers of predictions call of their own."""
 
-_EVERY: tuple[Feature, ...] = (*_STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing")
+_EVERY: tuple[Feature, ...] = (*STATE_AWAY, "offloaded_activations", "microbatches", "checkpointing")
 """All that plans can do beside plain data parallelism."""
 
 _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
@@ -74,7 +74,7 @@ _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
         "parameters between a batch's forward and backward": _EVERY,
         "gradients": GRADIENTS_AWAY,
         "gradients as they are accumulated": _EVERY,
-        "optimizer state": _STATE_AWAY,
+        "optimizer state": STATE_AWAY,
     }
 )
 """By what of the whole module is used, what is ruled out."""

@@ -153,6 +153,9 @@ def test_a_second_visit_of_another_container_is_named():
     assert found.blocks == ()
     for feature in ("pipeline", "checkpointing"):
         assert "block blocks.0 is called more than once in one step" in found.excludes(feature)[0]
+    whole = map_module(module, zoo.step(module), zoo.xy_batch(3), may_repeat=True)
+    assert whole.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    assert not whole.excludes("checkpointing")
 
 
 def test_a_container_that_never_runs_is_left_out():

@@ -157,6 +157,23 @@ def test_names_of_parameters_are_cut_and_restored():
     assert optimizer.param_groups[0]["param_names"] == whole
 
 
+def test_groups_show_what_is_asked_for_and_then_what_they_had():
+    module = _module()
+    optimizer = torch.optim.SGD(module.named_parameters(), lr=0.1)
+    whole = [name for name, _ in module.named_parameters()]
+    cut = restrict_optimizer(optimizer, [module[1].weight])
+    (group,) = optimizer.param_groups
+    with cut.showing(lambda _: True):
+        assert group["param_names"] == whole
+        assert all(p is q for p, q in zip(group["params"], module.parameters(), strict=True))
+        with cut.showing(lambda parameter: parameter is module[0].bias):
+            assert group["param_names"] == ["0.bias"]
+            assert group["params"] == [module[0].bias]
+        assert group["param_names"] == whole
+    assert group["param_names"] == ["1.weight"]
+    assert group["params"] == [module[1].weight]
+
+
 def test_state_of_another_layout_is_refused():
     module = _module()
     cut = restrict_optimizer(OPTIMIZERS["adamw"](_groups(module)), [module[0].weight])

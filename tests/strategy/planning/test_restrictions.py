@@ -32,3 +32,10 @@ def trainer(*callbacks, automatic=True, module=None):
 def test_what_needs_the_whole_module_is_named(callbacks, automatic, optimizers, expected):
     reason = whole_module_reason(trainer(*callbacks, automatic=automatic), optimizers)
     assert (reason is None) if expected is None else (expected in reason)
+
+
+def test_a_module_that_steps_by_itself_may_have_several_optimizers_under_a_plan_that_is_given():
+    manual = trainer(automatic=False)
+    assert whole_module_reason(manual, [SGD, SGD], manual=None) is None
+    assert "LBFGS" in whole_module_reason(manual, [SGD, torch.optim.LBFGS([PARAMETER])], manual=None)
+    assert "0 optimizers" in whole_module_reason(manual, [], manual=None)

@@ -49,7 +49,7 @@ def test_the_plugin_keeps_its_class_for_checkpoints():
     assert isinstance(plugin, MixedPrecision)
     assert type(plugin).__qualname__ == "MixedPrecision"
     attach_engine(plugin, Engine())
-    assert len([cls for cls in type(plugin).__mro__ if cls.__name__ == "_Clipping"]) == 1
+    assert len([cls for cls in type(plugin).__mro__ if cls.__name__ == "_Whole"]) == 1
 
 
 def test_a_plugin_without_engine_is_left_alone():

@@ -1,0 +1,164 @@
+"""An engine for steps that call backward, and step their optimizers, themselves: one stage, whole batches.
+
+The user's step runs as it is, its blocks recomputed in backward where the plan says so. Behind each of its backwards
+the gradients that it made are averaged, to their owners where optimizer state is sharded, and added to those that were
+there before; behind each step of an optimizer every rank gets what was updated. All ranks do both at once. Inside the
+user's step the groups of optimizers are those of the user, around their updates what this rank owns of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mist.errors import TraceError
+from lightning_mist.runtime.communication import complete
+from lightning_mist.runtime.parameters import works
+from lightning_mist.strategy.training.engine import Engine
+from lightning_mist.strategy.training.whole_model import OwnedOptimizer
+
+NOT_AVERAGED = (
+    "backward where gradients are not to be averaged over ranks (sync_grad=False, block_backward_sync): this plan "
+    "averages behind each backward; leave it out, gradients add up all the same, or train by plain data parallelism"
+)
+
+_END, _BACKWARD = "end training_step", "run manual_backward"
+_STEP, _CLIP = "step optimizer", "clip gradients of optimizer"
+
+
+class ManualEngine(Engine):
+    """This rank's part of a running plan of one stage for a module with ``automatic_optimization=False``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._owns = frozenset(self.stages.parameters[item.name] for item in self.executor.mesh.owned)
+        self._is_within = False
+        trained = [parameter for parameter in self.stages.parameters.values() if parameter.requires_grad]
+        self._watched = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]  # type: ignore[no-untyped-call]
+
+    def run_step(self, step: Callable[[], Any]) -> Any:
+        """Run the user's step on a batch of this rank's own.
+
+        Raises:
+            TraceError: If ranks run backwards or step optimizers in different orders.
+        """
+        complete(self.buffers.before_forward())
+        (stage,) = self.stages
+        with self.stages.attached(), self._whole_groups():
+            output = stage.forward(step, ()).value
+        # DDP takes such a step for one that averages nothing, behind which each rank keeps its own buffers.
+        with self.buffers.accumulating():
+            self.buffers.after_forward()
+        self._all_do(_END)
+        return output
+
+    # Backward ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Around a backward of the user's: what it adds to gradients is averaged over all ranks."""
+        if not self.buffers.averages:
+            raise TraceError(NOT_AVERAGED)
+        self._all_do(_BACKWARD)
+        parameters, reducer = list(self.stages.parameters.values()), self.executor.reducer
+        earlier = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._is_within = True
+        try:
+            with reducer.around_backward():
+                yield
+            complete(reducer.reduce())
+            for index, (parameter, before) in enumerate(zip(parameters, earlier, strict=True)):
+                if parameter.grad is not None:
+                    earlier[index] = parameter.grad if before is None else before.add_(parameter.grad)
+        finally:
+            self._is_within = False
+            for parameter, gradient in zip(parameters, earlier, strict=True):
+                parameter.grad = gradient
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        if not self._is_within:
+            raise TraceError(
+                f"{self.canonical_name(parameter)} got a gradient outside of self.manual_backward, which is not "
+                "averaged over ranks: call self.manual_backward(loss) in place of loss.backward()"
+            )
+
+    # Optimizers --------------------------------------------------------------------------------------------------
+
+    def owned(self, optimizer: Any) -> OwnedOptimizer:
+        """What this rank owns of one of the user's optimizers."""
+        plain = getattr(optimizer, "_optimizer", optimizer)  # of what Lightning wraps it in
+        return next((item for item in self._optimizers if item.cut.optimizer is plain), self.optimizer)
+
+    def update(self, optimizer: Any, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
+        """Step what this rank owns of an optimizer, and give every rank what was updated.
+
+        Args:
+            step: Takes the optimizer's step, given its closure.
+        """
+        owned = self.owned(optimizer)
+        self._all_do(_STEP, owned)
+        gradients = [(parameter, parameter.grad) for group in owned.cut.groups for parameter in group]
+
+        def called() -> Any:
+            with self._whole_groups():
+                output = closure()
+            gradients[:] = [(parameter, parameter.grad) for parameter, _ in gradients]
+            return output
+
+        with owned.cut.showing(self._owns.__contains__):
+            output = step(called)
+            self._finish(owned)
+        for parameter, gradient in gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient  # an update by units has taken it
+        self._give_out()
+        return output
+
+    @works
+    def _finish(self, owned: OwnedOptimizer) -> None:
+        owned.flush()
+
+    @works
+    def _give_out(self) -> None:
+        complete(self.executor.gather_parameters())
+
+    @contextmanager
+    def _whole_groups(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for owned in self._optimizers:
+                stack.enter_context(owned.cut.showing(lambda _: True))
+            yield
+
+    def release_optimizers(self, timeout: timedelta | None) -> list[Callable[[], dict[str, Any]]]:
+        """As for every engine; nobody is told of gradients any longer."""
+        for hook in self._watched:
+            hook.remove()
+        return super().release_optimizers(timeout)
+
+    def clip_by_norm(self, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As for every engine; all ranks do it at once."""
+        self._all_do(_CLIP, self.owned(optimizer))
+        return super().clip_by_norm(optimizer, *args, **kwargs)
+
+    def _all_do(self, what: str, owned: OwnedOptimizer | None = None) -> None:
+        """Refuse to go on where other ranks do something else: what they exchange next would be taken for another."""
+        if self.plan.world_size == 1:
+            return
+        numbers = range(len(self._optimizers))
+        of_optimizers = [f"{word} {number}" for word in (_STEP, _CLIP) for number in numbers]
+        words = (_END, _BACKWARD, *of_optimizers)
+        own = words.index(what if owned is None else f"{what} {self._optimizers.index(owned)}")
+        found = self.transport.all_gather(torch.tensor([own], device=self.device), tuple(range(self.plan.world_size)))
+        found.wait()
+        other = next((number for number in found.result().flatten().tolist() if number != own), None)
+        if other is not None:
+            raise TraceError(
+                f"rank {self.rank} is to {what} where another is to {words[other]}: under this plan all ranks take "
+                "part in every backward and step of training_step; decide by what is the same on every rank, such as "
+                "batch_idx, or train by plain data parallelism"
+            )

@@ -1,0 +1,66 @@
+"""What the names in a training step say of what it looks at."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mist.strategy.user_code import read_in_step
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+class Penalised(Net):
+    def training_step(self, batch):
+        (slope,) = torch.autograd.grad(self.layer(batch).sum(), batch, create_graph=True)
+        return slope.norm()
+
+
+class Looks(Net):
+    def training_step(self, batch):
+        torch.autograd.grad(self.layer(batch).sum(), batch)
+        return self.layer.weight.grad
+
+
+class Clips(Net):
+    def training_step(self, batch):
+        self.helped()
+
+    def helped(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class Average:
+    def update(self, optimizer):
+        return optimizer.state
+
+
+class LooksAtState(Net):
+    def __init__(self):
+        super().__init__()
+        self.average = Average()
+
+    def training_step(self, batch):
+        self.average.update(self.optimizers())
+
+
+@pytest.mark.parametrize(
+    ("module", "what", "name"),
+    [
+        (Looks, "gradients", "grad in training_step"),
+        (Clips, "gradients", "clip_grad_norm_ in helped"),
+        (LooksAtState, "optimizer state", "state in update"),
+    ],
+)
+def test_what_a_step_looks_at_is_named(module, what, name):
+    found = read_in_step(module())
+    assert found is not None
+    assert found[0] == what
+    assert name in f"{found[1]} in {found[2]}"
+
+
+def test_gradients_that_torch_returns_are_not_those_of_parameters():
+    assert read_in_step(Penalised()) is None
