@@ -41,12 +41,16 @@ class Model(pl.LightningModule):
         super().__init__()
         self.model, _ = zoo.make("nano_even")
         self.mean, self.sum = torchmetrics.MeanMetric(), torchmetrics.SumMetric()
+        self.trained, self.tokens = torchmetrics.MeanMetric(), torchmetrics.SumMetric()
         self.seen = []
 
     def training_step(self, batch, batch_idx):
         loss = zoo.loss_of(self.model.training_step(batch, batch_idx))
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
         self.log("rows", torch.tensor(float(len(batch[0]))), on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("train_mean", self.trained(loss), on_step=True, on_epoch=True)
+        self.tokens.update(batch[0])
+        self.log("tokens", self.tokens, on_step=False, on_epoch=True)
         return {"loss": loss, "per row": batch[0].double().mean(dim=1)}
 
     def on_train_batch_start(self, batch, batch_idx):
