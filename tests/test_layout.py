@@ -13,7 +13,7 @@ ROOT = Path(lightning_mist.__file__).parent
 FOLDERS = sorted({path.parent for path in ROOT.rglob("*.py")})
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 400, 60, 12, 81_000
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 400, 60, 12, 82_500
 PAGE_LINES = 120
 """A module with fewer lines and one importer, in its folder, is a page of it where both are no more than a module."""
 
