@@ -33,8 +33,7 @@ def map_module(
 ) -> ModuleMap:
     """Trace the user's step on fake tensors and say where the module can be cut, and what rules a cut out.
 
-    The module, its buffers and attributes and all random generators are left as they were. Logging is the caller's to
-    silence.
+    The module and all random generators are left as they were. Logging is the caller's to silence.
 
     Args:
         module: The user's module. Parameters may be without storage of their own (expanded from one element).
