@@ -49,8 +49,7 @@ def map_module(
     Raises:
         TraceError: If ``blocks`` names no modules.
     """
-    candidates = find_blocks(module, blocks)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    candidates, names = find_blocks(module, blocks), {id(item): name for name, item in module.named_parameters()}
     slots = {
         (module_name, attribute): names[id(parameter)]
         for module_name, child in module.named_modules()
