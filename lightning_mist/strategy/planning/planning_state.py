@@ -160,13 +160,12 @@ class Planner:
         if self.plain is not None and not self.call.is_automatic:
             found = ModuleMap(step=self.call.name, blocks=(), outputs=(), cuts=(), parameters=())
         else:
-            rows = batch_rows(self.batch)
+            call, rows = self.call, batch_rows(self.batch)
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
-            made = partial(map_module, self.module, self.call, self.batch, second_batch=smaller, step=self.call.name)
-            made = partial(made, blocks=self.request.blocks, may_repeat=not self.call.is_automatic)
-            learn = partial(self.call.learn, partial(made, kept=self.call.given))
-            found, told = tried(learn, self.strategy.root_device)
-            self.call.know(told)
+            made = partial(map_module, self.module, call, self.batch, second_batch=smaller, step=call.name)
+            made = partial(made, blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
+            found, told = tried(partial(call.learn, made), self.strategy.root_device)
+            call.know(told)
         plain = self.plain
         extra = [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
         extra += compiled_exclusions(self.module, found.blocks)
