@@ -102,13 +102,8 @@ def _with_less(planner: Planner, made: Fitting) -> tuple[Planner, dict[str, Any]
 
     if isinstance(cluster, MixedCluster):
         tight = {cluster.part_of(device) for device in made.result.plan.stages[worst.stage].devices}
-        parts = tuple(
-            replace(part, device=replace(part.device, memory_bytes=less(part.device.memory_bytes)))
-            if index in tight
-            else part
-            for index, part in enumerate(cluster.parts)
-        )
-        return Planner(planner.spec, replace(cluster, parts=parts), profile=planner.profile), made.asked
+        each = [part.device.memory_bytes for part in cluster.parts]
+        return planner.with_memory([less(most) if at in tight else most for at, most in enumerate(each)]), made.asked
     before = made.asked["memory_limit"] or cluster.parts[0].device.memory_bytes
     return planner, {**made.asked, "memory_limit": less(before)}
 

@@ -5,7 +5,7 @@ All that are near the best are then run on the clock, and the fastest there is t
 (:mod:`lightning_mist.tuner.select.selection`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import thread_time
 
@@ -17,17 +17,18 @@ from lightning_mist.cost import (
     profiles_of,
 )
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, HardwareProfile
+from lightning_mist.hardware import AnyCluster, HardwareProfile, MixedCluster
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import MOST_LAYERS, Plan, SearchSpace
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
-from lightning_mist.tuner.inter_stage import PRECISION
+from lightning_mist.tuner.inter_stage import PRECISION, Pipeline
 from lightning_mist.tuner.search import (
     AlikePipelines,
     MixedStages,
     Outcome,
     Pipelines,
+    ProvenBounds,
     Stages,
     mixed_stages,
     search_copies,
@@ -58,12 +59,17 @@ from lightning_mist.units import format_bytes
 class Planner:
     """Finds plans for one network on one machine; every question is searched anew, with the cost model made once.
 
+    What a search has proven holds in later ones with no more memory (:mod:`lightning_mist.tuner.search.proven_bounds`).
+
     Args:
         profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the
             catalog.
+        proven: What another planner has proven of the same, on devices with as much memory or more.
     """
 
-    def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None, proven: ProvenBounds | None = None
+    ) -> None:
         if spec.num_layers > MOST_LAYERS:
             raise PlanError(
                 f"{spec.name} has {spec.num_layers:,} layers: plans are searched for at most {MOST_LAYERS:,}; put "
@@ -71,6 +77,20 @@ class Planner:
             )
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
+        self._proven = ProvenBounds() if proven is None else proven
+
+    def with_memory(self, memory_bytes: Sequence[int]) -> "Planner":
+        """The same on devices with other memory.
+
+        Args:
+            memory_bytes: Of a device of each part.
+        """
+        parts = tuple(
+            replace(part, device=replace(part.device, memory_bytes=most))
+            for part, most in zip(self.cluster.parts, memory_bytes, strict=True)
+        )
+        cluster = replace(self.cluster, parts=parts) if isinstance(self.cluster, MixedCluster) else parts[0]
+        return Planner(self.spec, cluster, profile=self.profile, proven=self._proven)
 
     @property
     def alike(self) -> StageCostModel:
@@ -128,11 +148,16 @@ class Planner:
         self, space: Space, limits: tuple[int | None, int | None], deadline: float, more: float, below: float
     ) -> tuple[Stages, Outcome]:
         """Search the pipelines, with so many more bytes on each device, for plans below so many seconds."""
+        stages: Stages
+        pipelines: Pipelines
         if isinstance(self.model, MixedCostModel):
-            mixed = mixed_stages(self.model, space, *limits, more)
-            return mixed, _search(mixed, mixed, deadline, below)
-        intra = self.stages(space, *limits, more)
-        return intra, _search(intra, AlikePipelines(intra), deadline, below)
+            stages = pipelines = mixed_stages(self.model, space, *limits, more)
+        else:
+            stages = self.stages(space, *limits, more)
+            pipelines = AlikePipelines(stages)
+        outcome = _search(stages, pipelines, deadline, below, self._proven.of(stages))
+        self._proven.add(stages, outcome.bounds)
+        return stages, outcome
 
     def tune(
         self,
@@ -214,10 +239,12 @@ def tune(
     )
 
 
-def _search(stages: Stages, pipelines: Pipelines, deadline: float, below: float) -> Outcome:
+def _search(
+    stages: Stages, pipelines: Pipelines, deadline: float, below: float, known: Mapping[Pipeline, float]
+) -> Outcome:
     if too_large(stages):
         return Outcome.nothing(sum(len(group.counts) for group in pipelines.groups))
-    return search_pipelines(pipelines, deadline, below)
+    return search_pipelines(pipelines, deadline, below, known)
 
 
 def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | None, int | None]) -> TuneResult:

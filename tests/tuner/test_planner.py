@@ -21,7 +21,8 @@ def test_asked_again_a_planner_answers_as_a_new_one():
         again = planner.tune(global_batch_size=4 * rows, memory_limit=limit, search=SearchSpace())
         fresh = tune(ALIKE, cluster(4), profile=profile(), global_batch_size=4 * rows, memory_limit=limit)
         assert replace(again, stats=fresh.stats) == fresh
-        assert again.stats.candidates == fresh.stats.candidates > 0
+        # What is proven of as much memory or more need not be looked at again.
+        assert 0 < again.stats.candidates <= fresh.stats.candidates
 
 
 def test_networks_of_more_layers_than_tables_can_have_are_refused():

@@ -13,9 +13,9 @@ is cheap, for an incumbent. As long as there is none, a cutoff is assumed, littl
 nothing is found below it, ever larger ones. So stages that are far too slow are never evaluated.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -31,6 +31,8 @@ ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 
 Groups: TypeAlias = Sequence[PipelineGroup]
 
+_NOTHING: Mapping[Pipeline, float] = {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -45,6 +47,7 @@ class Outcome:
         solved: How many of them were solved.
         notes: What went otherwise than it should, for people.
         is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.
+        bounds: Step seconds that no plan of each pipeline goes below.
     """
 
     winner: Incumbent | None
@@ -55,6 +58,7 @@ class Outcome:
     solved: int
     notes: tuple[str, ...] = ()
     is_late: bool = False
+    bounds: Mapping[Pipeline, float] = field(default_factory=dict)
 
     @property
     def least(self) -> float:
@@ -67,23 +71,28 @@ class Outcome:
         return cls(winner=None, found={}, bound=np.inf, certified=False, pipelines=pipelines, solved=0)
 
 
-def search_pipelines(pipelines: Pipelines, deadline: float, below: float = np.inf) -> Outcome:
+def search_pipelines(
+    pipelines: Pipelines, deadline: float, below: float = np.inf, known: Mapping[Pipeline, float] = _NOTHING
+) -> Outcome:
     """The best pipeline, proven, those near it, and good ones with other numbers of stages.
 
     Args:
         deadline: Value of ``thread_time()`` at which to stop with what has been found.
         below: Step seconds of a plan that is known: nothing else is of interest, and need not be found.
+        known: Step seconds that no plan of some pipelines is known to go below.
     """
-    state = SearchState.of(pipelines, deadline, below)
+    state = SearchState.of(pipelines, deadline, below, known)
     pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)
     # One stage has so few choices that all are looked at; what it takes is to be beaten.
     _solve(state, [group for group in pipelines.groups if group.counts == (1,)], np.inf)
     _solve_several(state, [group for group in pipelines.groups if group.counts != (1,)])
     bound = min(state.bounds.values(), default=np.inf)
     if state.winner is None:
-        return _outcome(state, None, {}, bound)
+        return _outcome(state, None, {}, bound, bounds=state.bounds)
     key, winner = state.winner
     checked = check(winner, deadline)
+    # Those of what is looked at below are with all state resident.
+    bounds = {} if checked.refutes else dict(state.bounds)
     found = {**(state.met if state.is_stopped else {}), **state.found, key: checked.found}
     cutoff = checked.found.answer.objective * state.near
     near = {key: item for key, item in found.items() if item.answer.objective < cutoff or state.is_stopped}
@@ -98,6 +107,7 @@ def search_pipelines(pipelines: Pipelines, deadline: float, below: float = np.in
         # What is proven of a smaller problem is not of the whole one.
         certified=checked.certified and key in state.found,
         notes=checked.notes,
+        bounds=bounds,
     )
 
 
@@ -107,6 +117,7 @@ def _outcome(
     found: dict[Pipeline, Incumbent],
     bound: float,
     *,
+    bounds: Mapping[Pipeline, float],
     certified: bool = False,
     notes: tuple[str, ...] = (),
 ) -> Outcome:
@@ -119,6 +130,7 @@ def _outcome(
         solved=len(state.solved),
         notes=notes,
         is_late=state.is_stopped,
+        bounds=bounds,
     )
 
 

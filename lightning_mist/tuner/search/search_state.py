@@ -1,7 +1,7 @@
 """What a search has found and proven so far."""
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import thread_time
 
@@ -48,9 +48,10 @@ class SearchState:
     is_stopped: bool = False
 
     @classmethod
-    def of(cls, pipelines: Pipelines, deadline: float, below: float = np.inf) -> "SearchState":
-        """Before anything is found, with ``deadline`` as ``thread_time()`` tells it."""
-        patience, bounds = max(deadline, thread_time() + FIRST_SECONDS), pipelines.quick_bounds()
+    def of(cls, pipelines: Pipelines, deadline: float, below: float, known: Mapping[Pipeline, float]) -> "SearchState":
+        """Before anything is found, with ``deadline`` as ``thread_time()`` tells it, and some ``known`` bounds."""
+        patience, quick = max(deadline, thread_time() + FIRST_SECONDS), pipelines.quick_bounds()
+        bounds = {key: max(bound, known.get(key, 0.0)) for key, bound in quick.items()}
         return cls(pipelines=pipelines, bounds=bounds, deadline=deadline, patience=patience, below=below)
 
     @property
