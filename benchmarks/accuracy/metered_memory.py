@@ -2,9 +2,10 @@
 
 All ranks run in this process over an in-memory transport, each under a meter that counts the bytes of storages; the
 second of two AdamW steps is measured. Plans that are plain data parallelism are run by torch's
-``DistributedDataParallel``. A row is a stage of a plan of a model. ``memory_error`` is that of an estimate, which
-replays the plan's own schedule, relative to what the most loaded rank of the stage was seen to hold; ``search_error``
-that of the closed form in which the search looks at a million stages a second.
+``DistributedDataParallel``. A row is a stage of a plan of a model. ``memory_error`` is that of an estimate relative to
+what the most loaded rank of the stage was seen to hold; ``search_error`` that of the closed form in which the search
+looks at a million stages a second. Estimates replay the plan's own schedule, but for plans that offload or whose ranks
+share rows (``is_replayed``), of which they are the closed form.
 
     python -m benchmarks.accuracy.metered_memory
 """
@@ -27,7 +28,8 @@ from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cost import stage_memory
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.replay.rank_replay import replay_plan
-from lightning_mist.model import derive_splits, trace_model
+from lightning_mist.estimate.stage_estimates import can_replay
+from lightning_mist.model import derive_contexts, derive_splits, trace_model
 from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.plan import Plan
 from tests import zoo
@@ -89,7 +91,8 @@ class Cell:
     Attributes:
         plan: The plan that was run, if it was.
         phases: When the predicted peaks happen.
-        predicted: Peak bytes of each stage by replay.
+        predicted: Peak bytes of each stage as an estimate has them.
+        is_replayed: Whether it replays the plan.
         searched: The same as the search predicts it.
         measured: The same as metered.
         refused: Why the plan does not run, empty if it does.
@@ -98,13 +101,14 @@ class Cell:
     plan: Plan | None = None
     phases: tuple[str, ...] = ()
     predicted: tuple[int, ...] = ()
+    is_replayed: bool = False
     searched: tuple[int, ...] = ()
     measured: tuple[int, ...] = ()
     refused: str = ""
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Relative error of each stage's replay; positive where it is too high."""
+        """Relative error of each stage's estimate; positive where it is too high."""
         return _errors(self.predicted, self.measured)
 
     @property
@@ -125,6 +129,7 @@ def subject(name: str, rows: int = ROWS, ranks: int = 8) -> Subject:
     batches = tuple(make_batch(rows) for _ in range(ranks))
     call = zoo.step(module)
     module_map = derive_splits(module, call, batches[0], map_of(module, batches[0]), DEGREES)
+    module_map = derive_contexts(module, call, batches[0], module_map, DEGREES)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
     spec = trace_model(module, batches[0], call=call, module_map=module_map, optimizer=optimizer)
     return Subject(module=module, spec=spec, batches=batches)
@@ -136,7 +141,7 @@ def measure(subject: Subject, layout: Layout) -> Cell:
     try:
         plan = make_plan(layout, spec.num_layers)
         searched = stage_memory(spec, plan)
-        predicted = replay_plan(spec, plan)
+        replays = replay_plan(spec, plan) if can_replay(spec, plan) else None
         if plan.is_plain:
             measured = [measure_plain_peak(subject.module, spec.module_map, plan, subject.batches[0])]
         else:
@@ -145,8 +150,9 @@ def measure(subject: Subject, layout: Layout) -> Cell:
         return Cell(refused=str(error))
     return Cell(
         plan=plan,
-        phases=tuple(item.phase for item in predicted),
-        predicted=tuple(item.peak_bytes for item in predicted),
+        phases=tuple(item.phase for item in replays or searched),
+        predicted=tuple(item.peak_bytes for item in replays or searched),
+        is_replayed=replays is not None,
         searched=tuple(item.peak_bytes for item in searched),
         measured=tuple(measured),
     )
@@ -171,6 +177,7 @@ def samples_of(model: str, layout: str, cell: Cell) -> list[Sample]:
             "phase": cell.phases[stage],
             "predicted_peak_bytes": cell.predicted[stage],
             "measured_peak_bytes": cell.measured[stage],
+            "is_replayed": cell.is_replayed,
             "memory_error": cell.errors[stage],
             "search_peak_bytes": cell.searched[stage],
             "search_error": cell.search_errors[stage],
@@ -185,6 +192,10 @@ def summary(errors: Sequence[float]) -> str:
     return f"{len(errors)} stages: mean absolute error {mean:.2%}, from {low:+.2%} to {high:+.2%}"
 
 
+def _errors_of(samples: Sequence[Sample], name: str) -> str:
+    return summary([float(row[name]) for row in samples]) if samples else "none"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fill the table and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -194,19 +205,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     samples: list[Sample] = []
-    errors: list[float] = []
-    search_errors: list[float] = []
     reasons: dict[str, list[str]] = {}
     for model, layout, cell in fill(options.models, options.plans):
         if cell.refused:
             reasons.setdefault(cell.refused, []).append(f"{model} under {layout}")
         found = samples_of(model, layout, cell)
         samples += found
-        errors += cell.errors[: len(found)]
-        search_errors += cell.search_errors[: len(found)]
         shown = " ".join(f"{row['memory_error']:+.2%} (search {row['search_error']:+.2%})" for row in found)
         print(f"{model}, {layout}: {shown or 'refused'}", flush=True)
-    text = f"Estimated: {summary(errors)}. As the search sees them: {summary(search_errors)}."
+    replayed, summed = ([row for row in samples if row["is_replayed"] is kind] for kind in (True, False))
+    text = f"Replayed: {_errors_of(replayed, 'memory_error')}. As the search sees them: "
+    text += f"{_errors_of(replayed, 'search_error')}. Of what is not replayed: {_errors_of(summed, 'search_error')}."
     print(text)
     if not options.no_record:
         refused = [f"Refused ({', '.join(cells)}): {reason}." for reason, cells in reasons.items()]
