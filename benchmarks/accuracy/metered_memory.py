@@ -193,7 +193,8 @@ def summary(errors: Sequence[float]) -> str:
 
 
 def _errors_of(samples: Sequence[Sample], name: str) -> str:
-    return summary([float(row[name]) for row in samples]) if samples else "none"
+    found = [value for row in samples if isinstance(value := row[name], float)]
+    return summary(found) if found else "none"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
