@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from lightning_mist.estimate.closed_form import TransformerDims
     from lightning_mist.model import ModelSpec, OptimizerSpec
 
+LONG_ROWS = 32_768
+"""Tokens of a row from which on devices may share it unasked: Llama 3 was trained without context parallelism on rows
+of 8,192 tokens, and with 16 devices sharing each of 131,072 (Dubey et al., 2024, table 4)."""
+
+LONG_DEGREES = (2, 4, 8)
+"""In how many parts rows are shared then."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkRequest:
@@ -24,7 +31,8 @@ class NetworkRequest:
 
     Attributes:
         degrees: Tensor-parallel degrees to look at.
-        contexts: Context-parallel degrees to look at.
+        contexts: Context-parallel degrees to look at; None for :data:`LONG_DEGREES` where a network that is described
+            has rows of :data:`LONG_ROWS` or more.
         optimizer: Class in torch.optim; None for what the module's configure_optimizers makes, else AdamW.
         lora_rank: Width of the adapters that alone are trained; None to train the network as it is.
         lora_targets: Last parts of the names of the layers that get one, with commas; empty for attention's defaults.
@@ -37,7 +45,7 @@ class NetworkRequest:
     optimizer: str | None
     degrees: tuple[int, ...]
     device_kind: str
-    contexts: tuple[int, ...] = ()
+    contexts: tuple[int, ...] | None = None
     capability: tuple[int, int] | None = None
     trace: bool = False
     master_weights: bool = False
@@ -78,7 +86,7 @@ def _described(request: NetworkRequest) -> "ModelSpec":
         rows=request.rows,
         length=length,
         degrees=request.degrees,
-        contexts=request.contexts,
+        contexts=_contexts(request, length),
         optimizer=KNOWN_OPTIMIZERS.get(name) or _optimizer(name, request.device_kind),
         device_kind=request.device_kind,
         capability=request.capability,
@@ -92,6 +100,13 @@ def _described(request: NetworkRequest) -> "ModelSpec":
     assumed = () if request.optimizer is not None else ("no optimizer was given: AdamW's needs are assumed",)
     how = f"{request.model} is described by its sizes, from traces of its family; --trace traces it itself"
     return replace(found, notes=(*found.notes, *assumed, how))
+
+
+def _contexts(request: NetworkRequest, length: int) -> tuple[int, ...]:
+    """Context-parallel degrees to look at of a network that is described by its sizes."""
+    if request.contexts is None:
+        return LONG_DEGREES if length >= LONG_ROWS else ()
+    return request.contexts
 
 
 def _devices(request: NetworkRequest) -> str:

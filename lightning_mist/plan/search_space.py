@@ -46,6 +46,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 _OPTIONAL = (
     *("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "checkpointed_shares", "offload"),
+    "context_parallel_degrees",
     "sequence_parallel",
 )
 """Limits that may be ``None``."""
@@ -79,9 +80,11 @@ class SearchSpace:
         tensor_parallel_degrees: How many devices of a node may share every layer of a stage, 1 among them; by default
             every number that the module and the nodes allow. Multiples of a node's devices only where they are named.
             Stages of one plan may differ.
-        context_parallel_degrees: How many devices may share the tokens of every row, such as 8, for rows that are long;
-            by default none do. With some, plans are tried besides whose stages are all alike, without tensor
-            parallelism and offload, and the fastest of all is taken; of these nothing is proven.
+        context_parallel_degrees: How many devices may share the tokens of every row, such as 8, for rows that are long.
+            Plans are tried besides whose stages are all alike, without tensor parallelism and offload, and the fastest
+            of all is taken; of these nothing is proven. By default none in training, where it has to be shown first
+            that the module allows it, and 2, 4 and 8 in forecasts of networks that are described by their sizes, with
+            rows of 32,768 tokens or more; () is none.
         data_parallel_size: How many distinct batches are loaded at once; by default one per device, or, of a batch that
             is no multiple of the devices, one for each copy of the pipeline. In training it is the strategy's option
             that says so.
@@ -119,7 +122,7 @@ class SearchSpace:
     shard_degrees: tuple[int, ...] = ()
     data_parallel_degrees: tuple[int, ...] | None = None
     tensor_parallel_degrees: tuple[int, ...] | None = None
-    context_parallel_degrees: tuple[int, ...] = ()
+    context_parallel_degrees: tuple[int, ...] | None = None
     data_parallel_size: int | None = None
     sequence_parallel: bool | None = None
     checkpointing: bool = True

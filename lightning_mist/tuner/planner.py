@@ -283,9 +283,8 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
 
 
 def _with_context(stages: Stages) -> Plan | None:
-    """The fastest plan whose devices share rows, where such are asked for and fit; on devices that are all alike."""
-    is_asked = stages.space.search.context_parallel_degrees and isinstance(stages, IntraStage)
-    return fastest_with_context(stages) if is_asked else None  # type: ignore[arg-type]
+    """The fastest plan whose devices share rows, where such are looked for and fit; on devices that are all alike."""
+    return fastest_with_context(stages) if isinstance(stages, IntraStage) else None
 
 
 def _shared_rows(stages: Stages, plan: Plan, outcome: Outcome, began: float) -> TuneResult:

@@ -50,6 +50,21 @@ def test_presets_and_configurations_have_closed_forms(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("changes", "degrees"),
+    [
+        ({"seq_len": 8192}, ()),
+        ({"seq_len": 8192, "contexts": (2,)}, (2,)),
+        ({"seq_len": 32_768}, (2, 4, 8)),
+        ({"seq_len": 32_768, "contexts": ()}, ()),
+    ],
+)
+def test_devices_may_share_rows_that_are_long(changes, degrees):
+    card = {"precision": "bf16-mixed", "device_kind": "cuda", "capability": (9, 0)}
+    found = describe_network(asked("llama3-8b", rows=1, **card, **changes))
+    assert tuple(split.degree for split in found.module_map.contexts) == degrees
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": "tests.cli.networks:make_net"}, "needs a preset or a Hugging Face config.json; trace it instead"),

@@ -281,7 +281,7 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
             planner.progress.say(f"what {degree} devices that share layers exchange takes longer than it could save")
         degrees = useful
     if enough is None:
-        found = planner.split(found, (degrees, request.search.context_parallel_degrees))
+        found = planner.split(found, (degrees, request.search.context_parallel_degrees or ()))
     else:
         planner.progress.tell(f"plain data parallelism: {enough}")
     made: list[TuneResult] = []

@@ -1,6 +1,6 @@
-"""The fastest plan of equal stages whose devices share rows, for who asks for context parallelism.
+"""The fastest plan of equal stages whose devices share rows, where context parallelism is asked for or rows are long.
 
-The exact search has none of these plans: they are for rows that are long, for which people know to ask for them.
+The exact search has none of these plans.
 There are few where all stages are alike, so that all are tried. What is recomputed goes in quarters of stages, and the
 first ZeRO stage that fits is taken, since each more exchanges more.
 """
@@ -21,16 +21,17 @@ _RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def known_contexts(space: Space, module_map: ModuleMap) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The degrees asked for that the module allows, and why not others."""
-    known = {split.degree for split in module_map.contexts}
+    """The degrees asked for that the module allows, by default all of these, and why not others."""
+    known = [split.degree for split in module_map.contexts]
+    asked = space.search.context_parallel_degrees
     notes = []
-    for degree in space.search.context_parallel_degrees:
+    for degree in asked or ():
         if degree not in known:
             why = "; ".join(module_map.excludes("context")) or dict(module_map.uncontexts).get(
                 degree, "it was not shown that so many devices that share rows compute the same"
             )
             notes.append(f"without context_parallel_degree {degree}: {why}")
-    return tuple(degree for degree in space.search.context_parallel_degrees if degree in known), tuple(notes)
+    return tuple(degree for degree in (known if asked is None else asked) if degree in known), tuple(notes)
 
 
 def fastest_with_context(stages: IntraStage) -> Plan | None:

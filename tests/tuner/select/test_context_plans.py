@@ -71,6 +71,16 @@ def test_only_degrees_that_the_module_allows_are_tried():
     assert any("without context_parallel_degree 4: it was not shown" in note for note in notes)
 
 
+def test_unasked_all_degrees_are_tried_that_are_known():
+    search = replace(SEARCH, context_parallel_degrees=None)
+    assert fastest_with_context(stages(search=search)) == fastest_with_context(stages())
+    made = planner(2, 4)
+    assert (
+        made.tune(global_batch_size=ROWS, search=search).plan == made.tune(global_batch_size=ROWS, search=SEARCH).plan
+    )
+    assert not any("context_parallel" in note for note in planner().tune(global_batch_size=ROWS, search=search).notes)
+
+
 def test_a_search_takes_it_where_it_is_faster_or_alone_fits():
     made, plain = planner(2, 4), replace(SEARCH, context_parallel_degrees=())
     alone = made.tune(global_batch_size=ROWS, search=plain)
