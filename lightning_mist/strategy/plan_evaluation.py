@@ -14,7 +14,7 @@ from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.empty_parameters import device_limit
 from lightning_mist.strategy.evaluation_alone import CUT_DIFFERENTLY, EvaluationAlone
 from lightning_mist.strategy.planning import EvaluatedStep, look_at_step, refuse_whole, refuse_whole_alone, roots_of
-from lightning_mist.strategy.training import FINISHED, Evaluator, StepGuard, named_metrics, without_values
+from lightning_mist.strategy.training import FINISHED, Evaluator, StepGuard, without_values
 from lightning_mist.strategy.user_code import whole_in_validation
 
 
@@ -174,7 +174,7 @@ class PlanEvaluation(EvaluationAlone):
         assert plan is not None
         if len(replica_ranks(plan, 0)) > 1:
             reach = Reach(module, getattr(module, self._step_name), roots_of(module.trainer))
-            guard = StepGuard(module, plan, self.global_rank, reach, self.act_for, named_metrics(module).values())
+            guard = StepGuard(module, plan, self.global_rank, reach, self.act_for, records_metrics=True)
         self._evaluator = Evaluator(engine, guard)
         for loader, found in self._maps.items():
             self._evaluator.learn(loader, found)

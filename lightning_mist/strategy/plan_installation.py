@@ -26,7 +26,6 @@ from lightning_mist.strategy.training import (
     ManualEngine,
     StepGuard,
     attach_engine,
-    named_metrics,
     start_engine,
 )
 
@@ -119,8 +118,10 @@ class PlanInstallation(EndsTogether):
         self._engine.records_metrics = self._decision.records_metrics and not self._engine.exchange.is_own
         # A step that is run for batches of its own rank alone needs no watch.
         if (reach := self._decision.reach) is not None and module.automatic_optimization:
-            metrics = named_metrics(module).values() if self._engine.records_metrics else ()
-            self._engine.guard = StepGuard(module, self._decision.plan, self.global_rank, reach, self.act_for, metrics)
+            self._engine.guard = StepGuard(
+                *(module, self._decision.plan, self.global_rank, reach, self.act_for),
+                records_metrics=self._engine.records_metrics,
+            )
         for optimizer in self.optimizers:
             self._engine.take_optimizer(optimizer)
         self._fitting.enter_context(as_wrapped(module))

@@ -146,6 +146,12 @@ def named_metrics(module: Any) -> dict[str, Any]:
     return found
 
 
+def held_by(metric: Any) -> dict[str, Any]:
+    """What a metric has of its own by name: its states, and what it makes of them; nothing of a collection."""
+    names = (*metric._defaults, *_STATE) if hasattr(metric, "_defaults") else ()
+    return {name: vars(metric)[name] for name in names if name in vars(metric)}
+
+
 def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
     modules = list(module.named_modules())
     yield from modules
@@ -362,14 +368,12 @@ def as_place(value: Any) -> Any:
 @contextmanager
 def standing_in(metrics: Iterable[Any]) -> Iterator[None]:
     """Inside, methods of metrics record, to the recorder whose step runs on this thread."""
-    classes: list[tuple[Any, type]] = []
+    classes: list[tuple[Any, Any]] = []
     try:
         for metric in metrics:
-            own = vars(metric)
-            names = (*metric._defaults, *_STATE) if hasattr(metric, "_defaults") else ()
-            kind: Any = type(metric)
+            own, kind = vars(metric), type(metric)
             classes.append((metric, kind))
-            own["_mist_away"] = {name: own.pop(name) for name in names if name in own}
+            own["_mist_away"] = {name: own.pop(name) for name in held_by(metric)}
             metric.__class__ = _recorded_class(kind)
         yield
     finally:

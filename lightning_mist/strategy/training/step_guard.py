@@ -8,7 +8,7 @@ with it on all others, which wait for this one.
 
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.stage import Talk, watched_processes
+from lightning_mist.strategy.training.metric_calls import held_by, named_metrics
 from lightning_mist.strategy.user_code import Survey, changed
 from lightning_mist.tensors import batch_signature
 
@@ -33,18 +34,28 @@ class StepGuard:
     """Watches the runs of a step under a plan, on one rank; the module is as it was when the plan was made.
 
     Args:
-        metrics: Metric objects whose calls are recorded: what they hold is each rank's own.
+        records_metrics: Whether calls of the module's metrics are recorded: what they hold is each rank's own.
     """
 
     def __init__(
-        self, module: nn.Module, plan: Plan, rank: int, reach: Reach, acting: Acting, metrics: Iterable[Any] = ()
+        self,
+        module: nn.Module,
+        plan: Plan,
+        rank: int,
+        reach: Reach,
+        acting: Acting,
+        *,
+        records_metrics: bool = False,
     ) -> None:
         self._module, self._acting = module, acting
         self.shares = len(replica_ranks(plan, replica_of(plan, rank))) > 1
         cuts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size)) > 1
         self._recomputes = any(stage.checkpointing.layers for stage in plan.stages)
         self._repeats = self.shares or cuts
-        self._survey = Survey(reach, without=metrics)
+        metrics = named_metrics(module)
+        # Those that the step updates where it runs, once for a batch, where it is not recomputed.
+        self._metrics = {} if records_metrics or self._repeats else metrics
+        self._survey = Survey(reach, without=metrics.values() if records_metrics else (), beside=self._held)
         self._parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self._names = {name for name, _, _ in self._parameters}
         self._buffers = list(module.named_buffers())
@@ -76,7 +87,10 @@ class StepGuard:
             if self._recomputes and self._stepped:
                 again = [name for name in changed(self._last, self._look()) if name in self._stepped]
                 if again:
-                    raise self._error(f"{again[0]} is changed by a layer that is recomputed in backward, and so twice")
+                    raise self._error(
+                        f"{again[0]} is changed by a layer that is recomputed in backward, and so twice",
+                        "a plan that recomputes nothing (checkpointed_layers = 0)",
+                    )
         self._stepped = []
 
     def _check_parameters(self) -> None:
@@ -145,6 +159,11 @@ class StepGuard:
                     raise self._error(f"the step changed {name}, which it did not when the plan was made")
         self._seen.add(batch_signature(microbatch.value))
 
+    def _held(self) -> dict[str, Any]:
+        """What metrics hold."""
+        every = self._metrics.items()
+        return {f"{of} of metric {name}": value for name, item in every for of, value in held_by(item).items()}
+
     def _look(self) -> dict[str, Hashable]:
         return {**self._survey.look(), **{f"buffer {name}": buffer._version for name, buffer in self._buffers}}
 
@@ -166,9 +185,10 @@ class StepGuard:
         self._broken = self._error(f"the step {verb} ({what}), which it did not when the plan was made")
         raise self._broken
 
-    def _error(self, what: str) -> PlanError:
+    def _error(
+        self, what: str, instead: str = "a plan with one stage and whole batches (zero_stage = 0 always works)"
+    ) -> PlanError:
         return PlanError(
             f"batch {self._batches} of this fit: {what}. From here on the plan would not train as data parallelism "
-            "does; use a plan with one stage and whole batches (zero_stage = 0 always works), or let the step do so "
-            "from its first batch on, so that the plan is made for it"
+            f"does; use {instead}, or let the step do so from its first batch on, so that the plan is made for it"
         )

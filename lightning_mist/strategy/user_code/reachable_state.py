@@ -9,7 +9,7 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,16 +32,19 @@ class Survey:
 
     Args:
         without: Objects whose attributes are not looked at.
+        beside: Gives more values to look at, by name.
     """
 
-    def __init__(self, reach: Reach, without: Iterable[Any] = ()) -> None:
-        self._reach = reach
+    def __init__(
+        self, reach: Reach, without: Iterable[Any] = (), beside: Callable[[], Mapping[str, Any]] | None = None
+    ) -> None:
+        self._reach, self._beside = reach, beside or dict
         self._without = {id(vars(item)) for item in without}
         self._sums: dict[int, tuple[int, Tensor, int]] = {}
 
     def look(self) -> dict[str, Hashable]:
         """Something for each name that is equal as long as the value has not changed."""
-        return {key: _token(value, _DEPTH) for key, value in self._values()}
+        return {key: _token(value, _DEPTH) for key, value in (*self._values(), *self._beside().items())}
 
     def details(self) -> dict[str, int]:
         """A number for each name whose values can be compared between processes."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.user_code.reach import Reach
@@ -104,6 +105,22 @@ def test_a_layer_that_counts_when_it_is_recomputed_is_stopped():
     run(guard, lambda: count(net))
     with pytest.raises(PlanError, match="count of the module is changed by a layer that is recomputed"):
         run(guard, lambda: count(net), behind=lambda: count(net))
+
+
+@pytest.mark.parametrize("records_metrics", [True, False])
+def test_a_metric_that_is_updated_when_a_layer_is_recomputed_is_named(records_metrics):
+    net = Net()
+    net.means = {"hidden": MeanMetric()}
+    reach = Reach(net, net.forward, {})
+    guard = StepGuard(net, RECOMPUTED, 0, reach, lambda owner: None, records_metrics=records_metrics)
+
+    def update():
+        net.means["hidden"].update(1.0)
+
+    run(guard, update)
+    named = r"of metric means\['hidden'\] is changed by a layer that is recomputed .* \(checkpointed_layers = 0\)"
+    with nullcontext() if records_metrics else pytest.raises(PlanError, match=named):
+        run(guard, update, behind=update)
 
 
 def test_what_grows_with_the_longest_batch_is_no_state():
