@@ -5,7 +5,7 @@ import os
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,12 @@ class Session:
     def __init__(self, plan: Plan | None, dtype: torch.dtype, folder: Path, *, is_frozen: bool) -> None:
         self.plan, self.dtype, self.folder, self.is_frozen = plan, dtype, folder, is_frozen
 
+    def every(self, loaders: Iterable[str]) -> Iterator[tuple[tuple[str, str, str], Any]]:
+        """By loader, way and time what this rank saw."""
+        for loader in loaders:
+            for way, when, seen in self.run(loader):
+                yield (loader, way, when), seen
+
     def run(self, loader: str) -> Iterator[tuple[str, str, Any]]:
         """Evaluate in a fit and after it, and without any fit: what ran, when, and what this rank saw."""
         trainer, watch, module = self._made(loader)
@@ -196,18 +202,17 @@ class Session:
         return plain([module.state_dict(), [item.training for item in module.modules()]])
 
 
-def work(session: Session, loaders: tuple[str, ...], path: Path) -> None:
-    """What a rank does; what it saw of each loader goes into a file, up to the first error."""
+def keep(run: Callable[[], Iterator[tuple[Hashable, Any]]], path: Path) -> None:
+    """What a rank does; what it sees, by what that is, goes into a file, up to the first error."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     failure.GRACE_SECONDS = 5.0
-    found: dict[tuple[str, str, str], Any] = {}
+    found: dict[Hashable, Any] = {}
     error = ""
     try:
-        for loader in loaders:
-            for way, when, seen in session.run(loader):
-                found[loader, way, when] = seen
+        for key, seen in run():
+            found[key] = seen
     except MistError as refusal:
         error = str(refusal)
         raise

@@ -12,13 +12,14 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.parity.evaluated import LOADERS, WAYS, Session, work
+from benchmarks.parity.evaluated import LOADERS, WAYS, Session, keep
 from benchmarks.parity.plans import LAYOUTS, make_plan
 from benchmarks.parity.table import notes_of
 from benchmarks.record import Sample, make_record, write_record
@@ -45,29 +46,30 @@ NETWORKS = {"frozen batch norm": True, "batch norm": False}
 """And whether its norm is frozen; the other is tried in double precision only."""
 
 
-Seen = tuple[dict[tuple[str, str, str], Any], str]
-"""By loader, way and time what a rank saw, and the error that ended it."""
+Seen = tuple[dict[Any, Any], str]
+"""What a rank saw, here by loader, way and time, and the error that ended it."""
 
 
-def on_ranks(plan_name: str | None, world: int, dtype: torch.dtype, *, is_frozen: bool, folder: Path) -> list[Seen]:
-    """Evaluate under a plan, or DDP, in processes of its own; what every rank saw."""
-    plan = None if plan_name is None else make_plan(LAYOUTS[plan_name], LAYERS, rows=ROWS)
-    folder.mkdir()
-    session = Session(plan, dtype, folder, is_frozen=is_frozen)
+def on_ranks(world: int, folder: Path, work: Callable[[Path], None]) -> list[Seen]:
+    """Do some work on ranks in processes of their own, each told where to write what it saw; what every rank saw."""
+    folder.mkdir(exist_ok=True)
     child = os.fork()
     if child == 0:
         with (folder / "printed.txt").open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-
-        def rank() -> None:
-            work(session, tuple(LOADERS), folder / f"{os.environ['RANK']}.pickle")
-
-        os._exit(run_ranks(world, rank, patience_seconds=30.0))
+        os._exit(run_ranks(world, lambda: work(folder / f"{os.environ['RANK']}.pickle"), patience_seconds=30.0))
     os.waitpid(child, 0)
     files = [folder / f"{number}.pickle" for number in range(world)]
     printed = (folder / "printed.txt").read_text(errors="replace")
     return [pickle.loads(file.read_bytes()) if file.exists() else ({}, printed[-3000:]) for file in files]
+
+
+def evaluated(plan_name: str | None, world: int, dtype: torch.dtype, *, is_frozen: bool, folder: Path) -> list[Seen]:
+    """Evaluate under a plan, or DDP; what every rank saw."""
+    plan = None if plan_name is None else make_plan(LAYOUTS[plan_name], LAYERS, rows=ROWS)
+    session = Session(plan, dtype, folder, is_frozen=is_frozen)
+    return on_ranks(world, folder, partial(keep, partial(session.every, tuple(LOADERS))))
 
 
 def distance(wanted: Any, found: Any, where: str = "") -> tuple[float, str]:
@@ -157,10 +159,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
                 world = sum(group.ranks for group in LAYOUTS[plan].groups)
                 if world not in ddp:
                     folder = Path(directory) / f"{number}-{world}"
-                    ddp[world] = on_ranks(None, world, dtype, is_frozen=is_frozen, folder=folder)
+                    ddp[world] = evaluated(None, world, dtype, is_frozen=is_frozen, folder=folder)
                     assert not any(error for _, error in ddp[world]), ddp[world][0][1]
                 folder = Path(directory) / f"{number}-{plan}"
-                found = on_ranks(plan, world, dtype, is_frozen=is_frozen, folder=folder)
+                found = evaluated(plan, world, dtype, is_frozen=is_frozen, folder=folder)
                 before, was = len(table.rows), len(table.differing)
                 table.add(plan, of, ddp[world], found, TOLERANCE[dtype])
                 for row in table.rows[before:]:
