@@ -82,10 +82,10 @@ POINTS = {
     "fill": Point(where=f"{_ENGINE}.fill", plans="engine"),
     "gather": Point(where=f"{_ENGINE}.module_values", plans="stages"),
     "gather optimizer": Point(where=f"{_ENGINE}.optimizer_state", plans="engine"),
-    "save": Point(where="lightning.fabric.plugins.io.torch_io:TorchCheckpointIO.save_checkpoint", rank=0),
+    "save": Point(where=f"{_STRATEGY}.checkpoints.checkpoint_hooks:save_file", rank=0),
     "epoch end": Point(where=f"{_LOOPS}.fit_loop:_FitLoop.on_advance_end"),
     "teardown": Point(where=f"{_STRATEGY}.strategy:MistBase.teardown"),
-    "release": Point(where=f"{_ENGINE}.release_optimizer", plans="engine"),
+    "release": Point(where=f"{_ENGINE}.release_optimizers", plans="engine"),
 }
 
 
