@@ -26,12 +26,14 @@ from lightning_mist.runtime.parameters import AbsentGradient
 class _Frozen:
     """A step that was asked for: options of every group, the optimizer's own attributes, and gradients.
 
-    Attributes are also what a gradient scaler lends an optimizer that unscales gradients itself.
+    Attributes are also what a gradient scaler lends an optimizer that unscales gradients itself. What makes tensors
+    without saying of which type makes them of the type that is usual where the step was asked for, as in DDP.
     """
 
     options: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
     gradients: dict[nn.Parameter, Tensor]
+    default_dtype: torch.dtype
 
 
 class UnitSteps:
@@ -82,6 +84,7 @@ class UnitSteps:
             tuple({key: _kept(value) for key, value in _options(group)} for group in groups),
             {key: _kept(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
             {parameter: gradient for parameter, gradient in given.items() if type(gradient) is not AbsentGradient},
+            torch.get_default_dtype(),
         )
         for parameter in given:
             parameter.grad = None
@@ -94,15 +97,17 @@ class UnitSteps:
     def _as_frozen(self, frozen: _Frozen, parameters: Collection[nn.Parameter]) -> Iterator[None]:
         groups, own = self._optimizer.param_groups, vars(self._optimizer)
         now = [dict(_options(group)) for group in groups]
-        current = {key: own[key] for key in frozen.attributes if key in own}
+        current, dtype = {key: own[key] for key in frozen.attributes if key in own}, torch.get_default_dtype()
         for group, options in zip(groups, frozen.options, strict=True):
             group.update(options)
         own.update(frozen.attributes)
         for parameter in parameters:
             parameter.grad = frozen.gradients.pop(parameter, None)
+        torch.set_default_dtype(frozen.default_dtype)
         try:
             yield
         finally:
+            torch.set_default_dtype(dtype)
             for parameter in parameters:
                 parameter.grad = None
             for key in frozen.attributes:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -95,9 +96,23 @@ def test_by_units_as_in_one(name, closure):
     assert all(map(torch.equal, mine, wanted))
 
 
+@contextmanager
+def default_type(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def types_of(optimizer, parameters):
+    return [{key: getattr(value, "dtype", None) for key, value in optimizer.state[p].items()} for p in parameters]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_frozen_step_is_that_of_when_it_was_asked_for(name):
-    """Rates, gradients and what a scaler lends may change before it is taken."""
+    """Rates, gradients, what a scaler lends and the type of new tensors may change before it is taken."""
     cls, options = getattr(torch.optim, name), OPTIMIZERS[name]
     (wanted, whole), (mine, optimizer) = made(cls, options), made(cls, options)
 
@@ -118,10 +133,13 @@ def test_a_frozen_step_is_that_of_when_it_was_asked_for(name):
         assert all(p.grad is None for p in mine)
         for p in mine:
             p.grad = torch.full_like(p, torch.nan)
-            by_units.of([p])
+            with default_type(torch.float64):
+                by_units.of([p])
+                assert torch.get_default_dtype() is torch.float64
             assert p.grad is None
         by_units.thaw()
         assert all(map(torch.equal, mine, wanted))
+    assert types_of(optimizer, mine) == types_of(whole, wanted)
     assert optimizer.state_dict()["param_groups"] == whole.state_dict()["param_groups"]
 
 
