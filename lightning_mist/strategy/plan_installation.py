@@ -116,8 +116,7 @@ class PlanInstallation(EndsTogether):
         self._masters = None  # the engine has what this rank keeps
         self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
         self._engine.records_metrics = self._decision.records_metrics and not self._engine.exchange.is_own
-        # A step that is run for batches of its own rank alone needs no watch.
-        if (reach := self._decision.reach) is not None and module.automatic_optimization:
+        if (reach := self._decision.reach) is not None:
             self._engine.guard = StepGuard(
                 *(module, self._decision.plan, self.global_rank, reach, self.act_for),
                 records_metrics=self._engine.records_metrics,

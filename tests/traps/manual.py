@@ -1,5 +1,6 @@
 """Steps that call backward and step their optimizers themselves, some as only plain data parallelism knows them."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
+from torchmetrics import SumMetric
 
 from tests.model.split.test_optimizer_coupling import Coupled
-from tests.traps.project import WIDTH, Project, Trap, loader
+from tests.traps.project import WIDTH, Block, Project, Trap, loader
 
 
 class Manual(Project):
@@ -251,6 +253,40 @@ class Couples(Manual):
         return loss
 
 
+class Counting(Block):
+    """A layer that counts its forwards, before it computes: recomputation ends with what backward needs.
+
+    Args:
+        begins: With which step.
+        with_metric: Whether a metric counts.
+    """
+
+    def __init__(self, owner: list[Any], *, begins: int, with_metric: bool) -> None:
+        super().__init__()
+        self.owner, self.begins, self.count = owner, begins, 0
+        self.metric = SumMetric() if with_metric else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.owner[0].global_step >= self.begins:
+            if self.metric is None:
+                self.count += 1
+            else:
+                self.metric.update(1.0)
+        return super().forward(hidden)
+
+
+class Counts(Manual):
+    """Has layers that count."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counting([self], **options) for _ in self.blocks]).double()
+        self.counters = list(self.blocks)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen += [float(item.metric.sum_value if item.metric else item.count) for item in self.counters]
+
+
 class GanTwice(Gan):
     """Runs the generator's layers twice in every second step.
 
@@ -333,6 +369,16 @@ TRAPS = {
         equal=_EQUAL,
     ),
     "gan-twice-later": Trap(module=lambda: GanTwice(first=False), plans=_EQUAL, equal=_EQUAL),
+    **{
+        f"counts-{'late-' * (begins > 0)}{'by-metric' if with_metric else 'by-hand'}": Trap(
+            module=partial(Counts, begins=begins, with_metric=with_metric),
+            plans=("zero1", "checkpointed"),
+            equal=("zero1",),
+            reason="blocks.0",
+        )
+        for begins in (0, 3)
+        for with_metric in (False, True)
+    },
     "lbfgs": Trap(module=Lbfgs, plans=("zero1", "checkpointed"), reason="LBFGS calls the step several times"),
     "couples": Trap(module=Couples, plans=("zero1",), reason="Coupled couples parameters"),
 }

@@ -7,7 +7,7 @@ user's step the groups of optimizers are those of the user, around their updates
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +47,8 @@ class ManualEngine(Engine):
         """
         complete(self.buffers.before_forward())
         (stage,) = self.stages
-        with self.stages.attached(), self._whole_groups():
+        watched = nullcontext() if self.guard is None else self.guard.batch()
+        with watched, self.stages.attached(), self._whole_groups():
             output = stage.forward(step, ()).value
         # DDP takes such a step for one that averages nothing, behind which each rank keeps its own buffers.
         with self.buffers.accumulating():
@@ -69,7 +70,8 @@ class ManualEngine(Engine):
             parameter.grad = None
         self._is_within = True
         try:
-            with reducer.around_backward():
+            watched = nullcontext() if self.guard is None else self.guard.backward()
+            with reducer.around_backward(), watched:
                 yield
             complete(reducer.reduce())
             for index, (parameter, before) in enumerate(zip(parameters, earlier, strict=True)):

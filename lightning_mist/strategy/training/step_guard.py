@@ -69,6 +69,7 @@ class StepGuard:
         self._grown: dict[str, int] = {}
         self._last: dict[str, Hashable] = {}
         self._stepped: list[str] = []
+        self._calls_backward = False
         self._broken: PlanError | None = None
 
     # Before a batch ----------------------------------------------------------------------------------------------
@@ -84,14 +85,32 @@ class StepGuard:
             if self._repeats or self._recomputes:
                 self._last = self._look()
             yield
-            if self._recomputes and self._stepped:
-                again = [name for name in changed(self._last, self._look()) if name in self._stepped]
-                if again:
-                    raise self._error(
-                        f"{again[0]} is changed by a layer that is recomputed in backward, and so twice",
-                        "a plan that recomputes nothing (checkpointed_layers = 0)",
-                    )
-        self._stepped = []
+            if self._recomputes and not self._calls_backward:
+                self._check_recomputed()
+        self._stepped, self._calls_backward = [], False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward that the step calls itself, in :meth:`batch`."""
+        if not self._recomputes:
+            yield
+            return
+        self._calls_backward, now = True, self._look()
+        self._stepped += changed(self._last, now)
+        self._last = now
+        yield
+        self._last = self._check_recomputed()
+
+    def _check_recomputed(self) -> dict[str, Hashable]:
+        """See that backward has not changed what forward has changed, and tell how things are now."""
+        now = self._look()
+        again = next((name for name in changed(self._last, now) if name in self._stepped), None)
+        if again is None:
+            return now
+        raise self._error(
+            f"{again} is changed by a layer that is recomputed in backward, and so twice",
+            "a plan that recomputes nothing (checkpointed_layers = 0)",
+        )
 
     def _check_parameters(self) -> None:
         for name, parameter, required in self._parameters:
