@@ -371,7 +371,8 @@ def standing_in(metrics: Iterable[Any]) -> Iterator[None]:
     classes: list[tuple[Any, Any]] = []
     try:
         for metric in metrics:
-            own, kind = vars(metric), type(metric)
+            own = vars(metric)
+            kind: Any = type(metric)
             classes.append((metric, kind))
             own["_mist_away"] = {name: own.pop(name) for name in held_by(metric)}
             metric.__class__ = _recorded_class(kind)
