@@ -11,7 +11,7 @@ from torchmetrics.regression import MeanSquaredError
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from tests.traps.context import Decoder
-from tests.traps.evaluation import own
+from tests.traps.evaluation import own as own_rows
 from tests.traps.project import VOCABULARY, WIDTH, Block, Project, Trap, loader
 
 
@@ -417,7 +417,7 @@ TRAPS = {
     "wrapped": Trap(module=Wrapped, plans=SHARED, equal=SHARED),
     "validated": Trap(
         module=Validated,
-        val=lambda: own(12, 7),
+        val=lambda: own_rows(12, 7),
         plans=("zero3whole", "pp2", "tp2"),
         equal=("zero3whole", "pp2", "tp2"),
         whole=(),
@@ -425,7 +425,7 @@ TRAPS = {
     ),
     "validated alone": Trap(
         module=Validated,
-        val=lambda: own(12, 7),
+        val=lambda: own_rows(12, 7),
         plans=("pp2", "tp2"),
         equal=("pp2", "tp2"),
         whole=(),
@@ -433,7 +433,7 @@ TRAPS = {
     ),
     "read in validation": Trap(
         module=ReadInValidation,
-        val=lambda: own(12, 7),
+        val=lambda: own_rows(12, 7),
         plans=("zero3whole", "pp2"),
         equal=("zero3whole", "pp2"),
         whole=("zero3whole", "pp2"),
