@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
-from torchmetrics import SumMetric
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.model.split.test_optimizer_coupling import Coupled
-from tests.traps.project import WIDTH, Block, Project, Trap, loader
+from tests.traps.project import VOCABULARY, WIDTH, Block, Project, Trap, loader
 
 
 class Manual(Project):
@@ -287,6 +288,28 @@ class Counts(Manual):
         self.seen += [float(item.metric.sum_value if item.metric else item.count) for item in self.counters]
 
 
+class Measures(Manual):
+    """Logs what metrics give, returns it, and trains with it.
+
+    Args:
+        computes: Whether it trains with it.
+    """
+
+    def __init__(self, *, computes: bool) -> None:
+        super().__init__()
+        self.acc, self.mean, self.computes = MulticlassAccuracy(VOCABULARY), MeanMetric(), computes
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.logits(batch).flatten(0, 1)
+        loss = F.cross_entropy(logits, batch["y"].flatten())
+        acc = self.acc(logits, batch["y"].flatten())
+        self.mean.update(loss)
+        self.log_dict({"acc": acc, "mean": self.mean})
+        if self.computes:
+            loss = loss * (1.5 - float(acc)) + 0.1 * self.mean.compute()
+        return {"loss": self.by_hand(loss, batch_idx), "acc": acc}
+
+
 class GanTwice(Gan):
     """Runs the generator's layers twice in every second step.
 
@@ -379,6 +402,13 @@ TRAPS = {
         for begins in (0, 3)
         for with_metric in (False, True)
     },
+    "measures": Trap(module=lambda: Measures(computes=False), plans=_EQUAL, equal=_EQUAL),
+    "measures-and-computes": Trap(
+        module=lambda: Measures(computes=True),
+        plans=("zero1w", "checkpointed"),
+        equal=("zero1w",),
+        reason="the module has 0 repeated blocks",
+    ),
     "lbfgs": Trap(module=Lbfgs, plans=("zero1", "checkpointed"), reason="LBFGS calls the step several times"),
     "couples": Trap(module=Couples, plans=("zero1",), reason="Coupled couples parameters"),
 }

@@ -238,7 +238,7 @@ def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | N
         batch=batch,
         # Where the module steps by itself a limit of memory is held against nothing.
         at_once=at_once_reason(trainer) if is_automatic else plain,
-        records_metrics=is_automatic,
+        records_metrics=True,
         restrictions=tuple if is_automatic else partial(manual_exclusions, module),
         hint="; a project that looks for 'ddp' in the strategy's name shares out its data under strategy=\"ddp_mist\"",
     )

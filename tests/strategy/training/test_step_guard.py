@@ -107,6 +107,24 @@ def test_a_layer_that_counts_when_it_is_recomputed_is_stopped():
         run(guard, lambda: count(net), behind=lambda: count(net))
 
 
+def test_what_a_backward_of_the_steps_own_changes_again_is_named():
+    net = Net()
+    guard, _ = guard_of(net, RECOMPUTED)
+    with guard.batch():
+        count(net)
+        with guard.backward():
+            pass
+        count(net)  # behind backward, where nothing is recomputed
+    with guard.batch(), guard.backward():
+        count(net)  # a hook of a gradient, say
+    with guard.batch(), pytest.raises(PlanError, match="count of the module is changed by a layer that is recomputed"):
+        count(net)
+        with guard.backward():
+            pass
+        with guard.backward():
+            count(net)
+
+
 @pytest.mark.parametrize("records_metrics", [True, False])
 def test_a_metric_that_is_updated_when_a_layer_is_recomputed_is_named(records_metrics):
     net = Net()
