@@ -368,7 +368,7 @@ def as_place(value: Any) -> Any:
 @contextmanager
 def standing_in(metrics: Iterable[Any]) -> Iterator[None]:
     """Inside, methods of metrics record, to the recorder whose step runs on this thread."""
-    classes: list[tuple[Any, Any]] = []
+    classes: list[tuple[Any, type]] = []
     try:
         for metric in metrics:
             own = vars(metric)
