@@ -70,6 +70,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.parity.table
 	$(BIN)/python -m benchmarks.parity.random
 	$(BIN)/python -m benchmarks.parity.fabric
+	$(BIN)/python -m benchmarks.parity.steps
 	$(BIN)/python -m benchmarks.uses.run
 	$(BIN)/python -m benchmarks.report README.md docs/*.md
 
