@@ -133,6 +133,25 @@ Kept = type(
 """Keeps every hook's name and numbers, and of batches outputs, metrics, and buffers."""
 
 
+def make_trainer(plan: Plan | None, dtype: torch.dtype, folder: Path, watch: Callback) -> pl.Trainer:
+    """A trainer of two epochs on all ranks, under DDP without a plan."""
+    return pl.Trainer(
+        strategy="ddp_find_unused_parameters_true"
+        if plan is None
+        else MistStrategy(plan=plan, plan_path=str(folder / "plan")),
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        precision="64-true" if dtype is torch.float64 else "32-true",
+        callbacks=[watch],
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
 class Session:
     """Evaluations on one rank, under DDP or a plan.
 
@@ -165,21 +184,7 @@ class Session:
     def _made(self, loader: str) -> tuple[Any, Any, Evaluated]:
         pl.seed_everything(3, verbose=False)
         watch = Kept()
-        trainer = pl.Trainer(
-            strategy="ddp_find_unused_parameters_true"
-            if self.plan is None
-            else MistStrategy(plan=self.plan, plan_path=str(self.folder / "plan")),
-            accelerator="cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            precision="64-true" if self.dtype is torch.float64 else "32-true",
-            callbacks=[watch],
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=self.folder,
-        )
+        trainer = make_trainer(self.plan, self.dtype, self.folder, watch)
         return trainer, watch, Evaluated(self.dtype, is_frozen=self.is_frozen, is_alike=loader in ALIKE)
 
     def _every(

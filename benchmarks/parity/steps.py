@@ -7,7 +7,6 @@ Ranks are processes, by Lightning as a project would start it.
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -22,13 +21,13 @@ from lightning.pytorch.callbacks import Callback
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassPrecision
 
-from benchmarks.parity.evaluated import keep
+from benchmarks.parity.evaluated import keep, make_trainer
 from benchmarks.parity.evaluation import Seen, distance, on_ranks
 from benchmarks.parity.plans import LAYOUTS, Group, Layout, make_plan
 from benchmarks.parity.table import notes_of
 from benchmarks.record import Sample, make_record, write_record
 from benchmarks.uses.session import plain
-from lightning_mist import MistStrategy, OffloadRatios, Plan
+from lightning_mist import OffloadRatios, Plan
 from tests.integration.parity import TOLERANCE
 from tests.traps.context import Decoder
 from tests.traps.manual import Accumulates, Closure, Gan, Manual
@@ -134,21 +133,7 @@ def trained(step: str, plan: Plan | None, dtype: torch.dtype, folder: Path) -> I
     module, watch = STEPS[step][0](), Kept()
     for item in getattr(module, "metrics", ()):
         item.set_dtype(dtype)
-    trainer = pl.Trainer(
-        strategy="ddp_find_unused_parameters_true"
-        if plan is None
-        else MistStrategy(plan=plan, plan_path=str(folder / "plan")),
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        precision="64-true" if dtype is torch.float64 else "32-true",
-        callbacks=[watch],
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = make_trainer(plan, dtype, folder, watch)
     trainer.fit(module.to(dtype), loader(), None)
     yield "batches", watch.kept
     yield "epochs", [getattr(module, "seen", []), plain({**trainer.logged_metrics})]
