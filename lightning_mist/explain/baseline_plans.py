@@ -188,6 +188,7 @@ def baselines_with(
         search=replace(
             SearchSpace(),
             tensor_parallel_degrees=given.tensor_parallel_degrees,
+            context_parallel_degrees=(),  # none of these tools searches it
             data_parallel_size=given.data_parallel_size,
             offload=OFFLOADED,
             offload_ratios=given.offload_ratios,

@@ -14,6 +14,7 @@ from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError
 from tests.specs import cluster, profile, spec, with_splits
+from tests.tuner.select.test_context_plans import network as sharing_rows
 
 NAMES = [
     "DDP",
@@ -73,6 +74,18 @@ def test_each_is_what_it_says():
     for item in items.values():
         assert item.predicted == predict(NETWORK, MACHINE, cluster(4, kind="cuda"), item)
         row_slice(item, 3, item.num_microbatches - 1)
+
+
+@pytest.mark.parametrize("memory", [60_000_000, 80_000_000])
+def test_none_shares_rows(memory):
+    machine = {"profile": profile(link=1e9), "search": SearchSpace(offload=())}
+    asked = {"global_batch_size": 4, "memory_limit": memory}
+    items = baselines(sharing_rows(2, 4), cluster(4), **machine, **asked)
+    plans = [item.plan for item in items if item.plan is not None]
+    assert not any(stage.mesh.context_parallel_degree > 1 for plan in plans for stage in plan.stages)
+    # Ours does, where nothing else fits.
+    own = tune(sharing_rows(2, 4), cluster(4), **machine, **asked)
+    assert (own.plan.stages[0].mesh.context_parallel_degree > 1) == (not plans)
 
 
 def test_rivals_are_priced_with_their_own_kernels_on_machines_of_the_catalog():
