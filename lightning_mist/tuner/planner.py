@@ -329,11 +329,10 @@ def _faster(found: TuneResult, context: Plan) -> TuneResult:
 
 def _context_notes(stages: Stages) -> tuple[str, ...]:
     """Why rows are not shared among so many devices as was asked for."""
-    if not stages.space.search.context_parallel_degrees:
-        return ()
-    if not isinstance(stages, IntraStage):
-        return ("without context parallelism: it is not tried on devices that are not all alike",)
-    return known_contexts(stages.space, stages.model.spec.module_map)[1]
+    degrees, notes = known_contexts(stages.space, stages.model.spec.module_map)
+    if isinstance(stages, IntraStage) or not (degrees or notes):
+        return notes
+    return ("without context parallelism: it is not tried on devices that are not all alike",)
 
 
 def _part_notes(stages: Stages) -> Iterable[str]:

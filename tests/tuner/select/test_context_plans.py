@@ -4,6 +4,7 @@ import pytest
 
 from lightning_mist.cost import seconds_with
 from lightning_mist.errors import InfeasibleError
+from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan import SearchSpace, TensorSplit
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.tuner.planner import Planner
@@ -79,6 +80,14 @@ def test_unasked_all_degrees_are_tried_that_are_known():
         made.tune(global_batch_size=ROWS, search=search).plan == made.tune(global_batch_size=ROWS, search=SEARCH).plan
     )
     assert not any("context_parallel" in note for note in planner().tune(global_batch_size=ROWS, search=search).notes)
+
+
+@pytest.mark.parametrize(("known", "asked", "said"), [((2,), None, 1), ((), (2,), 1), ((2,), (), 0), ((), None, 0)])
+def test_on_unlike_devices_it_is_said_that_it_is_not_tried(known, asked, said):
+    machine = MixedCluster(parts=(cluster(2), cluster(2)))
+    made = Planner(network(*known), machine, profile=profile(link=1e9))
+    notes = made.tune(global_batch_size=ROWS, search=replace(SEARCH, context_parallel_degrees=asked)).notes
+    assert sum("without context parallelism: it is not tried on devices" in note for note in notes) == said
 
 
 def test_a_search_takes_it_where_it_is_faster_or_alone_fits():
