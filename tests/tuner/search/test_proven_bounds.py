@@ -6,8 +6,9 @@ import pytest
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import MixedCluster
-from lightning_mist.tuner import Planner
+from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.search import ProvenBounds
+from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
 from tests.tuner.searches import stages_of
 
@@ -48,6 +49,14 @@ def test_some_searches_solve_fewer_pipelines_then():
         solved = [asked_of(instance, planner, instance.memory_limit)[2] for _ in range(2)]
         fewer += solved[1] < solved[0]
     assert fewer
+
+
+def test_a_planner_with_other_memory_is_for_the_same_devices():
+    planner = Planner(spec(4), cluster(4, kind="cuda"), profile=profile())
+    less = planner.with_memory([10**7])
+    asked = {"global_batch_size": 16, "search": SearchSpace(schedules=("1f1b",), offload=())}
+    assert less.cluster == cluster(4, kind="cuda", memory=10**7)
+    assert less.tune(**asked).plan == planner.tune(**asked, memory_limit=10**7).plan
 
 
 def test_bounds_hold_with_as_much_memory_or_less_of_the_same_space():
