@@ -85,7 +85,7 @@ def test_unasked_all_degrees_are_tried_that_are_known():
 @pytest.mark.parametrize(("known", "asked", "said"), [((2,), None, 1), ((), (2,), 1), ((2,), (), 0), ((), None, 0)])
 def test_on_unlike_devices_it_is_said_that_it_is_not_tried(known, asked, said):
     machine = MixedCluster(parts=(cluster(2), cluster(2)))
-    made = Planner(network(*known), machine, profile=profile(link=1e9))
+    made = Planner(network(*known), machine, profile=(profile(link=1e9),) * 2)
     notes = made.tune(global_batch_size=ROWS, search=replace(SEARCH, context_parallel_degrees=asked)).notes
     assert sum("without context parallelism: it is not tried on devices" in note for note in notes) == said
 
