@@ -177,6 +177,17 @@ class LateInBlock(Measured):
         return loss
 
 
+class RenewedInBlock(LateInBlock):
+    """Puts a new metric into its layers before every batch."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        for block in self.blocks:
+            block.mean = MeanMetric()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(float(sum(block.mean.weight for block in self.blocks)))
+
+
 class InBlock(Measured):
     def add_metrics(self) -> None:
         self.blocks = nn.ModuleList([MeasuringBlock() for _ in self.blocks]).double()
@@ -400,6 +411,7 @@ TRAPS = {
     "in head": Trap(module=InHead, plans=SHARED, equal=SHARED),
     "in block": Trap(module=InBlock, plans=("zero3whole", "zero3", *SHARED), equal=("zero3whole",), reason="mean"),
     "late in block": Trap(module=LateInBlock, plans=("zero3", "checkpointed", *SHARED), reason="mean"),
+    "renewed in block": Trap(module=RenewedInBlock, plans=("zero3", "checkpointed"), reason="mean"),
     "between": Trap(module=Between, plans=SHARED, equal=SHARED),
     "in loss": Trap(module=InLoss, plans=("zero3whole", *SHARED), equal=("zero3whole",), reason="error"),
     "as loss": Trap(module=AsLoss, plans=("zero3whole", *SHARED), equal=("zero3whole",), reason="error"),

@@ -53,9 +53,11 @@ class StepGuard:
         self._recomputes = any(stage.checkpointing.layers for stage in plan.stages)
         self._repeats = self.shares or cuts
         metrics = named_metrics(module)
-        # Those that the step updates where it runs, once for a batch, where it is not recomputed.
-        self._metrics = {} if records_metrics or self._repeats else metrics
-        self._survey = Survey(reach, without=metrics.values() if records_metrics else (), beside=self._held)
+        # Where every rank runs whole batches of its own they are updated where the step runs, and where it recomputes.
+        self._watches_metrics = self._recomputes and not (records_metrics or self._repeats)
+        self._metrics = metrics if self._watches_metrics else {}
+        without = metrics.values() if records_metrics else ()
+        self._survey = Survey(reach, without=without, beside=self._held)
         self._parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self._names = {name for name, _, _ in self._parameters}
         self._buffers = list(module.named_buffers())
@@ -95,6 +97,7 @@ class StepGuard:
         if not self._recomputes:
             yield
             return
+        self._find_metrics()
         self._calls_backward, now = True, self._look()
         self._stepped += changed(self._last, now)
         self._last = now
@@ -166,6 +169,7 @@ class StepGuard:
                 raise self._error(f"the step changed buffer {name}, which it did not when the plan was made")
         if self._drawn() != outside:
             raise self._error("the step drew from Python's or numpy's generator, which it did not when it was tried")
+        self._find_metrics()
         now = self._look()
         names, self._last = changed(self._last, now), now
         self._stepped += names
@@ -177,6 +181,11 @@ class StepGuard:
                 if signature in self._seen or self._grown[name] > _PATIENCE:
                     raise self._error(f"the step changed {name}, which it did not when the plan was made")
         self._seen.add(batch_signature(microbatch.value))
+
+    def _find_metrics(self) -> None:
+        """Behind a forward, find the metrics that it may have updated: user code may put others in their place."""
+        if self._watches_metrics:
+            self._metrics = named_metrics(self._module)
 
     def _held(self) -> dict[str, Any]:
         """What metrics hold."""
