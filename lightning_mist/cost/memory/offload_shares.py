@@ -84,6 +84,7 @@ class StateShares:
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
+        self._least: dict[tuple[tuple[float, ...], int, bool], FloatArray] = {}
 
     def offloaded(self, ratio: float, *, trained: bool) -> BoolArray:
         """As :func:`offloaded_parameters`."""
@@ -157,6 +158,28 @@ class StateShares:
         for count, at_J in ((ranks, np.flatnonzero(shards_K)), (1, np.flatnonzero(~shards_K))):
             found[:, at_J] = self._of_ranks(low_K[at_J], high_K[at_J], count, values, trained)
         return Shares(**dict(zip(Shares.__slots__, found, strict=True)))
+
+    def least_held(
+        self, layers_K: IntArray, values: tuple[float, ...], ranks: int, buffers: int, *, trained: bool
+    ) -> FloatArray:
+        """Bytes that stay with any ratio, of so many layers in front, in the middle and at the end.
+
+        Args:
+            layers_K: Numbers of layers, which have to be alike.
+            buffers: How many there are beside it, of the largest offloaded part of a unit.
+
+        Returns:
+            The least of each, with a first axis for the three places.
+        """
+        spec = self._holdings.spec
+        found_XL = self._least.setdefault((values, ranks, trained), np.full((3, spec.num_layers), np.nan))
+        new_L = np.unique(layers_K[np.isnan(found_XL[0, layers_K])])
+        if len(new_L):
+            start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, spec.num_layers - new_L])
+            ranges = covered(spec, start_K, start_K + np.tile(new_L, 3))
+            resident_KV, _, largest_KV, *_ = self._of_ranks(*ranges, ranks, values, trained)
+            found_XL[:, new_L] = (resident_KV + buffers * largest_KV).min(axis=1).reshape(3, -1)
+        return found_XL[:, layers_K]
 
     def _of_ranks(
         self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool

@@ -20,12 +20,13 @@ import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
+from lightning_mist.cost.memory import BUFFERS
 from lightning_mist.cost.time import Beside, shard_nodes, transfers
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.bounds.boundary_bounds import least_once
 from lightning_mist.tuner.candidates import OUTERMOST, ROOM
-from lightning_mist.tuner.space import Shape, Space
+from lightning_mist.tuner.space import Shape, Space, layer_classes
 
 Position = Literal["first", "middle", "last"]
 """Whether a stage begins with the head of the network, ends with its tail, or neither."""
@@ -38,6 +39,10 @@ SlotOf = Callable[[int, int, int, Shape, Parts], StageSlot]
 
 POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
 """Positions, in the order of axis ``X``."""
+
+
+SINCE = {"parameters": ZeroStage.PARAMETERS, "gradients": ZeroStage.GRADIENTS, "optimizer": ZeroStage.OPTIMIZER}
+"""The ZeRO stage from which on ranks have a part each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,8 @@ class RangeBounds(ArrayRecord):
         kept_R: The same when its output has gone.
         top_R: The part of it that the last layer keeps.
         top_two_R: The part that the last two layers keep.
+        least_parameters_XR: What of them stays whatever is offloaded, buffers included; so of gradients and state.
+        received_XR: What is received of every microbatch, and stays as long as that is in flight.
         always_XR: What is there whatever is offloaded: with temporaries of the first backward of a region.
         is_told_R: Whether it can be told what copies take.
         is_across_R: Whether ranks with the same parameters are on several nodes.
@@ -80,6 +87,10 @@ class RangeBounds(ArrayRecord):
     parameters_XR: FloatArray
     gradients_XR: FloatArray
     optimizer_XR: FloatArray
+    least_parameters_XR: FloatArray
+    least_gradients_XR: FloatArray
+    least_optimizer_XR: FloatArray
+    received_XR: FloatArray
     always_XR: FloatArray
     is_told_R: BoolArray
     is_across_R: BoolArray
@@ -100,12 +111,12 @@ def range_bounds(
     if not slots:
         return _no_ranges()
     rows: list[dict[str, Any]] = []
-    rest_L = _least_device_seconds(model, slots)[::-1]
+    rest_L, are_alike = _least_device_seconds(model, slots)[::-1], len(set(layer_classes(model.spec))) == 1
     for slot in slots:
         # Those that leave more than the other devices can compute in time are the first; unlike ones may be faster.
         others = np.inf if slot.parts else space.world_size - slot.devices
         fewest = int((rest_L > bottleneck * ROOM * others).sum())
-        arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1), neighbours)
+        arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1), neighbours, are_alike=are_alike)
         if len(arranged.layers_K):
             zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
             counted = {zero_stage: {zero_stage} for zero_stage in zeros}
@@ -184,9 +195,11 @@ class _Arranged:
         bottleneck: float,
         fewest: int,
         neighbours: Sequence[Parts],
+        *,
+        are_alike: bool,
     ) -> None:
         self.model, self.space, self.slot, self.neighbours = model, space, slot, neighbours
-        self.memory = model.memory(slot)
+        self.are_alike, self.memory = are_alike, model.memory(slot)
         self.holdings, self.degree = self.memory.holdings, slot.shard_degree
         self.nodes = shard_nodes(model.cluster, slot)
         self.compute = model.region_seconds(*slot.computed)
@@ -205,7 +218,8 @@ class _Arranged:
             "forward_XR": self._summed(self.compute.forward_R),
             "backward_XR": self._summed(self.compute.backward_R) + self._again(),
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
-            "always_XR": np.repeat(self._always()[:, None], count, axis=1),
+            "received_XR": np.repeat(self._received()[:, None], count, axis=1),
+            "always_XR": self._always(),
             "is_across_R": np.full(count, self.nodes > 1),
             **self._activations(),
         }
@@ -297,12 +311,19 @@ class _Arranged:
         exposed_XK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
         return exposed_XK
 
+    def _received(self) -> FloatArray:
+        """Bytes of what comes from the stage before, over any cut, with axis ``X``."""
+        cuts_B = self.memory.costs(self.slot.rows).boundary_B[1:-1]
+        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
+
     def _always(self) -> FloatArray:
-        """Bytes that are there whatever is offloaded where a backward begins, with axis ``X``."""
+        """Bytes that are there whatever is offloaded where a backward begins, with axes ``XK``."""
         costs = self.memory.costs(self.slot.rows)
-        temporary_R = np.minimum(costs.backward_peak_R, costs.recompute_backward_peak_R)
-        layer, tail = float(temporary_R[1:-1].min()), float(costs.saved_R[-1] + temporary_R[-1])
-        return self.memory.spec.buffer_bytes + np.array([layer, layer, tail])
+        plain_R, again_R = costs.backward_peak_R, costs.recompute_backward_peak_R
+        # Where all layers are recomputed so is the last, which runs first, behind the tail.
+        layer_K = np.where(self.recomputed_K < self.layers_K, plain_R[1:-1].min(), again_R[1:-1].min())
+        tail = float(costs.saved_R[-1] + min(plain_R[-1], again_R[-1]))
+        return self.memory.spec.buffer_bytes + np.stack([layer_K, layer_K, np.maximum(layer_K, tail)])
 
     def _activations(self) -> dict[str, FloatArray]:
         """Bytes of what microbatches keep for backward."""
@@ -336,11 +357,34 @@ class _Arranged:
         # The tail and the layer below may use the same parameters.
         units_XK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
         away_XK = layer * units_XK * (1 - share(ZeroStage.PARAMETERS))
-        return {
-            "parameters_XR": held_XK * share(ZeroStage.PARAMETERS) + away_XK,
-            "gradients_XR": held_XK * share(ZeroStage.GRADIENTS),
-            "optimizer_XR": held_XK * state * share(ZeroStage.OPTIMIZER),
+        found = {
+            "parameters": held_XK * share(ZeroStage.PARAMETERS),
+            "gradients": held_XK * share(ZeroStage.GRADIENTS),
+            "optimizer": held_XK * share(ZeroStage.OPTIMIZER),
         }
+        least = {name: self._least(name, zero_stage, value_XK) for name, value_XK in found.items()}
+        return {
+            "parameters_XR": found["parameters"] + away_XK,
+            "gradients_XR": found["gradients"],
+            "optimizer_XR": state * found["optimizer"],
+            "least_parameters_XR": least["parameters"] + away_XK,
+            "least_gradients_XR": least["gradients"],
+            "least_optimizer_XR": state * least["optimizer"],
+        }
+
+    def _least(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
+        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``XK``.
+
+        Of layers that are not alike buffers are no smaller than what the mean rank has of a unit.
+        """
+        if kind not in self.space.search.offloaded:
+            return held_XK
+        if not self.are_alike:
+            least_XK: FloatArray = held_XK * np.minimum(1.0, BUFFERS / (self.layers_K + np.array([[1], [0], [1]])))
+            return least_XK
+        ranks, ratios = self.degree if zero_stage >= SINCE[kind] else 1, (0.0, *self.space.offload_ratios)
+        trained = kind != "parameters"
+        return self.memory.states.least_held(self.layers_K, ratios, ranks, BUFFERS, trained=trained)
 
 
 def _of_layers(values_R: FloatArray) -> FloatArray:

@@ -10,10 +10,10 @@ cheapest way that there could be. To free a byte
 * by *gradients*, they are fetched and written back in every backward, but for the first unit's, which nobody waits for;
 * by *parameters*, they are fetched in every forward and backward, but for the two units that are there already.
 
-Of each of the latter two, and of optimizer state, two buffers stay on the device, each as large as the largest part of
-any unit: of what ``n`` units offload, ``2 / n`` at least. So no more parameters are freed than are fetched. A buffer is
-no smaller than what the mean rank has of any unit: all of that is also true of what is dealt out over ranks. Copies of
-optimizer state count for nothing within a microbatch.
+What is received of a microbatch stays as long as that is in flight. Of each of the latter two, and of optimizer state,
+two buffers stay on the device, each as large as the largest part of any unit that a rank offloads: of layers that are
+alike it is known what that is at least, of others that it is ``2 / n`` of what ``n`` units offload, so that no more
+parameters are freed than are fetched. Copies of optimizer state count for nothing within a microbatch.
 
 Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
 and those of a backward each by weights of its own.
@@ -168,8 +168,7 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         ]
     )
     loads_WR += transfer_R - ranges.outer_R
-    free_R = _free_share(ranges, position)
-    optimizer_R = ranges.optimizer_XR[at] * (1 - free_R * ("optimizer" in setting.kinds))
+    optimizer_R = (ranges.least_optimizer_XR if "optimizer" in setting.kinds else ranges.optimizer_XR)[at]
     pair_R = ranges.devices_R * (1 + int(ranges.layers_R.max(initial=0))) + ranges.layers_R
     begins_V = np.flatnonzero(np.diff(pair_R, prepend=-1))
     is_deferred = bool(setting.kinds - {"activations"})
@@ -182,9 +181,13 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         reach_V=np.minimum.reduceat(reach_R, begins_V) if len(reach_R) else np.empty(0),
         pair_R=np.repeat(np.arange(len(begins_V)), np.diff(begins_V, append=len(ranges))),
         steady_R=np.maximum(alone_R, loads_WR.max(axis=0, initial=0.0)),
-        needed_R=ranges.always_XR[at] + ranges.parameters_XR[at] + ranges.activations_R + optimizer_R,
+        needed_R=ranges.always_XR[at]
+        + ranges.received_XR[at]
+        + ranges.parameters_XR[at]
+        + ranges.activations_R
+        + optimizer_R,
         gradients_R=ranges.gradients_XR[at],
-        kept_R=ranges.kept_R,
+        kept_R=ranges.kept_R + ranges.received_XR[at],
         loads_WR=loads_WR,
         offload=_offload_bounds(ranges, position, setting, weights) if can_offload else None,
     )
@@ -213,8 +216,9 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
     return OffloadBounds(
         others_R=ranges.activations_R * may("activations"),
         own_R=own_R * may("activations"),
-        gradients_R=ranges.gradients_XR[at] * free_R * (may("gradients") and setting.num_microbatches > 1),
-        parameters_R=ranges.parameters_XR[at] * free_R * may("parameters"),
+        gradients_R=np.maximum(ranges.gradients_XR - ranges.least_gradients_XR, 0.0)[at]
+        * (may("gradients") and setting.num_microbatches > 1),
+        parameters_R=np.maximum(ranges.parameters_XR - ranges.least_parameters_XR, 0.0)[at] * may("parameters"),
         activations_WR=weights.sum([(around, copied_R), ((to_host + to_device) * alone, ranges.is_told_R * alone_R)]),
         gradients_WR=weights.sum(
             [

@@ -57,6 +57,24 @@ def test_shares_of_all_ratios_are_those_of_each():
         assert some.offloaded_K.tolist() == [found.offloaded_K[0, 1], found.offloaded_K[1, 0]]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_stays_at_least_is_that_of_any_layers_and_ratios(ranks, tied):
+    model, values, buffers = MemoryModel(spec(5, parameter_bytes=4_000, tied=tied)), (0.0, 0.25, 0.5, 1.0), 2
+
+    def least(start, end):
+        names = "start_K", "end_K", "checkpointed_K", "zero_stage_K"
+        stage = StageCandidates(**{name: np.array([at]) for name, at in zip(names, (start, end, 0, 0), strict=True)})
+        shares = model.states.of_ratios(stage, values, ranks, np.ones(1, dtype=bool), trained=True)
+        return float((shares.resident_K + buffers * shares.largest_K).min())
+
+    for count in (4, 2, 1, 3):
+        layers = np.array([count, 2])
+        front, middle, end = model.states.least_held(layers, values, ranks, buffers, trained=True)
+        assert (front[0], end[0]) == (least(0, count), least(5 - count, 5))
+        assert {middle[0]} == {least(start, start + count) for start in range(1, 5 - count)} or count == 4
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5, 40])
 @pytest.mark.parametrize("frozen", [(), ("blocks.0.weight", "blocks.3.bias")])
 def test_shares_by_brute_force(ranks, frozen):

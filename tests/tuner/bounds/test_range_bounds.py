@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
+from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.bounds.range_bounds import least_sums, range_bounds, slots_of
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
@@ -53,6 +54,32 @@ def test_zero_shares_state_out_but_for_what_is_at_hand():
     by_kind = (found.optimizer_XR, [1, 1, 1]), (found.parameters_XR, parameters), (found.gradients_XR, gradients)
     for values_XR, wanted in by_kind:
         np.testing.assert_allclose(values_XR[1, here] / values_XR[1, here][0], wanted)
+
+
+@pytest.mark.parametrize("kinds", [(0,) * 6, (0, 1) * 3])
+def test_what_stays_is_known_of_layers_that_are_alike_only(kinds):
+    found = bounds_of(spec(6, kinds=kinds, widths=(1000, 1000)), checkpointing=False, offload=OFFLOADED)
+    here = (found.devices_R == 2) & (found.layers_R == 4)
+    none, shared, _ = found.least_optimizer_XR[1, here]
+    if len(set(kinds)) == 1:
+        # Two buffers of a layer's state, also where two ranks share four of them: one has all of some layer.
+        assert (none, shared) == (2 * 2 * 40_400, 2 * 2 * 40_400)
+    else:
+        assert (none, shared) == tuple(found.optimizer_XR[1, here][:2] * 2 / 4)
+
+
+def test_a_stage_whose_layers_are_all_recomputed_needs_room_for_one_of_them():
+    found = bounds_of(spec(4))
+    here = (found.devices_R == 1) & (found.layers_R == 3)
+    *plain, recomputed = found.always_XR[1, here]
+    assert plain == [plain[0]] * 3
+    assert recomputed > plain[0]
+
+
+def test_only_the_first_stage_receives_nothing():
+    found = bounds_of(spec(4))
+    assert not found.received_XR[0].any()
+    assert (found.received_XR[1:] > 0).all()
 
 
 def test_what_cannot_hide_behind_computing_is_counted():
