@@ -40,9 +40,11 @@ SlotOf = Callable[[int, int, int, Shape, Parts], StageSlot]
 POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
 """Positions, in the order of axis ``X``."""
 
-
 SINCE = {"parameters": ZeroStage.PARAMETERS, "gradients": ZeroStage.GRADIENTS, "optimizer": ZeroStage.OPTIMIZER}
 """The ZeRO stage from which on ranks have a part each."""
+
+MOST_DEALT = 48
+"""Layers whose parameters are dealt out to ranks to know what each has: every number of them takes as long again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,16 +377,16 @@ class _Arranged:
     def _least(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
         """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``XK``.
 
-        Of layers that are not alike buffers are no smaller than what the mean rank has of a unit.
+        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit.
         """
         if kind not in self.space.search.offloaded:
             return held_XK
-        if not self.are_alike:
-            least_XK: FloatArray = held_XK * np.minimum(1.0, BUFFERS / (self.layers_K + np.array([[1], [0], [1]])))
-            return least_XK
-        ranks, ratios = self.degree if zero_stage >= SINCE[kind] else 1, (0.0, *self.space.offload_ratios)
-        trained = kind != "parameters"
-        return self.memory.states.least_held(self.layers_K, ratios, ranks, BUFFERS, trained=trained)
+        least_XK: FloatArray = held_XK * np.minimum(1.0, BUFFERS / (self.layers_K + np.array([[1], [0], [1]])))
+        if self.are_alike:
+            ranks, ratios = self.degree if zero_stage >= SINCE[kind] else 1, (0.0, *self.space.offload_ratios)
+            states, trained, at_J = self.memory.states, kind != "parameters", self.layers_K <= MOST_DEALT
+            least_XK[:, at_J] = states.least_held(self.layers_K[at_J], ratios, ranks, BUFFERS, trained=trained)
+        return least_XK
 
 
 def _of_layers(values_R: FloatArray) -> FloatArray:
