@@ -25,6 +25,7 @@ from lightning_mist.cost.time import Beside, shard_nodes, transfers
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
 from lightning_mist.tuner.bounds.boundary_bounds import least_once
+from lightning_mist.tuner.bounds.region_sums import edges, of_layers
 from lightning_mist.tuner.candidates import OUTERMOST, ROOM
 from lightning_mist.tuner.space import Shape, Space, layer_classes
 
@@ -153,15 +154,6 @@ def _no_ranges() -> RangeBounds:
     return RangeBounds(**(empty | numbers))
 
 
-def least_sums(values_L: FloatArray) -> FloatArray:
-    """The least sum over any layers that follow each other, by their number from none to all."""
-    if not len(values_L) or not np.ptp(values_L):
-        multiples: FloatArray = np.arange(len(values_L) + 1) * np.float64(values_L[0] if len(values_L) else 0.0)
-        return multiples
-    prefix = np.concatenate([[0.0], np.cumsum(values_L)])
-    return np.array([(prefix[length:] - prefix[: len(prefix) - length]).min() for length in range(len(prefix))])
-
-
 def slots_of(space: Space, slot_of: SlotOf, num_microbatches: int, parts: Parts = ()) -> tuple[StageSlot, ...]:
     """A slot of a pipeline for every arrangement of devices that leaves some to other stages.
 
@@ -205,7 +197,7 @@ class _Arranged:
         self.holdings, self.degree = self.memory.holdings, slot.shard_degree
         self.nodes = shard_nodes(model.cluster, slot)
         self.compute = model.region_seconds(*slot.computed)
-        both_L = _of_layers(self.compute.forward_R + self.compute.backward_R)
+        both_L = of_layers(self.compute.forward_R + self.compute.backward_R)
         most = min(int(np.searchsorted(both_L, bottleneck * ROOM, side="right")) - 1, space.num_layers - 1)
         index_K, self.recomputed_K = space.recomputed(np.arange(fewest, most + 1))
         self.layers_K = index_K + fewest
@@ -249,18 +241,18 @@ class _Arranged:
 
     def _summed(self, values_R: FloatArray) -> FloatArray:
         """The least sums of ranges, with axes ``XK``."""
-        sums_XK: FloatArray = _edges(values_R)[:, None] + _of_layers(values_R)[self.layers_K]
+        sums_XK: FloatArray = edges(values_R)[:, None] + of_layers(values_R)[self.layers_K]
         return sums_XK
 
     def _again(self) -> FloatArray:
         """Seconds of forwards that are repeated."""
-        again_K: FloatArray = _of_layers(self.compute.recompute_R)[self.recomputed_K]
+        again_K: FloatArray = of_layers(self.compute.recompute_R)[self.recomputed_K]
         return again_K
 
     def _trained(self) -> FloatArray:
         """Bytes of trained parameters, with axes ``XK``."""
         table = self.holdings.table
-        trained_XK: FloatArray = _edges(table.trained_R)[:, None] + _of_layers(table.single_R)[self.layers_K]
+        trained_XK: FloatArray = edges(table.trained_R)[:, None] + of_layers(table.single_R)[self.layers_K]
         return trained_XK
 
     def _transferred(self) -> FloatArray:
@@ -276,11 +268,11 @@ class _Arranged:
         if self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS:
             beside = self.model.beside(self.slot, self.compute)
             units = beside.units
-            scatter_K = _of_layers(units.reduce_FR.min(axis=0))[self.layers_K] * self.corrected
+            scatter_K = of_layers(units.reduce_FR.min(axis=0))[self.layers_K] * self.corrected
             # Where all parameters are one unit they are unsharded once per batch.
             is_unsharded = zero_stage >= ZeroStage.PARAMETERS and not beside.is_one_unit
             if is_unsharded:
-                unshard_K = _of_layers(units.unshard_R)[self.layers_K] * self.corrected
+                unshard_K = of_layers(units.unshard_R)[self.layers_K] * self.corrected
                 outer = OUTERMOST * float(units.unshard_R.max())
             exposed_XK = self._exposed(beside, is_unsharded=is_unsharded) * self.corrected
         return {
@@ -330,7 +322,7 @@ class _Arranged:
     def _activations(self) -> dict[str, FloatArray]:
         """Bytes of what microbatches keep for backward."""
         costs, layers_K, recomputed_K = self.memory.costs(self.slot.rows), self.layers_K, self.recomputed_K
-        plain_L, inputs_L = _of_layers(costs.saved_R), _of_layers(costs.checkpointed_saved_R)
+        plain_L, inputs_L = of_layers(costs.saved_R), of_layers(costs.checkpointed_saved_R)
         activations_K = plain_L[layers_K - recomputed_K] + inputs_L[recomputed_K]
         handed = float(max(costs.handed_R.max(), costs.checkpointed_handed_R.max()))
         top_K = np.where(recomputed_K < layers_K, plain_L[1], inputs_L[1])
@@ -387,13 +379,3 @@ class _Arranged:
             states, trained, at_J = self.memory.states, kind != "parameters", self.layers_K <= MOST_DEALT
             least_XK[:, at_J] = states.least_held(self.layers_K[at_J], ratios, ranks, BUFFERS, trained=trained)
         return least_XK
-
-
-def _of_layers(values_R: FloatArray) -> FloatArray:
-    """The least sums over ranges of layers of what regions have."""
-    return least_sums(values_R[1:-1])
-
-
-def _edges(values_R: FloatArray) -> FloatArray:
-    """What the head or the tail adds at every position, with axis ``X``."""
-    return np.array([values_R[0], 0.0, values_R[-1]])

@@ -4,7 +4,7 @@ import pytest
 from lightning_mist.cost import StageCostModel
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.bounds.range_bounds import least_sums, range_bounds, slots_of
+from lightning_mist.tuner.bounds.range_bounds import range_bounds, slots_of
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import cluster, profile, spec
@@ -14,15 +14,6 @@ def bounds_of(network, bottleneck=np.inf, devices=4, **search):
     model = StageCostModel(network, profile(), cluster(devices, kind="cuda"))
     maker = IntraStage(model, apply(SearchSpace(**search), network, devices, 4 * devices), 1e12)
     return range_bounds(model, maker.space, slots_of(maker.space, maker.slot, 4), bottleneck)
-
-
-@pytest.mark.parametrize("values", [[3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 7.0], [2.0], []])
-def test_least_sums_are_those_of_the_best_ranges(values):
-    wanted = [
-        min((sum(values[start : start + length]) for start in range(len(values) - length + 1)), default=0.0)
-        for length in range(len(values) + 1)
-    ]
-    np.testing.assert_allclose(least_sums(np.array(values)), wanted)
 
 
 def test_every_range_is_there_by_devices_and_layers():
