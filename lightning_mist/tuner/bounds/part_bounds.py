@@ -19,7 +19,6 @@ from lightning_mist.cost.inputs import FloatArray, IntArray
 from lightning_mist.cost.time import copy_rates, interference_of
 from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.bounds.range_bounds import (
-    POSITIONS,
     Position,
     RangeBounds,
     SlotOf,
@@ -37,6 +36,10 @@ from lightning_mist.tuner.bounds.stage_bounds import (
 )
 from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, FRONT, SlotChoices
 from lightning_mist.tuner.space import ANYWHERE, Space
+
+MOST_KEPT = 1 << 15
+"""Ranges of a number of microbatches that are kept for later questions, of a kilobyte each. Where there are more, stages
+have many devices and layers, and few such pipelines are asked about again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +121,31 @@ class _Known:
 
     bottleneck: float
     memory_limit: float
-    positions: dict[Position, PositionBounds]
+    ranges: RangeBounds
+    setting: Setting
+    positions: dict[Position, PositionBounds] = field(default_factory=dict)
     stages: dict[tuple[Position, int], StageBounds] = field(default_factory=dict)
+
+    def stage(self, position: Position, others: int) -> StageBounds:
+        """Lower bounds of stages at a position with so many other microbatches in flight."""
+        key = position, others
+        if key not in self.stages:
+            has_gradients = self.setting.num_microbatches > 1
+            self.stages[key] = stage_bounds(
+                self._at(position),
+                self.memory_limit,
+                others,
+                has_gradients=has_gradients,
+                bottleneck=self.bottleneck,
+            )
+        return self.stages[key]
+
+    def _at(self, position: Position) -> PositionBounds:
+        if position not in self.positions:
+            if len(self.ranges) > MOST_KEPT:
+                self.positions.clear()
+            self.positions[position] = position_bounds(self.ranges, position, self.setting, self.bottleneck)
+        return self.positions[position]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,22 +174,16 @@ class PartBounds:
         """By stage and number of stages, lower bounds up to a bottleneck time as choices; equal ones are the same."""
         known = self._known.get((self.kinds, num_microbatches))
         if known is None or known.bottleneck < bottleneck:
+            for key in [key for key, item in self._known.items() if len(item.ranges) > MOST_KEPT]:
+                del self._known[key]
             known = self._known[self.kinds, num_microbatches] = self._prepared(num_microbatches, bottleneck)
         made: dict[tuple[Position, int], SlotChoices] = {}
 
         def choices(stage_index: int, num_stages: int) -> SlotChoices:
             position: Position = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             others = in_flight(self.space.schedule, num_stages - 1 - stage_index, num_microbatches)
-            if (position, others) not in known.stages:
-                known.stages[position, others] = stage_bounds(
-                    known.positions[position],
-                    known.memory_limit,
-                    others,
-                    has_gradients=num_microbatches > 1,
-                    bottleneck=known.bottleneck,
-                )
             if (position, others) not in made:
-                made[position, others] = _as_choices(known.stages[position, others].within(bottleneck), self.part)
+                made[position, others] = _as_choices(known.stage(position, others).within(bottleneck), self.part)
             return made[position, others]
 
         return choices
@@ -184,10 +204,11 @@ class PartBounds:
         up_to, ranges = self._ranges.get(num_microbatches, (0.0, None))
         if ranges is None or up_to < bottleneck:
             ranges = range_bounds(self.model, self.space, slots, bottleneck, neighbours)
-            self._ranges[num_microbatches] = bottleneck, ranges
+            if len(ranges) <= MOST_KEPT:
+                self._ranges[num_microbatches] = bottleneck, ranges
         batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
-        positions = {position: position_bounds(ranges, position, setting, bottleneck) for position in POSITIONS}
-        return _Known(bottleneck=bottleneck, memory_limit=self.memory_limit - batch_bytes, positions=positions)
+        limit = self.memory_limit - batch_bytes
+        return _Known(bottleneck=bottleneck, memory_limit=limit, ranges=ranges, setting=setting)
 
     def _setting(self, num_microbatches: int) -> Setting:
         machine = self.model.profile, self.model.cluster

@@ -106,9 +106,10 @@ def range_bounds(
     bottleneck: float,
     neighbours: Sequence[Parts] = ((),),
 ) -> RangeBounds:
-    """Lower bounds of all ranges that compute for no longer than a bottleneck time, nor leave the others too much.
+    """Lower bounds of all ranges that leave the other devices time for the other layers.
 
     Args:
+        bottleneck: The most seconds of a pipeline per microbatch, which no stage may take.
         neighbours: The parts of unlike devices in which a stage and those next to it may lie, three of each.
     """
     if not slots:
@@ -119,7 +120,9 @@ def range_bounds(
         # Those that leave more than the other devices can compute in time are the first; unlike ones may be faster.
         others = np.inf if slot.parts else space.world_size - slot.devices
         fewest = int((rest_L > bottleneck * ROOM * others).sum())
-        arranged = _Arranged(model, space, slot, bottleneck, max(fewest, 1), neighbours, are_alike=are_alike)
+        # Every microbatch passes this stage, and one the others too, one after another.
+        left_L = bottleneck * ROOM - rest_L / (others * slot.num_microbatches)
+        arranged = _Arranged(model, space, slot, left_L, max(fewest, 1), neighbours, are_alike=are_alike)
         if len(arranged.layers_K):
             zeros = set(space.search.zero_stages) if slot.data_parallel_degree > 1 else {0}
             counted = {zero_stage: {zero_stage} for zero_stage in zeros}
@@ -132,11 +135,14 @@ def range_bounds(
             rows += [{**common, **arranged.of_zero(zero_stage, counted[zero_stage])} for zero_stage in sorted(counted)]
     if not rows:
         return _no_ranges()
-    arrays: dict[str, Any] = {
-        item.name: np.concatenate([row[item.name] for row in rows], axis=-1) for item in fields(RangeBounds)
-    }
-    found = RangeBounds(**arrays)
-    return found.take(np.lexsort((found.layers_R, found.devices_R)))
+    order_R = np.lexsort([np.concatenate([row[name] for row in rows]) for name in ("layers_R", "devices_R")])
+    # One figure after another, so that there are never two of all.
+    return RangeBounds(
+        **{
+            item.name: np.concatenate([row.pop(item.name) for row in rows], axis=-1)[..., order_R]
+            for item in fields(RangeBounds)
+        }
+    )
 
 
 def _least_device_seconds(model: StageCostModel, slots: Sequence[StageSlot]) -> FloatArray:
@@ -186,7 +192,7 @@ class _Arranged:
         model: StageCostModel,
         space: Space,
         slot: StageSlot,
-        bottleneck: float,
+        left_L: FloatArray,
         fewest: int,
         neighbours: Sequence[Parts],
         *,
@@ -197,10 +203,13 @@ class _Arranged:
         self.holdings, self.degree = self.memory.holdings, slot.shard_degree
         self.nodes = shard_nodes(model.cluster, slot)
         self.compute = model.region_seconds(*slot.computed)
-        both_L = of_layers(self.compute.forward_R + self.compute.backward_R)
-        most = min(int(np.searchsorted(both_L, bottleneck * ROOM, side="right")) - 1, space.num_layers - 1)
-        index_K, self.recomputed_K = space.recomputed(np.arange(fewest, most + 1))
-        self.layers_K = index_K + fewest
+        both_L, again_L = map(of_layers, (self.compute.forward_R + self.compute.backward_R, self.compute.recompute_R))
+        layers_W = np.arange(fewest, space.num_layers)
+        layers_W = layers_W[both_L[layers_W] <= left_L[layers_W]]
+        index_K, recomputed_K = space.recomputed(layers_W)
+        layers_K = layers_W[index_K]
+        in_time_K = both_L[layers_K] + again_L[recomputed_K] <= left_L[layers_K]
+        self.layers_K, self.recomputed_K = layers_K[in_time_K], recomputed_K[in_time_K]
         self.corrected = _corrected(model)
 
     def of_any_zero(self) -> dict[str, Any]:
