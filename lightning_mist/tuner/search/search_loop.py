@@ -142,7 +142,8 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
         return
     lowest = min(map(state.bound_of, groups))
     assumed = [lowest * factor if lowest else np.inf for factor in ASSUMED]
-    for cutoff in assumed if state.pipelines.space.offload_ratios else ():
+    # With a plan that is known there is something to beat already.
+    for cutoff in assumed if state.pipelines.space.offload_ratios and state.below == np.inf else ():
         _solve_resident(state, groups, cutoff)
         if state.least < cutoff or state.is_late:
             break

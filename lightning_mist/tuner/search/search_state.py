@@ -72,7 +72,12 @@ class SearchState:
 
     @property
     def near(self) -> float:
-        """Multiple of the least step seconds below which every pipeline of the space is solved."""
+        """Multiple of the least step seconds below which every pipeline of the space is solved.
+
+        Where a plan is known beforehand only better ones are: whether there are any is the question.
+        """
+        if self.below < np.inf:
+            return 1.0
         return NEAR_OFFLOADED if self.pipelines.space.offload_ratios else NEAR_RESIDENT
 
     @property
