@@ -38,8 +38,8 @@ from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, FRONT, SlotChoice
 from lightning_mist.tuner.space import ANYWHERE, Space
 
 MOST_KEPT = 1 << 15
-"""Ranges of a number of microbatches that are kept for later questions, of a kilobyte each. Where there are more, stages
-have many devices and layers, and few such pipelines are asked about again."""
+"""Ranges of a number of microbatches that are kept for later questions, of a kilobyte each. Where there are more,
+stages have many devices and layers, and few such pipelines are asked about again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
