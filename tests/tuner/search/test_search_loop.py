@@ -56,6 +56,11 @@ def test_where_a_plan_is_known_only_faster_ones_are_looked_for(memory):
     assert none.least >= whole.least
     assert 0.9 * whole.least * (1 - 1e-9) <= none.bound <= whole.least
     assert none.solved <= whole.solved
+    # Nor is anything of interest that is as fast, or near it.
+    same = searched(stages_of(memory=memory), below=whole.least)
+    assert same.winner is None
+    assert not same.found
+    assert same.solved < whole.solved
 
 
 def test_where_nothing_fits_there_is_no_winner():
