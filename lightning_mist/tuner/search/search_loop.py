@@ -157,19 +157,20 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
 def _bound_several(state: SearchState, groups: Groups) -> None:
     """Bound groups as far as it takes to know which may be near the best.
 
-    Far above what the best takes bounds say nothing and take long. So the first are asked for with ever larger cutoffs,
-    as in solving them, until one is below; others only up to a little more than the least so far.
+    Far above what the best takes bounds say nothing and take long. So the first is asked for with ever larger cutoffs,
+    as in solving them, until its bound is below one; others up to a little more than the least so far.
     """
     # What is as near as this is looked at with all state resident in the end, so that its bound is asked for at once.
-    most, is_met = state.least * NEAR_RESIDENT, False
-    for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
+    most = state.least * NEAR_RESIDENT
+    for place, group in enumerate(sorted(groups, key=lambda item: (state.bound_of(item), item))):
         lowest = state.bound_of(group)
-        for factor in (np.inf,) if is_met or not lowest else ASSUMED:
+        for factor in (np.inf,) if place or not lowest else ASSUMED:
             below = most if factor == np.inf else min(most, lowest * factor * NEAR_RESIDENT)
             bound = state.raise_bound(group, below)
             if bound < below * (1 - PRECISION):
-                most, is_met = min(most, bound * NEAR_RESIDENT), True
-            if is_met or below == most:
+                most = min(most, bound * NEAR_RESIDENT)
+                break
+            if below == most:
                 break
 
 
