@@ -162,6 +162,7 @@ def make_mesh(plan: Plan, rank: int, module_map: ModuleMap) -> Mesh:
     )
 
 
+@lru_cache(maxsize=2)
 def held_parameters(plan: Plan, module_map: ModuleMap) -> tuple[HeldParameter, ...]:
     """Where every parameter lives, and who updates it; the same for all tensor-parallel indices.
 

@@ -6,7 +6,7 @@ Every figure has its source beside it or in :data:`SOURCES`.
 
 import difflib
 import re
-from functools import partial
+from functools import cache, partial
 
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware.catalog.catalog_device import (
@@ -273,8 +273,7 @@ def find_device(name: str) -> CatalogDevice:
     Raises:
         ProfileError: If there is none; the message names the nearest.
     """
-    wanted = _plain(name)
-    known = {_plain(alias): device for device in DEVICES for alias in (device.name, *device.cuda_names)}
+    wanted, known = _plain(name), _known()
     if wanted in known:
         return known[wanted]
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.3)
@@ -282,6 +281,11 @@ def find_device(name: str) -> CatalogDevice:
     raise ProfileError(
         f"device {name!r} is not in the catalog, which has {', '.join(device.name for device in DEVICES)}: {hint}"
     )
+
+
+@cache
+def _known() -> dict[str, CatalogDevice]:
+    return {_plain(alias): device for device in DEVICES for alias in (device.name, *device.cuda_names)}
 
 
 def canonical_name(cuda_name: str) -> str:
