@@ -29,6 +29,9 @@ from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
 
+CLOSE = 1.1
+"""Up to this multiple of a cutoff what is known is as good a one: otherwise all would be looked at twice."""
+
 Groups: TypeAlias = Sequence[PipelineGroup]
 
 _NOTHING: Mapping[Pipeline, float] = {}
@@ -148,6 +151,8 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
         if state.least < cutoff or state.is_late:
             break
     for cutoff in assumed:
+        if cutoff < state.least * state.near < cutoff * CLOSE:
+            continue
         _solve(state, groups, cutoff)
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if state.least * state.near <= cutoff or state.is_stopped:
