@@ -84,7 +84,7 @@ class StateShares:
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
-        self._least: dict[tuple[tuple[float, ...], int, bool], FloatArray] = {}
+        self._least: dict[tuple[tuple[float, ...], int, int, bool], FloatArray] = {}
 
     def offloaded(self, ratio: float, *, trained: bool) -> BoolArray:
         """As :func:`offloaded_parameters`."""
@@ -172,7 +172,7 @@ class StateShares:
             The least of each, with a first axis for the three places.
         """
         spec = self._holdings.spec
-        found_XL = self._least.setdefault((values, ranks, trained), np.full((3, spec.num_layers), np.nan))
+        found_XL = self._least.setdefault((values, ranks, buffers, trained), np.full((3, spec.num_layers), np.nan))
         new_L = np.unique(layers_K[np.isnan(found_XL[0, layers_K])])
         if len(new_L):
             start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, spec.num_layers - new_L])

@@ -160,6 +160,12 @@ def _no_ranges() -> RangeBounds:
     return RangeBounds(**(empty | numbers))
 
 
+def buffered_share(layers_K: IntArray) -> FloatArray:
+    """The share of all that units offload that two buffers take; the head or the tail is one more; axes ``XK``."""
+    share_XK: FloatArray = np.minimum(1.0, BUFFERS / (layers_K + np.array([[1], [0], [1]])))
+    return share_XK
+
+
 def slots_of(space: Space, slot_of: SlotOf, num_microbatches: int, parts: Parts = ()) -> tuple[StageSlot, ...]:
     """A slot of a pipeline for every arrangement of devices that leaves some to other stages.
 
@@ -382,7 +388,7 @@ class _Arranged:
         """
         if kind not in self.space.search.offloaded:
             return held_XK
-        least_XK: FloatArray = held_XK * np.minimum(1.0, BUFFERS / (self.layers_K + np.array([[1], [0], [1]])))
+        least_XK = held_XK * buffered_share(self.layers_K)
         if self.are_alike:
             ranks, ratios = self.degree if zero_stage >= SINCE[kind] else 1, (0.0, *self.space.offload_ratios)
             states, trained, at_J = self.memory.states, kind != "parameters", self.layers_K <= MOST_DEALT

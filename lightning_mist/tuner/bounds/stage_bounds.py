@@ -34,11 +34,10 @@ from typing import ClassVar
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
-from lightning_mist.cost.memory import BUFFERS
 from lightning_mist.cost.time import COMPUTE, NETWORK, TO_DEVICE, TO_HOST, CopyRates, weights_of_passes
 from lightning_mist.hardware import Interference
 from lightning_mist.plan import ScheduleName
-from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds
+from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, buffered_share
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
@@ -193,16 +192,11 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
     )
 
 
-def _free_share(ranges: RangeBounds, position: Position) -> FloatArray:
-    """The share of what is offloaded that its buffers do not take; the head or the tail is a unit of its own."""
-    share_R: FloatArray = np.maximum(0.0, 1 - BUFFERS / (ranges.layers_R + (position != "middle")))
-    return share_R
-
-
 def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, weights: "_Weights") -> OffloadBounds:
     assert setting.rates is not None
     to_device, to_host = 1 / setting.rates.to_device, 1 / setting.rates.to_host
-    at, free_R, may = POSITIONS.index(position), _free_share(ranges, position), setting.kinds.__contains__
+    at, may = POSITIONS.index(position), setting.kinds.__contains__
+    free_R = 1 - buffered_share(ranges.layers_R)[at]
     forward, backward, alone = weights.forward, weights.backward, np.ones(weights.forward.shape[:2])
     # Behind the last layer of a stage without the tail nothing is computed.
     alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
