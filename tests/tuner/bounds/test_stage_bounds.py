@@ -121,7 +121,7 @@ def test_bounds_up_to_a_bottleneck_are_those_of_all_that_are_no_slower():
     maker, compared = stages_of(found), 0
     microbatches = maker.space.microbatch_counts()[-1]
     at_position = prepared(found, maker, microbatches, "middle", OFFLOADED)
-    for limit, behind in itertools.product((1e15, 1e6, 5e5, 3e5), (1, 2)):
+    for limit, behind in itertools.product((1e15, 1e6, 5e5, 3e5, 1e5), (1, 2)):
         every = bounds_in(at_position, limit, behind, microbatches)
         bottleneck = float(np.median(every.steady_V)) if len(every) else 1.0
         kept, fewer = every.within(bottleneck), bounds_in(at_position, limit, behind, microbatches, bottleneck)
@@ -142,6 +142,9 @@ def test_no_more_microbatches_are_in_flight_than_the_schedule_says_and_hardly_fe
                 backwards = [phase for phase in phases if phase.kind == "backward"]
                 others = max((phase.others for phase in backwards), default=0)
                 assert found <= others < found * 1.25 + 1
+                # The own one and so many others have been received, too.
+                received = max((phase.received for phase in backwards if phase.others >= found), default=0)
+                assert not index or not backwards or received > found
                 assert bool(backwards) == (microbatches > 1)
 
 
