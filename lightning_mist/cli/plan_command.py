@@ -32,6 +32,7 @@ from lightning_mist.cli.output import (
     terminal_width,
     told,
 )
+from lightning_mist.collector import collector_paused
 from lightning_mist.plan import Plan, SearchSpace, fingerprint_of, save
 from lightning_mist.plan.plan_tables import counted, speed_line
 from lightning_mist.plan.plan_text import recipe_of
@@ -130,6 +131,7 @@ def plan(*, request: PlanRequest, options: SearchSpace) -> None:
         (say if request.json else print)(line)
 
 
+@collector_paused()
 def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import thread_time
 
+from lightning_mist.collector import collector_paused
 from lightning_mist.cost import (
     MixedCostModel,
     Profiles,
@@ -159,6 +160,7 @@ class Planner:
         self._proven.add(stages, outcome.bounds)
         return stages, outcome
 
+    @collector_paused()
     def tune(
         self,
         *,
