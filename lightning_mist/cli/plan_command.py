@@ -101,6 +101,7 @@ class PlanRequest:
     lora_targets: str = ""
 
 
+@collector_paused()
 def plan(*, request: PlanRequest, options: SearchSpace) -> None:
     """Find the fastest plan that fits, by the cost model.
 
@@ -131,7 +132,6 @@ def plan(*, request: PlanRequest, options: SearchSpace) -> None:
         (say if request.json else print)(line)
 
 
-@collector_paused()
 def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units

@@ -6,6 +6,7 @@ They share its rows evenly and wait for each other, so each of its terms is that
 """
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import fields, replace
 from typing import TypeAlias
 
@@ -60,6 +61,13 @@ class MixedCostModel(PlanCosts):
             for part, profile in zip(cluster.parts, self.profiles, strict=True)
         )
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)
+
+    def with_memory(self, cluster: MixedCluster) -> "MixedCostModel":
+        """The same on a cluster that differs in the memory of its devices alone; shares what has been computed."""
+        found = copy(self)
+        found.cluster = cluster
+        found.parts = tuple(own.with_memory(part) for own, part in zip(self.parts, cluster.parts, strict=True))
+        return found
 
     def memory(self, slot: StageSlot) -> MemoryModel:
         """What stages of a slot's tensor-parallel degree hold."""

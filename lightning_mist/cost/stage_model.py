@@ -23,6 +23,7 @@ Array axes
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
@@ -167,6 +168,12 @@ class StageCostModel(PlanCosts):
         self._machine = profile, cluster
         self._memories = {} if memories is None else memories
         self._ranks: dict[Variant, _Rank] = {}
+
+    def with_memory(self, cluster: Cluster) -> "StageCostModel":
+        """The same on a cluster that differs in the memory of its devices alone; shares what has been computed."""
+        found = copy(self)
+        found.cluster, found._machine = cluster, (self.profile, cluster)
+        return found
 
     def _rank(self, degree: int, sequence: bool, checkpointing: CheckpointingKind = "full") -> _Rank:
         key = (degree, sequence, checkpointing)

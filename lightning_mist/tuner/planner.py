@@ -6,6 +6,7 @@ All that are near the best are then run on the clock, and the fastest there is t
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from time import thread_time
 
@@ -18,7 +19,7 @@ from lightning_mist.cost import (
     profiles_of,
 )
 from lightning_mist.errors import PlanError
-from lightning_mist.hardware import AnyCluster, HardwareProfile, MixedCluster
+from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import MOST_LAYERS, Plan, SearchSpace
 from lightning_mist.tuner.candidates import IntraStage
@@ -65,12 +66,9 @@ class Planner:
     Args:
         profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the
             catalog.
-        proven: What another planner has proven of the same, on devices with as much memory or more.
     """
 
-    def __init__(
-        self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None, proven: ProvenBounds | None = None
-    ) -> None:
+    def __init__(self, spec: ModelSpec, cluster: AnyCluster, *, profile: Profiles = None) -> None:
         if spec.num_layers > MOST_LAYERS:
             raise PlanError(
                 f"{spec.name} has {spec.num_layers:,} layers: plans are searched for at most {MOST_LAYERS:,}; put "
@@ -78,10 +76,10 @@ class Planner:
             )
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
-        self._proven = ProvenBounds() if proven is None else proven
+        self._proven = ProvenBounds()
 
     def with_memory(self, memory_bytes: Sequence[int]) -> "Planner":
-        """The same on devices with other memory.
+        """The same on devices with other memory; what has been computed and proven is shared.
 
         Args:
             memory_bytes: Of a device of each part.
@@ -90,8 +88,13 @@ class Planner:
             replace(part, device=replace(part.device, memory_bytes=most))
             for part, most in zip(self.cluster.parts, memory_bytes, strict=True)
         )
-        cluster = replace(self.cluster, parts=parts) if isinstance(self.cluster, MixedCluster) else parts[0]
-        return Planner(self.spec, cluster, profile=self.profile, proven=self._proven)
+        found = copy(self)
+        if isinstance(self.model, MixedCostModel):
+            found.model = self.model.with_memory(replace(self.model.cluster, parts=parts))
+        else:
+            found.model = self.model.with_memory(parts[0])
+        found.cluster = found.model.cluster
+        return found
 
     @property
     def alike(self) -> StageCostModel:

@@ -19,8 +19,8 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, StageMesh
 
-Interval: TypeAlias = tuple[Fraction, Fraction]
-"""A half-open part of something whose length is 1."""
+Piece: TypeAlias = tuple[int, int]
+"""Which of how many equal parts of something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +183,8 @@ class _Part:
     """What a device has of a microbatch of its replica."""
 
     tensor_index: int
-    rows: Interval
-    sequence: Interval
+    rows: Piece
+    sequence: Piece
 
 
 class _Shares(NamedTuple):
@@ -220,30 +220,33 @@ def _parts(degrees: _Degrees) -> list[_Part]:
         others, tensor_index = divmod(place, tensor)
         row, context_index = divmod(others, context)
         piece = context_index * pieces + tensor_index % pieces
-        rows, sequence = _interval(row, per_replica), _interval(piece, context * pieces)
-        found.append(_Part(tensor_index=tensor_index, rows=rows, sequence=sequence))
+        found.append(_Part(tensor_index=tensor_index, rows=(row, per_replica), sequence=(piece, context * pieces)))
     return found
 
 
-def _interval(index: int, count: int) -> Interval:
-    return Fraction(index, count), Fraction(index + 1, count)
+def _pieces(degrees: _Degrees) -> int:
+    """In how many parts rows and sequences together come."""
+    return degrees.data * degrees.context * (degrees.tensor if degrees.sequence else 1)
 
 
-def _common(first: Interval, second: Interval) -> Fraction:
-    return max(Fraction(0), min(first[1], second[1]) - max(first[0], second[0]))
+def _common(first: Piece, second: Piece) -> int:
+    """How much of the whole two pieces have in common, in parts of one by the product of their numbers."""
+    (one, count), (other, others) = first, second
+    return max(0, min((one + 1) * others, (other + 1) * count) - max(one * others, other * count))
 
 
 @lru_cache(maxsize=256)
 def _pairs(before: _Degrees, after: _Degrees) -> tuple[tuple[int, int, Fraction], ...]:
     """Places of senders and receivers in a replica, and what passes between them in one microbatch."""
     senders, found = _parts(before), []
+    whole = _pieces(before) * _pieces(after)
     for place, receiver in enumerate(_parts(after)):
         for other, sender in enumerate(senders):
             if not before.sequence and sender.tensor_index != receiver.tensor_index % before.tensor:
                 continue
             shared = _common(sender.rows, receiver.rows) * _common(sender.sequence, receiver.sequence)
             if shared:
-                found.append((other, place, shared))
+                found.append((other, place, Fraction(shared, whole)))
     return tuple(found)
 
 
@@ -269,9 +272,9 @@ def _across(
     """Pairs of devices of a stage and of the next that are in different nodes, and of which one sends to the other."""
     pairs = _pairs(_Degrees.of(before, replicas), _Degrees.of(after, replicas))
     for replica in range(replicas):
-        senders, receivers = (mesh.devices[replica * len(mesh.devices) // replicas :] for mesh in (before, after))
+        first, first_behind = (replica * len(mesh.devices) // replicas for mesh in (before, after))
         for other, place, _ in pairs:
-            sender, receiver = senders[other], receivers[place]
+            sender, receiver = before.devices[first + other], after.devices[first_behind + place]
             if places[sender] != places[receiver]:
                 yield sender, receiver
 
