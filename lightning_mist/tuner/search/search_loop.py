@@ -29,7 +29,7 @@ from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
 
-CLOSE = 1.1
+CLOSE = 1.05
 """Up to this multiple of a cutoff what is known is as good a one: otherwise all would be looked at twice."""
 
 Groups: TypeAlias = Sequence[PipelineGroup]
@@ -151,11 +151,11 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
         if state.least < cutoff or state.is_late:
             break
     for cutoff in assumed:
-        if cutoff < state.least * state.near < cutoff * CLOSE:
+        if cutoff < state.least < cutoff * CLOSE:
             continue
         _solve(state, groups, cutoff)
         # What was met on the way may take longer than what was assumed, and prove nothing.
-        if state.least * state.near <= cutoff or state.is_stopped:
+        if state.least <= cutoff or state.is_stopped:
             return
 
 
@@ -183,7 +183,7 @@ def _solve(state: SearchState, groups: Groups, assumed: float) -> None:
     """Solve every pipeline that may take fewer seconds than the cutoff, those with the least bounds first."""
 
     def cutoff() -> float:
-        return min(state.least * state.near, assumed)
+        return min(state.least, assumed) * state.near
 
     for group in state.nearest(groups, cutoff):
         below = cutoff()
