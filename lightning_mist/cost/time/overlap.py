@@ -28,16 +28,17 @@ from lightning_mist.hardware.profile import CHANNELS, COEFFICIENTS, Interference
 
 COMPUTE, NETWORK, TO_DEVICE, TO_HOST = range(len(CHANNELS))
 
-_FAVOURED = (
+_FAVOURED: tuple[tuple[int, int | None], ...] = (
     (TO_HOST, TO_DEVICE),
     (COMPUTE, COMPUTE),
-    (TO_HOST, COMPUTE),
     (COMPUTE, TO_DEVICE),
     (TO_DEVICE, TO_DEVICE),
-    (NETWORK, NETWORK),
-    (TO_HOST, NETWORK),
+    (TO_DEVICE, NETWORK),
+    (TO_HOST, None),
+    (TO_DEVICE, None),
 )
-"""What the weights of a forward and of a backward favour, in the pairs that are looked at."""
+"""What the weights of a forward and of a backward favour, in the pairs that are looked at; with ``None`` the backward
+has no weights, and takes what it does with nothing copied beside it."""
 
 
 def concurrent_seconds(
@@ -150,8 +151,10 @@ def dual_weights(interference: Interference | None, across_nodes: bool) -> Float
 def weights_of_passes(interference: Interference | None, across_nodes: bool) -> tuple[FloatArray, FloatArray]:
     """Weights of a forward and of a backward that bound both together: some pairs, each a row of either.
 
-    Arguments as for :func:`dual_weights`.
+    Where all of a backward are zero its seconds with nothing copied beside it are to be added. Arguments as for
+    :func:`dual_weights`.
     """
     weights_CC = dual_weights(interference, across_nodes)
-    first, then = (list(favoured) for favoured in zip(*_FAVOURED, strict=True))
-    return weights_CC[first], weights_CC[then]
+    none_C = np.zeros(len(CHANNELS))
+    first, then = zip(*_FAVOURED, strict=True)
+    return weights_CC[list(first)], np.stack([none_C if item is None else weights_CC[item] for item in then])

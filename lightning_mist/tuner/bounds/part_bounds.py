@@ -130,12 +130,11 @@ class _Known:
         """Lower bounds of stages at a position with so many other microbatches in flight."""
         key = position, others
         if key not in self.stages:
-            has_gradients = self.setting.num_microbatches > 1
             self.stages[key] = stage_bounds(
                 self._at(position),
                 self.memory_limit,
                 others,
-                has_gradients=has_gradients,
+                num_microbatches=self.setting.num_microbatches,
                 bottleneck=self.bottleneck,
             )
         return self.stages[key]

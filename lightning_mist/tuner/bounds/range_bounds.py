@@ -64,7 +64,9 @@ class RangeBounds(ArrayRecord):
         top_R: The part of it that the last layer keeps.
         top_two_R: The part that the last two layers keep.
         least_parameters_XR: What of them stays whatever is offloaded, buffers included; so of gradients and state.
+        fetched_gradients_XR: Bytes of gradients that are fetched for every one that is freed; so of those written back.
         received_XR: What is received of every microbatch, and stays as long as that is in flight.
+        returned_XR: The gradient of it, which is sent back.
         always_XR: What is there whatever is offloaded: with temporaries of the first backward of a region.
         is_told_R: Whether it can be told what copies take.
         is_across_R: Whether ranks with the same parameters are on several nodes.
@@ -93,7 +95,10 @@ class RangeBounds(ArrayRecord):
     least_parameters_XR: FloatArray
     least_gradients_XR: FloatArray
     least_optimizer_XR: FloatArray
+    fetched_gradients_XR: FloatArray
+    written_gradients_XR: FloatArray
     received_XR: FloatArray
+    returned_XR: FloatArray
     always_XR: FloatArray
     is_told_R: BoolArray
     is_across_R: BoolArray
@@ -228,7 +233,7 @@ class _Arranged:
             "backward_XR": self._summed(self.compute.backward_R) + self._again(),
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
             "received_XR": np.repeat(self._received()[:, None], count, axis=1),
-            "always_XR": self._always(),
+            "returned_XR": np.repeat(self._returned()[:, None], count, axis=1),
             "is_across_R": np.full(count, self.nodes > 1),
             **self._activations(),
         }
@@ -250,6 +255,7 @@ class _Arranged:
             "is_told_R": np.full(len(self.layers_K), is_told),
             "once_XR": once_XK,
             "deferred_XR": deferred_XK,
+            "always_XR": self._always(zero_stage),
             **self._exchanged(zero_stage),
             **self._states(zero_stage),
         }
@@ -325,14 +331,31 @@ class _Arranged:
         cuts_B = self.memory.costs(self.slot.rows).boundary_B[1:-1]
         return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
 
-    def _always(self) -> FloatArray:
-        """Bytes that are there whatever is offloaded where a backward begins, with axes ``XK``."""
-        costs = self.memory.costs(self.slot.rows)
-        plain_R, again_R = costs.backward_peak_R, costs.recompute_backward_peak_R
+    def _returned(self) -> FloatArray:
+        """Bytes of the gradient that goes to the stage before, over any cut, with axis ``X``."""
+        cuts_B = self.memory.costs(self.slot.rows).gradient_boundary_B[1:-1]
+        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
+
+    def _always(self, zero_stage: int) -> FloatArray:
+        """Bytes that are there whatever is offloaded where a backward begins, with axes ``XK``.
+
+        Where gradients are dealt out every backward makes them anew, unless all are one unit, and those of the stage's
+        first unit, which the backward before has made last, are still under way.
+        """
+        costs, trained_R = self.memory.costs(self.slot.rows), self.holdings.table.trained_R
+        is_dealt = self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS
+        is_anew = is_dealt and not self.holdings.is_one_unit
+        plain_R = costs.first_backward_peak_R if is_anew else costs.backward_peak_R
+        again_R = costs.first_recompute_backward_peak_R if is_anew else costs.recompute_backward_peak_R
         # Where all layers are recomputed so is the last, which runs first, behind the tail.
         layer_K = np.where(self.recomputed_K < self.layers_K, plain_R[1:-1].min(), again_R[1:-1].min())
         tail = float(costs.saved_R[-1] + min(plain_R[-1], again_R[-1]))
-        return self.memory.spec.buffer_bytes + np.stack([layer_K, layer_K, np.maximum(layer_K, tail)])
+        under_way_X = np.array([trained_R[0], *[trained_R[1:-1].min()] * 2])
+        under_way_X *= is_dealt and self.slot.num_microbatches > 1
+        always_XK: FloatArray = np.stack([layer_K, layer_K, np.full_like(layer_K, tail)]) + under_way_X[:, None]
+        always_XK[2] = np.maximum(always_XK[2], layer_K)
+        always_XK += self.memory.spec.buffer_bytes
+        return always_XK
 
     def _activations(self) -> dict[str, FloatArray]:
         """Bytes of what microbatches keep for backward."""
@@ -371,26 +394,42 @@ class _Arranged:
             "gradients": held_XK * share(ZeroStage.GRADIENTS),
             "optimizer": held_XK * share(ZeroStage.OPTIMIZER),
         }
-        least = {name: self._least(name, zero_stage, value_XK) for name, value_XK in found.items()}
+        stays = {name: self._stays(name, zero_stage, value_XK) for name, value_XK in found.items()}
         return {
             "parameters_XR": found["parameters"] + away_XK,
             "gradients_XR": found["gradients"],
             "optimizer_XR": state * found["optimizer"],
-            "least_parameters_XR": least["parameters"] + away_XK,
-            "least_gradients_XR": least["gradients"],
-            "least_optimizer_XR": state * least["optimizer"],
+            "least_parameters_XR": stays["parameters"][0] + away_XK,
+            "least_gradients_XR": stays["gradients"][0],
+            "least_optimizer_XR": state * stays["optimizer"][0],
+            "fetched_gradients_XR": stays["gradients"][1],
+            "written_gradients_XR": stays["gradients"][2],
         }
 
-    def _least(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
-        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``XK``.
+    def _stays(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
+        """Of parameters that a kind of state has, the bytes that stay on the device with any ratio, with buffers.
 
-        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit.
+        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit. Behind
+        them are the bytes that are fetched for every one that is freed, and those that are written back; axes ``YXK``.
         """
+        share_XK, fetched = buffered_share(self.layers_K), np.ones_like(held_XK)
         if kind not in self.space.search.offloaded:
-            return held_XK
-        least_XK = held_XK * buffered_share(self.layers_K)
+            return np.stack([held_XK, fetched, fetched])
+        # Of ``n`` units one part at most is not waited for, and two stay.
+        fetched = np.divide(1.0, 1.0 - share_XK, out=fetched, where=share_XK < 1)
+        found_YXK = np.stack([held_XK * share_XK, fetched, (1.0 + fetched) / 2])
         if self.are_alike:
             ranks, ratios = self.degree if zero_stage >= SINCE[kind] else 1, (0.0, *self.space.offload_ratios)
-            states, trained, at_J = self.memory.states, kind != "parameters", self.layers_K <= MOST_DEALT
-            least_XK[:, at_J] = states.least_held(self.layers_K[at_J], ratios, ranks, BUFFERS, trained=trained)
-        return least_XK
+            at_J = np.flatnonzero(self.layers_K <= MOST_DEALT)
+            known_YXJ = self.memory.states.least_held(
+                self.layers_K[at_J],
+                ratios,
+                ranks,
+                BUFFERS,
+                trained=kind != "parameters",
+                is_summed=kind == "gradients",
+            )
+            found_YXK[0, :, at_J] = known_YXJ[0].T
+            if ranks == 1:  # Which rank copies most of what is dealt out is another question.
+                found_YXK[1:, :, at_J] = np.maximum(found_YXK[1:, :, at_J], known_YXJ[1:])
+        return found_YXK

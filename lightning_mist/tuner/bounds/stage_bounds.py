@@ -10,13 +10,15 @@ cheapest way that there could be. To free a byte
 * by *gradients*, they are fetched and written back in every backward, but for the first unit's, which nobody waits for;
 * by *parameters*, they are fetched in every forward and backward, but for the two units that are there already.
 
-What is received of a microbatch stays as long as that is in flight. Of each of the latter two, and of optimizer state,
-two buffers stay on the device, each as large as the largest part of any unit that a rank offloads: of layers that are
-alike it is known what that is at least, of others that it is ``2 / n`` of what ``n`` units offload, so that no more
-parameters are freed than are fetched. Copies of optimizer state count for nothing within a microbatch.
+What is received of a microbatch stays as long as that is in flight, and one gradient is always on its way back. In the
+end of a batch as many are on their way as there were others in flight, whose activations cannot free more than these
+take. Of gradients, parameters and optimizer state two buffers stay on the device, each as large as the largest part of
+any unit that a rank offloads, and of gradients what is added to them: of layers that are alike it is known what that is
+at least, of others that two buffers are ``2 / n`` of what ``n`` units offload, so that no more parameters are freed
+than are fetched. Copies of optimizer state count for nothing within a microbatch.
 
 Loads take at least their sum by dual weights of channels (:mod:`lightning_mist.cost.time.overlap`), those of a forward
-and those of a backward each by weights of its own.
+and those of a backward each by weights of its own; or those of a forward do, and a backward what it takes alone.
 
 Array axes
     R  ranges; see :mod:`lightning_mist.tuner.bounds.range_bounds`
@@ -37,7 +39,7 @@ from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
 from lightning_mist.cost.time import COMPUTE, NETWORK, TO_DEVICE, TO_HOST, CopyRates, weights_of_passes
 from lightning_mist.hardware import Interference
 from lightning_mist.plan import ScheduleName
-from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds, buffered_share
+from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds
 
 _TOLD_APART = 3
 """Leading binary digits of numbers of microbatches that are told apart."""
@@ -113,6 +115,8 @@ class PositionBounds:
     needed_R: FloatArray
     gradients_R: FloatArray
     kept_R: FloatArray
+    received_R: FloatArray
+    returned_R: FloatArray
     loads_WR: FloatArray
     offload: OffloadBounds | None
 
@@ -167,6 +171,8 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         ]
     )
     loads_WR += transfer_R - ranges.outer_R
+    # Copies beside a backward never make it faster.
+    loads_WR += weights.is_alone_W[:, None] * (backward_R + ranges.exposed_XR[at])
     optimizer_R = (ranges.least_optimizer_XR if "optimizer" in setting.kinds else ranges.optimizer_XR)[at]
     pair_R = ranges.devices_R * (1 + int(ranges.layers_R.max(initial=0))) + ranges.layers_R
     begins_V = np.flatnonzero(np.diff(pair_R, prepend=-1))
@@ -187,6 +193,8 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
         + optimizer_R,
         gradients_R=ranges.gradients_XR[at],
         kept_R=ranges.kept_R + ranges.received_XR[at],
+        received_R=ranges.received_XR[at],
+        returned_R=ranges.returned_XR[at],
         loads_WR=loads_WR,
         offload=_offload_bounds(ranges, position, setting, weights) if can_offload else None,
     )
@@ -196,14 +204,15 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
     assert setting.rates is not None
     to_device, to_host = 1 / setting.rates.to_device, 1 / setting.rates.to_host
     at, may = POSITIONS.index(position), setting.kinds.__contains__
-    free_R = 1 - buffered_share(ranges.layers_R)[at]
     forward, backward, alone = weights.forward, weights.backward, np.ones(weights.forward.shape[:2])
     # Behind the last layer of a stage without the tail nothing is computed.
     alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
     own_R = np.maximum(ranges.activations_R - (0.0 if position == "last" else ranges.top_two_R), 0.0)
-    told_R = (ranges.is_told_R & (free_R > 0)).astype(np.float64)
-    # What frees nothing has no price. Of ``n`` units' gradients one part at most is not waited for, and two stay.
-    each_R = told_R / np.where(free_R > 0, free_R, 1.0)
+    told_R = ranges.is_told_R.astype(np.float64)
+    fetched_R, written_R = (
+        told_R * np.where(values_XR[at] < np.inf, values_XR[at], 0.0)
+        for values_XR in (ranges.fetched_gradients_XR, ranges.written_gradients_XR)
+    )
     fetched = to_device * (setting.num_microbatches > 1)
     around = forward[..., TO_HOST] * to_host + backward[..., TO_DEVICE] * to_device
     copied_R = ranges.is_told_R * (ranges.activations_R - alone_R)
@@ -216,8 +225,8 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
         activations_WR=weights.sum([(around, copied_R), ((to_host + to_device) * alone, ranges.is_told_R * alone_R)]),
         gradients_WR=weights.sum(
             [
-                (fetched * backward[..., TO_DEVICE], each_R),
-                (to_host * backward[..., TO_HOST], (each_R + told_R) / 2),
+                (fetched * backward[..., TO_DEVICE], fetched_R),
+                (to_host * backward[..., TO_HOST], written_R),
             ]
         ),
         parameters_WR=weights.sum([(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), told_R)]),
@@ -231,6 +240,7 @@ class _Weights:
     def __init__(self, interference: Interference | None, ranges: RangeBounds) -> None:
         passes = zip(*(weights_of_passes(interference, across_nodes) for across_nodes in (False, True)), strict=True)
         self.forward, self.backward = (np.stack(of_nodes) for of_nodes in passes)
+        self.is_alone_W = ~self.backward[0].any(axis=1)
         self.is_across_R = ranges.is_across_R.astype(bool)
 
     def sum(self, terms: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
@@ -242,17 +252,21 @@ class _Weights:
 
 
 def stage_bounds(
-    found: PositionBounds, memory_limit: float, others: int, *, has_gradients: bool, bottleneck: float
+    found: PositionBounds, memory_limit: float, others: int, *, num_microbatches: int, bottleneck: float
 ) -> StageBounds:
     """Lower bounds of stages at a position with some microbatches in flight, up to a bottleneck time.
 
     Args:
         found: What has been prepared for the position.
         others: Other microbatches in flight around a backward.
-        has_gradients: Whether there are gradients already.
+        num_microbatches: With several there are gradients already, and one's of the input is on its way.
         bottleneck: The most steady seconds of a stage that are of interest.
     """
-    excess_R = found.needed_R - memory_limit + others * found.kept_R + has_gradients * found.gradients_R
+    excess_R = found.needed_R - memory_limit + others * found.kept_R
+    excess_R += (num_microbatches > 1) * (found.gradients_R + found.returned_R)
+    # If more microbatches follow one is received ahead.
+    ahead = num_microbatches >= others + 3
+    excess_R += ahead * found.received_R
     seconds_R = np.where(excess_R <= 0, found.steady_R, np.inf)
     steady_V = np.minimum.reduceat(seconds_R, found.begins_V) if len(seconds_R) else np.empty(0)
     if found.offload is not None:
@@ -262,7 +276,7 @@ def stage_bounds(
         )
         # By one pair of weights alone most of it is already known to be too slow.
         for weights in (slice(0, 1), slice(None)):
-            seconds_M = _offloaded(found, found.offload, excess_R[at_M], others, (weights, at_M))
+            seconds_M = _offloaded(found, found.offload, excess_R[at_M], (others, ahead), (weights, at_M))
             fast_M = (seconds_M <= bottleneck) & (seconds_M < steady_V[found.pair_R[at_M]])
             at_M, seconds_M = at_M[fast_M], seconds_M[fast_M]
         np.minimum.at(steady_V, found.pair_R[at_M], seconds_M)
@@ -271,18 +285,26 @@ def stage_bounds(
 
 
 def _offloaded(
-    found: PositionBounds, offload: OffloadBounds, excess_M: FloatArray, others: int, at_WM: tuple[slice, IntArray]
+    found: PositionBounds,
+    offload: OffloadBounds,
+    excess_M: FloatArray,
+    in_flight: tuple[int, int],
+    at_WM: tuple[slice, IntArray],
 ) -> FloatArray:
     """Lower bounds of ranges that have to free some bytes; infinite if offloading everything is too little.
 
     Args:
+        in_flight: Other microbatches in flight, and those that are received ahead.
         at_WM: Which pairs of weights count, and which ranges these are.
     """
-    at_M = at_WM[1]
+    at_M, (others, ahead) = at_WM[1], in_flight
     activations_M = others * offload.others_R[at_M] + offload.own_R[at_M]
     gradients_M, parameters_M = offload.gradients_R[at_M], offload.parameters_R[at_M]
     activations_WM = offload.activations_WR[at_WM]
     by_activations_WM = activations_WM / np.where(activations_M > 0, activations_M, np.inf)
+    # In the end as many gradients of inputs are on their way as there were others in flight.
+    drained_M = others * np.maximum(found.kept_R[at_M] - found.returned_R[at_M], 0.0) + offload.own_R[at_M]
+    activations_M = np.minimum(activations_M, drained_M + ahead * found.received_R[at_M])
     states = [(offload.gradients_WR[at_WM], gradients_M), (offload.parameters_WR[at_WM], parameters_M)]
 
     def seconds(copies_WM: FloatArray, freed_M: FloatArray) -> FloatArray:

@@ -119,11 +119,13 @@ class _Floors:
         candidates: StageCandidates,
         parts: OffloadParts,
         ratios: tuple[float, ...],
+        steady_B: FloatArray,
     ) -> "_Floors | None":
         """Those of the candidates of one slot; none of unlike devices, or if corrections multiply some terms only.
 
         Args:
             ratios: Those of parameters.
+            steady_B: Steady seconds with nothing offloaded.
         """
         if not isinstance(model, StageCostModel) or model.profile.corrections:
             return None
@@ -136,13 +138,19 @@ class _Floors:
         recomputed_B = again[1 + candidates.start_K + candidates.checkpointed_K] - again[1 + candidates.start_K]
         backward_B = backward[high_B] - backward[low_B] + recomputed_B
         in_WC, out_WC = backward_WC / rates.to_device, forward_WC / rates.to_host
+        forward_B = forward[high_B] - forward[low_B]
+        compute_WB = np.outer(forward_WC[:, COMPUTE], forward_B) + np.outer(backward_WC[:, COMPUTE], backward_B)
+        compute_WB -= _found_unsharded(model, slot, candidates)
+        # What a forward and a backward take by themselves, and transfers, in which nothing else is done.
+        zero_B, rest_B = candidates.zero_stage_K, np.maximum(steady_B - forward_B - backward_B, 0.0)
+        alone_B = np.where(zero_B >= ZeroStage.PARAMETERS, 0.0, backward_B + rest_B)
+        is_alone_W1 = ~backward_WC.any(axis=1, keepdims=True)
+        compute_WB += np.where(is_alone_W1, alone_B, rest_B * (zero_B < ZeroStage.GRADIENTS))
         forward_BH, backward_BH = _fetched(model.memory(slot).states, parts.host_parameters_BH, ratios, low_B, high_B)
         gradients_BG = parts.host_gradients_BG * (slot.num_microbatches > 1)
         activations_BGA = parts.host_activations_K.reshape(*gradients_BG.shape, -1)
         return cls(
-            compute_WB=np.outer(forward_WC[:, COMPUTE], forward[high_B] - forward[low_B])
-            + np.outer(backward_WC[:, COMPUTE], backward_B)
-            - _found_unsharded(model, slot, candidates),
+            compute_WB=compute_WB,
             parameters_WBH=np.multiply.outer(forward_WC[:, TO_DEVICE] / rates.to_device, forward_BH)
             + np.multiply.outer(in_WC[:, TO_DEVICE], backward_BH),
             gradients_WBG=np.multiply.outer(in_WC[:, TO_DEVICE], gradients_BG),
@@ -214,7 +222,8 @@ def feasible(
         for begin in range(0, len(index_U), at_once):
             candidates = table.candidates(index_U[begin : begin + at_once])
             parts = OffloadParts.of(model.memory(slot), slot, candidates, grid.each)
-            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters)
+            steady_U = table.steady_K[index_U[begin : begin + at_once]]
+            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters, steady_U)
             inside_B = np.flatnonzero((row_B >= begin) & (row_B < begin + at_once))
             for first in range(0, len(inside_B), most):
                 at_B = inside_B[first : first + most]

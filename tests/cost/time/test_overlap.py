@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.time.overlap import COMPUTE, TO_HOST, beyond_computing, concurrent_seconds, dual_weights
+from lightning_mist.cost.time.overlap import (
+    COMPUTE,
+    TO_HOST,
+    beyond_computing,
+    concurrent_seconds,
+    dual_weights,
+    weights_of_passes,
+)
 from lightning_mist.hardware.profile import seconds_together, speed_table
 from lightning_mist.hardware.profile.interference_model import CHANNELS, COEFFICIENTS, Channel, Interference
 from tests.tiers import examples
@@ -124,6 +131,20 @@ def test_loads_take_at_least_what_their_weights_say_together_or_one_after_the_ot
     parts = seconds_together(first, table) + seconds_together(then, table)
     assert (weights_CC @ (first + then) <= np.minimum(whole, parts) * (1 + 1e-9) + 1e-12).all()
     np.testing.assert_allclose(np.diag(weights_CC), 1.0)
+
+
+@settings(max_examples=examples(60))
+@given(MACHINES, st.booleans(), st.lists(st.floats(0, 10, allow_subnormal=False), min_size=8, max_size=8))
+def test_a_forward_and_a_backward_take_at_least_what_a_pair_of_weights_says(machine, across, numbers):
+    forward, backward = np.array(numbers).reshape(2, len(CHANNELS), 1)
+    first, then = (float(concurrent_seconds(*loads, machine, across)[0]) for loads in (forward, backward))
+    alone = float(concurrent_seconds(backward[COMPUTE], np.zeros(1), np.zeros(1), np.zeros(1), machine, across)[0])
+    weights, is_told = weights_of_passes(machine, across), 0
+    for own, other in zip(*weights, strict=True):
+        least = float(own @ forward[:, 0] + other @ backward[:, 0]) + (0.0 if other.any() else alone)
+        assert least <= (first + then) * (1 + 1e-9) + 1e-12
+        is_told += not other.any()
+    assert is_told == 2
 
 
 @pytest.mark.parametrize("machine", [None, TURNS])

@@ -67,10 +67,34 @@ def test_a_stage_whose_layers_are_all_recomputed_needs_room_for_one_of_them():
     assert recomputed > plain[0]
 
 
-def test_only_the_first_stage_receives_nothing():
+def test_only_the_first_stage_receives_and_returns_nothing():
     found = bounds_of(spec(4))
-    assert not found.received_XR[0].any()
-    assert (found.received_XR[1:] > 0).all()
+    for values_XR in (found.received_XR, found.returned_XR):
+        assert not values_XR[0].any()
+        assert (values_XR[1:] > 0).all()
+
+
+def test_gradients_that_are_dealt_out_are_under_way_beside_the_next_backward():
+    network = spec(4)
+    table, found = StageCostModel(network, profile(), cluster(4)).whole.holdings.table, bounds_of(network)
+    here = (found.devices_R == 2) & (found.layers_R == 3)
+    none, shared, all_shared = np.split(found.always_XR[:, here], 3, axis=1)
+    assert (none[0] == none[1]).all()
+    # Those of the head under a first stage, of a layer under others; beside what makes them.
+    head, layer = table.trained_R[:2]
+    assert (shared[0] - shared[1] == head - layer).all()
+    assert (shared[1] - none[1] >= layer).all()
+    assert (shared == all_shared).all()
+
+
+def test_freeing_gradients_copies_more_of_them_than_it_frees():
+    found = bounds_of(spec(6), checkpointing=False, offload=OFFLOADED)
+    here = (found.devices_R == 1) & (found.layers_R == 4)
+    # All four layers' are fetched; two buffers and the largest that is added to stay.
+    layer, single = 40_400, 40_000
+    assert found.least_gradients_XR[1, here] == 2 * layer + single
+    assert found.fetched_gradients_XR[1, here] == pytest.approx(4 * layer / (2 * layer - single))
+    assert found.written_gradients_XR[1, here] == pytest.approx(3 * layer / (2 * layer - single))
 
 
 def test_what_cannot_hide_behind_computing_is_counted():

@@ -60,7 +60,7 @@ def prepared(found, maker, microbatches, position, kinds, bottleneck=np.inf):
 
 def bounds_in(found, limit, behind, microbatches, bottleneck=np.inf):
     others = in_flight("1f1b", behind, microbatches)
-    return stage_bounds(found, limit, others, has_gradients=microbatches > 1, bottleneck=bottleneck)
+    return stage_bounds(found, limit, others, num_microbatches=microbatches, bottleneck=bottleneck)
 
 
 def position_of(index, count):
@@ -142,10 +142,16 @@ def test_no_more_microbatches_are_in_flight_than_the_schedule_says_and_hardly_fe
                 backwards = [phase for phase in phases if phase.kind == "backward"]
                 others = max((phase.others for phase in backwards), default=0)
                 assert found <= others < found * 1.25 + 1
-                # The own one and so many others have been received, too.
-                received = max((phase.received for phase in backwards if phase.others >= found), default=0)
-                assert not index or not backwards or received > found
                 assert bool(backwards) == (microbatches > 1)
+                if not index or not backwards:
+                    continue
+                # The own one and so many others have been received, too, and one ahead if there are as many again.
+                ahead = microbatches >= found + 3
+                received = [phase.received for phase in backwards if phase.others >= found]
+                assert max(received) > found + ahead or others > found
+                # One gradient is on its way at least, and in the end one for each that was in flight.
+                assert all(phase.sent_gradients for phase in backwards)
+                assert any(not phase.others and phase.sent_gradients > found for phase in backwards)
 
 
 @settings(max_examples=examples(60))
