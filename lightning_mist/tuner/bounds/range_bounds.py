@@ -20,11 +20,18 @@ import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.cost.memory import BUFFERS
-from lightning_mist.cost.time import Beside, shard_nodes, transfers
+from lightning_mist.cost.time import (
+    Beside,
+    beyond_computing,
+    bucketed_seconds,
+    interference_of,
+    shard_nodes,
+    step_seconds_once,
+    transfers,
+)
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
-from lightning_mist.tuner.bounds.boundary_bounds import least_once
+from lightning_mist.tuner.bounds.held_bounds import HeldBounds
 from lightning_mist.tuner.bounds.region_sums import edges, of_layers
 from lightning_mist.tuner.candidates import OUTERMOST, ROOM
 from lightning_mist.tuner.space import Shape, Space, layer_classes
@@ -41,12 +48,6 @@ SlotOf = Callable[[int, int, int, Shape, Parts], StageSlot]
 POSITIONS: tuple[Position, ...] = ("first", "middle", "last")
 """Positions, in the order of axis ``X``."""
 
-SINCE = {"parameters": ZeroStage.PARAMETERS, "gradients": ZeroStage.GRADIENTS, "optimizer": ZeroStage.OPTIMIZER}
-"""The ZeRO stage from which on ranks have a part each."""
-
-MOST_DEALT = 48
-"""Layers whose parameters are dealt out to ranks to know what each has: every number of them takes as long again."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeBounds(ArrayRecord):
@@ -57,7 +58,7 @@ class RangeBounds(ArrayRecord):
         forward_network_R: Exchanging among ranks with the same parameters beside a forward.
         outer_R: The part of both that the outermost units may not take.
         exposed_XR: What both take beyond computing, with nothing copied beside them.
-        once_XR: What is done once per batch (:mod:`lightning_mist.tuner.bounds.boundary_bounds`).
+        once_XR: What is done once per batch.
         deferred_XR: The same where the optimizer's step may happen in the next forward.
         activations_R: What a microbatch keeps until its backward.
         kept_R: The same when its output has gone.
@@ -165,12 +166,6 @@ def _no_ranges() -> RangeBounds:
     return RangeBounds(**(empty | numbers))
 
 
-def buffered_share(layers_K: IntArray) -> FloatArray:
-    """The share of all that units offload that two buffers take; the head or the tail is one more; axes ``XK``."""
-    share_XK: FloatArray = np.minimum(1.0, BUFFERS / (layers_K + np.array([[1], [0], [1]])))
-    return share_XK
-
-
 def slots_of(space: Space, slot_of: SlotOf, num_microbatches: int, parts: Parts = ()) -> tuple[StageSlot, ...]:
     """A slot of a pipeline for every arrangement of devices that leaves some to other stages.
 
@@ -210,8 +205,7 @@ class _Arranged:
         are_alike: bool,
     ) -> None:
         self.model, self.space, self.slot, self.neighbours = model, space, slot, neighbours
-        self.are_alike, self.memory = are_alike, model.memory(slot)
-        self.holdings, self.degree = self.memory.holdings, slot.shard_degree
+        self.holdings, self.degree = model.memory(slot).holdings, slot.shard_degree
         self.nodes = shard_nodes(model.cluster, slot)
         self.compute = model.region_seconds(*slot.computed)
         both_L, again_L = map(of_layers, (self.compute.forward_R + self.compute.backward_R, self.compute.recompute_R))
@@ -222,6 +216,14 @@ class _Arranged:
         in_time_K = both_L[layers_K] + again_L[recomputed_K] <= left_L[layers_K]
         self.layers_K, self.recomputed_K = layers_K[in_time_K], recomputed_K[in_time_K]
         self.corrected = _corrected(model)
+        self.held = HeldBounds(
+            memory=model.memory(slot),
+            slot=slot,
+            space=space,
+            layers_K=self.layers_K,
+            recomputed_K=self.recomputed_K,
+            are_alike=are_alike,
+        )
 
     def of_any_zero(self) -> dict[str, Any]:
         """What :class:`RangeBounds` has of them under any ZeRO stage."""
@@ -232,10 +234,8 @@ class _Arranged:
             "forward_XR": self._summed(self.compute.forward_R),
             "backward_XR": self._summed(self.compute.backward_R) + self._again(),
             "transfer_XR": np.repeat(self._transferred()[:, None], count, axis=1),
-            "received_XR": np.repeat(self._received()[:, None], count, axis=1),
-            "returned_XR": np.repeat(self._returned()[:, None], count, axis=1),
             "is_across_R": np.full(count, self.nodes > 1),
-            **self._activations(),
+            **self.held.of_any_zero(),
         }
 
     def of_zero(self, zero_stage: int, counted: Collection[int]) -> dict[str, Any]:
@@ -250,14 +250,13 @@ class _Arranged:
         )
         backward_XK = self._summed(self.compute.backward_R) + self._again()
         forward_XK = self._summed(self.compute.forward_R)
-        once_XK, deferred_XK = least_once(self.model, self.slot, counted, self._trained(), forward_XK, backward_XK)
+        once_XK, deferred_XK = _least_once(self.model, self.slot, counted, self.held.trained(), forward_XK, backward_XK)
         return {
             "is_told_R": np.full(len(self.layers_K), is_told),
             "once_XR": once_XK,
             "deferred_XR": deferred_XK,
-            "always_XR": self._always(zero_stage),
             **self._exchanged(zero_stage),
-            **self._states(zero_stage),
+            **self.held.of_zero(zero_stage),
         }
 
     def _summed(self, values_R: FloatArray) -> FloatArray:
@@ -269,12 +268,6 @@ class _Arranged:
         """Seconds of forwards that are repeated."""
         again_K: FloatArray = of_layers(self.compute.recompute_R)[self.recomputed_K]
         return again_K
-
-    def _trained(self) -> FloatArray:
-        """Bytes of trained parameters, with axes ``XK``."""
-        table = self.holdings.table
-        trained_XK: FloatArray = edges(table.trained_R)[:, None] + of_layers(table.single_R)[self.layers_K]
-        return trained_XK
 
     def _transferred(self) -> FloatArray:
         """Seconds of receiving what comes from the neighbours, over any cut, with axis ``X``."""
@@ -326,110 +319,55 @@ class _Arranged:
         exposed_XK: FloatArray = np.array([float(lowest_R[0]), lowest, lowest])[:, None] + inside_K
         return exposed_XK
 
-    def _received(self) -> FloatArray:
-        """Bytes of what comes from the stage before, over any cut, with axis ``X``."""
-        cuts_B = self.memory.costs(self.slot.rows).boundary_B[1:-1]
-        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
 
-    def _returned(self) -> FloatArray:
-        """Bytes of the gradient that goes to the stage before, over any cut, with axis ``X``."""
-        cuts_B = self.memory.costs(self.slot.rows).gradient_boundary_B[1:-1]
-        return np.array([0.0, 1.0, 1.0]) * (cuts_B.min() if len(cuts_B) else 0.0)
+def _least_once(
+    model: StageCostModel,
+    slot: StageSlot,
+    zero_stages: Collection[int],
+    trained_XK: FloatArray,
+    forward_XK: FloatArray,
+    backward_XK: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds that a batch takes once, beyond a microbatch in the middle of it.
 
-    def _always(self, zero_stage: int) -> FloatArray:
-        """Bytes that are there whatever is offloaded where a backward begins, with axes ``XK``.
+    Counted are the optimizer's step, averaging gradients, and giving out updated parameters. Where state is offloaded
+    the step may happen in the next first forward, beside which parameters are given out. With ``C`` the seconds of two
+    loads that run together, ``f`` and ``b`` computing a forward and a backward, ``o`` the update, ``m`` averaging
+    gradients and ``e`` giving out parameters, steady and boundary time together are at least
 
-        Where gradients are dealt out every backward makes them anew, unless all are one unit, and those of the stage's
-        first unit, which the backward before has made last, are still under way.
-        """
-        costs, trained_R = self.memory.costs(self.slot.rows), self.holdings.table.trained_R
-        is_dealt = self.degree > 1 and zero_stage >= ZeroStage.GRADIENTS
-        is_anew = is_dealt and not self.holdings.is_one_unit
-        plain_R = costs.first_backward_peak_R if is_anew else costs.backward_peak_R
-        again_R = costs.first_recompute_backward_peak_R if is_anew else costs.recompute_backward_peak_R
-        # Where all layers are recomputed so is the last, which runs first, behind the tail.
-        layer_K = np.where(self.recomputed_K < self.layers_K, plain_R[1:-1].min(), again_R[1:-1].min())
-        tail = float(costs.saved_R[-1] + min(plain_R[-1], again_R[-1]))
-        under_way_X = np.array([trained_R[0], *[trained_R[1:-1].min()] * 2])
-        under_way_X *= is_dealt and self.slot.num_microbatches > 1
-        always_XK: FloatArray = np.stack([layer_K, layer_K, np.full_like(layer_K, tail)]) + under_way_X[:, None]
-        always_XK[2] = np.maximum(always_XK[2], layer_K)
-        always_XK += self.memory.spec.buffer_bytes
-        return always_XK
+        C(f + o, e) + C(b, m)  =  f + b + o + beyond(f + o, e) + beyond(b, m),
 
-    def _activations(self) -> dict[str, FloatArray]:
-        """Bytes of what microbatches keep for backward."""
-        costs, layers_K, recomputed_K = self.memory.costs(self.slot.rows), self.layers_K, self.recomputed_K
-        plain_L, inputs_L = of_layers(costs.saved_R), of_layers(costs.checkpointed_saved_R)
-        activations_K = plain_L[layers_K - recomputed_K] + inputs_L[recomputed_K]
-        handed = float(max(costs.handed_R.max(), costs.checkpointed_handed_R.max()))
-        top_K = np.where(recomputed_K < layers_K, plain_L[1], inputs_L[1])
-        # The one below the top is recomputed if all but the top, or all, are.
-        below_K = np.where(recomputed_K >= layers_K - 1, inputs_L[1], plain_L[1]) * (layers_K > 1)
-        return {
-            "activations_R": activations_K,
-            "kept_R": np.maximum(activations_K - handed, 0.0),
-            "top_R": top_K,
-            "top_two_R": np.minimum(top_K + below_K, activations_K),
-        }
+    whatever is copied. ``C`` grows with each load, so that it may be taken of the least that each can be.
 
-    def _states(self, zero_stage: int) -> dict[str, FloatArray]:
-        """Bytes of parameters, gradients and optimizer state of the rank that has most where a backward begins.
+    Args:
+        zero_stages: ZeRO stages of which the least counts.
+        trained_XK: Bytes of trained parameters that ranges hold at least.
+        forward_XK: Seconds of computing a forward, at least.
+        backward_XK: The same of a backward, with what it recomputes.
 
-        Under ZeRO-3 others' parameters of the region at hand and of that below are there, of which some rank lacks at
-        least the mean.
-        """
-        table, state = self.holdings.table, self.memory.spec.optimizer.state_bytes_per_parameter_byte
-        held_XK = self._trained()
-
-        def share(since: ZeroStage) -> float:
-            return 1 / self.degree if zero_stage >= since else 1.0
-
-        layer = float(table.used_R[1:-1].min())
-        # The tail and the layer below may use the same parameters.
-        units_XK = 1 + np.outer([1, 1, 0], self.layers_K > 1)
-        away_XK = layer * units_XK * (1 - share(ZeroStage.PARAMETERS))
-        found = {
-            "parameters": held_XK * share(ZeroStage.PARAMETERS),
-            "gradients": held_XK * share(ZeroStage.GRADIENTS),
-            "optimizer": held_XK * share(ZeroStage.OPTIMIZER),
-        }
-        stays = {name: self._stays(name, zero_stage, value_XK) for name, value_XK in found.items()}
-        return {
-            "parameters_XR": found["parameters"] + away_XK,
-            "gradients_XR": found["gradients"],
-            "optimizer_XR": state * found["optimizer"],
-            "least_parameters_XR": stays["parameters"][0] + away_XK,
-            "least_gradients_XR": stays["gradients"][0],
-            "least_optimizer_XR": state * stays["optimizer"][0],
-            "fetched_gradients_XR": stays["gradients"][1],
-            "written_gradients_XR": stays["gradients"][2],
-        }
-
-    def _stays(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
-        """Of parameters that a kind of state has, the bytes that stay on the device with any ratio, with buffers.
-
-        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit. Behind
-        them are the bytes that are fetched for every one that is freed, and those that are written back; axes ``YXK``.
-        """
-        share_XK, fetched = buffered_share(self.layers_K), np.ones_like(held_XK)
-        if kind not in self.space.search.offloaded:
-            return np.stack([held_XK, fetched, fetched])
-        # Of ``n`` units one part at most is not waited for, and two stay.
-        fetched = np.divide(1.0, 1.0 - share_XK, out=fetched, where=share_XK < 1)
-        found_YXK = np.stack([held_XK * share_XK, fetched, (1.0 + fetched) / 2])
-        if self.are_alike:
-            ranks, ratios = self.degree if zero_stage >= SINCE[kind] else 1, (0.0, *self.space.offload_ratios)
-            at_J = np.flatnonzero(self.layers_K <= MOST_DEALT)
-            known_YXJ = self.memory.states.least_held(
-                self.layers_K[at_J],
-                ratios,
-                ranks,
-                BUFFERS,
-                trained=kind != "parameters",
-                is_summed=kind == "gradients",
-            )
-            found_YXK[0, :, at_J] = known_YXJ[0].T
-            if ranks == 1:  # Which rank copies most of what is dealt out is another question.
-                found_YXK[1:, :, at_J] = np.maximum(found_YXK[1:, :, at_J], known_YXJ[1:])
-        return found_YXK
+    Returns:
+        Them with the step behind the last backward, and with the step in the next forward.
+    """
+    if model.profile.corrections:
+        # Runs have corrected each term by itself.
+        return np.zeros_like(trained_XK), np.zeros_like(trained_XK)
+    machine, degree = (model.profile, model.cluster), slot.shard_degree
+    across = shard_nodes(model.cluster, slot) > 1
+    beside = interference_of(*machine), across
+    found = []
+    for zero_stage in zero_stages:
+        shares = zero_stage >= ZeroStage.OPTIMIZER and degree > 1
+        reduces, gives = shares and zero_stage >= ZeroStage.GRADIENTS, shares and zero_stage < ZeroStage.PARAMETERS
+        owned_XK, none_XK = trained_XK / (degree if shares else 1), np.zeros_like(trained_XK)
+        flags = np.full(trained_XK.shape, reduces), np.full(trained_XK.shape, gives)
+        update_XK = step_seconds_once(machine, model.spec, slot, (trained_XK, none_XK, owned_XK), flags)
+        averaged_XK = given_XK = none_XK
+        if degree > 1 and not reduces:
+            operation, messages = ("reduce", degree) if shares else ("all_reduce", 1)
+            averaged_XK = bucketed_seconds(machine, slot, operation, trained_XK, messages)
+        if gives:
+            given_XK = bucketed_seconds(machine, slot, "broadcast", trained_XK, degree)
+        both_XK = update_XK + beyond_computing(backward_XK, averaged_XK, *beside)
+        found.append((both_XK + given_XK, both_XK + beyond_computing(forward_XK + update_XK, given_XK, *beside)))
+    behind, inside = (np.min(items, axis=0) for items in zip(*found, strict=True))
+    return behind, inside
