@@ -195,8 +195,9 @@ def main() -> None:
                 runs = [session_of(case, spaces()[name], PRECISIONS[precision]) for _ in range(options.repeats)]
                 samples.append(sample_of(case, precision, name, runs))
                 print(samples[-1], flush=True)
+    many = f"Medians of {options.repeats} processes, greatest memory of them"
     notes = (
-        f"Medians of {options.repeats} processes, greatest memory of them; 2048 tokens per row (4096 of llama-70b), "
+        f"{many if options.repeats > 1 else 'One process each'}; 2048 tokens per row (4096 of llama-70b), "
         f"AdamW, all devices' memory allowed, of which the planner uses {USABLE_MEMORY:.0%}. Precision: masters is "
         f"bf16-true with fp32 master weights. Offload: what may be; {_defaults()}; beside masters activations only. "
         f"Processor: what the search computed. Asked again with {LESS_MEMORY:.0%} and {MORE_MEMORY:.0%} of the memory "
