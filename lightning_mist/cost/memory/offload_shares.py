@@ -169,33 +169,26 @@ class StateShares:
         trained: bool,
         is_summed: bool = False,
     ) -> FloatArray:
-        """Of so many layers in front, in the middle and at the end, what stays with any ratio and what freeing copies.
+        """Bytes that stay with any ratio, of so many layers in front, in the middle and at the end.
 
         Args:
             layers_K: Numbers of layers, which have to be alike.
-            values: Ratios, none first.
             buffers: How many there are beside it, of the largest offloaded part of a unit.
             is_summed: Whether the largest offloaded parameter is there once more, to be added to.
 
         Returns:
-            The least bytes that stay; how many are offloaded for every one that is freed, at least, and how many of
-            these are not of the largest unit. The second axis is for the three places.
+            The least of each, with a first axis for the three places.
         """
-        spec, count = self._holdings.spec, self._holdings.spec.num_layers
-        key = values, ranks, buffers, trained, is_summed
-        found_YXL = self._least.setdefault(key, np.full((3, 3, count), np.nan))
-        new_L = np.unique(layers_K[np.isnan(found_YXL[0, 0, layers_K])])
+        spec, key = self._holdings.spec, (values, ranks, buffers, trained, is_summed)
+        found_XL = self._least.setdefault(key, np.full((3, spec.num_layers), np.nan))
+        new_L = np.unique(layers_K[np.isnan(found_XL[0, layers_K])])
         if len(new_L):
-            start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, count - new_L])
+            start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, spec.num_layers - new_L])
             ranges = covered(spec, start_K, start_K + np.tile(new_L, 3))
-            resident_KV, offloaded_KV, largest_KV, _, single_KV = self._of_ranks(*ranges, ranks, values, trained)
+            resident_KV, _, largest_KV, _, single_KV = self._of_ranks(*ranges, ranks, values, trained)
             held_KV = resident_KV + buffers * largest_KV + is_summed * single_KV
-            freed_KV = held_KV[:, :1] - held_KV
-            copied_YKV = np.stack([offloaded_KV, offloaded_KV - largest_KV])
-            each_YKV = np.where(freed_KV > 0, copied_YKV / np.where(freed_KV > 0, freed_KV, 1.0), np.inf)
-            found_YK = np.stack([held_KV.min(axis=1), *each_YKV.min(axis=2)])
-            found_YXL[:, :, new_L] = found_YK.reshape(3, 3, -1)
-        return found_YXL[:, :, layers_K]
+            found_XL[:, new_L] = held_KV.min(axis=1).reshape(3, -1)
+        return found_XL[:, layers_K]
 
     def _of_ranks(
         self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool

@@ -1,6 +1,6 @@
 """Lower bounds of what ranges of layers hold: activations, transfers, parameters, gradients and optimizer state.
 
-Axes are as in :mod:`lightning_mist.tuner.bounds.range_bounds`; ``Y`` is one figure after another.
+Axes are as in :mod:`lightning_mist.tuner.bounds.range_bounds`.
 """
 
 from dataclasses import dataclass
@@ -124,45 +124,35 @@ class HeldBounds:
             "gradients": held_XK * share(ZeroStage.GRADIENTS),
             "optimizer": held_XK * share(ZeroStage.OPTIMIZER),
         }
-        stays = {name: self._stays(name, zero_stage, value_XK) for name, value_XK in found.items()}
+        least = {name: self._least(name, zero_stage, value_XK) for name, value_XK in found.items()}
         return {
             "parameters_XR": found["parameters"] + away_XK,
             "gradients_XR": found["gradients"],
             "optimizer_XR": state * found["optimizer"],
-            "least_parameters_XR": stays["parameters"][0] + away_XK,
-            "least_gradients_XR": stays["gradients"][0],
-            "least_optimizer_XR": state * stays["optimizer"][0],
-            "fetched_gradients_XR": stays["gradients"][1],
-            "written_gradients_XR": stays["gradients"][2],
+            "least_parameters_XR": least["parameters"] + away_XK,
+            "least_gradients_XR": least["gradients"],
+            "least_optimizer_XR": state * least["optimizer"],
         }
 
-    def _stays(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
-        """Of parameters that a kind of state has, the bytes that stay on the device with any ratio, with buffers.
+    def _least(self, kind: str, zero_stage: int, held_XK: FloatArray) -> FloatArray:
+        """Bytes of parameters that a kind of state leaves on the device with any ratio, with its buffers; axes ``XK``.
 
-        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit. Behind
-        them are the bytes that are fetched for every one that is freed, and those that are written back; axes ``YXK``.
+        Of layers that are not alike, or too many, buffers are no smaller than what the mean rank has of a unit.
         """
-        share_XK, fetched = buffered_share(self.layers_K), np.ones_like(held_XK)
         if kind not in self.space.search.offloaded:
-            return np.stack([held_XK, fetched, fetched])
-        # Of ``n`` units one part at most is not waited for, and two stay.
-        fetched = np.divide(1.0, 1.0 - share_XK, out=fetched, where=share_XK < 1)
-        found_YXK = np.stack([held_XK * share_XK, fetched, (1.0 + fetched) / 2])
+            return held_XK
+        least_XK = held_XK * buffered_share(self.layers_K)
         if self.are_alike:
-            ranks = self.slot.shard_degree if zero_stage >= SINCE[kind] else 1
-            at_J = np.flatnonzero(self.layers_K <= MOST_DEALT)
-            known_YXJ = self.memory.states.least_held(
+            at_J = self.layers_K <= MOST_DEALT
+            least_XK[:, at_J] = self.memory.states.least_held(
                 self.layers_K[at_J],
                 (0.0, *self.space.offload_ratios),
-                ranks,
+                self.slot.shard_degree if zero_stage >= SINCE[kind] else 1,
                 BUFFERS,
                 trained=kind != "parameters",
                 is_summed=kind == "gradients",
             )
-            found_YXK[0, :, at_J] = known_YXJ[0].T
-            if ranks == 1:  # Which rank copies most of what is dealt out is another question.
-                found_YXK[1:, :, at_J] = np.maximum(found_YXK[1:, :, at_J], known_YXJ[1:])
-        return found_YXK
+        return least_XK
 
 
 def buffered_share(layers_K: IntArray) -> FloatArray:

@@ -65,7 +65,6 @@ class RangeBounds(ArrayRecord):
         top_R: The part of it that the last layer keeps.
         top_two_R: The part that the last two layers keep.
         least_parameters_XR: What of them stays whatever is offloaded, buffers included; so of gradients and state.
-        fetched_gradients_XR: Bytes of gradients that are fetched for every one that is freed; so of those written back.
         received_XR: What is received of every microbatch, and stays as long as that is in flight.
         returned_XR: The gradient of it, which is sent back.
         always_XR: What is there whatever is offloaded: with temporaries of the first backward of a region.
@@ -96,8 +95,6 @@ class RangeBounds(ArrayRecord):
     least_parameters_XR: FloatArray
     least_gradients_XR: FloatArray
     least_optimizer_XR: FloatArray
-    fetched_gradients_XR: FloatArray
-    written_gradients_XR: FloatArray
     received_XR: FloatArray
     returned_XR: FloatArray
     always_XR: FloatArray

@@ -39,6 +39,7 @@ from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
 from lightning_mist.cost.time import COMPUTE, NETWORK, TO_DEVICE, TO_HOST, CopyRates, weights_of_passes
 from lightning_mist.hardware import Interference
 from lightning_mist.plan import ScheduleName
+from lightning_mist.tuner.bounds.held_bounds import buffered_share
 from lightning_mist.tuner.bounds.range_bounds import POSITIONS, Position, RangeBounds
 
 _TOLD_APART = 3
@@ -204,15 +205,14 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
     assert setting.rates is not None
     to_device, to_host = 1 / setting.rates.to_device, 1 / setting.rates.to_host
     at, may = POSITIONS.index(position), setting.kinds.__contains__
+    free_R = 1 - buffered_share(ranges.layers_R)[at]
     forward, backward, alone = weights.forward, weights.backward, np.ones(weights.forward.shape[:2])
     # Behind the last layer of a stage without the tail nothing is computed.
     alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
     own_R = np.maximum(ranges.activations_R - (0.0 if position == "last" else ranges.top_two_R), 0.0)
-    told_R = ranges.is_told_R.astype(np.float64)
-    fetched_R, written_R = (
-        told_R * np.where(values_XR[at] < np.inf, values_XR[at], 0.0)
-        for values_XR in (ranges.fetched_gradients_XR, ranges.written_gradients_XR)
-    )
+    told_R = (ranges.is_told_R & (free_R > 0)).astype(np.float64)
+    # What frees nothing has no price. Of ``n`` units' gradients one part at most is not waited for, and two stay.
+    each_R = told_R / np.where(free_R > 0, free_R, 1.0)
     fetched = to_device * (setting.num_microbatches > 1)
     around = forward[..., TO_HOST] * to_host + backward[..., TO_DEVICE] * to_device
     copied_R = ranges.is_told_R * (ranges.activations_R - alone_R)
@@ -225,8 +225,8 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
         activations_WR=weights.sum([(around, copied_R), ((to_host + to_device) * alone, ranges.is_told_R * alone_R)]),
         gradients_WR=weights.sum(
             [
-                (fetched * backward[..., TO_DEVICE], fetched_R),
-                (to_host * backward[..., TO_HOST], written_R),
+                (fetched * backward[..., TO_DEVICE], each_R),
+                (to_host * backward[..., TO_HOST], (each_R + told_R) / 2),
             ]
         ),
         parameters_WR=weights.sum([(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), told_R)]),
