@@ -11,7 +11,6 @@ from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, from_
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
-from lightning_mist.tuner.search import near_optimal
 from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -115,7 +114,6 @@ def test_less_memory_is_never_faster_in_closed_form():
 
 
 def test_of_the_best_by_the_closed_form_the_fastest_on_the_clock_is_chosen(monkeypatch):
-    monkeypatch.setattr(near_optimal, "COMPARED", 1.25)
     network = spec(4, tied=True, measured=True)
     found = search(network, rows=32)
     assert found.predicted.step_seconds <= min(item.predicted.step_seconds for item in found.alternatives)
@@ -187,8 +185,7 @@ def test_slow_links_favour_stages_and_small_memory_favours_recomputation():
     assert 0 < tight.plan.stages[0].checkpointing.layers < 8
 
 
-def test_explains_itself(monkeypatch):
-    monkeypatch.setattr(near_optimal, "COMPARED", 1.25)
+def test_explains_itself():
     found = search(spec(4, tied=True, measured=True), rows=32)
     lines = found.explain()
     assert "no plan of the search space is faster by the closed form of the cost model" in lines[0]

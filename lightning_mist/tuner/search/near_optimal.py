@@ -10,7 +10,7 @@ from lightning_mist.tuner.inter_stage import Incumbent, Pipeline
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 from lightning_mist.tuner.space import Space
 
-COMPARED = 1.1
+COMPARED = 1.25
 """Multiple of the best plan's seconds below which other numbers of stages are searched for theirs."""
 
 MOST_NEAR = 12

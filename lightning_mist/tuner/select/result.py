@@ -85,7 +85,7 @@ class TuneResult:
         predicted: Predicted seconds and bytes of the plan.
         alternatives: The best plans of other numbers of stages, fastest first: of those that take at most 5 %
             longer by the closed form than the best of all, with state in host memory at most 2 %, and of a single
-            stage, half as many, one less, one more and twice as many, where they take at most a tenth longer with
+            stage, half as many, one less, one more and twice as many, where they take at most a quarter longer with
             all state resident. The fastest half dozen are kept, and the best of a single stage.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:

@@ -8,7 +8,6 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.inter_stage import InterStageProblem
-from lightning_mist.tuner.search import near_optimal
 from lightning_mist.tuner.select import simplest_plan as simplest
 from lightning_mist.tuner.select.selection import clocked, ending_sooner, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import simplicity, techniques
@@ -26,8 +25,7 @@ def tuned(memory=10**9, rows=4, **changes):
     return planner.tune(global_batch_size=4 * rows, memory_limit=memory, search=search)
 
 
-def test_the_fastest_on_the_clock_is_chosen_and_the_others_are_alternatives(monkeypatch):
-    monkeypatch.setattr(near_optimal, "COMPARED", 1.25)
+def test_the_fastest_on_the_clock_is_chosen_and_the_others_are_alternatives():
     found = tuned(rows=32)
     others = [item.predicted.step_seconds for item in found.alternatives]
     assert others == sorted(others)
