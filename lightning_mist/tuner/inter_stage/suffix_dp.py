@@ -313,18 +313,17 @@ class Suffixes:
         """Put a stage in front of all suffixes."""
         best_J = np.full(len(behind_J), np.inf)
         for some, at_J, source_CJ in sources:
-            # No source is out of bounds, and looking for one takes as long again.
-            sum_CJ = behind_J.take(source_CJ, mode="clip")
+            behind_CJ = behind_J.take(source_CJ)
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
             else:
                 row_J = states.row_J[at_J]
                 steady_CJ, reach_CJ = some.steady_CR[:, row_J], some.reach_CR[:, row_J]
                 steady_CJ = np.where(steady_CJ <= bottleneck, steady_CJ, np.inf)
-            is_over_CJ = None if cap is None else sum_CJ + reach_CJ > cap
-            sum_CJ += steady_CJ
-            if is_over_CJ is not None:
-                np.copyto(sum_CJ, np.inf, where=is_over_CJ)
+            sum_CJ = steady_CJ + behind_CJ
+            if cap is not None:
+                behind_CJ += reach_CJ
+                np.copyto(sum_CJ, np.inf, where=behind_CJ > cap)
             best_J[at_J] = np.minimum(best_J[at_J], sum_CJ.min(axis=0, initial=np.inf))
         return best_J
 
