@@ -10,8 +10,7 @@ def collector_paused() -> Iterator[None]:
     """Collect no cyclic garbage in the enclosed block, or the decorated function.
 
     A search makes millions of small objects and hardly a cycle of them, and the collector goes through all that are
-    alive whenever their number has grown by a part: this was a sixth of the longest searches. What no cycle holds is
-    freed as always.
+    alive whenever their number has grown by a part. What no cycle holds is freed as always.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: With code 2 after an error in the arguments, the files, or the plan asked for; with code 1 after one
             of the user's own code.
     """
-    # What is alive when the process ends goes with it: looking for cycles among it takes a fifth of a second.
+    # What is alive when the process ends goes with it: looking for cycles among all that takes long.
     atexit.register(gc.freeze)
     parser = _parser()
     chosen = parser.parse_args(_settled(sys.argv[1:] if arguments is None else arguments))

@@ -1,8 +1,8 @@
 """Lower bounds of what ranges of layers compute, exchange and hold, whatever layers they are.
 
 Of ``l`` layers the least sum over any ``l`` that follow each other counts, so that one entry stands for all of them.
-What is left out is never negative: temporaries but for those of the first backward, buffers of transfers, what
-parameters that several regions use need. Batches are left out too.
+What is left out is never negative: temporaries but for those of the first backward, buffers of outputs, what parameters
+that several regions use need. Batches are left out too.
 
 Array axes
     L  layers; lengths of ranges ``0 .. L``
@@ -67,7 +67,8 @@ class RangeBounds(ArrayRecord):
         least_parameters_XR: What of them stays whatever is offloaded, buffers included; so of gradients and state.
         received_XR: What is received of every microbatch, and stays as long as that is in flight.
         returned_XR: The gradient of it, which is sent back.
-        always_XR: What is there whatever is offloaded: with temporaries of the first backward of a region.
+        always_XR: What is there whatever is offloaded: temporaries of the first backward of a region, and what
+            gradients of the backward before it are under way.
         is_told_R: Whether it can be told what copies take.
         is_across_R: Whether ranks with the same parameters are on several nodes.
     """

@@ -102,7 +102,8 @@ class PositionBounds:
         steady_R: Seconds of a microbatch, with its transfers, with nothing offloaded.
         needed_R: Bytes around a backward without gradients of which nobody but the own microbatch is in flight, and
             without what offloading optimizer state frees.
-        kept_R: Bytes that every other microbatch in flight adds.
+        kept_R: Bytes that every other microbatch in flight adds, what is received of it included.
+        received_R: That alone; the gradient that goes back for it is ``returned_R``.
         loads_WR: Weighted seconds of what is not copied.
         offload: What may be offloaded, if anything but optimizer state may.
     """
@@ -288,16 +289,16 @@ def _offloaded(
     found: PositionBounds,
     offload: OffloadBounds,
     excess_M: FloatArray,
-    in_flight: tuple[int, int],
+    counts: tuple[int, int],
     at_WM: tuple[slice, IntArray],
 ) -> FloatArray:
     """Lower bounds of ranges that have to free some bytes; infinite if offloading everything is too little.
 
     Args:
-        in_flight: Other microbatches in flight, and those that are received ahead.
+        counts: Other microbatches in flight, and those that are received ahead.
         at_WM: Which pairs of weights count, and which ranges these are.
     """
-    at_M, (others, ahead) = at_WM[1], in_flight
+    at_M, (others, ahead) = at_WM[1], counts
     activations_M = others * offload.others_R[at_M] + offload.own_R[at_M]
     gradients_M, parameters_M = offload.gradients_R[at_M], offload.parameters_R[at_M]
     activations_WM = offload.activations_WR[at_WM]
