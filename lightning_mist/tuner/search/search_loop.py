@@ -32,6 +32,10 @@ ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 CLOSE = 1.05
 """Up to this multiple of a cutoff what is known is as good a one: otherwise all would be looked at twice."""
 
+BEYOND = 1.01
+"""Multiple of what is near up to which bounds are asked for: a little less memory makes plans a little slower, and what
+is known of others need not be asked for again."""
+
 Groups: TypeAlias = Sequence[PipelineGroup]
 
 _NOTHING: Mapping[Pipeline, float] = {}
@@ -169,13 +173,15 @@ def _bound_several(state: SearchState, groups: Groups) -> None:
     most = state.least * NEAR_RESIDENT
     for place, group in enumerate(sorted(groups, key=lambda item: (state.bound_of(item), item))):
         lowest = state.bound_of(group)
+        if lowest >= most * (1 - PRECISION):
+            return
         for factor in (np.inf,) if place or not lowest else ASSUMED:
-            below = most if factor == np.inf else min(most, lowest * factor * NEAR_RESIDENT)
+            below = min(most * BEYOND, lowest * factor * NEAR_RESIDENT if lowest else np.inf)
             bound = state.raise_bound(group, below)
             if bound < below * (1 - PRECISION):
                 most = min(most, bound * NEAR_RESIDENT)
                 break
-            if below == most:
+            if below == most * BEYOND:
                 break
 
 
