@@ -179,11 +179,11 @@ def received(model: StageCostModel, slot: StageSlot, num_layers: int) -> tuple[f
     cuts = np.arange(1, num_layers)
     ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
     found = transfers(model.profile, model.cluster, slot, ends, model.memory(slot), seams=model.seams)
-    arrival, back = (float(item.min()) * _corrected(model) for item in found)
+    arrival, back = (float(item.min()) * least_correction(model) for item in found)
     return arrival, back
 
 
-def _corrected(model: StageCostModel) -> float:
+def least_correction(model: StageCostModel) -> float:
     """How much less communication may take: a correction says of what is exposed of it how much longer it takes."""
     return min(1.0, factor_of(model.profile.corrections, "communication"))
 
@@ -213,7 +213,7 @@ class _Arranged:
         layers_K = layers_W[index_K]
         in_time_K = both_L[layers_K] + again_L[recomputed_K] <= left_L[layers_K]
         self.layers_K, self.recomputed_K = layers_K[in_time_K], recomputed_K[in_time_K]
-        self.corrected = _corrected(model)
+        self.corrected = least_correction(model)
         self.held = HeldBounds(
             memory=model.memory(slot),
             slot=slot,

@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.tuner.bounds.range_bounds import least_correction
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.select.schedule_variants import best_variant, first_stages, fitted, has_chunks
 from lightning_mist.tuner.space import Shape, Space
@@ -74,7 +76,20 @@ def _least_seconds_of(stages: IntraStage, plan: Plan, more: int = 0) -> float:
     """Seconds that a plan of equal stages takes at least in chunks if some more layers are recomputed."""
     recomputed = min(min(stage.checkpointing.layers + more, stage.num_layers) for stage in plan.stages)
     shape = Shape.of(plan.stages[0])
-    return _least_seconds(stages, plan.num_stages, plan.num_microbatches, shape, recomputed)
+    least = _least_seconds(stages, plan.num_stages, plan.num_microbatches, shape, recomputed)
+    return max(least, _reduced_seconds(stages, plan))
+
+
+def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
+    """Seconds that the devices of some stage reduce gradients at least: of every microbatch under ZeRO-2 and ZeRO-3."""
+    model, first = stages.model, plan.stages[0]
+    if first.zero_stage < ZeroStage.GRADIENTS or not isinstance(model, StageCostModel):
+        return 0.0
+    slot = stages.slot(0, plan.num_stages, plan.num_microbatches, Shape.of(first))
+    units = model.beside(slot, model.region_seconds(*slot.computed)).units
+    each_S = np.add.reduceat(units.reduce_FR.min(axis=0), [0, *(1 + stage.layers[0] for stage in plan.stages[1:])])
+    # That of the last microbatch comes in the end, beside nothing else.
+    return (plan.num_microbatches - 1) * float(each_S.max()) * least_correction(model)
 
 
 def _least_seconds(

@@ -90,10 +90,11 @@ def alike(stages, microbatches, shape, checkpointed, zero, offload=None, chunks=
     )
 
 
-def stages(search, memory=np.inf):
-    """What stages of a search space may be."""
+def stages(search, memory=np.inf, link=1e8):
+    """What stages of a search space may be, with links of so many bytes per second."""
     space = apply(search, NETWORK, DEVICES, ROWS * DEVICES, devices_per_node=DEVICES)
-    return IntraStage(MODEL, space, memory)
+    model = MODEL if link == 1e8 else StageCostModel(NETWORK, profile(link=link), cluster(4, kind="cuda"))
+    return IntraStage(model, space, memory)
 
 
 @cache
@@ -255,6 +256,26 @@ def test_the_memory_of_chunks_that_take_too_long_is_not_added_up(monkeypatch):
     asked.clear()
     assert even_chunks(stages(SearchSpace(zero_stages=(0,))), below=best.predicted.step_seconds) is None
     assert not [plan for plan, _ in asked if plan.schedule == "interleaved-1f1b"]
+
+
+@pytest.mark.parametrize("link", [1e8, 1e6])
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_chunks_are_not_ruled_out_by_what_they_reduce(link, zero_stage, count):
+    search = SearchSpace(zero_stages=(zero_stage,), num_microbatches=(count,), tensor_parallel_degrees=(1,))
+    best = even_chunks(stages(search, link=link), below=np.inf)
+    assert even_chunks(stages(search, link=link), below=best.predicted.step_seconds * (1 + 1e-9)) == best
+
+
+def test_the_memory_of_what_reduces_for_too_long_is_not_added_up(monkeypatch):
+    search = SearchSpace(zero_stages=(2,), num_microbatches=(8,), num_stages=(2,), tensor_parallel_degrees=(1,))
+    best = even_chunks(stages(search, link=1e5), below=np.inf)
+    asked, real = [], schedule_variants.plans_peaks
+    monkeypatch.setattr(
+        schedule_variants, "plans_peaks", lambda model, items: asked.extend(items) or real(model, items)
+    )
+    assert even_chunks(stages(search, link=1e5), below=best.predicted.step_seconds * 0.2) is None
+    assert not asked
 
 
 def _allowed(plan, space):
