@@ -44,6 +44,9 @@ _NO_TIME = 1e-200
 _AT_ONCE = 1 << 19
 """Sums that are formed at once: 4 MiB, so that they stay near the processor."""
 
+_FEW = 1 << 14
+"""Sums of options of any part up to which all are formed at once: asking part by part takes longer than these do."""
+
 
 Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
 """Options, states in which a stage can end that is one of them, and by both the state behind it; axes ``J`` and
@@ -113,6 +116,7 @@ class Suffixes:
         self._repeats = Counter(map(id, self.middle))
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
         self._ends_of: dict[int, BoolArray] = {}
+        self._inside_of: dict[tuple[int, int], BoolArray] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(options.part_C, options.devices_C) for options in options.values()]
         taken = [
@@ -330,6 +334,9 @@ class Suffixes:
     def sources(self, options: SlotOptions, states: _States, maps: Maps) -> Iterator[Sources]:
         """Some options at a time, some states that they can end in, and for each of these the one behind them."""
         kind_C = options.part_C * (ANY_SEAMS + 1) + options.seams_C
+        if len(self.chain.order) > 1 and 0 < len(options) * len(states.row_J) <= _FEW:
+            yield options, np.arange(len(states.row_J)), self._behind_all(options, kind_C, states)
+            return
         # Options of one kind come one after another.
         edges = [0, *(np.flatnonzero(np.diff(kind_C)) + 1).tolist(), len(options)] if len(options) else []
         for first, end in pairwise(edges):
@@ -350,6 +357,23 @@ class Suffixes:
         if kind not in self._ends_of:
             self._ends_of[kind] = self.chain.ends(*divmod(kind, ANY_SEAMS + 1))
         return self._ends_of[kind]
+
+    def _behind_all(self, options: SlotOptions, kind_C: IntArray, states: _States) -> IntArray:
+        """For all states the one behind options of any kind; axes ``CJ``."""
+        units_C = self._units(options.devices_C, options.part_C)
+        inside_CU = np.stack([self._inside(*each) for each in zip(kind_C.tolist(), units_C.tolist(), strict=True)])
+        fits_CJ = inside_CU[:, states.used_J] & (states.row_J > options.layers_C[:, None])
+        found_CJ = states.flat_J - (options.layers_C * self.chain.size + units_C)[:, None]
+        return np.where(fits_CJ, states.number[np.where(fits_CJ, found_CJ, 0)], len(states.row_J))
+
+    def _inside(self, kind: int, units: int) -> BoolArray:
+        """Where in the row of devices options of a kind with so many units may end, with axis ``U``; kept."""
+        if (kind, units) not in self._inside_of:
+            low, high = self.chain.begins(*divmod(kind, ANY_SEAMS + 1))
+            begin_U = np.arange(self.chain.size) - units
+            inside_U = self._ends(kind) & (begin_U >= low)
+            self._inside_of[kind, units] = inside_U & (begin_U <= high) if high == low else inside_U
+        return self._inside_of[kind, units]
 
     def _behind(self, some: SlotOptions, at_M: list[int], at_J: IntArray, states: _States) -> IntArray:
         """For some states the one behind options of one kind; axes ``MJ``."""
