@@ -20,11 +20,17 @@ def assign_owners(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -
     """
     if ranks < 1:
         raise ValueError(f"ranks = {ranks}: parameters need at least one rank to own them")
-    # Least load first, then lowest rank; a sorted list is a heap.
-    heap = sorted((load, rank) for rank, load in enumerate(loads or [0] * ranks))
     owners = [0] * len(sizes)
     # Backwards, equal ones stay in their order.
-    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    if ranks >= len(sizes) and not loads and all(sizes):
+        # Every rank that has none yet comes before those that have one.
+        for owner, index in enumerate(order):
+            owners[index] = owner
+        return tuple(owners)
+    # Least load first, then lowest rank; a sorted list is a heap.
+    heap = sorted((load, rank) for rank, load in enumerate(loads or [0] * ranks))
+    for index in order:
         load, owner = heap[0]
         owners[index] = owner
         heapreplace(heap, (load + sizes[index], owner))

@@ -22,7 +22,7 @@ def test_shares_are_balanced_within_one_parameter(sizes, ranks):
 
 @given(
     sizes=st.lists(st.integers(0, 3), max_size=20),
-    loads=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    loads=st.lists(st.integers(0, 5), min_size=1, max_size=9),
     starts=st.booleans(),
 )
 def test_ties_go_to_the_earlier_parameter_and_the_lower_rank(sizes, loads, starts):

@@ -37,7 +37,9 @@ class ArrayRecord:
 
     def take(self: Record, index: Index) -> Record:
         """Some of the entries; those of a slice share memory with these."""
-        return type(self)(**{name: _taken(getattr(self, name), index, axis) for name, axis in _layout(type(self))})
+        # A mask is searched once, not for every array.
+        at: IntArray | slice = index if isinstance(index, slice) else _indices(index)
+        return type(self)(**{name: _taken(getattr(self, name), at, axis) for name, axis in _layout(type(self))})
 
     @classmethod
     def joined(cls: type[Record], items: Sequence[Record]) -> Record:
@@ -63,12 +65,16 @@ def _layout(record: type[Any]) -> tuple[tuple[str, int | None], ...]:
     return _layouts[record]
 
 
-def _taken(value: Any, index: Index, axis: int | None) -> Any:
+def _indices(index: IntArray | BoolArray) -> IntArray:
+    return np.flatnonzero(index) if index.dtype == np.bool_ else index.astype(np.int64, copy=False)
+
+
+def _taken(value: Any, index: IntArray | slice, axis: int | None) -> Any:
     if isinstance(value, ArrayRecord):
         return value.take(index)
     if axis is None or value is None:
         return value
-    if not isinstance(index, slice) and index.dtype != np.bool_:
+    if not isinstance(index, slice):
         return value.take(index, axis=axis)
     return value[index] if axis == 0 else value[..., index]
 

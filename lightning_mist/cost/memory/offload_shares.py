@@ -6,8 +6,9 @@ Array axes
     K  candidates
     P  parameters
     R  regions
-    H  parameters of one stage
-    N  ranks
+    S  stages
+    H  parameters of all of some stages, one stage after another
+    N  ranks of all of them
     U  what one rank has of one unit
     V  ratios
 """
@@ -79,6 +80,10 @@ class StateShares:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._offloaded: dict[tuple[float, bool], BoolArray] = {}
+        used_PR = np.diff(holdings.table.uses_PR, axis=1) > 0
+        regions_PR = np.where(used_PR, np.arange(used_PR.shape[1]), used_PR.shape[1])
+        # The first region from each on that uses a parameter.
+        self._next_PR = np.minimum.accumulate(regions_PR[:, ::-1], axis=1)[:, ::-1]
         # Without frozen parameters those that are trained are all.
         self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
@@ -201,32 +206,40 @@ class StateShares:
             self._ranges[key] = ByRange(self._holdings.table.uses_PR.shape[1], figures * count)
 
         def make(_: int, low_U: IntArray, high_U: IntArray) -> FloatArray:
-            ranges = zip(low_U.tolist(), high_U.tolist(), strict=True)
-            rows = [self._compute(low, high, ranks, values, trained) for low, high in ranges]
-            return np.stack([row.T.reshape(-1) for row in rows], axis=1)
+            return self._compute(low_U, high_U, ranks, values, trained)
 
         found_XK = self._ranges[key].of(low_K, high_K, make)
         result: FloatArray = found_XK.reshape(figures, count, -1).transpose(0, 2, 1)
         return result
 
-    def _compute(self, low: int, high: int, ranks: int, values: tuple[float, ...], trained: bool) -> FloatArray:
-        """The figures of :class:`Shares` of a stage with every ratio; axes ``V`` and figure."""
-        table, width = self._holdings.table, high - low
-        held_P = np.flatnonzero(table.uses_PR[:, high] > table.uses_PR[:, low])
-        bytes_H = (table.trainable_P if trained else table.bytes_P)[held_P]
+    def _compute(
+        self, low_S: IntArray, high_S: IntArray, ranks: int, values: tuple[float, ...], trained: bool
+    ) -> FloatArray:
+        """The figures of :class:`Shares` of stages with every ratio; axes figure and ``V``, and ``S``."""
+        table = self._holdings.table
+        bytes_P = table.trainable_P if trained else table.bytes_P
+        held = [np.flatnonzero(held_P) for held_P in (table.uses_PR[:, high_S] > table.uses_PR[:, low_S]).T]
+        stage_H, held_H = np.repeat(np.arange(len(held)), [len(held_J) for held_J in held]), np.concatenate(held)
+        bytes_H = bytes_P[held_H]
         # The first unit of this stage that uses it.
-        unit_H = np.diff(table.uses_PR[held_P][:, low : high + 1], axis=1).argmax(axis=1)
+        unit_H = self._next_PR[held_H, low_S[stage_H]]
+        owner_H = np.concatenate([owners_of(bytes_P[held_J], ranks) for held_J in held])
         # What one rank has of one unit, as far as there is anything.
-        code_U, at_H = np.unique(owners_of(bytes_H, ranks) * width + unit_H, return_inverse=True)
-        offloaded_VH = bytes_H * np.stack([self.offloaded(ratio, trained=trained)[held_P] for ratio in values])
+        rank_H = stage_H * ranks + owner_H
+        code_U, at_H = np.unique(rank_H * table.uses_PR.shape[1] + unit_H, return_inverse=True)
+        rank_N, at_U = np.unique(code_U // table.uses_PR.shape[1], return_inverse=True)
+        offloaded_VH = bytes_H * np.stack([self.offloaded(ratio, trained=trained)[held_H] for ratio in values])
         all_U, offloaded_VU = _summed(bytes_H[None], at_H, len(code_U)), _summed(offloaded_VH, at_H, len(code_U))
         resident_VN, offloaded_VN = (
-            _summed(cells_VU, code_U // width, ranks) for cells_VU in (all_U - offloaded_VU, offloaded_VU)
+            _summed(cells_VU, at_U, len(rank_N)) for cells_VU in (all_U - offloaded_VU, offloaded_VU)
         )
-        found = np.empty((len(values), len(Shares.__slots__)))
-        for figure, cells in enumerate((resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH)):
-            found[:, figure] = cells.max(axis=1, initial=0.0)
-        return found
+        found = np.zeros((len(Shares.__slots__), len(values), len(held)))
+        stages = (rank_N // ranks,) * 2 + (rank_N[at_U] // ranks,) * 2 + (stage_H,)
+        cells = resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH
+        for figure, (stage_C, cells_VC) in enumerate(zip(stages, cells, strict=True)):
+            present_J, begin_J = np.unique(stage_C, return_index=True)
+            found[figure][:, present_J] = np.maximum.reduceat(cells_VC, begin_J, axis=1)
+        return found.reshape(-1, len(held))
 
 
 def _summed(weights_VH: FloatArray, place_H: IntArray, count: int) -> FloatArray:
