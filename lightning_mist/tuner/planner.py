@@ -77,6 +77,8 @@ class Planner:
         self.spec, self.cluster = spec, cluster
         self.model = cost_model(spec, profile, cluster)
         self._proven = ProvenBounds()
+        # The stages of the last search on unlike devices.
+        self._last: dict[Space, MixedStages] = {}
 
     def with_memory(self, memory_bytes: Sequence[int]) -> "Planner":
         """The same on devices with other memory; what has been computed and proven is shared.
@@ -155,7 +157,9 @@ class Planner:
         stages: Stages
         pipelines: Pipelines
         if isinstance(self.model, MixedCostModel):
-            stages = pipelines = mixed_stages(self.model, space, *limits, more)
+            stages = pipelines = mixed_stages(self.model, space, *limits, more, self._last.get(space))
+            self._last.clear()
+            self._last[space] = pipelines
         else:
             stages = self.stages(space, *limits, more)
             pipelines = AlikePipelines(stages)

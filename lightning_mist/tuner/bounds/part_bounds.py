@@ -169,6 +169,12 @@ class PartBounds:
     _known: dict[tuple[frozenset[str], int], _Known] = field(default_factory=dict)
     _seams: dict[int, SeamBounds] = field(default_factory=dict)
 
+    def share(self, like: "PartBounds") -> None:
+        """Share what others that differ in their memory limit alone have found, as far as it does not depend on it."""
+        self._ranges, self._seams = like._ranges, like._seams
+        if self.memory_limit == like.memory_limit:
+            self._known = like._known
+
     def choices(self, num_microbatches: int, bottleneck: float) -> Callable[[int, int], SlotChoices]:
         """By stage and number of stages, lower bounds up to a bottleneck time as choices; equal ones are the same."""
         known = self._known.get((self.kinds, num_microbatches))

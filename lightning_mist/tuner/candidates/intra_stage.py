@@ -63,6 +63,7 @@ class IntraStage:
         memory_limit: Bytes that a device may use.
         host_limit: Bytes of host memory that it may use for what it offloads.
         elsewhere: The search spaces of other parts of the cluster, if it has unlike ones.
+        like: Another that differs in the bytes alone: what does not depend on them is shared.
 
     Attributes:
         evaluated: Candidates whose seconds were computed.
@@ -76,12 +77,13 @@ class IntraStage:
         *,
         host_limit: float = np.inf,
         elsewhere: tuple[Space, ...] = (),
+        like: "IntraStage | None" = None,
     ) -> None:
         self.model, self.space, self._elsewhere = model, space, elsewhere
         self.memory_limit, self.host_limit = memory_limit, host_limit
         self.evaluated = 0
         self._classes = layer_classes(model.spec)
-        self._tables: dict[TableKey, Table] = {}
+        self._tables: dict[TableKey, Table] = {} if like is None else like._tables
         self._ranges: dict[Role, LayerRanges] = {}
         # Frontiers and the bottleneck up to which they hold, by how many stages and which situations they are for.
         self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}

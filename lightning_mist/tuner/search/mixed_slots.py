@@ -48,7 +48,12 @@ class MixedStages:
         spaces: That of every part, whose stages have devices of it only.
         limits: Bytes that a device of every part may use.
         host_limits: Bytes of host memory that it may use for what it offloads.
+        like: Others that differ in these bytes alone: what does not depend on them is shared.
     """
+
+    parts: tuple[IntraStage, ...]
+    together: IntraStage
+    bounds: PipelineBounds
 
     def __init__(
         self,
@@ -57,15 +62,25 @@ class MixedStages:
         spaces: Sequence[Space],
         limits: Sequence[float],
         host_limits: Sequence[float],
+        like: "MixedStages | None" = None,
     ) -> None:
         self.model, self.space, self.part_limits = model, space, tuple(limits)
         self.spaces = tuple(spaces)
+        known = (None,) * len(spaces) if like is None else like.parts
         self.parts = tuple(
-            IntraStage(own, part, limit, host_limit=host, elsewhere=tuple(item for item in spaces if item is not part))
-            for own, part, limit, host in zip(model.parts, spaces, limits, host_limits, strict=True)
+            IntraStage(
+                own,
+                part,
+                limit,
+                host_limit=host,
+                elsewhere=tuple(item for item in spaces if item is not part),
+                like=other,
+            )
+            for own, part, limit, host, other in zip(model.parts, spaces, limits, host_limits, known, strict=True)
         )
         only = replace(space, search=replace(space.search, devices_per_stage=(space.world_size,)))
-        self.together = IntraStage(model, only, min(limits), host_limit=min(host_limits))
+        alone = None if like is None else like.together
+        self.together = IntraStage(model, only, min(limits), host_limit=min(host_limits), like=alone)
         self.bounds = PipelineBounds(
             parts=[
                 PartBounds(
@@ -81,6 +96,9 @@ class MixedStages:
             num_layers=space.num_layers,
             num_devices=self.sizes,
         )
+        if like is not None:
+            for one, other in zip(self.bounds.parts, like.bounds.parts, strict=True):
+                one.share(other)
         self.try_ratios(space.offload_ratios)
 
     @property
@@ -259,7 +277,12 @@ Stages: TypeAlias = IntraStage | MixedStages
 
 
 def mixed_stages(
-    model: MixedCostModel, space: Space, memory_limit: int | None, host_memory_limit: int | None, more: float = 0.0
+    model: MixedCostModel,
+    space: Space,
+    memory_limit: int | None,
+    host_memory_limit: int | None,
+    more: float = 0.0,
+    like: MixedStages | None = None,
 ) -> MixedStages:
     """What the stages of plans on unlike devices may be.
 
@@ -267,6 +290,7 @@ def mixed_stages(
         memory_limit: Bytes of each device that may be used in all, at most its memory.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
         more: Bytes that tensors may take on each device beyond its limit.
+        like: Those of the same space with other memory, if they are known.
     """
     parts = model.cluster.parts
     return MixedStages(
@@ -275,6 +299,7 @@ def mixed_stages(
         [space_of(part, space, model.spec) for part in parts],
         [usable_bytes(part, at_most(part, memory_limit)) + more for part in parts],
         [host_bytes_of_each(part, host_memory_limit) for part in parts],
+        like,
     )
 
 

@@ -41,6 +41,17 @@ def test_a_search_finds_the_same_plan_after_one_with_more_memory(seed):
     assert solved <= solved_alone
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_tables_that_searches_on_unlike_devices_share_hold_with_any_memory(seed):
+    instance = random_instance(seed, unlike=1.0)
+    planner = Planner(instance.network, instance.machine, profile=instance.rates)
+    most = min(part.device.memory_bytes for part in instance.machine.parts)
+    limits = [min(most, int(instance.memory_limit * times)) for times in (1, MORE, 1 / MORE)]
+    for limit in (*limits, limits[0]):
+        fresh = Planner(instance.network, instance.machine, profile=instance.rates)
+        assert asked_of(instance, planner, limit)[:2] == asked_of(instance, fresh, limit)[:2]
+
+
 def test_some_searches_solve_fewer_pipelines_then():
     fewer = 0
     for seed in range(8):
