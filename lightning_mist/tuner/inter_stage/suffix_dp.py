@@ -23,7 +23,6 @@ Array axes
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -34,6 +33,7 @@ from lightning_mist.tuner.candidates import ANY_SEAMS
 from lightning_mist.tuner.inter_stage.part_chain import PartChain
 from lightning_mist.tuner.inter_stage.problem import Family
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions, SlotOptions, end_options, slot_options
+from lightning_mist.tuner.inter_stage.suffix_states import PaddedSums, States, Walk
 
 _MARGIN = 1e-9
 """Relative margin within which rounding may make a choice look as if it were idle by too much."""
@@ -55,49 +55,6 @@ Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
 Maps: TypeAlias = dict[int, tuple[IntArray, dict[int, IntArray]]]
 """By part and seams of a stage the states in which it can end, and for these the one behind it, by how much it makes
 the number of a state larger."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _States:
-    """The states that can be part of an answer at a bottleneck time.
-
-    Attributes:
-        row_J: Layers.
-        used_J: Units of devices.
-        flat_J: Number of the state among all, also those that cannot.
-        number: The place in J of every state; the number of states where there is none.
-        slack: Layers by which all devices together can be idle.
-    """
-
-    row_J: IntArray
-    used_J: IntArray
-    flat_J: IntArray
-    number: IntArray
-    slack: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
-    """What one pass found.
-
-    Attributes:
-        bottleneck: The most steady seconds of a stage.
-        cap: The most that ``sum t + D`` may be, or ``None``.
-        only: The number of stages that was of interest, or ``None`` where all were.
-        limit: Sums of steady times above which suffixes were of no interest.
-        values: For every number of stages with an answer the least sum of steady times; without a cap the boundary
-            time of the first stage counts with them.
-        states: The states that were looked at.
-        sums: For every number of stages of a suffix the least sum by state.
-    """
-
-    bottleneck: float
-    cap: float | None
-    only: int | None
-    limit: float
-    values: dict[int, float]
-    states: _States
-    sums: tuple[FloatArray, ...]
 
 
 class Suffixes:
@@ -124,6 +81,12 @@ class Suffixes:
             for part in range(len(devices))
         ]
         self.chain = PartChain.of(devices, order, taken)
+        most = [
+            (int(item.layers_C.max()), int(self._units(item.devices_C, item.part_C).max()))
+            for item in options.values()
+            if len(item)
+        ]
+        self._most = max((layers for layers, _ in most), default=0), max((units for _, units in most), default=0)
         self.rate_P = self._rates()
         self._capacity_P = np.array(devices) / self.rate_P
 
@@ -172,6 +135,7 @@ class Suffixes:
         sums.append(self._last_sums(states, bottleneck, cap))
         maps: Maps = {}
         made: dict[int, list[Sources]] = {}
+        padded = PaddedSums.of(states, *self._most, self.chain.size) if len(self.chain.order) == 1 else None
         for count in range(2, max(heads) + 1):
             if count in heads:
                 total_K = self._totals(heads[count], states, sums[-1], bottleneck, cap)
@@ -185,10 +149,15 @@ class Suffixes:
                 options = self._kept(self.middle[count - 2], bottleneck, cap, slack)
                 if cap is not None:
                     options = _needed(options, sums[-1], cap)
-                sources: Iterable[Sources] = self.sources(options, states, maps)
+                sources: Iterable[Sources] = (
+                    self.sources(options, states, maps)
+                    if padded is None
+                    else padded.sources(options, self._units(options.devices_C, options.part_C), _AT_ONCE)
+                )
                 if cap is None and self._repeats[key] > 1:
                     made[key] = list(sources)
-            sums.append(self._extended(made.get(key, sources), states, sums[-1], cap, bottleneck))
+            behind = sums[-1] if padded is None else padded.filled(sums[-1])
+            sums.append(self._extended(made.get(key, sources), states, behind, cap, bottleneck))
             sums[-1][sums[-1] > limit] = np.inf
         return Walk(
             bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=tuple(sums)
@@ -231,7 +200,7 @@ class Suffixes:
         idle_K = bottleneck * item.devices_K / self.rate_P[item.part_K] - item.layers_K
         return float(idle_K.min(where=item.steady_K <= bottleneck, initial=np.inf))
 
-    def _states(self, bottleneck: float, least_head: float, least_last: float) -> _States:
+    def _states(self, bottleneck: float, least_head: float, least_last: float) -> States:
         rows, margin = np.arange(1, self.family.num_layers), self._margin(bottleneck)
         slack = bottleneck * float(self._capacity_P.sum()) - self.family.num_layers
         hold_U = bottleneck * ((self.chain.unit_P / self.rate_P) @ self.chain.used_PU)
@@ -242,7 +211,7 @@ class Suffixes:
         number = np.full(self.family.num_layers * self.chain.size, len(row_J), dtype=np.int64)
         flat_J = row_J * self.chain.size + used_J
         number[flat_J] = np.arange(len(row_J))
-        return _States(row_J=row_J, used_J=used_J, flat_J=flat_J, number=number, slack=slack)
+        return States(row_J=row_J, used_J=used_J, flat_J=flat_J, number=number, slack=slack)
 
     def _offsets(self, options: SlotOptions) -> IntArray:
         """How much smaller the number of the state behind a stage is than that with it."""
@@ -262,14 +231,14 @@ class Suffixes:
             self._used[place] = found
         return found
 
-    def behind_head(self, head: EndOptions, states: _States) -> IntArray:
+    def behind_head(self, head: EndOptions, states: States) -> IntArray:
         """The state behind each choice of a first stage."""
         rows_K = self.family.num_layers - head.layers_K
         flat_K = (rows_K + 1) * self.chain.size - 1 - self._units(head.devices_K, head.part_K)
         behind_K: IntArray = states.number[flat_K]
         return behind_K
 
-    def last_places(self, states: _States) -> IntArray:
+    def last_places(self, states: States) -> IntArray:
         """The state that each choice of the last stage makes."""
         last = self.last
         flat_K = last.layers_K * self.chain.size + self._units(last.devices_K, last.part_K)
@@ -280,14 +249,14 @@ class Suffixes:
         total_K = np.where(self.last.steady_K <= bottleneck, self.last.steady_K, np.inf)
         return total_K if cap is None else np.where(self.last.reach_K <= cap, total_K, np.inf)
 
-    def _last_sums(self, states: _States, bottleneck: float, cap: float | None) -> FloatArray:
+    def _last_sums(self, states: States, bottleneck: float, cap: float | None) -> FloatArray:
         sums_J = np.full(len(states.row_J) + 1, np.inf)
         np.minimum.at(sums_J, self.last_places(states), self._last_total(bottleneck, cap))
         sums_J[-1] = np.inf
         return sums_J
 
     def _totals(
-        self, head: EndOptions, states: _States, sums_J: FloatArray, bottleneck: float, cap: float | None
+        self, head: EndOptions, states: States, sums_J: FloatArray, bottleneck: float, cap: float | None
     ) -> FloatArray:
         """Sums with each choice of a first stage in front."""
         behind_K = sums_J[self.behind_head(head, states)]
@@ -309,15 +278,15 @@ class Suffixes:
     def _extended(
         self,
         sources: Iterable[Sources],
-        states: _States,
-        behind_J: FloatArray,
+        states: States,
+        behind: FloatArray,
         cap: float | None,
         bottleneck: float,
     ) -> FloatArray:
         """Put a stage in front of all suffixes."""
-        best_J = np.full(len(behind_J), np.inf)
+        best_J = np.full(len(states.row_J) + 1, np.inf)
         for some, at_J, source_CJ in sources:
-            behind_CJ = behind_J.take(source_CJ)
+            behind_CJ = behind.take(source_CJ)
             if some.steady_CR.shape[1] == 1:
                 steady_CJ, reach_CJ = some.steady_CR, some.reach_CR
             else:
@@ -331,7 +300,7 @@ class Suffixes:
             best_J[at_J] = np.minimum(best_J[at_J], sum_CJ.min(axis=0, initial=np.inf))
         return best_J
 
-    def sources(self, options: SlotOptions, states: _States, maps: Maps) -> Iterator[Sources]:
+    def sources(self, options: SlotOptions, states: States, maps: Maps) -> Iterator[Sources]:
         """Some options at a time, some states that they can end in, and for each of these the one behind them."""
         kind_C = options.part_C * (ANY_SEAMS + 1) + options.seams_C
         if len(self.chain.order) > 1 and 0 < len(options) * len(states.row_J) <= _FEW:
@@ -358,7 +327,7 @@ class Suffixes:
             self._ends_of[kind] = self.chain.ends(*divmod(kind, ANY_SEAMS + 1))
         return self._ends_of[kind]
 
-    def _behind_all(self, options: SlotOptions, kind_C: IntArray, states: _States) -> IntArray:
+    def _behind_all(self, options: SlotOptions, kind_C: IntArray, states: States) -> IntArray:
         """For all states the one behind options of any kind; axes ``CJ``."""
         units_C = self._units(options.devices_C, options.part_C)
         inside_CU = np.stack([self._inside(*each) for each in zip(kind_C.tolist(), units_C.tolist(), strict=True)])
@@ -375,7 +344,7 @@ class Suffixes:
             self._inside_of[kind, units] = inside_U & (begin_U <= high) if high == low else inside_U
         return self._inside_of[kind, units]
 
-    def _behind(self, some: SlotOptions, at_M: list[int], at_J: IntArray, states: _States) -> IntArray:
+    def _behind(self, some: SlotOptions, at_M: list[int], at_J: IntArray, states: States) -> IntArray:
         """For some states the one behind options of one kind; axes ``MJ``."""
         part, layers_M = int(some.part_C[0]), some.layers_C[at_M]
         units_M = some.devices_C[at_M] // self.chain.unit_P[part]
