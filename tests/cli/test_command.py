@@ -1,5 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
+from lightning_mist.cli import command
 from tests.cli.networks import refused
 from tests.cli.test_plan_command import plan_arguments
 
@@ -35,3 +38,12 @@ def test_lists_may_go_without_brackets(capsys, value):
     """ZeRO has no stage 7, so that the list is read and refused."""
     for arguments in (plan_arguments(zero_stages=value), [*plan_arguments(), f"--zero-stages={value}"]):
         assert "7" in refused(capsys, *arguments).partition("zero_stages=(")[2].partition(")")[0]
+
+
+def test_glibc_keeps_what_arrays_leave_and_other_libraries_are_let_be(monkeypatch):
+    told = {}
+    monkeypatch.setattr(command.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=told.__setitem__))
+    command._keep_freed_memory()
+    assert told == {command._MMAP_THRESHOLD: 32 * 2**20, command._TRIM_THRESHOLD: 64 * 2**20}
+    monkeypatch.setattr(command.ctypes, "CDLL", lambda name: SimpleNamespace())
+    command._keep_freed_memory()

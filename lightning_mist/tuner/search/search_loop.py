@@ -32,6 +32,10 @@ ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 CLOSE = 1.05
 """Up to this multiple of a cutoff what is known is as good a one: otherwise all would be looked at twice."""
 
+LIKELY = 1.2
+"""Multiple of the least bound of all up to which groups are as likely to have the best: a bound of that with the most
+microbatches, whose stages have the fewest choices, says to the others what is near."""
+
 BEYOND = 1.01
 """Multiple of what is near up to which bounds are asked for: a little less memory makes plans a little slower, and what
 is known of others need not be asked for again."""
@@ -171,10 +175,10 @@ def _bound_several(state: SearchState, groups: Groups) -> None:
     """
     # What is as near as this is looked at with all state resident in the end, so that its bound is asked for at once.
     most = state.least * NEAR_RESIDENT
-    for place, group in enumerate(sorted(groups, key=lambda item: (state.bound_of(item), item))):
+    for place, group in enumerate(_in_order(state, groups)):
         lowest = state.bound_of(group)
         if lowest >= most * (1 - PRECISION):
-            return
+            continue
         for factor in (np.inf,) if place or not lowest else ASSUMED:
             below = min(most * BEYOND, lowest * factor * NEAR_RESIDENT if lowest else np.inf)
             bound = state.raise_bound(group, below)
@@ -183,6 +187,14 @@ def _bound_several(state: SearchState, groups: Groups) -> None:
                 break
             if below == most * BEYOND:
                 break
+
+
+def _in_order(state: SearchState, groups: Groups) -> list[PipelineGroup]:
+    """Groups by their bounds, but first that with the most microbatches of those that are likely to have the best."""
+    order = sorted(groups, key=lambda item: (state.bound_of(item), item))
+    likely = [group for group in order if state.bound_of(group) <= state.bound_of(order[0]) * LIKELY]
+    first = max(likely, key=lambda group: group.num_microbatches, default=None)
+    return sorted(order, key=lambda group: group != first)
 
 
 def _solve(state: SearchState, groups: Groups, assumed: float) -> None:
