@@ -13,4 +13,5 @@ from lightning_mist.tuner.inter_stage.problem import (
     PipelineGroup,
 )
 from lightning_mist.tuner.inter_stage.stage_places import StagePlace, heads_of, tails_of
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes
+from lightning_mist.tuner.inter_stage.suffix_states import Walk

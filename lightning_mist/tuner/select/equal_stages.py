@@ -16,7 +16,7 @@ from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
-from lightning_mist.tuner.bounds.range_bounds import least_correction
+from lightning_mist.tuner.bounds import least_correction
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.select.schedule_variants import best_variant, first_stages, fitted, has_chunks
 from lightning_mist.tuner.space import Shape, Space
