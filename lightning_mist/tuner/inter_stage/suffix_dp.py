@@ -49,8 +49,8 @@ _FEW = 1 << 14
 
 
 Sources: TypeAlias = tuple[SlotOptions, IntArray, IntArray]
-"""Options, states in which a stage can end that is one of them, and by both the state behind it; axes ``J`` and
-``CJ``."""
+"""Options, states in which a stage can end that is one of them, and by both the state behind it, or its place in padded
+sums; axes ``J`` and ``CJ``."""
 
 Maps: TypeAlias = dict[int, tuple[IntArray, dict[int, IntArray]]]
 """By part and seams of a stage the states in which it can end, and for these the one behind it, by how much it makes
