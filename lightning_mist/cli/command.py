@@ -53,15 +53,15 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB of what arrays of up to 32 MiB leave.
+    """Let glibc keep up to 32 MiB of what arrays of up to 8 MiB leave.
 
-    By default it gives them back to the system, which hands them out again page by page, each filled with zeros: a
-    tenth of a search for 16,384 devices. Other libraries have nothing to be set.
+    By default it gives them back to the system, which hands them out again page by page, each filled with zeros: large
+    searches wait for that. Other libraries have nothing to be set.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_TRIM_THRESHOLD, 64 << 20)
+        mallopt(_MMAP_THRESHOLD, 8 << 20)
+        mallopt(_TRIM_THRESHOLD, 32 << 20)
 
 
 def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) -> None:

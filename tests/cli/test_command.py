@@ -44,6 +44,6 @@ def test_glibc_keeps_what_arrays_leave_and_other_libraries_are_let_be(monkeypatc
     told = {}
     monkeypatch.setattr(command.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=told.__setitem__))
     command._keep_freed_memory()
-    assert told == {command._MMAP_THRESHOLD: 32 * 2**20, command._TRIM_THRESHOLD: 64 * 2**20}
+    assert told == {command._MMAP_THRESHOLD: 8 * 2**20, command._TRIM_THRESHOLD: 32 * 2**20}
     monkeypatch.setattr(command.ctypes, "CDLL", lambda name: SimpleNamespace())
     command._keep_freed_memory()
