@@ -53,13 +53,13 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep up to 32 MiB of what arrays of up to 8 MiB leave.
+    """Let glibc keep what arrays of up to 8 MiB leave, up to 32 MiB at the end of its memory.
 
     By default it gives them back to the system, which hands them out again page by page, each filled with zeros: large
-    searches wait for that. Other libraries have nothing to be set.
+    searches wait for that. Other libraries have nothing to be set, and what a user has set stays.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
+    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(_MMAP_THRESHOLD, 8 << 20)
         mallopt(_TRIM_THRESHOLD, 32 << 20)
 

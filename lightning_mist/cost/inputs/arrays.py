@@ -37,8 +37,7 @@ class ArrayRecord:
 
     def take(self: Record, index: Index) -> Record:
         """Some of the entries; those of a slice share memory with these."""
-        # A mask is searched once, not for every array.
-        at: IntArray | slice = index if isinstance(index, slice) else _indices(index)
+        at: IntArray | slice = index if isinstance(index, slice) else _indices(index, len(self))
         return type(self)(**{name: _taken(getattr(self, name), at, axis) for name, axis in _layout(type(self))})
 
     @classmethod
@@ -65,8 +64,13 @@ def _layout(record: type[Any]) -> tuple[tuple[str, int | None], ...]:
     return _layouts[record]
 
 
-def _indices(index: IntArray | BoolArray) -> IntArray:
-    return np.flatnonzero(index) if index.dtype == np.bool_ else index.astype(np.int64, copy=False)
+def _indices(index: IntArray | BoolArray, count: int) -> IntArray:
+    """Indices, or those of the entries where a mask is true, which is searched once and not for every array."""
+    if index.dtype != np.bool_:
+        return index.astype(np.int64, casting="same_kind", copy=False)
+    if index.shape != (count,):
+        raise IndexError(f"a mask of shape {index.shape} does not say which of {count} entries are taken")
+    return np.flatnonzero(index)
 
 
 def _taken(value: Any, index: IntArray | slice, axis: int | None) -> Any:

@@ -8,16 +8,20 @@ Array axes
     R  regions
     S  stages
     H  parameters of all of some stages, one stage after another
-    N  ranks of all of them
+    N  ranks of all of them, as far as they own anything
     U  what one rank has of one unit
+    C  any of these three
+    J  some parameters, or some stages
     V  ratios
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_mist.cost.inputs import (
     BoolArray,
@@ -80,16 +84,20 @@ class StateShares:
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = holdings
         self._offloaded: dict[tuple[float, bool], BoolArray] = {}
-        used_PR = np.diff(holdings.table.uses_PR, axis=1) > 0
-        regions_PR = np.where(used_PR, np.arange(used_PR.shape[1]), used_PR.shape[1])
-        # The first region from each on that uses a parameter.
-        self._next_PR = np.minimum.accumulate(regions_PR[:, ::-1], axis=1)[:, ::-1]
         # Without frozen parameters those that are trained are all.
         self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
         self._least: dict[tuple[tuple[float, ...], int, int, bool, bool], FloatArray] = {}
+
+    @cached_property
+    def _next_PR(self) -> NDArray[np.int32]:
+        """The first region from each on that uses a parameter."""
+        used_PR = np.diff(self._holdings.table.uses_PR, axis=1) > 0
+        regions_R = np.arange(used_PR.shape[1], dtype=np.int32)
+        regions_PR = np.where(used_PR, regions_R, np.int32(used_PR.shape[1]))
+        return np.minimum.accumulate(regions_PR[:, ::-1], axis=1)[:, ::-1]
 
     def offloaded(self, ratio: float, *, trained: bool) -> BoolArray:
         """As :func:`offloaded_parameters`."""

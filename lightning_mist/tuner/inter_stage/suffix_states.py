@@ -2,7 +2,7 @@
 
 A state is how many layers and units of devices the last stages of a pipeline hold. A stage in front makes both larger
 by what it holds itself, so in a table of all states it comes from the one that lies as far before, always as far. With
-empty rows and columns around the table nothing has to be asked about where that is.
+empty rows and columns before the table nothing has to be asked about where that is.
 
 Array axes
     C  options (see :mod:`lightning_mist.tuner.inter_stage.slot_options`)

@@ -81,15 +81,19 @@ def _least_seconds_of(stages: IntraStage, plan: Plan, more: int = 0) -> float:
 
 
 def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
-    """Seconds that the devices of some stage reduce gradients at least: of every microbatch under ZeRO-2 and ZeRO-3."""
+    """Seconds that some devices reduce gradients at least: of every microbatch under ZeRO-2 and ZeRO-3.
+
+    In chunks devices hold other layers than in one piece; those with most have no less than all have on average. Over
+    how many nodes the groups of hybrid sharding go is known with their places only.
+    """
     model, first = stages.model, plan.stages[0]
-    if first.zero_stage < ZeroStage.GRADIENTS or not isinstance(model, StageCostModel):
+    if first.zero_stage < ZeroStage.GRADIENTS or Shape.of(first).shard or not isinstance(model, StageCostModel):
         return 0.0
     slot = stages.slot(0, plan.num_stages, plan.num_microbatches, Shape.of(first))
     units = model.beside(slot, model.region_seconds(*slot.computed)).units
-    each_S = np.add.reduceat(units.reduce_FR.min(axis=0), [0, *(1 + stage.layers[0] for stage in plan.stages[1:])])
-    # That of the last microbatch comes in the end, beside nothing else.
-    return (plan.num_microbatches - 1) * float(each_S.max()) * least_correction(model)
+    mean = float(units.reduce_FR.min(axis=0).sum()) / plan.num_stages
+    # The first microbatch finds no gradients to add to: its backward is left out.
+    return (plan.num_microbatches - 1) * mean * least_correction(model)
 
 
 def _least_seconds(

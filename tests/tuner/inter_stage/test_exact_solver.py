@@ -10,6 +10,7 @@ from tests.tuner.plans import is_feasible
 from tests.tuner.problems import brute_force, random_family, random_problem, slot, small_seeds
 
 
+@pytest.mark.usefixtures("look_up")
 @pytest.mark.parametrize("seed", small_seeds(150))
 def test_equals_trying_everything(seed):
     problem = random_problem(seed)
@@ -100,6 +101,7 @@ def test_an_open_start_may_lie_anywhere():
     assert solve(problem).chosen == (0, 1, 0)
 
 
+@pytest.mark.usefixtures("look_up")
 @pytest.mark.parametrize("seed", range(60))
 def test_a_family_is_as_good_as_the_best_of_its_problems(seed):
     family = random_family(seed)

@@ -3,21 +3,12 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.inter_stage import suffix_dp, suffix_states
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
 from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes
 from tests.tuner.plans import is_feasible
 from tests.tuner.problems import brute_force, random_family, slot
 
 SEEDS = range(40)
-
-
-@pytest.fixture(params=[True, False], ids=["small", "large"])
-def _is_small(request, monkeypatch):
-    """Whether states behind stages are looked up as of small problems, or as of large ones."""
-    if not request.param:
-        monkeypatch.setattr(suffix_states, "MOST_PADDED", 0)
-        monkeypatch.setattr(suffix_dp, "_FEW", 0)
 
 
 def least(problem, bottleneck, cap):
@@ -33,7 +24,7 @@ def least(problem, bottleneck, cap):
     return brute_force(problem, value)
 
 
-@pytest.mark.usefixtures("_is_small")
+@pytest.mark.usefixtures("look_up")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pass_finds_the_least_sums_of_every_number_of_stages(seed):
     family = random_family(seed)
@@ -64,7 +55,7 @@ def test_a_pass_of_one_number_of_stages_and_a_limit_finds_the_same_below_it(seed
         assert min(suffixes.walk(bottleneck, only=count, limit=value / 2).values.values(), default=np.inf) >= value
 
 
-@pytest.mark.usefixtures("_is_small")
+@pytest.mark.usefixtures("look_up")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_choices_reach_what_a_pass_found(seed):
     family = random_family(seed)

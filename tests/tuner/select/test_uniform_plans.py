@@ -267,6 +267,16 @@ def test_chunks_are_not_ruled_out_by_what_they_reduce(link, zero_stage, count):
     assert even_chunks(stages(search, link=link), below=best.predicted.step_seconds * (1 + 1e-9)) == best
 
 
+def test_chunks_of_unlike_layers_are_not_ruled_out_by_what_stages_in_one_piece_reduce():
+    network = spec(16, kinds=(0,) * 12 + (9,) * 4, widths=(1000,) * 10, parameter_bytes=400_000)
+    model = StageCostModel(network, profile(link=3e5), cluster(8, kind="cuda"))
+    degrees = {"num_microbatches": (16,), "num_stages": (4,), "tensor_parallel_degrees": (1,)}
+    search = SearchSpace(zero_stages=(2,), chunks=(4,), offload=(), **degrees)
+    intra = IntraStage(model, apply(search, network, 8, 64, devices_per_node=8), np.inf)
+    best = even_chunks(intra, below=np.inf)
+    assert even_chunks(intra, below=best.predicted.step_seconds * (1 + 1e-9)) == best
+
+
 def test_the_memory_of_what_reduces_for_too_long_is_not_added_up(monkeypatch):
     search = SearchSpace(zero_stages=(2,), num_microbatches=(8,), num_stages=(2,), tensor_parallel_degrees=(1,))
     best = even_chunks(stages(search, link=1e5), below=np.inf)
