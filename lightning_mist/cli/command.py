@@ -59,7 +59,7 @@ def _keep_freed_memory() -> None:
     searches wait for that. Other libraries have nothing to be set, and what a user has set stays.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+    if mallopt is not None and not {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"} & os.environ.keys():
         mallopt(_MMAP_THRESHOLD, 8 << 20)
         mallopt(_TRIM_THRESHOLD, 32 << 20)
 

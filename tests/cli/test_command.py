@@ -43,16 +43,19 @@ def test_lists_may_go_without_brackets(capsys, value):
 def test_glibc_keeps_what_arrays_leave_and_other_libraries_are_let_be(monkeypatch):
     told = {}
     monkeypatch.setattr(command.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=told.__setitem__))
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     command._keep_freed_memory()
     assert told == {command._MMAP_THRESHOLD: 8 * 2**20, command._TRIM_THRESHOLD: 32 * 2**20}
     monkeypatch.setattr(command.ctypes, "CDLL", lambda name: SimpleNamespace())
     command._keep_freed_memory()
 
 
-def test_what_a_user_has_set_of_malloc_stays(monkeypatch):
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"])
+def test_what_a_user_has_set_of_malloc_stays(monkeypatch, name):
     told = {}
     monkeypatch.setattr(command.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=told.__setitem__))
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    monkeypatch.setenv(name, "1000000")
     command._keep_freed_memory()
     assert not told
