@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(_settled(sys.argv[1:] if arguments is None else arguments))
     function = _COMMANDS[chosen.subcommand]
     values = vars(chosen[chosen.subcommand])
+    if arguments is None and function is plan:
+        # The process ends with the plan, and what a search leaves need not be looked through for cycles before.
+        gc.disable()
     with warnings.catch_warnings():
         # Lightning 2.6 asks for the leaves of a tree in a way that torch 2.13 deprecates; nobody here can mend it.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
