@@ -32,7 +32,8 @@ class ArrayRecord:
 
     def __len__(self) -> int:
         """Number of entries."""
-        name, axis = next(item for item in _layout(type(self)) if item[1] is not None)
+        name, axis = _layout(type(self))[0]
+        assert axis is not None
         return int(getattr(self, name).shape[axis])
 
     def take(self: Record, index: Index) -> Record:
@@ -53,14 +54,14 @@ _layouts: dict[type[Any], tuple[tuple[str, int | None], ...]] = {}
 
 
 def _layout(record: type[Any]) -> tuple[tuple[str, int | None], ...]:
-    """Names of fields, and along which axis of each array entries lie."""
+    """Names of fields, and along which axis of each array entries lie; those arrays come first."""
     if record not in _layouts:
         found: list[tuple[str, int | None]] = []
         for name in (field.name for field in fields(record)):
             letters = name.rpartition("_")[2]
             is_along = letters.isupper() and record.AXIS in (letters[0], letters[-1])
             found.append((name, (0 if letters[0] == record.AXIS else -1) if is_along else None))
-        _layouts[record] = tuple(found)
+        _layouts[record] = tuple(sorted(found, key=lambda item: item[1] is None))
     return _layouts[record]
 
 
@@ -102,6 +103,14 @@ _DENSE = 1 << 12
 
 _LARGEST = 1 << 62
 """Numbers of columns together stay below it, so that they fit into 64 bits."""
+
+
+def distinct(values: NDArray[Any]) -> NDArray[Any]:
+    """The distinct values, ascending; of as few as most questions have sooner than :func:`numpy.unique`."""
+    ordered = np.sort(values, axis=None)
+    is_new = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    return ordered[is_new]
 
 
 def distinct_codes(code_K: IntArray, size: int) -> tuple[IntArray, IntArray]:

@@ -22,6 +22,7 @@ from lightning_mist.cost.inputs import (
     ParameterTable,
     StageCandidates,
     covered,
+    distinct,
     distinct_codes,
 )
 from lightning_mist.cost.memory.ownership import Away, Owners, Together
@@ -191,7 +192,7 @@ class ByRange:
         code_U, _ = distinct_codes(code_K, len(self._column))
         network_U, range_U = np.divmod(code_U, self._width**2)
         made = [self._known_XU]
-        for network in np.unique(network_U).tolist():
+        for network in distinct(network_U).tolist():
             range_J = range_U[network_U == network]
             made.append(make(network, range_J // self._width, range_J % self._width))
         # Codes ascend, and networks with them.

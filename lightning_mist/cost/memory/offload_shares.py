@@ -30,6 +30,7 @@ from lightning_mist.cost.inputs import (
     ParameterTable,
     StageCandidates,
     covered,
+    distinct,
     distinct_rows,
 )
 from lightning_mist.cost.memory.held_parameters import ByRange, Holdings
@@ -51,7 +52,7 @@ def offloaded_parameters(table: ParameterTable, ratio: float, *, trained: bool) 
     offloaded_P = np.zeros(len(bytes_P), dtype=bool)
     if ratio == 0.0:
         return offloaded_P
-    for unit in np.unique(unit_P):
+    for unit in distinct(unit_P):
         members = np.flatnonzero((unit_P == unit) & (bytes_P > 0))
         offloaded_P[members[list(moved_of_unit(bytes_P[members].tolist(), ratio))]] = True
     return offloaded_P
@@ -194,7 +195,7 @@ class StateShares:
         """
         spec, key = self._holdings.spec, (values, ranks, buffers, trained, is_summed)
         found_XL = self._least.setdefault(key, np.full((3, spec.num_layers), np.nan))
-        new_L = np.unique(layers_K[np.isnan(found_XL[0, layers_K])])
+        new_L = distinct(layers_K[np.isnan(found_XL[0, layers_K])])
         if len(new_L):
             start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, spec.num_layers - new_L])
             ranges = covered(spec, start_K, start_K + np.tile(new_L, 3))

@@ -33,7 +33,7 @@ from typing import ClassVar
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageCostModel, StageSlot, profiles_of
-from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, distinct, prefix_sums
 from lightning_mist.cost.memory import OffloadParts, StateShares
 from lightning_mist.cost.time import (
     COMPUTE,
@@ -215,7 +215,7 @@ def feasible(
     table, shape_B = points.table, points.table.shape_K[points.index_P[point_B]]
     at_once = max(1, PAIRS_AT_ONCE // (len(grid.each.activations) * len(grid.each.gradients)))
     most = max(1, PEAKS_AT_ONCE // len(grid))
-    for shape in np.unique(shape_B).tolist():
+    for shape in distinct(shape_B).tolist():
         slot, some_B = table.slots[shape], point_B[shape_B == shape]
         # Stages share candidates, of which what peaks are made of does not depend on the stage.
         index_U, row_B = np.unique(points.index_P[some_B], return_inverse=True)
@@ -267,7 +267,7 @@ def _fitting(
 def _minimal(model: CostModel, grid: RatioGrid, slot: StageSlot, fits_BC: BoolArray, zero_B: IntArray) -> BoolArray:
     """Of the combinations of candidates at one place that fit, those that offload no more than they have to."""
     found_BC = np.zeros_like(fits_BC)
-    for zero_stage in np.unique(zero_B).tolist():
+    for zero_stage in distinct(zero_B).tolist():
         at_B = np.flatnonzero(zero_B == zero_stage)
         found_BC[at_B] = grid.minimal(fits_BC[at_B], ordered(model, slot, zero_stage, grid))
     return found_BC

@@ -28,7 +28,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates
 from lightning_mist.cost.batched_stages import seconds_of_stages
-from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates, Placed
+from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates, Placed, distinct
 from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.candidates.candidate_tables import ROOM, Table
 from lightning_mist.tuner.candidates.choices import SlotChoices
@@ -82,7 +82,7 @@ class OffloadSearch:
             blocks = [Feasible.none()]
             if len(self.grid) > 1:
                 point_B = item.worth_offloading()
-                tried += len(np.unique(item.points.index_P[point_B])) * (len(self.grid) - 1)
+                tried += len(distinct(item.points.index_P[point_B])) * (len(self.grid) - 1)
                 for block in feasible(self.model, self.grid, item.points, point_B, self._limits, slowest):
                     self._check_time()
                     blocks.append(block)
@@ -108,7 +108,7 @@ class OffloadSearch:
             code_U, of_J = np.unique(code_J, return_inverse=True)
             index_U, combination_U = np.divmod(code_U, len(self.grid))
             shape_U, places = points.table.shape_K[index_U], []
-            for shape in np.unique(shape_U).tolist():
+            for shape in distinct(shape_U).tolist():
                 of_shape_U = np.flatnonzero(shape_U == shape)
                 for begin in range(0, len(of_shape_U), SECONDS_AT_ONCE):
                     at_U = of_shape_U[begin : begin + SECONDS_AT_ONCE]

@@ -8,11 +8,12 @@ Array axes
     C  options or choices
     J  states
     P  parts of the cluster
+    T  kinds of stages: their part, and which of those next to them lie in others
     U  numbers of units, from none to all
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,7 +32,9 @@ class PartChain:
         begin_P: Units in the row before those of each part.
         end_P: The same with its own.
         used_PU: Of the first units of the row those of each part.
-        taken: The numbers of units of every part that stages take.
+        ends_TU: Where in the row stages of every kind (:func:`kinds`) may end.
+        first_begin_T: From where on in the row they may begin.
+        last_begin_T: Up to where they may.
         size: Numbers of units that there may be: one more than there are.
     """
 
@@ -40,11 +43,16 @@ class PartChain:
     begin_P: IntArray
     end_P: IntArray
     used_PU: IntArray
-    taken: tuple[IntArray, ...]
+    ends_TU: BoolArray
+    first_begin_T: IntArray
+    last_begin_T: IntArray
     size: int
 
     @classmethod
-    def of(cls, num_devices: tuple[int, ...], order: tuple[int, ...], taken: Sequence[Sequence[int]]) -> "PartChain":
+    @lru_cache(maxsize=256)  # Many families of a search have the same.
+    def of(
+        cls, num_devices: tuple[int, ...], order: tuple[int, ...], taken: tuple[tuple[int, ...], ...]
+    ) -> "PartChain":
         """The row in units that all stages take whole.
 
         Args:
@@ -56,14 +64,30 @@ class PartChain:
         units_P, begin_P, total = np.array(num_devices) // unit_P, np.zeros(len(unit_P), dtype=np.int64), 0
         for part in reversed(order):
             begin_P[part], total = total, total + int(units_P[part])
-        used_PU = np.clip(np.arange(total + 1) - begin_P[:, None], 0, units_P[:, None])
+        end_P, end_U = begin_P + units_P, np.arange(total + 1)
+        ends, begins = [], []
+        for part, own in enumerate(taken):
+            begin, end = int(begin_P[part]), int(end_P[part])
+            inside_U = (end_U > begin) & (end_U <= end)
+            first_U = inside_U & np.isin(end_U, begin + np.array(own, dtype=np.int64) // unit_P[part])
+            # Where the first part ends, the row does.
+            front_U = (end_U == end) & (part != order[0])
+            for seams in range(ANY_SEAMS):
+                ends.append((first_U if seams & BEHIND else inside_U) & (front_U == bool(seams & FRONT)))
+                is_alone = part == order[-1]
+                begins.append((begin, end) if is_alone else (begin, begin) if seams & BEHIND else (begin + 1, end))
+            ends.append(inside_U)
+            begins.append((begin, end))
+        first_begin_T, last_begin_T = np.array(begins).T
         return cls(
             order=order,
             unit_P=unit_P,
             begin_P=begin_P,
-            end_P=begin_P + units_P,
-            used_PU=used_PU,
-            taken=tuple(np.array(own, dtype=np.int64) // unit for own, unit in zip(taken, unit_P, strict=True)),
+            end_P=end_P,
+            used_PU=np.clip(end_U - begin_P[:, None], 0, units_P[:, None]),
+            ends_TU=np.stack(ends),
+            first_begin_T=first_begin_T,
+            last_begin_T=last_begin_T,
             size=total + 1,
         )
 
@@ -87,21 +111,7 @@ class PartChain:
             inside_C &= (seams_C == ANY_SEAMS) | (seams_C == self.seams(part_C, begin_C, end_C))
         return inside_C
 
-    def ends(self, part: int, seams: int) -> BoolArray:
-        """Where in the row stages of a part may end, with axis ``U``."""
-        end_U, begin, end = np.arange(self.size), self.begin_P[part], self.end_P[part]
-        inside_U: BoolArray = (end_U > begin) & (end_U <= end)
-        if seams == ANY_SEAMS or len(self.order) == 1:
-            return inside_U
-        if seams & BEHIND:
-            inside_U &= np.isin(end_U, begin + self.taken[part])
-        # Where the first part ends, the row does.
-        inside_U &= ((end_U == end) & (part != self.order[0])) == bool(seams & FRONT)
-        return inside_U
 
-    def begins(self, part: int, seams: int) -> tuple[int, int]:
-        """Where in the row stages of a part may begin: from one place to another."""
-        begin, end = int(self.begin_P[part]), int(self.end_P[part])
-        if seams == ANY_SEAMS or part == self.order[-1]:
-            return begin, end
-        return (begin, begin) if seams & BEHIND else (begin + 1, end)
+def kinds(part_C: IntArray, seams_C: IntArray) -> IntArray:
+    """A number for the part of stages and which of those next to them lie in others."""
+    return part_C * (ANY_SEAMS + 1) + seams_C

@@ -28,9 +28,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
-from lightning_mist.tuner.candidates import ANY_SEAMS
-from lightning_mist.tuner.inter_stage.part_chain import PartChain
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, distinct
+from lightning_mist.tuner.inter_stage.part_chain import PartChain, kinds
 from lightning_mist.tuner.inter_stage.problem import Family
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions, SlotOptions, end_options, slot_options
 from lightning_mist.tuner.inter_stage.suffix_states import PaddedSums, States, Walk
@@ -72,15 +71,13 @@ class Suffixes:
         self.middle = [options[id(slot)] for slot in family.tails[1:]]
         self._repeats = Counter(map(id, self.middle))
         self._used: dict[int, tuple[IntArray, IntArray]] = {}
-        self._ends_of: dict[int, BoolArray] = {}
-        self._inside_of: dict[tuple[int, int], BoolArray] = {}
         pairs = [(item.part_K, item.devices_K) for item in (*self.heads.values(), self.last)]
         pairs += [(options.part_C, options.devices_C) for options in options.values()]
-        taken = [
-            np.unique(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs])).tolist()
+        taken = (
+            distinct(np.concatenate([devices_K[part_K == part] for part_K, devices_K in pairs])).tolist()
             for part in range(len(devices))
-        ]
-        self.chain = PartChain.of(devices, order, taken)
+        )
+        self.chain = PartChain.of(devices, order, tuple(map(tuple, taken)))
         most = [
             (int(item.layers_C.max()), int(self._units(item.devices_C, item.part_C).max()))
             for item in options.values()
@@ -107,7 +104,7 @@ class Suffixes:
         """The steady times of all choices, ascending: one of them is that of the slowest stage."""
         times = [item.steady_K for item in (*self.heads.values(), self.last)]
         times += [options.steady_CR[options.index_CR >= 0] for options in self.middle]
-        return np.unique(np.concatenate(times))
+        return distinct(np.concatenate(times))
 
     def least_bottleneck(self) -> float:
         """Steady seconds that the slowest stage takes at least, so that all devices together hold all layers."""
@@ -302,7 +299,7 @@ class Suffixes:
 
     def sources(self, options: SlotOptions, states: States, maps: Maps) -> Iterator[Sources]:
         """Some options at a time, some states that they can end in, and for each of these the one behind them."""
-        kind_C = options.part_C * (ANY_SEAMS + 1) + options.seams_C
+        kind_C = kinds(options.part_C, options.seams_C)
         if len(self.chain.order) > 1 and 0 < len(options) * len(states.row_J) <= _FEW:
             yield options, np.arange(len(states.row_J)), self._behind_all(options, kind_C, states)
             return
@@ -310,7 +307,7 @@ class Suffixes:
         edges = [0, *(np.flatnonzero(np.diff(kind_C)) + 1).tolist(), len(options)] if len(options) else []
         for first, end in pairwise(edges):
             kind = int(kind_C[first])
-            at_J, known = maps.setdefault(kind, (np.flatnonzero(self._ends(kind)[states.used_J]), {}))
+            at_J, known = maps.setdefault(kind, (np.flatnonzero(self.chain.ends_TU[kind, states.used_J]), {}))
             step = max(1, _AT_ONCE // max(1, len(at_J)))
             for begin in range(first, end, step):
                 here = slice(begin, min(begin + step, end))
@@ -321,34 +318,22 @@ class Suffixes:
                     known |= zip((offsets[place] for place in new_M), behind_MJ, strict=True)
                 yield some, at_J, np.stack([known[offset] for offset in offsets])
 
-    def _ends(self, kind: int) -> BoolArray:
-        """Where in the row of devices options of a kind may end; kept."""
-        if kind not in self._ends_of:
-            self._ends_of[kind] = self.chain.ends(*divmod(kind, ANY_SEAMS + 1))
-        return self._ends_of[kind]
-
     def _behind_all(self, options: SlotOptions, kind_C: IntArray, states: States) -> IntArray:
         """For all states the one behind options of any kind; axes ``CJ``."""
         units_C = self._units(options.devices_C, options.part_C)
-        inside_CU = np.stack([self._inside(*each) for each in zip(kind_C.tolist(), units_C.tolist(), strict=True)])
-        fits_CJ = inside_CU[:, states.used_J] & (states.row_J > options.layers_C[:, None])
+        fits_CJ = self.chain.ends_TU[kind_C[:, None], states.used_J]
+        begin_CJ = states.used_J - units_C[:, None]
+        fits_CJ &= begin_CJ >= self.chain.first_begin_T[kind_C, None]
+        fits_CJ &= begin_CJ <= self.chain.last_begin_T[kind_C, None]
+        fits_CJ &= states.row_J > options.layers_C[:, None]
         found_CJ = states.flat_J - (options.layers_C * self.chain.size + units_C)[:, None]
         return np.where(fits_CJ, states.number[np.where(fits_CJ, found_CJ, 0)], len(states.row_J))
 
-    def _inside(self, kind: int, units: int) -> BoolArray:
-        """Where in the row of devices options of a kind with so many units may end, with axis ``U``; kept."""
-        if (kind, units) not in self._inside_of:
-            low, high = self.chain.begins(*divmod(kind, ANY_SEAMS + 1))
-            begin_U = np.arange(self.chain.size) - units
-            inside_U = self._ends(kind) & (begin_U >= low)
-            self._inside_of[kind, units] = inside_U & (begin_U <= high) if high == low else inside_U
-        return self._inside_of[kind, units]
-
     def _behind(self, some: SlotOptions, at_M: list[int], at_J: IntArray, states: States) -> IntArray:
         """For some states the one behind options of one kind; axes ``MJ``."""
-        part, layers_M = int(some.part_C[0]), some.layers_C[at_M]
-        units_M = some.devices_C[at_M] // self.chain.unit_P[part]
-        low, high = self.chain.begins(part, int(some.seams_C[0]))
+        kind, layers_M = int(kinds(some.part_C[0], some.seams_C[0])), some.layers_C[at_M]
+        units_M = some.devices_C[at_M] // self.chain.unit_P[some.part_C[0]]
+        low, high = self.chain.first_begin_T[kind], self.chain.last_begin_T[kind]
         used_J = states.used_J[at_J]
         fits_MJ = (states.row_J[at_J] > layers_M[:, None]) & (used_J >= (units_M + low)[:, None])
         if high == low:

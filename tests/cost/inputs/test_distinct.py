@@ -3,11 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mist.cost.inputs.arrays import distinct_codes, distinct_rows
+from lightning_mist.cost.inputs.arrays import distinct, distinct_codes, distinct_rows
 
 ROWS = st.lists(
     st.tuples(st.integers(-2, 3), st.sampled_from([0.0, 0.25, 1 / 3]), st.just(7), st.integers(0, 2)), min_size=1
 )
+
+
+@given(st.lists(st.integers(-3, 3)))
+def test_values_are_told_apart(values: list[int]) -> None:
+    assert distinct(np.array(values, dtype=np.int64)).tolist() == sorted({*values})
 
 
 @given(ROWS)
