@@ -139,8 +139,10 @@ class MixedStages:
 
     def quick_bounds(self) -> dict[Pipeline, float]:
         """Step seconds that no plan of each pipeline goes below, whatever memory it needs."""
-        bounds = {numbers: self.bound(*numbers) for numbers in {key[:2] for key in self.pipelines}}
-        return {key: bounds[key[:2]] for key in self.pipelines}
+        # Of several stages it does not matter how many.
+        numbers = {key: (min(key.num_stages, 2), key.num_microbatches) for key in self.pipelines}
+        bounds = {item: self.bound(*item) for item in set(numbers.values())}
+        return {key: bounds[item] for key, item in numbers.items()}
 
     def lower_bound(self, group: PipelineGroup, below: float, deadline: float) -> float:
         """Step seconds that no plan of a group that fits goes below, as far as they are less than ``below``."""

@@ -8,12 +8,13 @@ ruled out by their bound before any of their stages is evaluated. Each that is l
 program (:mod:`lightning_mist.tuner.inter_stage.exact_solver`), and the winner once more by HiGHS, which starts from
 that answer. All this is about the closed form of the step (:mod:`lightning_mist.cost.step_time`).
 
-A single stage is looked at first. Of pipelines those that may be faster are first solved with all state resident, which
-is cheap, for an incumbent. As long as there is none, a cutoff is assumed, little above the lower bound of all; if
-nothing is found below it, ever larger ones. So stages that are far too slow are never evaluated.
+A single stage is looked at first, unless it is far slower, as it is over unlike devices. Of pipelines those that may be
+faster are first solved with all state resident, which is cheap, for an incumbent. As long as there is none, a cutoff is
+assumed, little above the lower bound of all; if nothing is found below it, ever larger ones. So stages that are far too
+slow are never evaluated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -22,7 +23,7 @@ import numpy as np
 
 from lightning_mist.tuner.candidates import TimeIsUpError
 from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
-from lightning_mist.tuner.search.near_optimal import near_resident, to_compare_with
+from lightning_mist.tuner.search.near_optimal import COMPARED, near_resident, to_compare_with
 from lightning_mist.tuner.search.pipelines import Pipelines
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 
@@ -34,7 +35,8 @@ CLOSE = 1.05
 
 LIKELY = 1.2
 """Multiple of the least bound of all up to which groups are as likely to have the best: a bound of that with the most
-microbatches, whose stages have the fewest choices, says to the others what is near."""
+microbatches, whose stages have the fewest choices, says to the others what is near. A single stage that is not as
+likely waits until others say what is near, and good enough to be compared with."""
 
 BEYOND = 1.01
 """Multiple of what is near up to which bounds are asked for: a little less memory makes plans a little slower, and what
@@ -94,9 +96,13 @@ def search_pipelines(
     """
     state = SearchState.of(pipelines, deadline, below, known)
     pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)
-    # One stage has so few choices that all are looked at; what it takes is to be beaten.
-    _solve(state, [group for group in pipelines.groups if group.counts == (1,)], np.inf)
-    _solve_several(state, [group for group in pipelines.groups if group.counts != (1,)])
+    single = [group for group in pipelines.groups if group.counts == (1,)]
+    several = [group for group in pipelines.groups if group.counts != (1,)]
+    # One stage has so few choices that what it takes is found at once, to be beaten.
+    likely = LIKELY * min(map(state.bound_of, several), default=np.inf)
+    _solve(state, [group for group in single if state.bound_of(group) <= likely], _near(state))
+    _solve_several(state, several)
+    _solve(state, single, lambda: _most_of_single(state))
     bound = min(state.bounds.values(), default=np.inf)
     if state.winner is None:
         return _outcome(state, None, {}, bound, bounds=state.bounds)
@@ -161,7 +167,7 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
     for cutoff in assumed:
         if cutoff < state.least < cutoff * CLOSE:
             continue
-        _solve(state, groups, cutoff)
+        _solve(state, groups, _near(state, cutoff))
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if state.least <= cutoff or state.is_stopped:
             return
@@ -197,12 +203,22 @@ def _in_order(state: SearchState, groups: Groups) -> list[PipelineGroup]:
     return sorted(order, key=lambda group: group != first)
 
 
-def _solve(state: SearchState, groups: Groups, assumed: float) -> None:
+def _near(state: SearchState, assumed: float = np.inf) -> Callable[[], float]:
+    """Step seconds below which a pipeline is near the best, or near what is assumed of that."""
+    return lambda: min(state.least, assumed) * state.near
+
+
+def _most_of_single(state: SearchState) -> float:
+    """Step seconds below which a single stage is near the best, or the best of these to compare that with."""
+    near = state.least * state.near
+    if state.below < np.inf:
+        return near
+    alone = [item.answer.objective for key, item in state.found.items() if key.num_stages == 1]
+    return max(near, min([*alone, state.least * COMPARED]))
+
+
+def _solve(state: SearchState, groups: Groups, cutoff: Callable[[], float]) -> None:
     """Solve every pipeline that may take fewer seconds than the cutoff, those with the least bounds first."""
-
-    def cutoff() -> float:
-        return min(state.least, assumed) * state.near
-
     for group in state.nearest(groups, cutoff):
         below = cutoff()
         if state.is_late:
