@@ -358,12 +358,16 @@ class StageCostModel(PlanCosts):
         """What receiving takes, or sending does of the computing cores: of the activation, and of its gradient."""
         if slot.num_stages == 1 or (sending and self.cluster.device.kind == "cuda"):
             return (np.zeros(len(candidates)),) * 2
+        return of_cuts(self.cuts(slot, sending=sending), candidates, sending=sending)
+
+    def cuts(self, slot: StageSlot, *, sending: bool = False) -> tuple[FloatArray, FloatArray]:
+        """What receiving, or sending, an activation and a gradient takes by the cut that they cross."""
         rank, key = self._of(slot), (sending, cut_key(self.cluster, slot))
 
         def find() -> tuple[FloatArray, FloatArray]:
             return cut_seconds(*self._machine, slot, rank.memory, sending=sending, seams=self.seams)
 
-        return of_cuts(_cached(rank.cuts, key, find), candidates, sending=sending)
+        return _cached(rank.cuts, key, find)
 
     def _ring(self, slot: StageSlot, compute: RegionSeconds, regions: StageRegions) -> tuple[FloatArray, FloatArray]:
         """What sharing rows adds to one forward, and to one microbatch."""

@@ -10,7 +10,6 @@ from lightning_mist.cost.time.communication import (
     replicate_seconds,
     shard_nodes,
     tied_seconds,
-    transfers,
 )
 from lightning_mist.cost.time.context_exchange import context_seconds, stage_context_seconds
 from lightning_mist.cost.time.offload_loads import CopyPlace, CopyStages

@@ -184,28 +184,6 @@ def _exposed(
     return np.maximum(beyond_computing(backward_K, reduce_K, interference, across), last_K)
 
 
-def transfers(
-    profile: HardwareProfile,
-    cluster: Cluster,
-    slot: StageSlot,
-    candidates: StageCandidates,
-    memory: MemoryModel,
-    *,
-    sending: bool = False,
-    seams: Sequence[HardwareProfile] = (),
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds of receiving the input, and the gradient of the output; every tensor is a message of its own.
-
-    Args:
-        sending: Whether to give instead what sending takes: the output, and the gradient of the input.
-    """
-    if slot.num_stages == 1:
-        return np.zeros(len(candidates)), np.zeros(len(candidates))
-    return of_cuts(
-        cut_seconds(profile, cluster, slot, memory, sending=sending, seams=seams), candidates, sending=sending
-    )
-
-
 def of_cuts(
     seconds: tuple[FloatArray, FloatArray], candidates: StageCandidates, *, sending: bool
 ) -> tuple[FloatArray, FloatArray]:

@@ -103,9 +103,15 @@ class SeamBounds:
             from_front = None if front is None else front if seams & FRONT else self.part
             from_behind = None if behind is None else behind if seams & BEHIND else self.part
             seconds_K = choices.steady_K + self._beyond(from_front, from_behind)[choices.devices_K]
-            fits_K &= seconds_K <= slowest
-            found = replace(choices, steady_K=seconds_K, seams_K=np.full(len(choices), seams))
-            yield found.take(fits_K)
+            at_J = np.flatnonzero(fits_K & (seconds_K <= slowest))
+            yield _choices(
+                choices.layers_K[at_J],
+                choices.devices_K[at_J],
+                seconds_K[at_J],
+                choices.boundary_K[at_J],
+                part=self.part,
+                seams=seams,
+            )
 
     def _beyond(self, front: int | None, behind: int | None) -> FloatArray:
         """Seconds of receiving beyond the least, by devices, with axis ``N``."""
@@ -192,7 +198,11 @@ class PartBounds:
             position: Position = "first" if not stage_index else "middle" if stage_index < num_stages - 1 else "last"
             others = in_flight(self.space.schedule, num_stages - 1 - stage_index, num_microbatches)
             if (position, others) not in made:
-                made[position, others] = _as_choices(known.stage(position, others).within(bottleneck), self.part)
+                some = known.stage(position, others).within(bottleneck)
+                boundary_V = np.maximum(some.reach_V - some.steady_V, 0.0)
+                made[position, others] = _choices(
+                    some.layers_V, some.devices_V, some.steady_V, boundary_V, part=self.part, seams=ANY_SEAMS
+                )
             return made[position, others]
 
         return choices
@@ -231,23 +241,25 @@ class PartBounds:
         )
 
 
-def _as_choices(bounds: StageBounds, part: int) -> SlotChoices:
+def _choices(
+    layers_K: IntArray, devices_K: IntArray, steady_K: FloatArray, boundary_K: FloatArray, *, part: int, seams: int
+) -> SlotChoices:
     """Lower bounds as choices that may have any layers, on devices of a part."""
-    zero_K = np.zeros(len(bounds), dtype=np.int64)
+    zero_K = np.zeros(len(layers_K), dtype=np.int64)
     return SlotChoices(
         start_K=zero_K + ANYWHERE,
-        layers_K=bounds.layers_V,
-        devices_K=bounds.devices_V,
+        layers_K=layers_K,
+        devices_K=devices_K,
         part_K=zero_K + part,
-        seams_K=zero_K + ANY_SEAMS,
-        steady_K=bounds.steady_V,
-        boundary_K=np.maximum(bounds.reach_V - bounds.steady_V, 0.0),
-        peak_K=np.zeros(len(bounds)),
+        seams_K=zero_K + seams,
+        steady_K=steady_K,
+        boundary_K=boundary_K,
+        peak_K=np.zeros(len(layers_K)),
         checkpointed_K=zero_K,
         zero_stage_K=zero_K,
         shard_K=zero_K,
         tensor_K=zero_K + 1,
         sequence_K=zero_K,
         selective_K=zero_K,
-        offload_KO=np.zeros((len(bounds), len(OFFLOADED))),
+        offload_KO=np.zeros((len(layers_K), len(OFFLOADED))),
     )

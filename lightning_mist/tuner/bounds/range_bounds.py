@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost import StageCostModel, StageSlot
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
 from lightning_mist.cost.time import (
     Beside,
@@ -27,7 +27,6 @@ from lightning_mist.cost.time import (
     interference_of,
     shard_nodes,
     step_seconds_once,
-    transfers,
 )
 from lightning_mist.hardware import factor_of
 from lightning_mist.plan import ZeroStage
@@ -176,10 +175,7 @@ def slots_of(space: Space, slot_of: SlotOf, num_microbatches: int, parts: Parts 
 
 def received(model: StageCostModel, slot: StageSlot, num_layers: int) -> tuple[float, float]:
     """Seconds of receiving what comes from the front and from behind, over any cut."""
-    cuts = np.arange(1, num_layers)
-    ends = StageCandidates(start_K=cuts, end_K=cuts, checkpointed_K=0 * cuts, zero_stage_K=0 * cuts)
-    found = transfers(model.profile, model.cluster, slot, ends, model.memory(slot), seams=model.seams)
-    arrival, back = (float(item.min()) * least_correction(model) for item in found)
+    arrival, back = (float(item_B[1:num_layers].min()) * least_correction(model) for item_B in model.cuts(slot))
     return arrival, back
 
 

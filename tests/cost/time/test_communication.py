@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.cost import MemoryModel, StageCandidates, StageCostModel
 from lightning_mist.cost.inputs.candidates import placed_slots_of, slots_of
 from lightning_mist.cost.memory.memory_model import BUCKET_BYTES
-from lightning_mist.cost.time.communication import reductions, shard_nodes, transfers
+from lightning_mist.cost.time.communication import cut_seconds, of_cuts, reductions, shard_nodes
 from lightning_mist.cost.time.overlap import FREE
 from tests.cost.inputs.test_placement import make_plan
 from tests.specs import cluster, profile, spec
@@ -19,6 +19,12 @@ def machine(*, inside=1e9, across=1e8, latency=1e-4):
     made = profile(link=inside, latency=latency)
     between = tuple(dataclasses.replace(item, num_nodes=2, bytes_per_second=across) for item in made.collectives)
     return dataclasses.replace(made, collectives=(*made.collectives, *between))
+
+
+def transfers(hardware, place, slot, candidates, memory, *, sending=False):
+    """Seconds of receiving, or of sending, at both ends of stages."""
+    seconds = cut_seconds(hardware, place, slot, memory, sending=sending, seams=())
+    return of_cuts(seconds, candidates, sending=sending)
 
 
 def crossing(degrees, devices_per_node=8, *, hardware=None, kind="cuda", sending=False, network=NETWORK):
