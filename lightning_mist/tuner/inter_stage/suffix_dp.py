@@ -321,13 +321,14 @@ class Suffixes:
     def _behind_all(self, options: SlotOptions, kind_C: IntArray, states: States) -> IntArray:
         """For all states the one behind options of any kind; axes ``CJ``."""
         units_C = self._units(options.devices_C, options.part_C)
-        fits_CJ = self.chain.ends_TU[kind_C[:, None], states.used_J]
-        begin_CJ = states.used_J - units_C[:, None]
-        fits_CJ &= begin_CJ >= self.chain.first_begin_T[kind_C, None]
-        fits_CJ &= begin_CJ <= self.chain.last_begin_T[kind_C, None]
+        begin_CU = np.arange(self.chain.size) - units_C[:, None]
+        inside_CU = self.chain.ends_TU[kind_C] & (begin_CU >= self.chain.first_begin_T[kind_C, None])
+        inside_CU &= begin_CU <= self.chain.last_begin_T[kind_C, None]
+        fits_CJ = inside_CU.take(states.used_J, axis=1)
         fits_CJ &= states.row_J > options.layers_C[:, None]
         found_CJ = states.flat_J - (options.layers_C * self.chain.size + units_C)[:, None]
-        return np.where(fits_CJ, states.number[np.where(fits_CJ, found_CJ, 0)], len(states.row_J))
+        # No state has no layers, as those in the first places of the table would.
+        return states.number.take(found_CJ * fits_CJ)
 
     def _behind(self, some: SlotOptions, at_M: list[int], at_J: IntArray, states: States) -> IntArray:
         """For some states the one behind options of one kind; axes ``MJ``."""
