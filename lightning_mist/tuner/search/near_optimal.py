@@ -6,6 +6,9 @@ best of all, those that are so with all state resident, by their bounds after th
 The search solves the first to their proven optima in the whole space.
 """
 
+from contextlib import suppress
+
+from lightning_mist.tuner.candidates import TimeIsUpError
 from lightning_mist.tuner.inter_stage import Incumbent, Pipeline
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 from lightning_mist.tuner.space import Space
@@ -50,38 +53,32 @@ def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: fl
 def to_compare_with(
     state: SearchState, near: dict[Pipeline, Incumbent], winner: Incumbent
 ) -> dict[Pipeline, Incumbent]:
-    """The best answers of a few other numbers of stages than those of ``near``, of several with all state resident.
-
-    Raises:
-        TimeIsUpError: If there is no time left to evaluate their stages.
-    """
-    # They are there to compare with: what would offload takes several times as long to look at.
-    state.pipelines.try_ratios((), state.deadline)
+    """The best answers of a few other numbers of stages than those of ``near``, of several with all state resident."""
     below = winner.answer.objective * COMPARED
     found: dict[Pipeline, Incumbent] = {}
     known = {key.num_stages for key in near}
     for num_stages in compared(state.pipelines.space, len(winner.answer.chosen)):
         if num_stages not in known:
-            found |= _best_of(state, num_stages, below)
+            found |= _best_of(state, num_stages, min(below, state.below) if num_stages == 1 else below)
     return found
 
 
 def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline, Incumbent]:
     """A good answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
-    if num_stages == 1:
-        # The search has looked at all that may be the best of these.
-        alone = {key: item for key, item in state.found.items() if key.num_stages == 1}
-        key = min(alone, key=lambda key: (alone[key].answer.objective, key), default=None)
-        return {} if key is None or alone[key].answer.objective >= below else {key: alone[key]}
-    best: dict[Pipeline, Incumbent] = {}
+    # They are there to compare with: what would offload takes several times as long to look at, but for one stage.
+    state.pipelines.try_ratios(state.pipelines.space.offload_ratios if num_stages == 1 else (), state.deadline)
+    every = state.found.items() if num_stages == 1 else ()
+    alone = {key: item for key, item in every if key.num_stages == 1 and item.answer.objective < below}
+    best = dict(sorted(alone.items(), key=lambda item: (item[1].answer.objective, item[0]))[:1])
     groups = [group._replace(counts=(num_stages,)) for group in state.pipelines.groups if num_stages in group.counts]
 
     def cutoff() -> float:
         return min((item.answer.objective for item in best.values()), default=below)
 
     # What bounds a whole group says little of one number of stages.
-    for group in state.nearest(groups, cutoff):
-        if state.is_late:
-            break
-        best = state.optima(group, [num_stages], cutoff()) or best
+    with suppress(TimeIsUpError):
+        for group in state.nearest(groups, cutoff):
+            if state.is_late:
+                break
+            best = state.optima(group, [num_stages], cutoff()) or best
     return best

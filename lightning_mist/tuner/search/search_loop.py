@@ -14,7 +14,7 @@ assumed, little above the lower bound of all; if nothing is found below it, ever
 slow are never evaluated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_mist.tuner.candidates import TimeIsUpError
 from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
-from lightning_mist.tuner.search.near_optimal import COMPARED, near_resident, to_compare_with
+from lightning_mist.tuner.search.near_optimal import near_resident, to_compare_with
 from lightning_mist.tuner.search.pipelines import Pipelines
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 
@@ -36,7 +36,7 @@ CLOSE = 1.05
 LIKELY = 1.2
 """Multiple of the least bound of all up to which groups are as likely to have the best: a bound of that with the most
 microbatches, whose stages have the fewest choices, says to the others what is near. A single stage that is not as
-likely waits until others say what is near, and good enough to be compared with."""
+likely waits for what others say."""
 
 BEYOND = 1.01
 """Multiple of what is near up to which bounds are asked for: a little less memory makes plans a little slower, and what
@@ -100,9 +100,13 @@ def search_pipelines(
     several = [group for group in pipelines.groups if group.counts != (1,)]
     # One stage has so few choices that what it takes is found at once, to be beaten.
     likely = LIKELY * min(map(state.bound_of, several), default=np.inf)
-    _solve(state, [group for group in single if state.bound_of(group) <= likely], _near(state))
-    _solve_several(state, several)
-    _solve(state, single, lambda: _most_of_single(state))
+    _solve(state, [group for group in single if state.bound_of(group) <= likely])
+    _solve_several(state, several, single)
+    if state.winner is None and state.is_late:
+        # It may fit where nothing else was found in time.
+        state.wait_again()
+        pipelines.try_ratios(pipelines.space.offload_ratios, state.patience)
+    _solve(state, single)
     bound = min(state.bounds.values(), default=np.inf)
     if state.winner is None:
         return _outcome(state, None, {}, bound, bounds=state.bounds)
@@ -151,8 +155,12 @@ def _outcome(
     )
 
 
-def _solve_several(state: SearchState, groups: Groups) -> None:
-    """Solve pipelines of several stages, with a cutoff assumed as long as there is no incumbent, or only a slow one."""
+def _solve_several(state: SearchState, groups: Groups, single: Groups) -> None:
+    """Solve pipelines of several stages, with a cutoff assumed as long as there is no incumbent, or only a slow one.
+
+    Args:
+        single: Pipelines of a single stage, of which those come first that may be below what is assumed.
+    """
     _bound_several(state, groups)
     groups = [group for group in groups if state.bound_of(group) < state.least * state.near * (1 - PRECISION)]
     if not groups:
@@ -167,7 +175,8 @@ def _solve_several(state: SearchState, groups: Groups) -> None:
     for cutoff in assumed:
         if cutoff < state.least < cutoff * CLOSE:
             continue
-        _solve(state, groups, _near(state, cutoff))
+        _solve(state, single, cutoff)
+        _solve(state, groups, cutoff)
         # What was met on the way may take longer than what was assumed, and prove nothing.
         if state.least <= cutoff or state.is_stopped:
             return
@@ -203,22 +212,12 @@ def _in_order(state: SearchState, groups: Groups) -> list[PipelineGroup]:
     return sorted(order, key=lambda group: group != first)
 
 
-def _near(state: SearchState, assumed: float = np.inf) -> Callable[[], float]:
-    """Step seconds below which a pipeline is near the best, or near what is assumed of that."""
-    return lambda: min(state.least, assumed) * state.near
-
-
-def _most_of_single(state: SearchState) -> float:
-    """Step seconds below which a single stage is near the best, or the best of these to compare that with."""
-    near = state.least * state.near
-    if state.below < np.inf:
-        return near
-    alone = [item.answer.objective for key, item in state.found.items() if key.num_stages == 1]
-    return max(near, min([*alone, state.least * COMPARED]))
-
-
-def _solve(state: SearchState, groups: Groups, cutoff: Callable[[], float]) -> None:
+def _solve(state: SearchState, groups: Groups, assumed: float = np.inf) -> None:
     """Solve every pipeline that may take fewer seconds than the cutoff, those with the least bounds first."""
+
+    def cutoff() -> float:
+        return min(state.least, assumed) * state.near
+
     for group in state.nearest(groups, cutoff):
         below = cutoff()
         if state.is_late:

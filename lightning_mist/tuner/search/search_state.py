@@ -54,6 +54,10 @@ class SearchState:
         bounds = {key: max(bound, known.get(key, 0.0)) for key, bound in quick.items()}
         return cls(pipelines=pipelines, bounds=bounds, deadline=deadline, patience=patience, below=below)
 
+    def wait_again(self) -> None:
+        """Give a search without a plan as much time again as it has at least."""
+        self.patience = thread_time() + FIRST_SECONDS
+
     @property
     def end(self) -> float:
         """When time is up."""

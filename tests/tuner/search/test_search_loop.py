@@ -3,11 +3,16 @@ from time import thread_time
 import numpy as np
 import pytest
 
+from benchmarks.planner.apart import spec_of
+from lightning_mist.hardware import parse_cluster
+from lightning_mist.model.presets import PRESETS
+from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.bounds.region_bounds import quick_bounds
 from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
 from lightning_mist.tuner.inter_stage import flow_program as inter_stage
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
-from lightning_mist.tuner.search import search_state
+from lightning_mist.tuner.planner import Planner
+from lightning_mist.tuner.search import search_loop, search_state
 from lightning_mist.tuner.search.search_state import SearchState
 from tests.tuner.plans import is_feasible
 from tests.tuner.searches import each_by_itself, searched, stages_of
@@ -104,3 +109,28 @@ def test_a_search_without_a_plan_stops_when_time_is_up(monkeypatch):
     assert outcome.is_late
     assert outcome.solved == 0 < every.solved
     assert outcome.bound == min(quick_bounds(stages, stages.space).values())
+
+
+def test_where_several_stages_take_all_the_time_a_single_one_is_still_looked_at(monkeypatch):
+    def takes_all(state, *asked):
+        state.deadline = state.patience = thread_time() - 1
+
+    monkeypatch.setattr(search_loop, "LIKELY", 0.0)
+    monkeypatch.setattr(search_loop, "_solve_several", takes_all)
+    stages = stages_of()
+    outcome = searched(stages)
+    assert len(outcome.winner.answer.chosen) == 1
+    wanted = min(value for key, value in each_by_itself(stages).items() if key[0] == 1)
+    assert outcome.least == pytest.approx(wanted, rel=2 * PRECISION)
+
+
+@pytest.mark.parametrize("factor", [np.inf, 1.15, 1.05])
+def test_a_single_stage_is_compared_with_if_it_is_faster_than_a_known_plan(factor, monkeypatch):
+    spec = spec_of(PRESETS["gpt3-1.3b"], "gpt3-1.3b", "1x2xL4", rows=16, sequence_length=2048)
+    planner = Planner(spec, parse_cluster("1x2xL4"))
+    stages = planner.stages(planner.space(64, SearchSpace(offload=())), 20 << 30)
+    below = factor * searched(stages).least
+    found = searched(stages, below=below).found
+    monkeypatch.setattr(search_loop, "LIKELY", 0.0)
+    assert searched(stages, below=below).found.keys() == found.keys()
+    assert any(key.num_stages == 1 for key in found) == (factor > 1.1)
