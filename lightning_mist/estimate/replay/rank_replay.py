@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.memory import TERMS
-from lightning_mist.estimate.allocator import MemoryEvent
+from lightning_mist.estimate.allocator import MemoryEvent, free, malloc
 from lightning_mist.estimate.replay.rank_state import RankView, batches_of
 from lightning_mist.estimate.replay.step_events import Arrivals, Run
 from lightning_mist.model.events import Block, Label, Mark, StageTemplate, Tape
@@ -123,11 +123,10 @@ class Replay:
 
     def memory_events(self) -> list[MemoryEvent]:
         """The events as a simulation of the allocator takes them, set-up and all steps."""
-        identity_E, is_new_E = np.abs(self.events_E) - 1, self.events_E > 0
-        kinds = np.where(is_new_E, "malloc", "free").tolist()
-        sizes = np.where(is_new_E, self.bytes_A[identity_E], 0).tolist()
-        streams = np.where(is_new_E, "compute", "").tolist()
-        return list(map(MemoryEvent._make, zip(kinds, identity_E.tolist(), sizes, streams, strict=True)))
+        sizes = self.bytes_A.tolist()
+        return [
+            malloc(event - 1, sizes[event - 1]) if event > 0 else free(-event - 1) for event in self.events_E.tolist()
+        ]
 
 
 def replay_rank(
