@@ -226,7 +226,7 @@ def _bought(item: WhatIf, step_seconds: float) -> str:
     gain = f"{format_seconds(least)} per step ({least / step_seconds - 1:+.1%})"
     if best is None:
         return f"{gain} by this plan; a better one was not looked for"
-    other = "another plan" if best.proven else "another plan, the best that was found in time"
+    other = "another plan" if best.proven else "another plan, the best that was found"
     return gain + _by_which(same, least, step_seconds, other)
 
 

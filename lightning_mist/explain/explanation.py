@@ -39,8 +39,8 @@ class Version:
     Attributes:
         missing_bytes: Bytes that it needs beyond what its devices may use, on the device that lacks most; 0 if it fits.
         missing_host_bytes: The same of host memory, for one device.
-        proven: Whether the search for it was over before its time was up, so that no better one of its kind exists by
-            the closed form under the schedule of the exact search; True of a plan that was not searched for.
+        proven: Whether the search for it has shown that no better one of its kind exists by the closed form under the
+            schedule of the exact search; True of a plan that was not searched for.
         reason: Why there is none; empty if there is one.
     """
 

@@ -107,7 +107,7 @@ def _remember(asker: Asker, result: TuneResult) -> None:
     plans = [result.plan, *(item.plan for item in result.alternatives)]
     asker.found += plans
     alone = next((plan for plan in plans if plan.num_groups == 1), None)
-    had_time = result.status != "time limit" and result.stats.seconds < asker.search.solver_seconds
+    had_time = result.is_proven and result.stats.seconds < asker.search.solver_seconds
     if alone is None or asker.search.offload or not had_time:
         return
     # The search only guarantees the best plan of another number of stages where it takes little longer than the best.

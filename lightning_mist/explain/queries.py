@@ -125,7 +125,7 @@ class Asker:
             return None
         if machine is self.machine:
             self.found += [result.plan, *(item.plan for item in result.alternatives)]
-        return Version(plan=result.plan, proven=result.status != "time limit")
+        return Version(plan=result.plan, proven=result.is_proven)
 
 
 def _missing(needed: Sequence[int], limits: Sequence[float]) -> int:

@@ -26,7 +26,7 @@ class FrontierPoint:
     Attributes:
         share: Part of the chosen plan's limit.
         plan: The plan with its prediction; None if none fits.
-        proven: Whether the search for it was over before its time was up.
+        proven: Whether the search for it has shown that there is none better.
     """
 
     share: float
@@ -100,7 +100,7 @@ def memory_frontier(
                 host_memory_limit=host_memory_limit,
                 search=replace(asked, solver_seconds=min(asked.solver_seconds, left)),
             )
-            plan, proven = found.plan, found.status != "time limit"
+            plan, proven = found.plan, found.is_proven
         except UndecidedError:
             left_out.append(share)
             continue
@@ -130,7 +130,7 @@ def frontier_lines(frontier: Frontier) -> tuple[str, ...]:
         slower = point.seconds / chosen - 1
         words = "as fast as this plan" if abs(slower) < LEAST_SHARE else f"{slower:+.1%}"
         peak, step = format_bytes(point.peak_bytes), format_seconds(point.seconds)
-        unsure = "" if point.proven else ", the best that was found in time"
+        unsure = "" if point.proven else ", the best that was found"
         lines.append(f"{_limit(point)}: {step} per step ({words}), tensors peak at {peak}{unsure}")
     if frontier.left_out:
         shares = ", ".join(f"{share:.0%}" for share in frontier.left_out)

@@ -263,7 +263,8 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
     plan, least = choice.plan, outcome.winner.answer.objective
     bound = min(outcome.bound, least)
     gap = max(0.0, (least - bound) / least)
-    status: Status = "optimal" if gap <= 10 * PRECISION else "time limit"
+    short: Status = "time limit" if outcome.is_late else "near optimal"
+    status: Status = "optimal" if gap <= 10 * PRECISION else short
     assert plan.predicted is not None
     return TuneResult(
         plan=plan,

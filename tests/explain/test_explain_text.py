@@ -76,7 +76,7 @@ def test_what_it_buys_against_the_best_plan_without_it(best, said):
         (
             version(0.5),
             version(0.4, proven=False),
-            "400 ms per step (-20.0%), by another plan, the best that was found in time.",
+            "400 ms per step (-20.0%), by another plan, the best that was found.",
         ),
         (version(0.4), version(0.4), "400 ms per step (-20.0%), without changing the plan."),
         (version(0.4), None, "400 ms per step (-20.0%) by this plan; a better one was not looked for."),

@@ -62,7 +62,7 @@ def test_plans_of_searches_that_were_cut_short_are_said_to_be_no_more_than_that(
     frontier = found(shares=(0.5,))
     (line,) = frontier_lines(frontier)
     assert not frontier.points[0].proven
-    assert line.endswith(", the best that was found in time")
+    assert line.endswith(", the best that was found")
 
 
 def test_what_was_found_in_time_is_no_more_than_that_under_less_memory_too(monkeypatch):

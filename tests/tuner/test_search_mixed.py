@@ -7,10 +7,12 @@ import pytest
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
+from lightning_mist.tuner.search import search_state
 from lightning_mist.tuner.search.mixed_slots import mixed_stages
 from lightning_mist.tuner.search.near_optimal import COMPARED
 from lightning_mist.tuner.search.search_loop import search_pipelines
 from tests.specs import cluster, profile, spec
+from tests.tuner.instances import random_instance
 from tests.tuner.plans import is_feasible
 from tests.tuner.whole_space import Instance, by_trying_everything
 
@@ -81,3 +83,19 @@ def test_without_pipelines_nothing_is_found():
     assert found.winner is None
     assert found.bound == np.inf
     assert found.found == {}
+
+
+@pytest.mark.parametrize("gain", [0.01, 0.3])
+def test_among_many_pipelines_no_plan_gains_more_than_is_looked_for(gain, monkeypatch):
+    instances = [random_instance(seed, unlike=1.0) for seed in range(30)]
+    exact = [searched(asked) for asked in instances]
+    monkeypatch.setattr(search_state, "MANY", 0)
+    monkeypatch.setattr(search_state, "LEAST_GAIN", gain)
+    coarse = [searched(asked) for asked in instances]
+    for few, every in zip(coarse, exact, strict=True):
+        assert (few.winner is None) == (every.winner is None)
+        if every.winner is not None:
+            assert every.least * (1 - PRECISION) <= few.least <= every.least / (1 - gain) * (1 + PRECISION)
+            assert few.least * (1 - gain) * (1 - PRECISION) <= few.bound <= every.least * (1 + PRECISION)
+    assert sum(found.winner is not None for found in exact) > 10
+    assert sum(found.solved for found in coarse) < sum(found.solved for found in exact)

@@ -51,26 +51,33 @@ def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: fl
 
 
 def to_compare_with(
-    state: SearchState, near: dict[Pipeline, Incumbent], winner: Incumbent
+    state: SearchState, near: dict[Pipeline, Incumbent], winner: Incumbent, order: tuple[int, ...] = ()
 ) -> dict[Pipeline, Incumbent]:
-    """The best answers of a few other numbers of stages than those of ``near``, of several with all state resident."""
+    """The best answers of a few other numbers of stages than those of ``near``, of several with all state resident.
+
+    Args:
+        order: The only order of unlike parts to look at; by default all are.
+    """
     below = winner.answer.objective * COMPARED
     found: dict[Pipeline, Incumbent] = {}
     known = {key.num_stages for key in near}
     for num_stages in compared(state.pipelines.space, len(winner.answer.chosen)):
         if num_stages not in known:
-            found |= _best_of(state, num_stages, min(below, state.below) if num_stages == 1 else below)
+            found |= _best_of(state, num_stages, min(below, state.below) if num_stages == 1 else below, order)
     return found
 
 
-def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline, Incumbent]:
+def _best_of(
+    state: SearchState, num_stages: int, below: float, order: tuple[int, ...] = ()
+) -> dict[Pipeline, Incumbent]:
     """A good answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
     # They are there to compare with: what would offload takes several times as long to look at, but for one stage.
     state.pipelines.try_ratios(state.pipelines.space.offload_ratios if num_stages == 1 else (), state.deadline)
     every = state.found.items() if num_stages == 1 else ()
     alone = {key: item for key, item in every if key.num_stages == 1 and item.answer.objective < below}
     best = dict(sorted(alone.items(), key=lambda item: (item[1].answer.objective, item[0]))[:1])
-    groups = [group._replace(counts=(num_stages,)) for group in state.pipelines.groups if num_stages in group.counts]
+    asked = (group for group in state.pipelines.groups if not order or group.parts in ((), order))
+    groups = [group._replace(counts=(num_stages,)) for group in asked if num_stages in group.counts]
 
     def cutoff() -> float:
         return min((item.answer.objective for item in best.values()), default=below)

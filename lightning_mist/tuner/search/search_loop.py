@@ -114,12 +114,14 @@ def search_pipelines(
     checked = check(winner, deadline)
     # Those of what is looked at below are with all state resident.
     bounds = {} if checked.refutes else dict(state.bounds)
-    found = {**(state.met if state.is_stopped else {}), **state.found, key: checked.found}
-    cutoff = checked.found.answer.objective * state.near
+    # Of many orders of parts there are enough that were met with all state resident.
+    found = {**(state.met if state.is_stopped or state.is_coarse else {}), **state.found, key: checked.found}
+    cutoff = checked.found.answer.objective * (NEAR_RESIDENT if state.is_coarse else state.near)
     near = {key: item for key, item in found.items() if item.answer.objective < cutoff or state.is_stopped}
     with suppress(TimeIsUpError):
-        near |= near_resident(state, near, checked.found.answer.objective)
-        near |= to_compare_with(state, near, checked.found)
+        if not state.is_coarse:
+            near |= near_resident(state, near, checked.found.answer.objective)
+        near |= to_compare_with(state, near, checked.found, key.parts if state.is_coarse else ())
     return _outcome(
         state,
         checked.found,
@@ -194,7 +196,8 @@ def _bound_several(state: SearchState, groups: Groups) -> None:
         lowest = state.bound_of(group)
         if lowest >= most * (1 - PRECISION):
             continue
-        for factor in (np.inf,) if place or not lowest else ASSUMED:
+        # What is known of another number of microbatches may say little.
+        for factor in ASSUMED if lowest and (not place or lowest < most / 2) else (np.inf,):
             below = min(most * BEYOND, lowest * factor * NEAR_RESIDENT if lowest else np.inf)
             bound = state.raise_bound(group, below)
             if bound < below * (1 - PRECISION):
@@ -256,7 +259,7 @@ def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
     with _all_resident(state):
         # Bounds with all state resident are not of the whole space, so that none are raised here.
         for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
-            below = min(state.least, assumed)
+            below = min(state.least * min(1.0, state.near), assumed)
             if state.bound_of(group) >= below * (1 - PRECISION) or state.is_late:
                 return
             counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]

@@ -6,9 +6,10 @@ from typing import Literal
 import numpy as np
 
 from lightning_mist.plan import Plan, Predicted
+from lightning_mist.tuner.search import LEAST_GAIN
 from lightning_mist.units import format_bytes, format_seconds
 
-Status = Literal["optimal", "explored", "time limit"]
+Status = Literal["optimal", "near optimal", "explored", "time limit"]
 
 CERTIFIED = (
     "HiGHS certifies that no plan with as many stages and microbatches as the best by the closed form is faster by it "
@@ -73,8 +74,10 @@ class TuneResult:
             faster by the closed form of the cost model than the best that was found, of the plans that were run on the
             clock (all near the best by the closed form, :mod:`lightning_mist.tuner.search.near_optimal`) none is faster
             there than the chosen one, or by so little that they cannot be told apart, and is not as simple
-            (:mod:`lightning_mist.tuner.select.simplest_plan`); and no other schedule gains on them. ``"explored"`` if
-            another schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
+            (:mod:`lightning_mist.tuner.select.simplest_plan`); and no other schedule gains on them. ``"near optimal"``
+            if this holds but for gains that were too small to be looked for, of which ``gap`` says how large they may
+            be. ``"explored"`` if another schedule gained: it is the fastest that was tried. ``"time limit"`` if time
+            was up before a proof.
         bound: No plan under the schedule of the exact search takes fewer seconds by the closed form, as the dynamic
             program has proven for all numbers of stages and of microbatches.
         gap: How far the best plan by the closed form may be above the bound, as a share of its seconds. About seconds
@@ -105,6 +108,11 @@ class TuneResult:
     certified: bool = False
 
     @property
+    def is_proven(self) -> bool:
+        """Whether the search has shown that there is none better of what it looks at."""
+        return self.status not in ("near optimal", "time limit")
+
+    @property
     def proof(self) -> tuple[str, ...]:
         """How sure it is that the plan is the best: lines for people."""
         # The clock may have chosen another plan than the best by the closed form, which is what is proven of.
@@ -118,6 +126,8 @@ class TuneResult:
             "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more"
             if self.bound > 0
             else "it is the fastest that was tried; of others nothing is proven",
+            "near optimal": f"gains of less than {LEAST_GAIN:.0%} are not looked for among so many; by the closed form "
+            f"a plan could be faster by at most {behind:.1%}",
             "time limit": f"time was up; by the closed form a plan could be faster by at most {behind:.1%}",
         }[self.status]
         looked = f"chosen among {self.stats.candidates:,} stage candidates in {self.stats.pipelines:,} pipelines"
