@@ -34,7 +34,7 @@ from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.candidates.choices import SlotChoices
-from lightning_mist.tuner.space import ANYWHERE, LayerRanges, Space
+from lightning_mist.tuner.space import LayerRanges, Space
 
 ROOM = 1 + 1e-9
 """What is left out for being too slow is so by more than rounding."""
@@ -381,18 +381,3 @@ def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges:
     # Where no device is left there is nothing outside either.
     found_WS: FloatArray = np.where(others_S > 0, rest_W1 / np.maximum(others_S, 1), 0.0)
     return found_WS
-
-
-def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: int, most_devices: int) -> BoolArray:
-    """Which choices leave every other stage a layer and a device.
-
-    Args:
-        most_devices: Devices of the largest stage that leaves the others one each.
-    """
-    behind = num_stages - stage_index - 1
-    start_K, layers_K = choices.start_K, choices.layers_K
-    inside_K = (start_K == ANYWHERE) | ((start_K >= stage_index) & (start_K <= num_layers - behind - layers_K))
-    # An open start has room somewhere if every other stage can have a layer.
-    inside_K &= layers_K <= max(num_layers - num_stages + 1, 0 if num_layers else 1)
-    result_K: BoolArray = inside_K & (choices.devices_K <= most_devices)
-    return result_K

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
+from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
 from lightning_mist.plan import OFFLOADED, CheckpointingKind, OffloadRatios
-from lightning_mist.tuner.space import Shape
+from lightning_mist.tuner.space import ANYWHERE, Shape
 
 EVERY_PART = -1
 """Part of a choice that takes all devices of all parts of a cluster, as the only stage of a plan may."""
@@ -79,3 +79,18 @@ class SlotChoices(ArrayRecord):
 def with_peaks_as_seconds(choices: SlotChoices) -> SlotChoices:
     """The same choices with their peak bytes in place of their steady time, to ask for the least memory."""
     return replace(choices, steady_K=choices.peak_K)
+
+
+def within(choices: SlotChoices, stage_index: int, num_stages: int, num_layers: int, most_devices: int) -> BoolArray:
+    """Which choices leave every other stage a layer and a device.
+
+    Args:
+        most_devices: Devices of the largest stage that leaves the others one each.
+    """
+    behind = num_stages - stage_index - 1
+    start_K, layers_K = choices.start_K, choices.layers_K
+    inside_K = (start_K == ANYWHERE) | ((start_K >= stage_index) & (start_K <= num_layers - behind - layers_K))
+    # An open start has room somewhere if every other stage can have a layer.
+    inside_K &= layers_K <= max(num_layers - num_stages + 1, 0 if num_layers else 1)
+    result_K: BoolArray = inside_K & (choices.devices_K <= most_devices)
+    return result_K

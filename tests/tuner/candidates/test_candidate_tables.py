@@ -4,12 +4,11 @@ import pytest
 from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.candidates.candidate_tables import make_tables, within
+from lightning_mist.tuner.candidates.candidate_tables import make_tables
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.space.applied_space import apply
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE, layer_classes, layer_ranges_of
+from lightning_mist.tuner.space.layer_ranges import layer_classes, layer_ranges_of
 from tests.specs import cluster, profile, spec
-from tests.tuner.problems import slot
 
 NETWORK = spec(5, kinds=(0, 1, 0, 0, 1), widths=(1000, 2500), measured=True)
 STAGES, MICROBATCHES = 3, 4
@@ -113,15 +112,6 @@ def test_of_other_numbers_of_devices_and_layers_nothing_is_evaluated():
     assert 0 < kept_K.sum() < len(every)
     wanted = [item for item, is_kept in zip(described(every), kept_K, strict=True) if is_kept]
     assert sorted(described(found)) == sorted(wanted)
-
-
-def test_choices_leave_every_other_stage_a_layer_and_a_device():
-    starts = [0, 1, 2, 3, ANYWHERE, ANYWHERE, 1]
-    layers = [1, 1, 2, 2, 3, 4, 1]
-    devices = [1, 1, 1, 1, 1, 1, 3]
-    choices = slot(starts, layers, devices, [1.0] * 7, [0.0] * 7)
-    found = within(choices, stage_index=1, num_stages=3, num_layers=5, most_devices=2)
-    assert found.tolist() == [False, True, True, False, True, False, False]
 
 
 def test_tables_of_several_roles_are_those_of_each_alone():

@@ -1,8 +1,9 @@
 import numpy as np
 
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.tuner.candidates.choices import SlotChoices, with_peaks_as_seconds
+from lightning_mist.tuner.candidates.choices import SlotChoices, with_peaks_as_seconds, within
 from lightning_mist.tuner.space.applied_space import Shape
+from lightning_mist.tuner.space.layer_ranges import ANYWHERE
 from tests.tuner.problems import slot
 
 
@@ -51,3 +52,12 @@ def test_no_choices_have_the_types_of_some():
 def test_bytes_take_the_place_of_seconds():
     found = with_peaks_as_seconds(three())
     assert found.steady_K.tolist() == found.peak_K.tolist() == [30.0, 20.0, 10.0]
+
+
+def test_choices_leave_every_other_stage_a_layer_and_a_device():
+    starts = [0, 1, 2, 3, ANYWHERE, ANYWHERE, 1]
+    layers = [1, 1, 2, 2, 3, 4, 1]
+    devices = [1, 1, 1, 1, 1, 1, 3]
+    choices = slot(starts, layers, devices, [1.0] * 7, [0.0] * 7)
+    found = within(choices, stage_index=1, num_stages=3, num_layers=5, most_devices=2)
+    assert found.tolist() == [False, True, True, False, True, False, False]
