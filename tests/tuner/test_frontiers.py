@@ -5,8 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from lightning_mist.hardware import Link, MixedCluster
+from lightning_mist.plan import OFFLOADED, SearchSpace
+from lightning_mist.tuner import Planner
 from lightning_mist.tuner.candidates.choices import SlotChoices
+from lightning_mist.tuner.search import mixed_stages
 from lightning_mist.tuner.space.layer_ranges import places_behind
+from tests.specs import cluster, profile, spec
 from tests.tuner.candidates.test_offload_search import MACHINES, NETWORKS, make
 
 
@@ -64,3 +69,25 @@ def test_what_is_of_interest_may_grow_and_may_be_nothing():
         for (*place, _, _), found in zip(wishes, maker.frontiers(wishes, 4), strict=True):
             wanted = fresh.frontier(*place, 4)
             same(found, wanted.take(mask[wanted.devices_K, wanted.layers_K]))
+
+
+def test_stages_that_differ_in_their_neighbours_parts_alone():
+    copying = {f"{way}_bytes_per_second": 1e9 for way in ("host_to_device", "device_to_host")}
+    rates = tuple(dataclasses.replace(profile(flops_per_second=flops), **copying) for flops in (3e10, 1e10, 2e10))
+    link = Link(bytes_per_second=3e6, latency_seconds=1e-3)
+    machine = MixedCluster(parts=tuple(cluster(2, kind="cuda") for _ in rates), link=link)
+    planner = Planner(spec(6), machine, profile=rates)
+    space = planner.space(36, SearchSpace(offload=OFFLOADED, offload_ratios=(0.0, 0.5, 1.0), schedules=("1f1b",)))
+
+    def part():
+        return mixed_stages(planner.model, space, 700_000, None).parts[1]
+
+    orders = [(0, 1, 2), (2, 1, 0), (0, 1, 1, 2), (2, 1, 1, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2), (1, 2, 0)]
+    wishes = [(order.index(1), len(order), order, None) for order in orders]
+    together, seconds = part().frontiers(wishes, 6), []
+    for wish, found in zip(wishes, together, strict=True):
+        assert found.offload_KO.any()
+        same(found, part().frontier(*wish[:2], 6, pipeline=wish[2]))
+        seconds.append(found.steady_K.min())
+    # Seconds are of each one's own neighbours.
+    assert len({*np.round(seconds, 9)}) >= 4

@@ -19,6 +19,7 @@ Array axes
     E  layer ranges times numbers of recomputed layers
     W  layer ranges
     R  regions
+    X  steady and boundary seconds
 """
 
 from collections.abc import Hashable, Sequence
@@ -32,7 +33,7 @@ from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntAr
 from lightning_mist.cost.memory import PeakParts
 from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import OFFLOADED
+from lightning_mist.plan import OFFLOADED, ZeroStage
 from lightning_mist.tuner.candidates.choices import SlotChoices
 from lightning_mist.tuner.space import LayerRanges, Space
 
@@ -53,6 +54,7 @@ class Table:
         boundary_K: Boundary seconds.
         floor_K: Steady seconds with what of the boundary seconds copies cannot hide.
         again_K: What every stage behind adds to the steady seconds.
+        exchanged_XK: What of steady and of boundary seconds depends on where the neighbours lie.
         parts: What their peaks are made of.
     """
 
@@ -68,11 +70,19 @@ class Table:
     boundary_K: FloatArray
     floor_K: FloatArray
     again_K: FloatArray
+    exchanged_XK: FloatArray
     parts: PeakParts
 
     def __len__(self) -> int:
         """Number of candidates."""
         return len(self.steady_K)
+
+    def codes(self, index_J: IntArray) -> IntArray:
+        """Numbers for candidates on one arrangement of devices, the same in every table of their role."""
+        most = 1 + int(self.ranges.layers_W.max(initial=0))
+        line_J = self.range_K[index_J] * most + self.checkpointed_K[index_J]
+        codes_J: IntArray = line_J * len(ZeroStage) + self.zero_stage_K[index_J]
+        return codes_J
 
     @property
     def devices_K(self) -> IntArray:
@@ -311,10 +321,11 @@ def _table(
     if not items:
         return _empty(request, bottleneck)
     figures = _Figures.joined([found for _, found in items])
-    transfer_C, tied_C = np.concatenate(
+    exchanged_XC = np.concatenate(
         [np.stack(model.shared_seconds(item.slot, item.candidates)) for item, _ in items], axis=1
     )
     # Of a table's slots what they unshard is counted alike: the same microbatches, and as many stages behind.
+    transfer_C, tied_C = exchanged_XC
     again_C = figures.shards.again(slots[0])
     steady_C = figures.alone_C + transfer_C + figures.shards.seconds(slots[0])
     boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
@@ -335,6 +346,7 @@ def _table(
         boundary_K=boundary_C[fast_K],
         floor_K=floor_C[fast_K],
         again_K=again_C[fast_K],
+        exchanged_XK=exchanged_XC[:, fast_K],
         parts=figures.parts.take(fast_K).beside(batch_S[shape_K]),
     )
 
@@ -351,6 +363,7 @@ def _empty(request: Request, bottleneck: float) -> Table:
         among_NL=among_NL,
         ranges=ranges,
         slots=tuple(slots),
+        exchanged_XK=np.empty((2, 0)),
         parts=PeakParts.none(),
         **columns,
     )

@@ -26,7 +26,7 @@ Array axes
     A  ratios of activations
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -198,46 +198,101 @@ def _found_unsharded(model: StageCostModel, slot: StageSlot, candidates: StageCa
     return np.where(shards_B, np.inf if holdings.is_one_unit else OUTERMOST * units.unshard_R.max(), 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """Candidates of the stages of one table on one arrangement of devices, among those of others.
+
+    Attributes:
+        number: Which table.
+        index_U: The distinct candidates.
+        row_B: Where each is among those of all tables.
+    """
+
+    number: int
+    points: StagePoints
+    slot: StageSlot
+    point_B: IntArray
+    index_U: IntArray
+    row_B: IntArray
+
+
 def feasible(
     model: CostModel,
     grid: RatioGrid,
-    points: StagePoints,
-    point_B: IntArray,
+    asked: Sequence[tuple[StagePoints, IntArray]],
     limits: tuple[float, float],
     slowest: float = np.inf,
-) -> Iterator[Feasible]:
-    """What some candidates of the stages of a table may offload, block by block.
+) -> Iterator[tuple[int, Feasible]]:
+    """What some candidates of the stages of tables may offload, block by block, each with the number of its table.
 
     Args:
+        asked: The stages of each table, and which of their candidates are looked at.
         limits: Bytes that a device may use, and of host memory.
         slowest: The most steady seconds, without what the stages behind cost: what takes longer may be left out.
     """
-    table, shape_B = points.table, points.table.shape_K[points.index_P[point_B]]
     at_once = max(1, PAIRS_AT_ONCE // (len(grid.each.activations) * len(grid.each.gradients)))
-    most = max(1, PEAKS_AT_ONCE // len(grid))
-    for shape in distinct(shape_B).tolist():
-        slot, some_B = table.slots[shape], point_B[shape_B == shape]
-        # Stages share candidates, of which what peaks are made of does not depend on the stage.
-        index_U, row_B = np.unique(points.index_P[some_B], return_inverse=True)
-        for begin in range(0, len(index_U), at_once):
-            candidates = table.candidates(index_U[begin : begin + at_once])
+    for some in _alike(asked):
+        tables = [item.points.table for item in some]
+        every = StageCandidates.joined(
+            [table.candidates(item.index_U) for table, item in zip(tables, some, strict=True)]
+        )
+        steady_U = np.concatenate([table.steady_K[item.index_U] for table, item in zip(tables, some, strict=True)])
+        for begin in range(0, len(every), at_once):
+            here, slot = slice(begin, begin + at_once), some[0].slot
+            candidates = every.take(here)
             parts = OffloadParts.of(model.memory(slot), slot, candidates, grid.each)
-            steady_U = table.steady_K[index_U[begin : begin + at_once]]
-            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters, steady_U)
-            inside_B = np.flatnonzero((row_B >= begin) & (row_B < begin + at_once))
-            for first in range(0, len(inside_B), most):
-                at_B = inside_B[first : first + most]
-                peak_BC, fits_BC = _fitting(points, some_B[at_B], parts, row_B[at_B] - begin, limits)
-                fits_BC &= may_offload(slot, grid.offload_CO)
-                fits_BC = _minimal(model, grid, slot, fits_BC, table.zero_stage_K[index_U[row_B[at_B]]])
-                of_J, combination_J = np.nonzero(fits_BC)
-                if floors is not None:
-                    ratio_OJ = np.unravel_index(combination_J, grid.each.shape)
-                    fast_J = floors.seconds(row_B[at_B[of_J]] - begin, ratio_OJ) <= slowest * ROOM
-                    of_J, combination_J = of_J[fast_J], combination_J[fast_J]
-                yield Feasible(
-                    point_J=some_B[at_B[of_J]], combination_J=combination_J, peak_J=peak_BC[of_J, combination_J]
-                )
+            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters, steady_U[here])
+            for item in some:
+                row_B = item.row_B - begin
+                inside_B = np.flatnonzero((row_B >= 0) & (row_B < at_once))
+                for block in _fast_enough(model, grid, item, (inside_B, row_B), (parts, floors), limits, slowest):
+                    yield item.number, block
+
+
+def _alike(asked: Sequence[tuple[StagePoints, IntArray]]) -> Iterator[list[_Tried]]:
+    """Candidates by arrangement of devices: what peaks are made of does not depend on what is in front and behind."""
+    found: dict[Hashable, list[_Tried]] = {}
+    for number, (points, point_B) in enumerate(asked):
+        shape_B = points.table.shape_K[points.index_P[point_B]]
+        for shape in distinct(shape_B).tolist():
+            slot, some_B = points.table.slots[shape], point_B[shape_B == shape]
+            devices = slot.data_parallel_degree, slot.shard_group, *slot.computed
+            before = found.setdefault((slot.num_stages == 1, slot.part, slot.rows, devices), [])
+            # Stages share candidates, of which what peaks are made of does not depend on the stage either.
+            index_U, row_B = np.unique(points.index_P[some_B], return_inverse=True)
+            row_B += sum(len(item.index_U) for item in before)
+            before.append(_Tried(number=number, points=points, slot=slot, point_B=some_B, index_U=index_U, row_B=row_B))
+    yield from found.values()
+
+
+def _fast_enough(
+    model: CostModel,
+    grid: RatioGrid,
+    item: _Tried,
+    at: tuple[IntArray, IntArray],
+    parts: tuple[OffloadParts, _Floors | None],
+    limits: tuple[float, float],
+    slowest: float,
+) -> Iterator[Feasible]:
+    """What candidates of one table may offload.
+
+    Args:
+        at: Which of them, and where each is among ``parts``.
+        parts: What peaks of candidates are made of, and the least seconds that they take.
+    """
+    points, (inside_B, row_B), most = item.points, at, max(1, PEAKS_AT_ONCE // len(grid))
+    for first in range(0, len(inside_B), most):
+        at_B = inside_B[first : first + most]
+        some_B, rows_B = item.point_B[at_B], row_B[at_B]
+        peak_BC, fits_BC = _fitting(points, some_B, parts[0], rows_B, limits)
+        fits_BC &= may_offload(item.slot, grid.offload_CO)
+        fits_BC = _minimal(model, grid, item.slot, fits_BC, points.table.zero_stage_K[points.index_P[some_B]])
+        of_J, combination_J = np.nonzero(fits_BC)
+        if parts[1] is not None:
+            ratio_OJ = np.unravel_index(combination_J, grid.each.shape)
+            fast_J = parts[1].seconds(rows_B[of_J], ratio_OJ) <= slowest * ROOM
+            of_J, combination_J = of_J[fast_J], combination_J[fast_J]
+        yield Feasible(point_J=some_B[of_J], combination_J=combination_J, peak_J=peak_BC[of_J, combination_J])
 
 
 def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:

@@ -15,11 +15,12 @@ Array axes
     B  those that are tried with offload
     I  those that fit resident and are not dominated
     J  choices: those, and candidates with ratios
-    U  distinct candidates with ratios, whatever the stage
+    U  distinct candidates with ratios, whatever the stage and its neighbours
+    X  steady and boundary seconds
     O  kinds of state, in the order of ``OFFLOADED``
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import thread_time
@@ -77,56 +78,66 @@ class OffloadSearch:
             TimeIsUpError: If there is no time left to evaluate them.
         """
         every = [ResidentPoints.of(table, stages, slowest, self.memory_limit) for table, stages in asked]
-        found, tried = [], 0
-        for item in every:
-            blocks = [Feasible.none()]
-            if len(self.grid) > 1:
-                point_B = item.worth_offloading()
-                tried += len(distinct(item.points.index_P[point_B])) * (len(self.grid) - 1)
-                for block in feasible(self.model, self.grid, item.points, point_B, self._limits, slowest):
-                    self._check_time()
-                    blocks.append(block)
-            some = Feasible.joined(blocks)
-            found.append(some.take(np.lexsort((some.combination_J, some.point_J))))
+        none_B = np.empty(0, dtype=np.int64)
+        tried = [(item.points, item.worth_offloading() if len(self.grid) > 1 else none_B) for item in every]
+        blocks = [[Feasible.none()] for _ in every]
+        for number, block in feasible(self.model, self.grid, tried, (self.memory_limit, self.host_limit), slowest):
+            self._check_time()
+            blocks[number].append(block)
+        found = [item.take(np.lexsort((item.combination_J, item.point_J))) for item in map(Feasible.joined, blocks)]
+        count = sum(len(distinct(points.index_P[point_B])) for points, point_B in tried) * (len(self.grid) - 1)
         seconds = self._seconds([(item.points, some) for item, some in zip(every, found, strict=True)])
-        return [self._choices(*item, slowest) for item in zip(every, found, seconds, strict=True)], tried
-
-    @property
-    def _limits(self) -> tuple[float, float]:
-        return self.memory_limit, self.host_limit
+        return [self._choices(*item, slowest) for item in zip(every, found, seconds, strict=True)], count
 
     def _check_time(self) -> None:
         if thread_time() > self.deadline:
             raise TimeIsUpError
 
-    def _seconds(self, found: Sequence[tuple[StagePoints, Feasible]]) -> list[tuple[FloatArray, FloatArray]]:
+    def _seconds(self, found: Sequence[tuple[StagePoints, Feasible]]) -> list[FloatArray]:
         """Steady and boundary seconds of candidates with ratios of every table, without what stages behind add."""
+        alike: dict[Hashable, list[tuple[int, IntArray]]] = {}
+        for number, (points, item) in enumerate(found):
+            table, shape_J = points.table, points.table.shape_K[points.index_P[item.point_J]]
+            for shape in distinct(shape_J).tolist():
+                slot = replace(table.slots[shape], stage_index=0, num_stages=min(2, table.slots[shape].num_stages))
+                # Wherever the neighbours of a stage are, it takes as long but for what is exchanged with them.
+                key = id(table.ranges), replace(slot, parts=())
+                alike.setdefault(key, []).append((number, np.flatnonzero(shape_J == shape)))
         placed: list[Placed] = []
-        every: list[tuple[IntArray, list[IntArray]]] = []
-        for points, item in found:
-            code_J = points.index_P[item.point_J] * len(self.grid) + item.combination_J
-            code_U, of_J = np.unique(code_J, return_inverse=True)
-            index_U, combination_U = np.divmod(code_U, len(self.grid))
-            shape_U, places = points.table.shape_K[index_U], []
-            for shape in distinct(shape_U).tolist():
-                of_shape_U = np.flatnonzero(shape_U == shape)
-                for begin in range(0, len(of_shape_U), SECONDS_AT_ONCE):
-                    at_U = of_shape_U[begin : begin + SECONDS_AT_ONCE]
-                    offload_UO = self.grid.offload_CO[combination_U[at_U]]
-                    candidates = _with(points.table.candidates(index_U[at_U]), offload_UO)
-                    placed.append((points.table.slots[shape], candidates))
-                    places.append(at_U)
-            every.append((of_J, places))
-        answers, result = self._answers(placed), []
-        for of_J, places in every:
-            seconds_XU = np.empty((2, sum(map(len, places))))
-            for at_U in places:
-                seconds_XU[:, at_U] = next(answers)
-            result.append((seconds_XU[0, of_J], seconds_XU[1, of_J]))
-        return result
+        distinct_U: list[IntArray] = []
+        for places in alike.values():
+            more, of_J = self._distinct([(found[number][0], found[number][1].take(at_J)) for number, at_J in places])
+            placed += more
+            distinct_U.append(of_J)
+        answers, seconds = self._answers(placed), [np.empty((2, len(item))) for _, item in found]
+        for of_J, places in zip(distinct_U, alike.values(), strict=True):
+            count, blocks = int(of_J.max(initial=-1)) + 1, list[FloatArray]()
+            while sum(block.shape[1] for block in blocks) < count:
+                blocks.append(next(answers))
+            alone_XJ, begin = np.concatenate(blocks, axis=1)[:, of_J], 0
+            for number, at_J in places:
+                points, item = found[number]
+                exchanged_XJ = points.table.exchanged_XK[:, points.index_P[item.point_J[at_J]]]
+                seconds[number][:, at_J] = alone_XJ[:, begin : begin + len(at_J)] + exchanged_XJ
+                begin += len(at_J)
+        return seconds
 
-    def _answers(self, placed: Sequence[Placed]) -> Iterator[tuple[FloatArray, FloatArray]]:
-        """Steady and boundary seconds of each, of some together as long as these are not too many."""
+    def _distinct(self, some: Sequence[tuple[StagePoints, Feasible]]) -> tuple[list[Placed], IntArray]:
+        """The distinct ones of candidates with ratios on one arrangement of devices, and which of them each is."""
+        index = [points.index_P[item.point_J] for points, item in some]
+        codes = [
+            points.table.codes(index_J) * len(self.grid) + item.combination_J
+            for index_J, (points, item) in zip(index, some, strict=True)
+        ]
+        _, first_U, of_J = np.unique(np.concatenate(codes), return_index=True, return_inverse=True)
+        every = [points.table.candidates(index_J) for index_J, (points, _) in zip(index, some, strict=True)]
+        offload_JO = self.grid.offload_CO[np.concatenate([item.combination_J for _, item in some])]
+        table, candidates = some[0][0].table, _with(StageCandidates.joined(every).take(first_U), offload_JO[first_U])
+        slot, blocks = table.slots[int(table.shape_K[index[0][0]])], range(0, len(first_U), SECONDS_AT_ONCE)
+        return [(slot, candidates.take(slice(begin, begin + SECONDS_AT_ONCE))) for begin in blocks], of_J
+
+    def _answers(self, placed: Sequence[Placed]) -> Iterator[FloatArray]:
+        """Steady and boundary seconds of each but for exchange, of some together as long as these are not too many."""
         block: list[Placed] = []
         for item, after in zip(placed, (*placed[1:], None), strict=True):
             block.append(item)
@@ -134,14 +145,15 @@ class OffloadSearch:
             if after is None or count + len(after[1]) > SECONDS_AT_ONCE:
                 self._check_time()
                 for answer in seconds_of_stages(self.model, block):
-                    yield answer.steady_K * TIE, answer.boundary_K
+                    steady_K, boundary_K = answer.steady_K - answer.transfer_K, answer.boundary_K - answer.tied_K
+                    yield np.stack([steady_K * TIE, boundary_K])
                 block = []
 
     def _choices(
         self,
         resident: "ResidentPoints",
         offloaded: Feasible,
-        seconds: tuple[FloatArray, FloatArray],
+        seconds: FloatArray,
         slowest: float,
     ) -> list[SlotChoices]:
         """What each stage of a table may be that is not dominated, resident or offloaded."""

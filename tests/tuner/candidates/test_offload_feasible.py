@@ -29,7 +29,9 @@ def found_of(model, table, situations, limits, index=None):
     """What stages in some situations may offload, and their candidates; of some candidates of the table if given."""
     points = StagePoints.of(table, [Stage(phases=phases) for phases in situations], np.inf)
     point_B = np.flatnonzero(np.ones(len(points), dtype=bool) if index is None else np.isin(points.index_P, index))
-    found = Feasible.joined([Feasible.none(), *feasible(model, GRID, points, point_B, limits)])
+    found = Feasible.joined(
+        [Feasible.none(), *(block for _, block in feasible(model, GRID, [(points, point_B)], limits))]
+    )
     return points, found.take(np.lexsort((found.combination_J, found.point_J)))
 
 
@@ -102,12 +104,12 @@ def left_out(seed):
         shape = shapes[int(rng.integers(len(shapes)))]
         table = maker.everything(maker.slot(index, stages, microbatches, shape))
         points = StagePoints.of(table, [Stage(phases=stage_phases(index, stages, microbatches))], np.inf)
-        asked = maker.model, grid, points, np.arange(len(points)), (maker.memory_limit, np.inf)
-        every = Feasible.joined([Feasible.none(), *feasible(*asked)])
+        asked = maker.model, grid, [(points, np.arange(len(points)))], (maker.memory_limit, np.inf)
+        every = Feasible.joined([Feasible.none(), *(block for _, block in feasible(*asked))])
         index_J = points.index_P[every.point_J]
         seconds_J = seconds_of(maker.model, table, index_J, grid.offload_CO[every.combination_J])
         slowest = float(np.median(seconds_J)) if len(seconds_J) else 0.0
-        some = Feasible.joined([Feasible.none(), *feasible(*asked, slowest)])
+        some = Feasible.joined([Feasible.none(), *(block for _, block in feasible(*asked, slowest))])
         kept = set(zip(some.point_J.tolist(), some.combination_J.tolist(), strict=True))
         codes = zip(every.point_J.tolist(), every.combination_J.tolist(), strict=True)
         is_kept_J = np.array([code in kept for code in codes], dtype=bool)
