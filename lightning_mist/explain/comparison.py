@@ -8,8 +8,7 @@ from lightning_mist.explain.baseline_plans import Baseline
 from lightning_mist.plan import Plan, step_rates
 from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.inter_stage import PRECISION
-from lightning_mist.tuner.search import LEAST_GAIN
-from lightning_mist.tuner.select import ALIKE, LEAST_SHARE, Alternative, Status, TuneResult
+from lightning_mist.tuner.select import ALIKE, LEAST_SHARE, Alternative, Status, TuneResult, status_of
 
 OURS = "this plan"
 """What the plan itself is called."""
@@ -107,9 +106,7 @@ def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
         f"the plan is that of {item.name}, which takes {1 - item.ratio:.1%} less on the clock than what the search had "
         "chosen among the few best by the closed form"
     )
-    exact: Status = "optimal" if result.gap <= 10 * PRECISION else result.status
-    if exact == "explored":
-        exact = "near optimal" if result.gap <= LEAST_GAIN * (1 + PRECISION) else "time limit"
+    exact: Status = status_of(result.gap) if result.status == "explored" else result.status
     if is_exact and closed_form_of(plan) < result.bound * (1 - PRECISION):
         # The search knows no places: it prices transfers of pipelines that leave a node as if all of them did.
         exact = "explored"

@@ -24,7 +24,7 @@ from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import MOST_LAYERS, Plan, SearchSpace
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.infeasible import explain_infeasible, refuse_late, too_large
-from lightning_mist.tuner.inter_stage import PRECISION, Pipeline
+from lightning_mist.tuner.inter_stage import Pipeline
 from lightning_mist.tuner.search import (
     AlikePipelines,
     MixedStages,
@@ -38,13 +38,13 @@ from lightning_mist.tuner.search import (
 )
 from lightning_mist.tuner.select import (
     Alternative,
-    Status,
     TuneResult,
     TuneStats,
     choose,
     fastest_with_context,
     known_contexts,
     make_plan,
+    status_of,
 )
 from lightning_mist.tuner.space import (
     USABLE_MEMORY,
@@ -263,12 +263,10 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
     plan, least = choice.plan, outcome.winner.answer.objective
     bound = min(outcome.bound, least)
     gap = max(0.0, (least - bound) / least)
-    short: Status = "time limit" if outcome.is_late else "near optimal"
-    status: Status = "optimal" if gap <= 10 * PRECISION else short
     assert plan.predicted is not None
     return TuneResult(
         plan=plan,
-        status="explored" if choice.is_explored else status,
+        status="explored" if choice.is_explored else status_of(gap, is_late=outcome.is_late),
         bound=bound,
         gap=gap,
         closed_form_seconds=choice.closed_form_seconds,

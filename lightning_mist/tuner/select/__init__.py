@@ -8,6 +8,7 @@ from lightning_mist.tuner.select.result import (
     Status,
     TuneResult,
     TuneStats,
+    status_of,
 )
 from lightning_mist.tuner.select.selection import CLOCKED, choose, clocked, make_plan, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import ALIKE

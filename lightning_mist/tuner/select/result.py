@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_mist.plan import Plan, Predicted
+from lightning_mist.tuner.inter_stage import PRECISION
 from lightning_mist.tuner.search import LEAST_GAIN
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -28,6 +29,13 @@ CLOSED_FORM_AND_CLOCK = (
 
 LEAST_SHARE = 5e-4
 """A share of the seconds that shows in figures with one decimal of a percent."""
+
+
+def status_of(gap: float, *, is_late: bool = False) -> Status:
+    """What a search has proven that may have left out faster plans by a share of their seconds."""
+    if gap <= 10 * PRECISION:
+        return "optimal"
+    return "time limit" if is_late or gap > LEAST_GAIN * (1 + PRECISION) else "near optimal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

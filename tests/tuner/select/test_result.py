@@ -2,6 +2,7 @@ import pytest
 
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
 from lightning_mist.tuner import Alternative, TuneResult, TuneStats
+from lightning_mist.tuner.select import status_of
 
 
 def plan(seconds, **changes):
@@ -59,3 +60,20 @@ def test_it_says_how_sure_it_is_what_else_there_was_and_where_numbers_come_from(
         "2 stages instead: 750 ms per step (+50.0%), peak 1.0 MiB",
         "seconds of layers are measured",
     )
+
+
+@pytest.mark.parametrize(
+    ("gap", "is_late", "status"),
+    [
+        (1e-12, False, "optimal"),
+        (1e-12, True, "optimal"),
+        (0.009, False, "near optimal"),
+        (0.009, True, "time limit"),
+        (0.01, False, "near optimal"),
+        # More than what is not looked for is that nothing has been proven.
+        (0.02, False, "time limit"),
+        (1.0, False, "time limit"),
+    ],
+)
+def test_what_is_proven_follows_from_the_gap(gap, is_late, status):
+    assert status_of(gap, is_late=is_late) == status
