@@ -26,7 +26,7 @@ much to look at. For 70 billion parameters on 3 times 256 unlike devices there a
 LEAST_GAIN = 0.01
 """Share of its seconds that a plan gains by the closed form if it is looked for where there are more of them: what
 gains less is not told apart from a simpler one (:mod:`lightning_mist.tuner.select.simplest_plan`). For those devices
-searches take a half to two thirds as long, and of plans in five precisions none is slower on the clock than with 0."""
+searches take about half as long, and of plans in five precisions none is slower on the clock than with 0."""
 
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
