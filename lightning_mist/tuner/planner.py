@@ -279,6 +279,7 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
             solved=outcome.solved,
         ),
         certified=outcome.certified,
+        is_late=outcome.is_late,
         notes=(
             *intra.space.notes,
             *_context_notes(intra),

@@ -99,3 +99,23 @@ def test_among_many_pipelines_no_plan_gains_more_than_is_looked_for(gain, monkey
             assert few.least * (1 - gain) * (1 - PRECISION) <= few.bound <= every.least * (1 + PRECISION)
     assert sum(found.winner is not None for found in exact) > 10
     assert sum(found.solved for found in coarse) < sum(found.solved for found in exact)
+    missed = [few for few, every in zip(coarse, exact, strict=True) if few.least > every.least * (1 + PRECISION)]
+    assert bool(missed) == (gain > 0.1)
+
+
+def test_quick_bounds_are_no_more_than_what_plans_take():
+    alone = 0
+    for seed in range(1040, 1060):
+        even = seed % 2 == 0
+        asked = random_instance(
+            seed, offloading=float(seed % 4 == 0), unlike=1.0, equal_stages=even, fewer_loaders=even
+        )
+        planner = asked.planner()
+        stages = mixed_stages(
+            planner.model, planner.space(asked.global_batch_size, asked.search), asked.memory_limit, None
+        )
+        bounds = stages.quick_bounds()
+        for key, item in search_pipelines(stages, thread_time() + 60).found.items():
+            assert bounds[key] <= item.answer.objective * (1 + PRECISION)
+            alone += key.num_stages == 1
+    assert alone

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageCandidates, StageSlot, profiles_of
+from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
 from lightning_mist.cost.memory import PeakParts
 from lightning_mist.cost.time import Unsharding
@@ -180,12 +180,14 @@ class _Lines:
 
     def least(self, model: CostModel, slot: StageSlot) -> FloatArray:
         """Seconds that each computes at least per microbatch, recomputation included."""
-        seconds = model.region_seconds(*slot.computed)
-        again, both = prefix_sums(seconds.recompute_R), prefix_sums(seconds.forward_R + seconds.backward_R)
-        first_E = self.start_E + 1
-        recomputed_E = again[first_E + self.checkpointed_E] - again[first_E]
-        result_E: FloatArray = both[self.high_E] - both[self.low_E] + recomputed_E
-        return result_E
+        first_E, least_E = self.start_E + 1, np.zeros(len(self.start_E))
+        # On unlike devices it takes as long as on any of them.
+        for own in model.models(slot) if isinstance(model, MixedCostModel) else (model,):
+            seconds = own.region_seconds(*slot.computed)
+            again, both = prefix_sums(seconds.recompute_R), prefix_sums(seconds.forward_R + seconds.backward_R)
+            recomputed_E = again[first_E + self.checkpointed_E] - again[first_E]
+            least_E = np.maximum(least_E, both[self.high_E] - both[self.low_E] + recomputed_E)
+        return least_E
 
     def candidates(self, slot: StageSlot, at_J: IntArray) -> tuple[StageCandidates, IntArray]:
         """The candidates of some lines on the devices of a slot, and the layer range of each."""

@@ -119,6 +119,7 @@ class OffloadSearch:
                 points, item = found[number]
                 exchanged_XJ = points.table.exchanged_XK[:, points.index_P[item.point_J[at_J]]]
                 seconds[number][:, at_J] = alone_XJ[:, begin : begin + len(at_J)] + exchanged_XJ
+                seconds[number][0, at_J] *= TIE
                 begin += len(at_J)
         return seconds
 
@@ -145,8 +146,7 @@ class OffloadSearch:
             if after is None or count + len(after[1]) > SECONDS_AT_ONCE:
                 self._check_time()
                 for answer in seconds_of_stages(self.model, block):
-                    steady_K, boundary_K = answer.steady_K - answer.transfer_K, answer.boundary_K - answer.tied_K
-                    yield np.stack([steady_K * TIE, boundary_K])
+                    yield np.stack([answer.steady_K - answer.transfer_K, answer.boundary_K - answer.tied_K])
                 block = []
 
     def _choices(

@@ -206,22 +206,20 @@ class MixedStages:
 
         If ``r_p`` are seconds times devices that a region takes at least in part ``p``, then with any weights
         ``w_p >= 0`` of which ``sum_p N_p w_p = 1`` no stage can take less than ``sum_R min_p w_p r_p`` on average, and
-        the slowest takes at least that (linear programming duality).
+        the slowest takes at least that (linear programming duality). A single stage takes as long as on any device.
         """
         if num_stages == 1:
-            one = self._least(self.together.model.region_seconds, self.together.space, num_microbatches)
-            least_PR, work_PR = one[0][None], one[1][None]
-            sizes: tuple[int, ...] = (self.space.world_size,)
-        else:
-            each = [
-                self._least(own.region_seconds, space, num_microbatches)
-                for own, space in zip(self.model.parts, self.spaces, strict=True)
-            ]
-            least_PR, work_PR = np.stack([item[0] for item in each]), np.stack([item[1] for item in each])
-            sizes = self.sizes
+            space = self.together.space
+            alone = (self._least(own.region_seconds, space, num_microbatches)[0] for own in self.model.parts)
+            return num_microbatches * max(float(least_R.sum()) for least_R in alone)
+        each = [
+            self._least(own.region_seconds, space, num_microbatches)
+            for own, space in zip(self.model.parts, self.spaces, strict=True)
+        ]
+        least_PR, work_PR = np.stack([item[0] for item in each]), np.stack([item[1] for item in each])
         alone_P = work_PR.sum(axis=1)
         speed_P = alone_P[0] / alone_P
-        weight_P = speed_P / float((np.array(sizes) * speed_P).sum())
+        weight_P = speed_P / float((np.array(self.sizes) * speed_P).sum())
         slowest = float((weight_P[:, None] * work_PR).min(axis=0).sum())
         total = float(least_PR.min(axis=0).sum())
         return (num_microbatches - 1) * slowest + max(total, slowest)

@@ -3,7 +3,8 @@
 Which these are depends on the network, the machine and the question alone: every pipeline whose best plan is near the
 best of all, those that are so with all state resident, by their bounds after the search, until there are enough
 (:mod:`lightning_mist.tuner.search.search_state` says how near), and the best pipeline of a few other numbers of stages.
-The search solves the first to their proven optima in the whole space.
+The search solves the first to their proven optima in the whole space. Among very many pipelines on unlike devices they
+are those that it met.
 """
 
 from contextlib import suppress

@@ -35,7 +35,7 @@ def status_of(gap: float, *, is_late: bool = False) -> Status:
     """What a search has proven that may have left out faster plans by a share of their seconds."""
     if gap <= 10 * PRECISION:
         return "optimal"
-    return "time limit" if is_late or gap > LEAST_GAIN * (1 + PRECISION) else "near optimal"
+    return "time limit" if is_late or gap > LEAST_GAIN + 10 * PRECISION else "near optimal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,9 @@ class TuneResult:
             clock (all near the best by the closed form, :mod:`lightning_mist.tuner.search.near_optimal`) none is faster
             there than the chosen one, or by so little that they cannot be told apart, and is not as simple
             (:mod:`lightning_mist.tuner.select.simplest_plan`); and no other schedule gains on them. ``"near optimal"``
-            if this holds but for gains that were too small to be looked for, of which ``gap`` says how large they may
-            be. ``"explored"`` if another schedule gained: it is the fastest that was tried. ``"time limit"`` if time
-            was up before a proof.
+            if the first holds but for gains that were too small to be looked for, of which ``gap`` says how large they
+            may be, and of plans near the best those that were met are run on the clock. ``"explored"`` if another
+            schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
         bound: No plan under the schedule of the exact search takes fewer seconds by the closed form, as the dynamic
             program has proven for all numbers of stages and of microbatches.
         gap: How far the best plan by the closed form may be above the bound, as a share of its seconds. About seconds
@@ -102,6 +102,7 @@ class TuneResult:
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:
             that none with these is faster by more than a billionth. Its program leaves out stages that by the least
             sums of steady times in front of them and behind them cannot belong to such a plan.
+        is_late: Whether time was up before all was looked at.
     """
 
     plan: Plan
@@ -114,11 +115,12 @@ class TuneResult:
     stats: TuneStats
     notes: tuple[str, ...]
     certified: bool = False
+    is_late: bool = False
 
     @property
     def is_proven(self) -> bool:
         """Whether the search has shown that there is none better of what it looks at."""
-        return self.status not in ("near optimal", "time limit")
+        return self.status in ("optimal", "explored") and self.gap <= 10 * PRECISION
 
     @property
     def proof(self) -> tuple[str, ...]:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
@@ -70,6 +72,7 @@ def test_it_says_how_sure_it_is_what_else_there_was_and_where_numbers_come_from(
         (0.009, False, "near optimal"),
         (0.009, True, "time limit"),
         (0.01, False, "near optimal"),
+        (0.01 + 2e-9, False, "near optimal"),
         # More than what is not looked for is that nothing has been proven.
         (0.02, False, "time limit"),
         (1.0, False, "time limit"),
@@ -77,3 +80,9 @@ def test_it_says_how_sure_it_is_what_else_there_was_and_where_numbers_come_from(
 )
 def test_what_is_proven_follows_from_the_gap(gap, is_late, status):
     assert status_of(gap, is_late=is_late) == status
+
+
+@pytest.mark.parametrize(("gap", "is_proven"), [(0.0, True), (0.004, False)])
+def test_under_another_schedule_it_is_known_too_whether_something_was_proven(gap, is_proven):
+    found = replace(result("explored"), gap=gap)
+    assert found.is_proven == is_proven
