@@ -21,6 +21,7 @@ from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.cli.cluster_input import Precision
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
+from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.runtime.support import executed_offload
 from lightning_mist.tuner import SearchSpace
@@ -121,8 +122,8 @@ def questions_of(case: Case) -> tuple[Question, ...]:
     )
 
 
-def session_of(case: Case, search: SearchSpace, precision: Precision) -> Session:
-    """One process with all questions of a case."""
+def asked_of(case: Case, search: SearchSpace, precision: Precision) -> tuple[ModelSpec, SearchSpace]:
+    """The network of a case, and what of a space the command searches for it."""
     rows, masters = case.batch // parse_cluster(case.cluster).world_size, precision.master_weights
     spec = spec_of(
         PRESETS[case.model],
@@ -137,7 +138,13 @@ def session_of(case: Case, search: SearchSpace, precision: Precision) -> Session
         search = replace(
             search, offload=executed_offload(search.offload, "cuda", has_files=False, master_weights=True)[0]
         )
-    return ask_apart(spec, case.cluster, questions_of(case), search)
+    return spec, search
+
+
+def session_of(case: Case, search: SearchSpace, precision: Precision) -> Session:
+    """One process with all questions of a case."""
+    spec, space = asked_of(case, search, precision)
+    return ask_apart(spec, case.cluster, questions_of(case), space)
 
 
 def sample_of(case: Case, precision: str, offload: str, sessions: list[Session]) -> Sample:

@@ -61,6 +61,7 @@ class Outcome:
         notes: What went otherwise than it should, for people.
         is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.
         bounds: Step seconds that no plan of each pipeline goes below.
+        is_coarse: Whether only what gains some was looked for once there was a plan.
     """
 
     winner: Incumbent | None
@@ -72,6 +73,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     is_late: bool = False
     bounds: Mapping[Pipeline, float] = field(default_factory=dict)
+    is_coarse: bool = False
 
     @property
     def least(self) -> float:
@@ -154,6 +156,7 @@ def _outcome(
         notes=notes,
         is_late=state.is_stopped,
         bounds=bounds,
+        is_coarse=state.is_coarse,
     )
 
 

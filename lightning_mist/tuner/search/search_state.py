@@ -20,13 +20,13 @@ NEAR_OFFLOADED = 1.015
 1.03 the plans of all questions in the record ``plan-hashes-after_amd-epyc-2-cores_202611.json`` are the same."""
 
 MANY = 1000
-"""Pipelines up to which a search on unlike devices is exact: what their parts' orders add is little to gain by, and
-much to look at. For 70 billion parameters on 3 times 256 unlike devices there are 2,376."""
+"""Pipelines up to which a search on unlike devices is exact: every order of the parts is one by itself, with little to
+gain and much to look at."""
 
 LEAST_GAIN = 0.01
 """Share of its seconds that a plan gains by the closed form if it is looked for where there are more of them: what
-gains less is not told apart from a simpler one (:mod:`lightning_mist.tuner.select.simplest_plan`). For those devices
-searches take about half as long, and of plans in five precisions none is slower on the clock than with 0."""
+gains less is not told apart from a simpler one (:mod:`lightning_mist.tuner.select.simplest_plan`). The record
+``planner-small-gains_amd-epyc-2-cores_202611.json`` has the same searches without it."""
 
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
@@ -92,7 +92,8 @@ class SearchState:
     def near(self) -> float:
         """Multiple of the least step seconds below which every pipeline of the space is solved.
 
-        Where a plan is known beforehand only better ones are: whether there are any is the question.
+        Where a plan is known beforehand only better ones are: whether there are any is the question. Among many
+        pipelines it is less than 1.
         """
         if self.is_coarse:
             return 1 - LEAST_GAIN

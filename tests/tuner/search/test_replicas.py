@@ -1,7 +1,13 @@
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
+
 import pytest
 
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.search.replicas import degrees_of_copies, most_saved
+from lightning_mist.tuner.inter_stage import Answer, Incumbent
+from lightning_mist.tuner.search import Outcome
+from lightning_mist.tuner.search.replicas import degrees_of_copies, most_saved, search_copies
 from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import spec
 
@@ -23,3 +29,24 @@ def test_degrees_are_multiples_of_every_number_of_copies(devices, limits, wanted
 
 def test_at_most_the_batches_of_all_other_ranks_are_saved():
     assert most_saved(spec(4), apply(SearchSpace(), spec(4), 4, 32)) == 3 * 8 * 16
+
+
+@pytest.mark.parametrize(("is_coarse", "share", "asked"), [(False, 0.015, 2), (True, 0.015, 1), (True, 0.025, 2)])
+def test_copies_that_save_little_are_passed_over_among_many_pipelines_and_a_note_says_so(is_coarse, share, asked):
+    network = spec(4)
+    space = apply(SearchSpace(), network, 4, 32)
+    limits, problem = SimpleNamespace(memory_limit=most_saved(network, space) / share), object()
+    answer, looks = Answer(chosen=(0,), objective=1.0, bound=1.0), []
+    outcome = replace(
+        Outcome.nothing(1), winner=Incumbent(problem=problem, answer=answer), bound=1.0, is_coarse=is_coarse
+    )
+
+    def look(item, more, below):
+        looks.append((more, below))
+        return limits, outcome
+
+    _, found = search_copies(look, network, space)
+    assert looks == [(0.0, inf), (most_saved(network, space), 1.0)][:asked]
+    assert found.least == 1.0
+    assert [note for note in found.notes if "were not looked for: all batches take 1.5%" in note] == [*found.notes]
+    assert len(found.notes) == (asked == 1)
