@@ -13,9 +13,9 @@ ROOT = Path(lightning_mist.__file__).parent
 FOLDERS = sorted({path.parent for path in ROOT.rglob("*.py")})
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.name != "__init__.py")
 
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 400, 60, 12, 82_500
-PAGE_LINES = 120
-"""A module with fewer lines and one importer, in its folder, is a page of it where both are no more than a module."""
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_DEPTH, MOST_PACKAGE_LINES = 20, 700, 80, 12, 85_000
+PAGE_LINES, PAGE_WITH_IMPORTER = 120, 400
+"""A module with fewer lines and one importer, in its folder, is a page of it where both together are so few lines."""
 
 PAGES_WITH_A_REASON = {
     "lightning_mist.cli.profile_command": "every command has a module",
@@ -103,7 +103,7 @@ def test_no_module_is_a_page_of_its_only_importer() -> None:
         and importer in lines
         and importer.rpartition(".")[0] == name.rpartition(".")[0]
         and size < PAGE_LINES
-        and size + lines[importer] <= MOST_LINES
+        and size + lines[importer] <= PAGE_WITH_IMPORTER
     }
     assert pages == set(PAGES_WITH_A_REASON)
 
