@@ -169,10 +169,11 @@ class _Group:
         groups = plan.num_groups
         stages = range(group, plan.num_stages, groups)
         own = _needs(model, [slots[stage] for stage in stages], [held[stage].needs for stage in stages])
+        moves = any(held[stage].state_K.any() for stage in stages)
         return cls(
             held={stage: held[stage] for stage in stages},
             needs=dict(zip(stages, own, strict=True)),
-            always=_always(model, [slots[stage] for stage in stages], own),
+            always=_always(model, [slots[stage] for stage in stages], own, moves=moves),
             looked=(plan.num_stages, groups, min(plan.num_microbatches, ROUNDS * groups)),
             group=group,
         )
@@ -218,7 +219,7 @@ class _Group:
 def _needs(model: MemoryModel, chunks: Sequence[Placed], found: Sequence[StageNeeds]) -> list[StageNeeds]:
     """What each chunk needs, where parameters are dealt out over all of them together."""
     slot, first = chunks[0]
-    if slot.shard_degree == 1 or int(first.zero_stage_K[0]) < ZeroStage.PARAMETERS or first.offload is not None:
+    if slot.shard_degree == 1 or int(first.zero_stage_K[0]) < ZeroStage.PARAMETERS:
         return list(found)
     away = model.holdings.together([candidates for _, candidates in chunks], slot.shard_degree).away
     return [
@@ -239,15 +240,21 @@ def _with_away(needs: StageNeeds, away: float, counted: SharedOut) -> StageNeeds
     )
 
 
-def _always(model: MemoryModel, chunks: Sequence[Placed], needs: Sequence[StageNeeds]) -> dict[str, Bytes]:
-    """What is there all the time: of parameters that two chunks use one copy."""
+def _always(
+    model: MemoryModel, chunks: Sequence[Placed], needs: Sequence[StageNeeds], *, moves: bool
+) -> dict[str, Bytes]:
+    """What is there all the time: of parameters that two chunks use one copy.
+
+    Args:
+        moves: Whether any parameters, gradients or optimizer state are offloaded.
+    """
     slot, of_first = chunks[0]
     degree, zero = slot.shard_degree, int(of_first.zero_stage_K[0])
     parameters: Bytes = sum(item.always["parameter_bytes"] for item in needs)
     optimizer: Bytes = sum(item.always["optimizer_bytes"] for item in needs)
     doubled = model.holdings.doubled([candidates for _, candidates in chunks])
     state = model.spec.optimizer.state_bytes_per_parameter_byte
-    if degree > 1 and zero >= ZeroStage.OPTIMIZER and of_first.offload is None:
+    if degree > 1 and zero >= ZeroStage.OPTIMIZER and not moves:
         owned = model.holdings.together([candidates for _, candidates in chunks], degree)
         optimizer = state * owned.trained
         parameters = owned.every if zero >= ZeroStage.PARAMETERS else parameters - doubled[0]

@@ -25,6 +25,7 @@ class ParameterTable:
     Attributes:
         trainable_P: Bytes of each trained parameter, 0 for frozen ones.
         dealt_P: Bytes by which owners are assigned: of the whole parameter, also where tensor parallelism splits it.
+        is_first_P: Whether it is dealt out first, as what is trained is; owners stay where gradients are offloaded.
         together_P: Whether the gradient of a parameter is made with those of inputs where weights' are made apart: it
             is no matrix, or an embedding.
         uses_PR: Number of regions below ``r`` that use the parameter, ``r`` in ``0 .. L + 2``.
@@ -38,6 +39,7 @@ class ParameterTable:
     bytes_P: FloatArray
     trainable_P: FloatArray
     dealt_P: FloatArray
+    is_first_P: BoolArray
     together_P: BoolArray
     uses_PR: IntArray
     single_R: FloatArray
@@ -71,6 +73,7 @@ class ParameterTable:
         return cls(
             bytes_P=bytes_P,
             dealt_P=np.array(dealt, dtype=np.float64),
+            is_first_P=trainable_P > 0,
             together_P=~np.array(is_matrix, dtype=bool),
             uses_PR=uses_PR,
             used_R=bytes_P @ used_PR.astype(np.float64),

@@ -75,13 +75,14 @@ class Holdings:
     Attributes:
         is_one_unit: Whether a stage's parameters cannot be told apart by layer, so that ZeRO-2 and ZeRO-3 take them for
             one unit.
+        owners: Who has what of them.
     """
 
     def __init__(self, spec: ModelSpec, table: ParameterTable | None = None, networks: int = 1) -> None:
         self.spec = spec
         self.table = ParameterTable.of(spec) if table is None else table
         self.is_one_unit = not spec.module_map.blocks or bool(spec.module_map.excludes("shards"))
-        self._owners = Owners(self.table, is_one_unit=self.is_one_unit)
+        self.owners = Owners(self.table, is_one_unit=self.is_one_unit)
         self._networks = networks
         self._held = ByRange(self.table.uses_PR.shape[1], len(HeldBytes.__slots__), networks)
         self._shares: dict[int, ByRange] = {}
@@ -135,7 +136,7 @@ class Holdings:
 
     def shared_of(self, network: int, low_U: IntArray, high_U: IntArray, ranks: int) -> FloatArray:
         """Parameters that are there only for a forward, for a backward; those owned that are trained, and all."""
-        found = [self._owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
+        found = [self.owners.of(*item, ranks) for item in zip(low_U.tolist(), high_U.tolist(), strict=True)]
         each = [(*_of_places(item.forward), *_of_places(item.backward), item.trained, item.every) for item in found]
         found_XU: FloatArray = np.array(each, dtype=np.float64).reshape(len(found), 10).T
         return found_XU
@@ -143,7 +144,7 @@ class Holdings:
     def together(self, stages: Sequence[StageCandidates], ranks: int) -> Together:
         """What the fullest rank of devices that run several stages has, their parameters dealt out together."""
         ranges = [(int(low_U[0]), int(high_U[0])) for low_U, high_U, _ in map(self._ranges, stages)]
-        return self._owners.together(ranges, ranks)
+        return self.owners.together(ranges, ranks)
 
     def doubled(self, stages: Sequence[StageCandidates]) -> tuple[float, float]:
         """Bytes by which the sum over some stages exceeds what they hold together: of all and of trained parameters."""
@@ -209,21 +210,21 @@ class VariantHoldings(Holdings):
     """Parameters of stages of networks that differ in which of these are trained; keeps what it has computed.
 
     Args:
-        reduced_R: Bytes of gradients that are reduced behind the backward of each region, in all of them: where they
-            stay afterwards is another question.
+        each: The networks; gradients are made and reduced as in the first, wherever they stay afterwards.
+        network_V: Which of them each variant is.
 
     Attributes:
         table: Parameters of the first network, with ``single_R`` and ``trained_R`` of every variant.
     """
 
-    def __init__(self, each: Sequence[Holdings], network_V: IntArray, reduced_R: FloatArray) -> None:
+    def __init__(self, each: Sequence[Holdings], network_V: IntArray) -> None:
         super().__init__(each[0].spec, each[0].table, len(each))
         self._each, self._network_V = tuple(each), network_V
         tables = [holdings.table for holdings in self._each]
         self.table = replace(
             self.table,
             single_R=np.stack([table.single_R for table in tables])[network_V],
-            trained_R=np.repeat(reduced_R[None], len(network_V), axis=0),
+            trained_R=np.repeat(self.table.trained_R[None], len(network_V), axis=0),
         )
 
     def held_of(self, network: int, low_U: IntArray, high_U: IntArray) -> FloatArray:

@@ -22,7 +22,7 @@ Array axes
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, Shar
 from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, host_bytes, offloaded_needs, unadjusted
 from lightning_mist.cost.memory.offload_shares import StateShares
 from lightning_mist.cost.memory.phases import Phase, stage_phases
-from lightning_mist.cost.memory.split_backward import SplitBackwardModel
+from lightning_mist.cost.memory.split_backward import SplitBackward, SplitBackwardModel
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
 from lightning_mist.cost.memory.working_set_tables import Accumulated, Sharding, StageRuns, WorkingSets
 from lightning_mist.cost.memory.working_sets import StageWorking
@@ -175,8 +175,8 @@ class MemoryModel:
             degree = 1
         key = (rows, degree, context, is_split)
         if key not in self._working:
-            exact = is_split and context == 1 and not self._is_variant and rows == int(rows)
-            split_backward = self._split_backward.of(self.costs(rows), int(rows)) if exact else None
+            exact = is_split and context == 1 and rows == int(rows)
+            split_backward = self._exact_split(int(rows)) if exact else None
             table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
             made = self.costs(rows, context), table.single_R, sharding, split_backward
             self._working[key] = WorkingSets(*made, accumulated=Accumulated.of(self.spec.optimizer, table))
@@ -186,6 +186,17 @@ class MemoryModel:
             while len(self._working) > MOST_TABLES:
                 del self._working[next(iter(self._working))]
         return self._working[key]
+
+    def _exact_split(self, rows: int) -> SplitBackward | None:
+        """Backwards of inputs only from allocations, with what is adjusted of whole ones."""
+        whole, costs = self._at_rows(rows, 1), self.costs(rows)
+        found = self._split_backward.of(whole, rows)
+        return found and replace(
+            found,
+            peak_R=found.peak_R + (costs.backward_peak_R - whole.backward_peak_R),
+            recompute_peak_R=found.recompute_peak_R
+            + (costs.recompute_backward_peak_R - whole.recompute_backward_peak_R),
+        )
 
     def _sharding(self, degree: int) -> Sharding:
         return Sharding(
@@ -237,7 +248,7 @@ class MemoryModel:
         runs = self.runs(candidates, held, degree, shares)
         owned_K, gradients_K, parameters_K = _owned(candidates, held, shares)
         factor = self.spec.optimizer.gradient_bytes_per_parameter_byte
-        plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self._plain(slot, candidates)
+        plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self.plain(slot, candidates)
         working_ZK = self._working_sets(slot, candidates, runs, held, plain)
         handed_K, forward_K, first_backward_K = plain.handed(), working_ZK[0], working_ZK[1]
         if plain_K is not None:
@@ -273,7 +284,7 @@ class MemoryModel:
         """Bytes of the batches that a rank of a slot has, its own and those that it computes on."""
         return slot.batches_held * self.costs(slot.batch_rows, slot.context_parallel_degree).batch_bytes
 
-    def _plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
+    def plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
         """Which candidates torch's own module runs; ``None`` if none can be."""
         if self._is_variant or self.spec.master_weights or slot.num_stages > 1 or slot.num_microbatches > 1:
             return None
@@ -358,7 +369,7 @@ class MemoryModel:
         if slot.shard_degree > 1:
             bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
             filled_K = plain.bucket(bucket_K, progressive=slot.num_microbatches == 1)
-            plain_K, reduces_K = self._plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
+            plain_K, reduces_K = self.plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
             if plain_K is not None:
                 filled_K = np.where(plain_K, held.trained_K, filled_K)
             # What was received is there until its gradient leaves: a sum, and what is being added to it, beside the

@@ -15,14 +15,18 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
   offloaded state is fetched while the unit before is stepped, and written back while the next one is. As the step is
   left to the next batch's forward, a third unit's offloaded parameters may be there: those of the unit that computes
   next.
+* *Gradients* have the type in which they are added up, in buffers and in host memory too.
 * *Buffers*: for each of these kinds two, each as large as the largest that one rank offloads of one unit. They exist
   from setup to the end, so that nothing is allocated while the stage runs.
 * *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, of a layer that
-  will be recomputed what it hands on; head and tail keep theirs. The copies of a layer have ended when the forward of
+  will be recomputed what it hands on; head and tail keep theirs, and what a stage's last layer hands on is sent and not
+  kept. Less than :data:`LEAST_BYTES` of a layer are none. The copies of a layer have ended when the forward of
   the next layer or of the tail has; a stage waits for those of its last layer before it begins something else. In
   backward a layer's tensors are whole when it begins, and those of the layer below arrive meanwhile, for the first time
   during the backward of the tail.
 * *Host memory*, pinned, of each device: what it offloads of every kind; of activations for every microbatch in flight.
+
+A ratio that moves nothing is no ratio: every figure is that of a stage which offloads nothing.
 
 Array axes
     K  candidates
@@ -60,6 +64,10 @@ from lightning_mist.plan import ZeroStage
 BUFFERS = 2
 """Buffers of each kind: what is used, and what is fetched ahead or written back."""
 
+LEAST_BYTES = 64
+"""Bytes of a layer's activations that are moved at least: what is moved begins in a cache line of its own. So a ratio
+of which no tensor has a whole element moves nothing, as in the runtime."""
+
 Pairs: TypeAlias = tuple[tuple[float, float], ...]
 """Ratios of activations and of gradients."""
 
@@ -83,7 +91,11 @@ def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCost
     """
     share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
     share_VR[:, [0, -1]] = 0.0
-    saved_VR, checkpointed_VR = share_VR * costs.saved_R, share_VR * costs.checkpointed_saved_R
+    share_VR, checkpointed_share_VR = (
+        np.where(share_VR * kept_R < LEAST_BYTES, 0.0, share_VR)
+        for kept_R in (costs.saved_R, costs.checkpointed_saved_R)
+    )
+    saved_VR, checkpointed_VR = share_VR * costs.saved_R, checkpointed_share_VR * costs.checkpointed_saved_R
     below_VR, checkpointed_below_VR = (
         np.pad(offloaded_VR[:, :-1], ((0, 0), (1, 0))) for offloaded_VR in (saved_VR, checkpointed_VR)
     )
@@ -91,6 +103,9 @@ def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCost
         costs,
         saved_R=costs.saved_R - saved_VR,
         checkpointed_saved_R=costs.checkpointed_saved_R - checkpointed_VR,
+        # As far as it is part of what stays; a last layer's is whole.
+        handed_R=(1 - share_VR) * costs.handed_R,
+        checkpointed_handed_R=(1 - checkpointed_share_VR) * costs.checkpointed_handed_R,
         forward_peak_R=costs.forward_peak_R + below_VR,
         recompute_forward_peak_R=costs.recompute_forward_peak_R + checkpointed_below_VR,
         backward_peak_R=costs.backward_peak_R + saved_VR + below_VR,
@@ -105,9 +120,13 @@ class OffloadingModel(Protocol):
 
     spec: ModelSpec
     states: StateShares
+    holdings: Holdings
 
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
         """What the memory of candidates is made of."""
+
+    def plain(self, slot: StageSlot, candidates: StageCandidates) -> BoolArray | None:
+        """Which candidates torch's own module runs; ``None`` if none can be."""
 
     def parted(self, ratio: float) -> Holdings:
         """Parameters where so much of the gradients is offloaded: those of it count as not trained."""
@@ -121,8 +140,8 @@ def resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingMod
 
     def build() -> tuple[VariantHoldings, Adjustment]:
         ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
-        parted, whole = [model.parted(float(ratio)) for ratio in ratios_W], model.parted(0.0)
-        holdings = VariantHoldings(parted, network_V.reshape(-1), whole.table.trained_R)
+        networks = [model.parted(0.0), *(model.parted(float(ratio)) for ratio in ratios_W)]
+        holdings = VariantHoldings(networks, 1 + network_V.reshape(-1))
         return holdings, partial(offloaded_activations, ratio_V=pairs_VX[:, 0])
 
     return model.variants(tuple((a, g) for a, g in pairs_VX.tolist()), build)
@@ -146,10 +165,26 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
         shares_of(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
         shares_of(model, slot, plain, offload.gradients_K, ZeroStage.OPTIMIZER),
     )
-    resident = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded)
+    resident = resident_needs(model, slot, plain, whole, (pairs_VX, pair_K), offloaded[0])
     parameters = shares_of(model, slot, plain, offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
     optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
-    return _with_states(model, resident, parameters, offloaded[1], optimizer, largest_trained(whole))
+    largest_K = model.holdings.of(plain).largest_K
+    found = _with_states(model, resident, parameters, offloaded[1], optimizer, largest_K)
+    if model.plain(slot, plain) is None:
+        return found
+    moved_K = parameters.offloaded_K + offloaded[1].offloaded_K + optimizer.offloaded_K
+    return _plain_unless(found, whole, moved_K + (whole.saved_K - found.saved_K) > 0)
+
+
+def _plain_unless(found: StageNeeds, whole: StageNeeds, moves_K: BoolArray) -> StageNeeds:
+    """Needs of stages that torch's own module runs unless they move something."""
+    update = tuple(
+        (name, {term: np.where(moves_K, value, terms[term]) for term, value in changed.items()})
+        for (name, changed), (_, terms) in zip(found.update, whole.update, strict=True)
+    )
+    forward_K = np.where(moves_K, found.forward_K, whole.forward_K)
+    first_K = np.where(moves_K, found.first_backward_K, whole.first_backward_K)
+    return replace(found, forward_K=forward_K, first_backward_K=first_K, update=update)
 
 
 def resident_needs(
@@ -158,28 +193,28 @@ def resident_needs(
     plain: StageCandidates,
     whole: StageNeeds,
     pairs: tuple[FloatArray, IntArray],
-    offloaded: tuple[Shares, Shares],
+    gradients: Shares,
 ) -> StageNeeds:
     """Needs of candidates that move activations and gradients only, but without the optimizer's temporaries.
 
     Args:
         pairs: Ratios of activations and of gradients, with axes for each and for the two; and which each candidate has.
-        offloaded: Shares of gradients, shared out from ZeRO-2 and from ZeRO-1 on.
+        gradients: Shares of gradients, shared out from ZeRO-2 on.
     """
     found = resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
-    gradients, owned = offloaded
-    gathered = dict(whole.update).get("parameter gathering", {})
-    changed: dict[str, Mapping[str, Bytes]] = {
-        "optimizer step": {"gradient_bytes": owned.resident_K},
-        "parameter gathering": {**gathered, "gradient_bytes": owned.resident_K},
-    }
-    gradients_K = np.where(plain.zero_stage_K >= ZeroStage.GRADIENTS, gradients.resident_K, found.gradients_K)
+    # All updated parameters are given out, wherever their gradients were.
+    gathered = {"working_bytes": dict(whole.update).get("parameter gathering", {}).get("working_bytes", 0.0)}
+    buffers_K = model.spec.optimizer.gradient_bytes_per_parameter_byte * (
+        BUFFERS * gradients.largest_K + gradients.single_K
+    )
     return replace(
         found,
-        always={**whole.always, "offload_bytes": BUFFERS * gradients.largest_K + gradients.single_K},
-        gradients_K=gradients_K,
+        always={**whole.always, "offload_bytes": buffers_K},
+        handed_K=whole.handed_K,
         weight_backward_K=whole.weight_backward_K,
-        update=tuple((name, changed.get(name, terms)) for name, terms in found.update),
+        update=tuple(
+            (name, {**terms, **gathered} if name == "parameter gathering" else terms) for name, terms in found.update
+        ),
     )
 
 
@@ -192,7 +227,8 @@ def _with_states(
     largest_K: FloatArray,
 ) -> StageNeeds:
     """Needs with what resident of parameters and state, and their buffers."""
-    state = model.spec.optimizer.state_bytes_per_parameter_byte
+    spec = model.spec.optimizer
+    state, factor = spec.state_bytes_per_parameter_byte, spec.gradient_bytes_per_parameter_byte
     always: Mapping[str, Bytes] = {
         **resident.always,
         "parameter_bytes": parameters.resident_K,
@@ -201,15 +237,10 @@ def _with_states(
         + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
     }
     by_units_K = (parameters.offloaded_K > 0) | (gradients.offloaded_K > 0)
-    step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - gradients.single_K
+    step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - factor * gradients.single_K
     changed = {"optimizer step": {"working_bytes": step_K}}
     update = tuple((name, {**terms, **changed.get(name, {})}) for name, terms in resident.update)
     return replace(resident, always=always, update=update)
-
-
-def largest_trained(needs: StageNeeds) -> FloatArray:
-    """Bytes of the largest trained parameter, as far as weights' gradients are made of what waits for them."""
-    return needs.weight_backward_K - needs.waiting_K
 
 
 def step_bytes(
@@ -274,8 +305,9 @@ def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageC
     since = ZeroStage.GRADIENTS if adds_in_host(slot) else ZeroStage.OPTIMIZER
     gradients = shares_of(model, slot, plain, offload.gradients_K, since)
     optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
-    state = model.spec.optimizer.state_bytes_per_parameter_byte
-    return parameters.offloaded_K + gradients.offloaded_K + state * optimizer.offloaded_K
+    spec = model.spec.optimizer
+    sums_K = spec.gradient_bytes_per_parameter_byte * gradients.offloaded_K
+    return parameters.offloaded_K + sums_K + spec.state_bytes_per_parameter_byte * optimizer.offloaded_K
 
 
 def host_microbatch_bytes(

@@ -30,7 +30,6 @@ from lightning_mist.cost.memory.offload_bytes import (
     OffloadingModel,
     adds_in_host,
     in_flight,
-    largest_trained,
     resident_needs,
     step_bytes,
 )
@@ -67,6 +66,7 @@ class OffloadParts:
         step_BZ: The optimizer's temporaries where neither parameters nor gradients are offloaded.
         unit_BZ: The same where some are: of one unit.
         third_BH: Offloaded parameters of a third unit, which are there in the step.
+        whole: Those of stages that torch's own module may run, where nothing is moved.
     """
 
     resident: PeakParts
@@ -80,11 +80,16 @@ class OffloadParts:
     host_gradients_BG: FloatArray
     host_optimizer_BZ: FloatArray
     host_activations_K: FloatArray
+    whole: PeakParts | None
 
     @classmethod
     def of(cls, model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
         """Those of the stages of one slot, which come without ratios."""
-        count, state = len(candidates), model.spec.optimizer.state_bytes_per_parameter_byte
+        count, optimizer_spec = len(candidates), model.spec.optimizer
+        state, factor = (
+            optimizer_spec.state_bytes_per_parameter_byte,
+            optimizer_spec.gradient_bytes_per_parameter_byte,
+        )
         zero_B, ranks = candidates.zero_stage_K, slot.shard_degree
 
         def shares(values: tuple[float, ...], since: ZeroStage, *, trained: bool = True) -> Shares:
@@ -101,21 +106,23 @@ class OffloadParts:
         every = len(ratios.activations)
         # Of the gradients' shares of all stages, which have no axis for activations.
         place_K = np.arange(len(of_K)) // every
-        of_pairs = gradients.take(place_K), owned.take(place_K)
+        of_pairs = gradients.take(place_K)
         resident = resident_needs(model, slot, candidates.take(of_K), whole.take(of_K), (pairs_VX, pair_K), of_pairs)
+        largest_B1 = model.holdings.of(candidates).largest_K[:, None]
         parts = PeakParts.of(resident.without("parameter_bytes", "optimizer_bytes"))
         return cls(
             resident=parts,
-            beside_BG=owned.resident_K - owned.single_K + parts.always_K[::every].reshape(count, -1),
+            beside_BG=factor * (owned.resident_K - owned.single_K) + parts.always_K[::every].reshape(count, -1),
             parameters_BH=parameters.resident_K + BUFFERS * parameters.largest_K,
             optimizer_BZ=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
-            step_BZ=step_bytes(model, optimizer, largest_trained(whole)[:, None], False),
-            unit_BZ=step_bytes(model, optimizer, largest_trained(whole)[:, None], True),
+            step_BZ=step_bytes(model, optimizer, largest_B1, False),
+            unit_BZ=step_bytes(model, optimizer, largest_B1, True),
             third_BH=parameters.largest_K,
             host_parameters_BH=parameters.offloaded_K,
-            host_gradients_BG=(gradients if adds_in_host(slot) else owned).offloaded_K,
+            host_gradients_BG=factor * (gradients if adds_in_host(slot) else owned).offloaded_K,
             host_optimizer_BZ=state * optimizer.offloaded_K,
             host_activations_K=whole.saved_K[of_K] - resident.saved_K,
+            whole=None if model.plain(slot, candidates) is None else PeakParts.of(whole),
         )
 
     def __len__(self) -> int:
@@ -128,7 +135,10 @@ class OffloadParts:
         index_K = (index_J[:, None] * pairs + np.arange(pairs)).reshape(-1)
         arrays = {name: getattr(self, name)[index_J] for name in self.__slots__ if name.endswith(("_BG", "_BH", "_BZ"))}
         return OffloadParts(
-            resident=self.resident.take(index_K), host_activations_K=self.host_activations_K[index_K], **arrays
+            resident=self.resident.take(index_K),
+            host_activations_K=self.host_activations_K[index_K],
+            whole=self.whole and self.whole.take(index_J),
+            **arrays,
         )
 
     def peaks(self, phases: Sequence[Phase]) -> FloatArray:
@@ -139,7 +149,10 @@ class OffloadParts:
         step_BHGZ += (self.third_BH[:, :, None] + self.beside_BG[:, None])[..., None]
         rest_BHGZA = np.maximum(pairs_BGA[:, None, :, None], step_BHGZ[..., None])
         held_BHZ = self.parameters_BH[:, :, None] + self.optimizer_BZ[:, None]
-        return rest_BHGZA + held_BHZ[:, :, None, :, None]
+        peak_BHGZA: FloatArray = rest_BHGZA + held_BHZ[:, :, None, :, None]
+        if self.whole is None:
+            return peak_BHGZA
+        return np.where(self.host_bytes(phases) > 0, peak_BHGZA, self.whole.peaks(phases)[:, None, None, None, None])
 
     def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:
         """Pinned host memory of the same."""

@@ -34,7 +34,7 @@ from lightning_mist.cost.inputs import (
     distinct_rows,
 )
 from lightning_mist.cost.memory.held_parameters import ByRange, Holdings
-from lightning_mist.cost.memory.ownership import owners_of
+from lightning_mist.cost.memory.ownership import padded
 from lightning_mist.plan.sharding import moved_of_unit
 
 OffloadedBytes: TypeAlias = Literal["parameters", "changed", "trained"]
@@ -86,7 +86,9 @@ class StateShares:
         self._holdings = holdings
         self._offloaded: dict[tuple[float, bool], BoolArray] = {}
         # Without frozen parameters those that are trained are all.
-        self._is_trained = bool((holdings.table.trainable_P == holdings.table.bytes_P).all())
+        bytes_P = holdings.table.bytes_P
+        self._is_trained = bool((holdings.table.trainable_P == bytes_P).all())
+        self._is_padded = bool((padded(bytes_P) == bytes_P).all())
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
@@ -208,7 +210,8 @@ class StateShares:
         self, low_K: IntArray, high_K: IntArray, ranks: int, values: tuple[float, ...], trained: bool
     ) -> FloatArray:
         """The figures of :class:`Shares` with every ratio; axes figure, ``K`` and ``V``."""
-        trained, count = trained or self._is_trained, len(values)
+        # What ranks have a part of each of lies in flat storages.
+        trained, count = trained or (self._is_trained and (ranks == 1 or self._is_padded)), len(values)
         figures = len(Shares.__slots__)
         key = ranks, values, trained
         if key not in self._ranges:
@@ -226,13 +229,13 @@ class StateShares:
     ) -> FloatArray:
         """The figures of :class:`Shares` of stages with every ratio; axes figure and ``V``, and ``S``."""
         table = self._holdings.table
-        bytes_P = table.trainable_P if trained else table.bytes_P
+        bytes_P = table.trainable_P if trained else table.bytes_P if ranks == 1 else padded(table.bytes_P)
         held = [np.flatnonzero(held_P) for held_P in (table.uses_PR[:, high_S] > table.uses_PR[:, low_S]).T]
         stage_H, held_H = np.repeat(np.arange(len(held)), [len(held_J) for held_J in held]), np.concatenate(held)
         bytes_H = bytes_P[held_H]
         # The first unit of this stage that uses it.
         unit_H = self._next_PR[held_H, low_S[stage_H]]
-        owner_H = np.concatenate([owners_of(bytes_P[held_J], ranks) for held_J in held])
+        owner_H = np.concatenate([self._holdings.owners.owner(held_J, ranks) for held_J in held])
         # What one rank has of one unit, as far as there is anything.
         rank_H = stage_H * ranks + owner_H
         code_U, at_H = np.unique(rank_H * table.uses_PR.shape[1] + unit_H, return_inverse=True)

@@ -113,7 +113,7 @@ class Owners:
         key = (
             bytes([low == 0, high == self._used_PR.shape[1]]),
             ranks.to_bytes(8, "little"),
-            *(item[held_P].tobytes() for item in (table.dealt_P, table.bytes_P, table.trainable_P)),
+            *(item[held_P].tobytes() for item in (table.dealt_P, table.is_first_P, table.bytes_P, table.trainable_P)),
             used_PR.tobytes(),
         )
         if key not in self._known:
@@ -124,7 +124,7 @@ class Owners:
         """What the fullest rank has of several stages whose parameters are dealt out together."""
         used_PR = np.concatenate([self._used_PR[:, low:high] for low, high in ranges], axis=1)
         held_P: BoolArray = np.any(used_PR, axis=1)
-        owner_P = self._owner(held_P, ranks)
+        owner_P = self.owner(held_P, ranks)
         trained, every = self._shares(held_P, owner_P, ranks)
         # What follows a region of a stage is a neighbour there; or, at a stage's ends, an end of any of them.
         ends = [at for low, high in ranges for at in (low, high - 1)]
@@ -134,7 +134,7 @@ class Owners:
         there_PR = np.stack([used_PR[:, one] | used_PR[:, other] for one, other in pairs], axis=1)
         if self._is_one_unit:
             there_PR = np.ones_like(there_PR)
-        lacks_R = _most_elsewhere(_padded(self._table.bytes_P[held_P]), owner_P, ranks, there_PR)
+        lacks_R = _most_elsewhere(padded(self._table.bytes_P[held_P]), owner_P, ranks, there_PR)
         return Together(trained=trained, every=every, away=float(lacks_R.max(initial=0.0)))
 
     def _shares(self, held_P: BoolArray, owner_P: IntArray, ranks: int) -> tuple[float, float]:
@@ -142,13 +142,13 @@ class Owners:
         bytes_P = self._table.bytes_P[held_P]
         trained_P = bytes_P * (self._table.trainable_P[held_P] > 0)
         trained_N, every_N = (
-            np.bincount(owner_P, weights=weights_P, minlength=ranks) for weights_P in (trained_P, _padded(bytes_P))
+            np.bincount(owner_P, weights=weights_P, minlength=ranks) for weights_P in (trained_P, padded(bytes_P))
         )
         return float(trained_N.max(initial=0.0)), float(every_N.max(initial=0.0))
 
-    def _owner(self, held_P: BoolArray, ranks: int) -> IntArray:
-        """The rank that owns each of some parameters."""
-        sizes_P, trained_P = self._table.dealt_P[held_P], self._table.trainable_P[held_P] > 0
+    def owner(self, held_P: BoolArray | IntArray, ranks: int) -> IntArray:
+        """The rank that owns each of some parameters, where those that are not trained are dealt out too."""
+        sizes_P, trained_P = self._table.dealt_P[held_P], self._table.is_first_P[held_P]
         if trained_P.all():
             return owners_of(sizes_P, ranks)
         owner_P = np.empty(len(sizes_P), dtype=np.int64)
@@ -160,7 +160,7 @@ class Owners:
     def _ownership(
         self, held_P: BoolArray, used_PR: BoolArray, ranks: int, has_head: bool, has_tail: bool
     ) -> Ownership:
-        owner_P, padded_P = self._owner(held_P, ranks), _padded(self._table.bytes_P[held_P])
+        owner_P, padded_P = self.owner(held_P, ranks), padded(self._table.bytes_P[held_P])
         trained, every = self._shares(held_P, owner_P, ranks)
         if used_PR.shape[1] == 1:
             used_PR = np.repeat(used_PR, 2, axis=1)
@@ -196,5 +196,6 @@ def _most_elsewhere(bytes_P: FloatArray, owner_P: IntArray, ranks: int, there_PR
     return result_R
 
 
-def _padded(bytes_P: FloatArray) -> FloatArray:
+def padded(bytes_P: FloatArray) -> FloatArray:
+    """Bytes of parameters as they lie in flat storages."""
     return np.ceil(bytes_P / ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -90,9 +90,9 @@ class StageWorking:
     def handed(self) -> FloatArray:
         """The part of ``saved_K`` that the next stage gets: it is gone when it has been sent."""
         runs, costs = self._runs, self.sets.costs
-        last_K: FloatArray = np.where(
-            self._is_recomputed_K, costs.checkpointed_handed_R[runs.end_K], costs.handed_R[runs.end_K]
-        )
+        plain_R, recomputed_R = costs.handed_R, costs.checkpointed_handed_R
+        at = runs.end_K if plain_R.ndim == 1 else (runs.variant_K, runs.end_K)
+        last_K: FloatArray = np.where(self._is_recomputed_K, recomputed_R[at], plain_R[at])
         return last_K * ~runs.is_last_K if self._has_tail else last_K
 
     def _tail(self, plain_R: FloatArray, recomputed_R: FloatArray) -> FloatArray | float:

@@ -113,6 +113,10 @@ NAMES = (
     "saved_out",
     "checkpoint_in",
     "checkpoint_out",
+    "last_saved_in",
+    "last_saved_out",
+    "last_checkpoint_in",
+    "last_checkpoint_out",
 )
 """What a unit has to do, in the order of the first axis of :class:`Loads`."""
 
@@ -135,7 +139,8 @@ class Loads:
         Fetching what its update needs (optimizer state, gradients and parameters), and writing back what it changed
         (optimizer state and parameters).
     ``saved_in``, ``saved_out``, ``checkpoint_in``, ``checkpoint_out``
-        Fetching and moving away the activations of a layer that is not recomputed, and of one that is.
+        Fetching and moving away the activations of a layer that is not recomputed, and of one that is; with ``last_``
+        those of a stage's last layer, whose output is sent.
 
     Attributes:
         seconds_WQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
@@ -226,16 +231,21 @@ class _Questions:
         # Bytes of every unit that are offloaded, before they are dealt out.
         offloaded_QR = self._offloaded(parameters_Q, "parameters")
         changed_QR = self._offloaded(parameters_Q, "changed")
-        graded_QR = self._offloaded(gradients_Q, "trained")
-        state = self.memories[0].spec.optimizer.state_bytes_per_parameter_byte
-        state_QR = state_Q * state * self._offloaded(optimizer_Q, "trained")
+        optimizer = self.memories[0].spec.optimizer
+        graded_QR = optimizer.gradient_bytes_per_parameter_byte * self._offloaded(gradients_Q, "trained")
+        state_QR = state_Q * optimizer.state_bytes_per_parameter_byte * self._offloaded(optimizer_Q, "trained")
         trained_QR = np.stack([memory.holdings.table.trained_R for memory in self.memories])[self.memory_Q]
         costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
         is_layer_R = np.ones(trained_QR.shape[1])
         is_layer_R[[0, -1]] = 0.0
-        saved_QR, checkpoint_QR = (
+        saved_QR, checkpoint_QR, last_saved_QR, last_checkpoint_QR = (
             activations_Q[:, None] * is_layer_R * np.stack(bytes_GR)[self.place_Q]
-            for bytes_GR in ([item.saved_R for item in costs], [item.checkpointed_saved_R for item in costs])
+            for bytes_GR in (
+                [item.saved_R for item in costs],
+                [item.checkpointed_saved_R for item in costs],
+                [item.saved_R - item.handed_R for item in costs],
+                [item.checkpointed_saved_R - item.checkpointed_handed_R for item in costs],
+            )
         )
         # The first microbatch of a batch has no gradients to fetch.
         accumulates_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
@@ -261,6 +271,10 @@ class _Questions:
             "saved_out": saved_QR / to_host,
             "checkpoint_in": checkpoint_QR / to_device,
             "checkpoint_out": checkpoint_QR / to_host,
+            "last_saved_in": last_saved_QR / to_device,
+            "last_saved_out": last_saved_QR / to_host,
+            "last_checkpoint_in": last_checkpoint_QR / to_device,
+            "last_checkpoint_out": last_checkpoint_QR / to_host,
         }
         ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
         return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))

@@ -140,7 +140,7 @@ class Passes:
             else:
                 total_K += update_K
         if copies:
-            total_K = total_K + self._activations("out", last_K)
+            total_K = total_K + self._last_activations("out")
             if edge:
                 total_K += self._at("frozen_in", low_K)
         return total_K
@@ -220,7 +220,7 @@ class Passes:
         if edge:
             total_K = total_K + self._at("reduce", low_K)
         if copies:
-            total_K = total_K + self._activations("in", last_K)
+            total_K = total_K + self._last_activations("in")
         return total_K
 
     def _backward(self, copies: bool, edge: bool) -> FloatArray:
@@ -310,9 +310,9 @@ class Passes:
     def _is_recomputed(self, unit_K: IntArray) -> BoolArray:
         return (unit_K >= self.first_K) & (unit_K < self.middle_K)
 
-    def _activations(self, direction: str, unit_K: IntArray) -> FloatArray:
-        kept_K, saved_K = (self._at(f"{name}_{direction}", unit_K) for name in ("checkpoint", "saved"))
-        return np.where(self._is_recomputed(unit_K), kept_K, saved_K)
+    def _last_activations(self, direction: str) -> FloatArray:
+        kept_K, saved_K = (self._at(f"last_{name}_{direction}", self.last_K) for name in ("checkpoint", "saved"))
+        return np.where(self._is_recomputed(self.last_K), kept_K, saved_K)
 
     def _behind(self, place_I: IntArray) -> "Callable[..., FloatArray]":
         """Loads by name of units some places behind others, of which question times width plus unit is given."""

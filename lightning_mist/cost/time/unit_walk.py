@@ -79,7 +79,8 @@ class _Walk:
 
     def kept(self, direction: str, unit: int) -> float:
         """Moving what a layer keeps for backward."""
-        return self.at(f"{'checkpoint' if unit in self.recomputed else 'saved'}_{direction}", unit)
+        last = "last_" * (unit == self.high - 1)
+        return self.at(f"{last}{'checkpoint' if unit in self.recomputed else 'saved'}_{direction}", unit)
 
     def row(
         self, compute: float = 0.0, network: float = 0.0, down: float = 0.0, up: float = 0.0, fetched: float = 0.0

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory import host_microbatch_bytes
+from lightning_mist.model.spec.master_weights import with_master_weights
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
+from tests.cost.events import WIDTH, with_events
 from tests.specs import ADAMW, spec
 from tests.tiers import examples
 
@@ -75,11 +78,15 @@ def counted(uses, ratio, ranks=1, trained=True):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("masters", [False, True])
 @given(wo=ratios, go=ratios, oo=ratios)
 @settings(max_examples=examples(8))
-def test_states_rank_by_rank(zero, ranks, wo, go, oo):
+def test_states_rank_by_rank(masters, zero, ranks, wo, go, oo):
     optimizer = dataclasses.replace(ADAMW, step_peak_bytes_per_parameter_byte=1.0, step_peak_bytes_per_largest=0.0)
-    uses = network(optimizer=optimizer)
+    uses = network(optimizer=optimizer, precision="bf16-true")
+    # Masters are state beside two moments, in a type twice as large, which gradients are added up in.
+    factor, kept = (2, 6) if masters else (1, 2)
+    uses = with_master_weights(uses) if masters else uses
     model, place = MemoryModel(uses), slot(data_parallel_degree=ranks)
     some = candidates(zero=zero, parameters=wo, gradients=go, optimizer=oo)
     needs = model.needs(place, some)
@@ -88,18 +95,20 @@ def test_states_rank_by_rank(zero, ranks, wo, go, oo):
     state = counted(uses, oo, ranks)
     at_step = counted(uses, go, ranks)[0]
     assert needs.always["parameter_bytes"] == parameters[0]
-    assert needs.gradients_K == gradients[0]
-    assert needs.always["optimizer_bytes"] == 2 * state[0]
+    assert needs.gradients_K == factor * gradients[0]
+    assert needs.always["optimizer_bytes"] == kept * state[0]
     # Beside the rooms the gradient that is made.
-    assert needs.always["offload_bytes"] == 2 * (parameters[2] + gradients[2] + 2 * state[2]) + gradients[4]
+    sums = factor * (2 * gradients[2] + gradients[4])
+    assert needs.always["offload_bytes"] == 2 * (parameters[2] + kept * state[2]) + sums
     step = dict(needs.update)["optimizer step"]
-    assert step["gradient_bytes"] == at_step
+    assert step["gradient_bytes"] == factor * at_step
     owned = counted(uses, 0.0, ranks)[0]
     by_units = parameters[1] or counted(uses, go, ranks)[1] or state[1]
     # A third unit's parameters, and no gradient that is made.
-    assert step["working_bytes"] == (state[3] if by_units else owned) + parameters[2] - gradients[4]
+    stepped = factor * (state[3] if by_units else owned)
+    assert step["working_bytes"] == stepped + parameters[2] - factor * gradients[4]
     (memory,) = model.breakdown(place, some)
-    assert memory.host_bytes == parameters[1] + gradients[1] + 2 * state[1]
+    assert memory.host_bytes == parameters[1] + factor * gradients[1] + kept * state[1]
 
 
 def walk(uses, rows, checkpointed, ratio, *, direction):
@@ -136,6 +145,22 @@ def test_activations_layer_by_layer(checkpointed, ratio):
     assert needs.saved_K == pytest.approx(stays)
     # A lone stage has one microbatch in flight.
     assert model.breakdown(slot(), some)[0].host_bytes == pytest.approx(away, abs=1)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 1.0])
+def test_what_a_stage_hands_on_is_sent_and_not_moved(ratio):
+    model, some = MemoryModel(with_events(spec(4))), candidates((0, 2), activations=ratio)
+    place = slot(num_stages=2, rows=2)
+    needs, whole = (model.needs(place, item) for item in (some, dataclasses.replace(some, offload=None)))
+    assert needs.handed_K == whole.handed_K == 2 * WIDTH
+    # The first layer keeps nine widths and its output, which the second needs, and that one nine.
+    assert whole.saved_K - needs.saved_K == ratio * 2 * 19 * WIDTH
+    assert host_microbatch_bytes(model, place, some, needs) == ratio * 2 * 19 * WIDTH
+    # A last stage hands nothing on, and where the last layer is recomputed its output is all that it keeps.
+    last, again = candidates((2, 4), activations=ratio), candidates((0, 2), activations=ratio, checkpointed=2)
+    at_end = dataclasses.replace(place, stage_index=1)
+    assert host_microbatch_bytes(model, at_end, last, model.needs(at_end, last)) == ratio * 2 * 20 * WIDTH
+    assert host_microbatch_bytes(model, place, again, model.needs(place, again)) == ratio * 2 * WIDTH
 
 
 def test_microbatches_in_flight_are_in_host_memory_too():

@@ -90,10 +90,18 @@ def test_shares_by_brute_force(ranks, frozen):
     used = np.diff(table.uses_PR, axis=1) > 0
     for trained in (False, True):
         found = model.states.of_ratios(stages, (0.0, 0.5), ranks, np.ones(3, dtype=bool), trained=trained)
-        every = table.trainable_P if trained else table.bytes_P
+        # Of parameters each begins at a multiple of 16 bytes where others have some.
+        every = table.trainable_P if trained else table.bytes_P + (ranks > 1) * (-table.bytes_P % 16)
+        is_kept = table.trainable_P == 0
         for at, (low, high) in enumerate(zip(*covered(network, start, end), strict=True)):
             held = np.flatnonzero(used[:, low:high].any(axis=1))
-            owner = np.array(assign_owners(every[held].astype(int).tolist(), ranks))
+            # Trained parameters are dealt out first, and the others on top.
+            owner, loads = np.zeros(len(held), dtype=int), [0] * ranks
+            for chosen in (~is_kept[held], is_kept[held]):
+                sizes = table.bytes_P[held][chosen].astype(int).tolist()
+                owner[chosen] = assign_owners(sizes, ranks, loads)
+                for size, rank in zip(sizes, owner[chosen], strict=True):
+                    loads[rank] += size
             unit = used[held, low:high].argmax(axis=1)
             for place, ratio in enumerate((0.0, 0.5)):
                 moved = offloaded_parameters(table, ratio, trained=trained)[held]

@@ -20,7 +20,6 @@ def frozen(*names):
 
 SPECS = (NETWORK, frozen("wte"), frozen(NETWORK.parameters[-1].name))
 OF_VARIANT = np.array([0, 2, 1, 2])
-REDUCED = Holdings(NETWORK).table.trained_R
 
 
 def stages():
@@ -38,7 +37,7 @@ def stages():
 
 @pytest.mark.parametrize("kind", [HeldBytes, SharedOut])
 def test_each_candidate_is_of_its_own_network(kind):
-    holdings, some = VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT, REDUCED), stages()
+    holdings, some = VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT), stages()
 
     def ask(asked, candidates):
         return asked.of(candidates) if kind is HeldBytes else asked.shares(candidates, 3)
@@ -53,15 +52,15 @@ def test_each_candidate_is_of_its_own_network(kind):
 
 
 def test_gradients_by_region_are_those_of_each_variant():
-    table = VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT, REDUCED).table
+    table = VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT).table
     for variant, network in enumerate(OF_VARIANT):
         alone = Holdings(SPECS[network]).table
         assert np.array_equal(table.single_R[variant], alone.single_R)
         # What is made is reduced, wherever it stays.
-        assert np.array_equal(table.trained_R[variant], REDUCED)
+        assert np.array_equal(table.trained_R[variant], Holdings(NETWORK).table.trained_R)
 
 
 def test_a_variant_must_be_named():
     unnamed = dataclasses.replace(stages(), variant_K=None)
     with pytest.raises(ValueError, match="which variant"):
-        VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT, REDUCED).of(unnamed)
+        VariantHoldings([Holdings(item) for item in SPECS], OF_VARIANT).of(unnamed)
