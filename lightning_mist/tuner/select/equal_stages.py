@@ -2,7 +2,8 @@
 
 Chunks have no closed form, so that the search cannot find the pipeline that gains most by them. Of equal stages there
 are few: every arrangement of devices and ZeRO stage is tried, with as few recomputed layers as let it fit in one piece
-to begin with. It keeps at least as much in chunks, so that as many layers are recomputed as these need, or more.
+to begin with, if all layers are alike. It keeps at least as much in chunks, so that as many are recomputed as these
+need, or more.
 Where layers cannot be dealt out equally some stages have one more: those in the middle, as the first computes the
 embedding beside its layers and the last the loss, as Llama 3 does with 126 layers in 16 stages (Dubey et al., 2024).
 """
@@ -18,8 +19,8 @@ from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.bounds import least_correction
 from lightning_mist.tuner.candidates import IntraStage
-from lightning_mist.tuner.select.schedule_variants import best_variant, first_stages, fitted, has_chunks
-from lightning_mist.tuner.space import Shape, Space
+from lightning_mist.tuner.select.schedule_variants import best_variant, first_stages, fitted, has_chunks, parts
+from lightning_mist.tuner.space import Shape, Space, layer_classes
 
 TRIED = 48
 """The most plans with chunks that are run on the clock, the best by a bound of their seconds."""
@@ -45,12 +46,14 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
         if _least_seconds(stages, *arrangement) < below
         for plan in _plans(space, *arrangement)
     ]
-    limits = stages.limits, stages.host_limits
-    # The first stage alone is a lower bound of them all.
-    more = zip(whole, first_stages(stages.model, space, stages.limits, whole), strict=True)
-    may_be_near = [plan for plan, count in more if count is not None and _least_seconds_of(stages, plan, count) < below]
-    fitting = [plan for plan in fitted(stages.model, space, *limits, may_be_near) if plan is not None]
-    near = [plan for plan in fitting if _least_seconds_of(stages, plan) < below]
+    limits, near = (stages.limits, stages.host_limits), whole
+    # Of unlike layers devices hold others in chunks than in one piece, which may need less.
+    if len(set(layer_classes(stages.model.spec))) == 1:
+        # The first stage alone is a lower bound of them all.
+        more = zip(whole, first_stages(stages.model, space, stages.limits, whole), strict=True)
+        near = [plan for plan, count in more if count is not None and _least_seconds_of(stages, plan, count) < below]
+        near = [plan for plan in fitted(stages.model, space, *limits, near) if plan is not None]
+    near = [plan for plan in near if _least_seconds_of(stages, plan) < below]
     return best_variant(stages.model, space, *limits, near, below=below, most=TRIED)
 
 
@@ -99,24 +102,35 @@ def _reduced_seconds(stages: IntraStage, plan: Plan) -> float:
 def _least_seconds(
     stages: IntraStage, num_stages: int, num_microbatches: int, shape: Shape, recomputed: int = 0
 ) -> float:
-    """Seconds that the devices of some stage compute at least in chunks.
+    """Seconds that the devices of some stage compute at least in chunks, with any number of them.
 
     They start when the first microbatch has come through the first chunk of all stages before, and these have as much
-    to do when it has ended. The first microbatch finds no gradients to add to: its backward is left out.
+    to do when it has ended. The first microbatch finds no gradients to add to: its backward is left out. In chunks
+    devices hold other layers than in one piece.
     """
     space = stages.space
     rows = space.rows(num_microbatches, shape.data)
     seconds = stages.model.region_seconds(rows, shape.tensor, shape.sequence, shape.checkpointing)
-    forward_R, both_R, again_R = (
+    forward_R, both_R = (
         np.concatenate([[0.0], np.cumsum(each_R)])
-        for each_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R, seconds.recompute_R)
+        for each_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R)
     )
-    # Head and tail are regions of their own.
-    first_S = 1 + _cuts(space.num_layers, num_stages)[:-1]
-    edge_S = np.concatenate([[0], first_S[1:], [space.num_layers + 2]])
-    busy_S = np.diff(both_R[edge_S]) + again_R[first_S + recomputed] - again_R[first_S]
-    before_S = (np.cumsum(busy_S) - busy_S) / max(space.search.chunks)
-    return float((before_S + (num_microbatches - 1) * busy_S + np.diff(forward_R[edge_S])).max())
+    again = float(seconds.recompute_R[1:-1].min())
+    layers_S, least = np.diff(_cuts(space.num_layers, num_stages)), np.inf
+    for chunks in (count for count in space.search.chunks if count <= layers_S.min()):
+        layers_VS, again_VS = (
+            np.array([parts(int(count), chunks) for count in counts_S]).T
+            for counts_S in (layers_S, np.full(num_stages, recomputed))
+        )
+        # Head and tail are regions of their own.
+        edge_B = np.concatenate([[0], 1 + np.cumsum(layers_VS)])
+        edge_B[-1] += 1
+        forward_VS, both_VS = (np.diff(prefix_R[edge_B]).reshape(chunks, -1) for prefix_R in (forward_R, both_R))
+        busy_VS = both_VS + again * np.minimum(layers_VS, again_VS)
+        before_S = np.cumsum(busy_VS[0]) - busy_VS[0]
+        busy_S = before_S + (num_microbatches - 1) * busy_VS.sum(axis=0) + forward_VS.sum(axis=0)
+        least = min(least, float(busy_S.max()))
+    return least
 
 
 def _plans(space: Space, num_stages: int, num_microbatches: int, shape: Shape) -> Iterator[Plan]:

@@ -129,8 +129,8 @@ def _interleaved(plan: Plan, numbers: Sequence[int]) -> Iterator[Plan]:
     if groups < 2 or plan.num_microbatches % groups:
         return
     for chunks in (count for count in numbers if count <= min(stage.num_layers for stage in plan.stages)):
-        layers = [_parts(stage.num_layers, chunks) for stage in plan.stages]
-        recomputed = [_parts(stage.checkpointing.layers, chunks) for stage in plan.stages]
+        layers = [parts(stage.num_layers, chunks) for stage in plan.stages]
+        recomputed = [parts(stage.checkpointing.layers, chunks) for stage in plan.stages]
         stages, first = [], 0
         for chunk in range(chunks):
             for group, stage in enumerate(plan.stages):
@@ -142,7 +142,7 @@ def _interleaved(plan: Plan, numbers: Sequence[int]) -> Iterator[Plan]:
         yield replace(plan, schedule="interleaved-1f1b", stages=tuple(stages), predicted=None)
 
 
-def _parts(count: int, chunks: int) -> list[int]:
+def parts(count: int, chunks: int) -> list[int]:
     """A number of layers in parts that differ by at most one."""
     return [count * (chunk + 1) // chunks - count * chunk // chunks for chunk in range(chunks)]
 
@@ -206,8 +206,8 @@ def _recomputed(groups: _Groups, most: int) -> IntArray:
     found_SM = np.zeros((sum(len(layers) for layers, _ in groups), most + 1), dtype=np.int64)
     for group, (layers, recomputed) in enumerate(groups):
         for more in range(most + 1):
-            parts = _parts(min(sum(layers), sum(recomputed) + more), len(layers))
-            found_SM[group :: len(groups), more] = np.minimum(layers, parts)
+            shared = parts(min(sum(layers), sum(recomputed) + more), len(layers))
+            found_SM[group :: len(groups), more] = np.minimum(layers, shared)
     found_SM.setflags(write=False)
     return found_SM
 

@@ -277,6 +277,21 @@ def test_chunks_of_unlike_layers_are_not_ruled_out_by_what_stages_in_one_piece_r
     assert even_chunks(intra, below=best.predicted.step_seconds * (1 + 1e-9)) == best
 
 
+@pytest.mark.parametrize("heavy", [0, 4])
+@pytest.mark.parametrize("memory", [np.inf, 3_100_000])
+def test_chunks_of_unlike_layers_are_not_ruled_out_by_what_stages_in_one_piece_compute_and_hold(heavy, memory):
+    # Four of the layers take ten times as long and hold as much more: one of four stages in one piece has all of them.
+    kinds = [9 if heavy <= index < heavy + 4 else 0 for index in range(16)]
+    network = spec(16, kinds=kinds, widths=(1000,) * 10)
+    model = StageCostModel(network, profile(), cluster(4, kind="cuda"))
+    degrees = {"num_microbatches": (8,), "num_stages": (4,), "tensor_parallel_degrees": (1,)}
+    search = SearchSpace(zero_stages=(0,), chunks=(2, 4), offload=(), **degrees)
+    intra = IntraStage(model, apply(search, network, 4, 16, devices_per_node=4), memory)
+    best = even_chunks(intra, below=np.inf)
+    assert max(stage.peak_bytes for stage in best.predicted.stages) <= memory
+    assert even_chunks(intra, below=best.predicted.step_seconds * (1 + 1e-9)) == best
+
+
 def test_the_memory_of_what_reduces_for_too_long_is_not_added_up(monkeypatch):
     search = SearchSpace(zero_stages=(2,), num_microbatches=(8,), num_stages=(2,), tensor_parallel_degrees=(1,))
     best = even_chunks(stages(search, link=1e5), below=np.inf)
