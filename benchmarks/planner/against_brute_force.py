@@ -1,9 +1,12 @@
 """The whole planner against trying everything, on random small instances.
 
 OMP_NUM_THREADS=1 python -m benchmarks.planner.against_brute_force
+OMP_NUM_THREADS=1 python -m benchmarks.planner.against_brute_force --unlike --instances 300
 
 An instance is a random network, machine, batch, space and memory limit (:mod:`tests.tuner.whole_space`). Every second
-planner has been asked other questions before. The program fails if any instance differs.
+planner has been asked other questions before. With ``--unlike`` devices are of two or three kinds, every plan is
+predicted as a finished one is, and fits if the check says so that is made of these (:mod:`tests.tuner.predicted_space`).
+The program fails if any instance differs.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import numpy as np
 from benchmarks.record import Sample, make_record, write_record
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 from tests.tuner.instances import random_instance
+from tests.tuner.predicted_space import unlike_instance, verdict_by_predictions
 from tests.tuner.verdicts import Verdict, asked_before, verdict_of
 
 
@@ -25,6 +29,14 @@ def compared(seed: int) -> tuple[int, str, Verdict]:
     """One instance: its kind, and how the answers compare."""
     instance = random_instance(seed)
     return seed, instance.kind, verdict_of(instance, asked_before(instance) if seed % 2 else None)
+
+
+def predicted(seed: int) -> tuple[int, str, Verdict]:
+    """The same of one on unlike devices, every plan of which is predicted."""
+    instance = unlike_instance(seed)
+    masters = "with" if instance.network.master_weights else "without"
+    kind = f"{len(instance.machine.parts)} kinds of devices, {masters} masters, {instance.kind.split(', ')[1]}"
+    return seed, kind, verdict_by_predictions(instance)
 
 
 def sample_of(kind: str, verdicts: list[Verdict]) -> Sample:
@@ -47,11 +59,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=500)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--unlike", action="store_true", help="unlike devices only, every plan predicted")
     parser.add_argument("--dry-run", action="store_true", help="write no record")
     options = parser.parse_args()
     started, kinds = perf_counter(), defaultdict(list)
     with ProcessPoolExecutor(max_workers=options.processes, mp_context=get_context("spawn")) as pool:
-        for seed, kind, verdict in pool.map(compared, range(options.instances), chunksize=5):
+        for seed, kind, verdict in pool.map(
+            predicted if options.unlike else compared, range(options.instances), chunksize=5
+        ):
             kinds[kind].append(verdict)
             if not verdict.difference <= PRECISION:
                 print(f"instance {seed} differs: {verdict}", flush=True)
@@ -62,10 +77,11 @@ def main() -> int:
     notes = (
         f"Compared by the closed form of the step: the planner's least seconds and those of trying everything count as "
         f"equal within {PRECISION:g} of them; where nothing fits both must say so. Plans: ways to choose a candidate "
-        f"for every stage. {perf_counter() - started:.0f} seconds with {options.processes} processes."
+        f"for every stage. {'Every plan is predicted, and checked to fit, as a finished one. ' * options.unlike}{perf_counter() - started:.0f} seconds with {options.processes} processes."
     )
+    theme = "planner-brute-force-unlike" if options.unlike else "planner-brute-force"
     if not options.dry_run:
-        print(write_record(make_record("planner-brute-force", samples, notes=notes)))
+        print(write_record(make_record(theme, samples, notes=notes)))
     return int(any(item.difference > PRECISION for item in verdicts))
 
 

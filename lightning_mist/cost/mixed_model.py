@@ -56,8 +56,9 @@ class MixedCostModel(PlanCosts):
         )
         memories: dict[Variant, MemoryModel] = {}
         seams = [_outside(part, profile, cluster) for part, profile in zip(cluster.parts, given, strict=True)]
+        ends = [(found, part.devices_per_node) for found, part in seams]
         self.parts = tuple(
-            StageCostModel(spec, profile, part, seams=[found for found, _ in seams], memories=memories)
+            StageCostModel(spec, profile, part, seams=ends, memories=memories)
             for part, profile in zip(cluster.parts, self.profiles, strict=True)
         )
         self._together = tuple(StageCostModel(spec, profile, whole, memories=memories) for profile, whole in seams)

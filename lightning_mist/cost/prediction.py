@@ -6,14 +6,15 @@ from functools import partial
 
 import numpy as np
 
-from lightning_mist.cost.batched_stages import Terms, seconds_of_terms, terms_of_plans
-from lightning_mist.cost.inputs import StageCandidates, StageRegions, StageSlot, placed_slots_of
+from lightning_mist.cost.batched_stages import Terms, seconds_of_stages, terms_of_plans
+from lightning_mist.cost.inputs import StageCandidates, StageRegions, StageSlot, placed_slots_of, slots_of
 from lightning_mist.cost.interleaved_memory import plans_needs
 from lightning_mist.cost.memory import NeedTerms, StageMemory, bytes_of_units
 from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
 from lightning_mist.cost.roofline import step_work
 from lightning_mist.cost.stage_model import StageCostModel
+from lightning_mist.cost.time import StageSeconds
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
@@ -99,19 +100,24 @@ def _find_terms(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
 
 def _predict(model: CostModel, plans: Sequence[Plan]) -> list[Predicted]:
     terms = _terms(model, plans)
+    closed = iter(seconds_of_stages(model, [stage for plan in plans for stage in slots_of(plan, model.cluster)]))
     found = zip(plans, terms, plans_needs(model.memory, plans), strict=True)
-    return [_predicted(model, plan, own, memory) for plan, own, memory in found]
+    return [_predicted(model, plan, own, memory, [next(closed) for _ in own]) for plan, own, memory in found]
 
 
 def _predicted(
-    model: CostModel, plan: Plan, terms: Sequence[Terms], memory: Sequence[tuple[StageMemory, NeedTerms]]
+    model: CostModel,
+    plan: Plan,
+    terms: Sequence[Terms],
+    memory: Sequence[tuple[StageMemory, NeedTerms]],
+    closed: Sequence[StageSeconds],
 ) -> Predicted:
-    rules, seconds = rules_of(model.cluster, model.spec.precision), seconds_of_terms(terms)
+    rules = rules_of(model.cluster, model.spec.precision)
     times = step_times(plan, terms, rules, seconds_with(model, plan))
     stages = [
         PredictedStage(
-            steady_seconds=steady,
-            boundary_seconds=boundary,
+            steady_seconds=float(found.steady_K[0]),
+            boundary_seconds=float(found.boundary_K[0]),
             forward_seconds=term["forward_seconds"],
             backward_seconds=term["backward_seconds"] + term["recompute_seconds"],
             peak_bytes=peak.peak_bytes,
@@ -119,9 +125,7 @@ def _predicted(
             spent=spent.terms,
             needs=needs,
         )
-        for term, spent, (peak, needs), steady, boundary in zip(
-            terms, times.spent, memory, seconds.steady_K.tolist(), seconds.boundary_K.tolist(), strict=True
-        )
+        for term, spent, (peak, needs), found in zip(terms, times.spent, memory, closed, strict=True)
     ]
     return Predicted(
         step_seconds=times.step_seconds,

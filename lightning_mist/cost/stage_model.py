@@ -40,6 +40,7 @@ from lightning_mist.cost.time import (
     Passes,
     RegionSeconds,
     RegionSums,
+    SeamEnd,
     StageCosts,
     StageSeconds,
     UnitSeconds,
@@ -149,7 +150,7 @@ class StageCostModel(PlanCosts):
 
     Args:
         seams: If the machine is one part of a cluster of unlike devices: what devices of every part do with nodes of
-            other parts.
+            other parts, and how many a node has.
         memories: What stages hold by tensor and sequence parallelism and kind of recomputation, shared with models of
             other machines.
     """
@@ -160,7 +161,7 @@ class StageCostModel(PlanCosts):
         profile: HardwareProfile,
         cluster: Cluster,
         *,
-        seams: Sequence[HardwareProfile] = (),
+        seams: Sequence[SeamEnd] = (),
         memories: dict[Variant, MemoryModel] | None = None,
     ) -> None:
         super().__init__()

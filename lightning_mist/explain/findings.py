@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_mist.cost import CostModel, StageMemory, models_of, step_seconds
-from lightning_mist.cost.inputs import placed_slots_of
+from lightning_mist.cost.inputs import slots_of
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
@@ -59,8 +59,7 @@ class Costs:
 
 def costs_of(model: CostModel, plan: Plan) -> Costs:
     """What every stage of a plan costs."""
-    placed = placed_slots_of(plan, model.cluster)
-    seconds = [model.seconds(*slot) for slot in placed]
+    seconds = [model.seconds(*slot) for slot in slots_of(plan, model.cluster)]
     return Costs(
         plan=plan,
         memory=plan_memory(model.memory, plan),
@@ -204,8 +203,8 @@ def _memory_of(model: CostModel, plan: Plan, group: int) -> StageMemory:
 
 def _times(model: CostModel, plan: Plan, group: int) -> tuple[float, float]:
     """Steady and boundary seconds of one group of devices."""
-    placed = placed_slots_of(plan, model.cluster)
-    seconds = [model.seconds(*placed[stage]) for stage in plan.chunks(group)]
+    slots = slots_of(plan, model.cluster)
+    seconds = [model.seconds(*slots[stage]) for stage in plan.chunks(group)]
     return sum(float(item.steady_K[0]) for item in seconds), sum(float(item.boundary_K[0]) for item in seconds)
 
 

@@ -108,8 +108,10 @@ class PredictedStage:
     """What the cost model says of one stage.
 
     Attributes:
-        steady_seconds: Forward plus backward of a middle microbatch (``t``).
-        boundary_seconds: Extra time of the first and last microbatch (``d``).
+        steady_seconds: Forward plus backward of a middle microbatch (``t``), as the closed form of the step has it:
+            what is exchanged with other stages as if these were like this one. The clock knows better, and has its
+            seconds of ``breakdown``.
+        boundary_seconds: Extra time of the first and last microbatch (``d``), likewise.
         forward_seconds: Forward of one microbatch.
         backward_seconds: Backward of one microbatch, recomputation included.
         peak_bytes: Peak memory of the stage's most loaded device.

@@ -2,6 +2,7 @@
 
 from lightning_mist.cost.time.communication import (
     EXCHANGED,
+    SeamEnd,
     bucketed_seconds,
     cut_key,
     cut_seconds,

@@ -10,7 +10,7 @@ A pair of devices in different nodes is measured, or catalogued, with all device
 each gets more of the node's network, up to what a device can send inside its node. At a boundary those of one stage do.
 
 Between unlike parts of a cluster there are two ends with networks of their own, and the slower one sets the pace. What
-each of them does with nodes of other parts is in a profile of its own (``seams``).
+each of them does with nodes of other parts, and how many devices such a node has, is an end of its own (``seams``).
 
 Array axes
     K  candidates
@@ -19,6 +19,7 @@ Array axes
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ from lightning_mist.cost.time.overlap import beyond_computing, interference_of
 from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.hardware import Cluster, HardwareProfile
 from lightning_mist.plan import ZeroStage
+
+SeamEnd: TypeAlias = tuple[HardwareProfile, int]
+"""What the devices of one part of a cluster do with nodes of other parts, and how many of them each node has."""
 
 EXCHANGED = ("transfer_K", "arrival_K", "return_K", "send_K", "send_back_K", "tied_K")
 """What stages exchange with other stages, of the terms of :class:`~lightning_mist.cost.time.StageSeconds`."""
@@ -76,11 +80,23 @@ def _outward(cluster: Cluster, slot: StageSlot) -> float:
 
 
 def _over_seam(
-    ends: Sequence[HardwareProfile], operation: str, payload_K: npt.ArrayLike, calls_K: npt.ArrayLike = 1
+    ends: Sequence[SeamEnd],
+    operation: str,
+    inside_K: npt.ArrayLike,
+    outside: Sequence[npt.ArrayLike],
+    calls_K: npt.ArrayLike = 1,
 ) -> FloatArray:
-    """Seconds of something between two devices in unlike parts: those of the slower end."""
-    seconds = [collective_seconds(profile, operation, 2, 2, payload_K, calls_K) for profile in ends]
-    return np.maximum(*seconds)
+    """Seconds of something between two devices in unlike parts: those of the slower end.
+
+    Args:
+        inside_K: Bytes that a device sends as fast as it can inside its node, at most.
+        outside: Those that it sends at its share of the network of its node, at every end.
+    """
+    slower_K: FloatArray = np.maximum.reduce(
+        [collective_seconds(profile, operation, 2, 1, inside_K, calls_K) for profile, _ in ends]
+        + [collective_seconds(end[0], operation, 2, 2, item, calls_K) for end, item in zip(ends, outside, strict=True)]
+    )
+    return slower_K
 
 
 def reductions(
@@ -151,7 +167,7 @@ def tied_seconds(
     cluster: Cluster,
     slot: StageSlot,
     held: HeldBytes,
-    seams: Sequence[HardwareProfile] = (),
+    seams: Sequence[SeamEnd] = (),
 ) -> FloatArray:
     """Seconds of summing gradients of parameters that several stages hold.
 
@@ -162,7 +178,7 @@ def tied_seconds(
         return np.zeros_like(held.shared_K)
     ends = _ends(slot, seams, 0, slot.num_stages - 1)
     if ends:
-        return _over_seam(ends, "all_reduce", held.shared_K)
+        return np.maximum(*(collective_seconds(end, "all_reduce", 2, 2, held.shared_K) for end, _ in ends))
     nodes = slot.placement.tied_nodes if slot.placement else min(2, cluster.num_nodes)
     return collective_seconds(profile, "all_reduce", 2, nodes, held.shared_K)
 
@@ -205,7 +221,7 @@ def cut_seconds(
     memory: MemoryModel,
     *,
     sending: bool,
-    seams: Sequence[HardwareProfile],
+    seams: Sequence[SeamEnd],
 ) -> tuple[FloatArray, FloatArray]:
     """What the activation and the gradient that a stage receives, or sends, take by the cut that they cross."""
     costs = memory.costs(slot.rows, slot.context_parallel_degree)
@@ -223,10 +239,10 @@ def cut_key(cluster: Cluster, slot: StageSlot) -> Hashable:
     """Equal for slots of one tensor-parallel degree whose :func:`cut_seconds` are equal."""
     placement = slot.placement
     place = None if placement is None else (placement.share, placement.before, placement.behind)
-    return slot.rows, slot.context_parallel_degree, _outward(cluster, slot), slot.seams, place
+    return slot.rows, slot.context_parallel_degree, _outward(cluster, slot), slot.devices, slot.seams, place
 
 
-def _ends(slot: StageSlot, seams: Sequence[HardwareProfile], first: int, second: int) -> tuple[HardwareProfile, ...]:
+def _ends(slot: StageSlot, seams: Sequence[SeamEnd], first: int, second: int) -> tuple[SeamEnd, ...]:
     """What the devices of two stages do with other parts, if the stages exist and lie in unlike parts."""
     if not seams or first < 0 or second >= slot.num_stages:
         return ()
@@ -258,12 +274,14 @@ def _crossing_seconds(
     cluster: Cluster,
     slot: StageSlot,
     crossing: Crossing | None,
-    seam: Sequence[HardwareProfile],
+    seam: Sequence[SeamEnd],
     payload_B: FloatArray,
     tensors_B: FloatArray,
 ) -> FloatArray:
     if seam and crossing is None:
-        return _over_seam(seam, "send_recv", payload_B, tensors_B)
+        # As many devices use the network of the other end's node.
+        loads = [payload_B * min(1.0, slot.devices / per_node) for _, per_node in seam]
+        return _over_seam(seam, "send_recv", payload_B, loads, tensors_B)
     if slot.placement is None or crossing is None:
         return _mean_crossing(profile, cluster, slot, payload_B, tensors_B)
     own = crossing is slot.placement.before
@@ -275,13 +293,7 @@ def _crossing_seconds(
         # Both ends wait for the slower one, on a CPU too.
         share, count = (max(end[place] for end in ends) for place in (0, 1))
         whole_B, messages_B = payload_B / slot.placement.share, tensors_B * count
-        inside = [collective_seconds(end, "send_recv", 2, 1, whole_B * share, messages_B) for end in seam]
-        across = [
-            collective_seconds(profile, "send_recv", 2, 2, whole_B * end[2], messages_B)
-            for profile, end in zip(seam, ends, strict=True)
-        ]
-        slower_B: FloatArray = np.maximum.reduce([*inside, *across])
-        return slower_B
+        return _over_seam(seam, "send_recv", whole_B * share, [whole_B * end[2] for end in ends], messages_B)
     # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
     part, messages, load = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
     whole_B, messages_B = payload_B / slot.placement.share, tensors_B * messages

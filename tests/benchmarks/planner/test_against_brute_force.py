@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.planner.against_brute_force import compared, sample_of
+from benchmarks.planner.against_brute_force import compared, predicted, sample_of
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 
 
@@ -23,3 +23,12 @@ def test_what_differs_does_not_count_as_equal() -> None:
     sample = sample_of("some", [verdict, worse, missing])
     assert (sample["equal"], sample["proven optimal"]) == (1, 2)
     assert sample["largest difference"] == np.inf
+
+
+def test_instances_on_unlike_devices_are_told_apart() -> None:
+    found = [predicted(seed) for seed in (1, 8)]
+    assert [kind for _, kind, _ in found] == [
+        "3 kinds of devices, without masters, with offload",
+        "2 kinds of devices, with masters, with offload",
+    ]
+    assert sample_of("all", [verdict for _, _, verdict in found])["equal"] == 2
