@@ -5,8 +5,8 @@ OMP_NUM_THREADS=1 python -m benchmarks.planner.against_brute_force --unlike --in
 
 An instance is a random network, machine, batch, space and memory limit (:mod:`tests.tuner.whole_space`). Every second
 planner has been asked other questions before. With ``--unlike`` devices are of two or three kinds, every plan is
-predicted as a finished one is, and fits if the check says so that is made of these (:mod:`tests.tuner.predicted_space`).
-The program fails if any instance differs.
+predicted as a finished one is, and fits if the check says so that is made of these
+(:mod:`tests.tuner.predicted_space`). The program fails if any instance differs.
 """
 
 import argparse
@@ -63,6 +63,9 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="write no record")
     options = parser.parse_args()
     started, kinds = perf_counter(), defaultdict(list)
+    of_seed, how = compared, ""
+    if options.unlike:
+        of_seed, how = predicted, "Every plan is predicted, and checked to fit, as a finished one. "
     with ProcessPoolExecutor(max_workers=options.processes, mp_context=get_context("spawn")) as pool:
         for seed, kind, verdict in pool.map(
             predicted if options.unlike else compared, range(options.instances), chunksize=5
@@ -77,7 +80,7 @@ def main() -> int:
     notes = (
         f"Compared by the closed form of the step: the planner's least seconds and those of trying everything count as "
         f"equal within {PRECISION:g} of them; where nothing fits both must say so. Plans: ways to choose a candidate "
-        f"for every stage. {'Every plan is predicted, and checked to fit, as a finished one. ' * options.unlike}{perf_counter() - started:.0f} seconds with {options.processes} processes."
+        f"for every stage. {how}{perf_counter() - started:.0f} seconds with {options.processes} processes."
     )
     theme = "planner-brute-force-unlike" if options.unlike else "planner-brute-force"
     if not options.dry_run:

@@ -23,7 +23,7 @@ from lightning_mist.tuner.space import Shape
 from lightning_mist.tuner.space.applied_space import OFFLOADED
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.verdicts import verdict_of
-from tests.tuner.whole_space import ALL, Best, Instance, Options, candidates_of, pipelines, together, undominated
+from tests.tuner.whole_space import Best, Instance, Options, candidates_of, pipelines, together, undominated
 
 MOST_STAGES = 9_000
 """Stages with savings that an instance may have, of which each is predicted."""

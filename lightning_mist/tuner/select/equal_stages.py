@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.inputs import IntArray
+from lightning_mist.cost.inputs import IntArray, prefix_sums
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.bounds import least_correction
