@@ -67,9 +67,7 @@ def main() -> int:
     if options.unlike:
         of_seed, how = predicted, "Every plan is predicted, and checked to fit, as a finished one. "
     with ProcessPoolExecutor(max_workers=options.processes, mp_context=get_context("spawn")) as pool:
-        for seed, kind, verdict in pool.map(
-            predicted if options.unlike else compared, range(options.instances), chunksize=5
-        ):
+        for seed, kind, verdict in pool.map(of_seed, range(options.instances), chunksize=5):
             kinds[kind].append(verdict)
             if not verdict.difference <= PRECISION:
                 print(f"instance {seed} differs: {verdict}", flush=True)

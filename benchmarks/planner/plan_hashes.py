@@ -4,8 +4,8 @@ OMP_NUM_THREADS=1 python -m benchmarks.planner.plan_hashes --name before
 python -m benchmarks.planner.plan_hashes --dry-run --against benchmarks/records/plan-hashes-before_...json
 
 What is asked is what :mod:`.search_times` asks, every question of a new planner and again of one that has answered the
-others; questions with few rows for each device, where tensor parallelism and other schedules gain; a few questions about
-devices that are unlike; and the example of Mist's paper by the paper's own rules.
+others; questions with few rows for each device, where tensor parallelism and other schedules gain; a few about devices
+that are unlike; and the example of Mist's paper by the paper's own rules.
 """
 
 import argparse
@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner.apart import PRECISION, Question, spec_of
-from benchmarks.planner.search_times import CASES, LESS_MEMORY, MORE_MEMORY, Case, questions_of, spaces
+from benchmarks.planner.search_times import (
+    CASES,
+    LESS_MEMORY,
+    MIXED,
+    MORE_MEMORY,
+    PRECISIONS,
+    Case,
+    asked_of,
+    questions_of,
+    spaces,
+)
 from benchmarks.record import Sample, make_record, read_record, write_record
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets import PRESETS
@@ -64,7 +74,7 @@ UNLIKE = (
     ),
 )
 
-FEW_ROWS = (
+COMMANDED = (
     Case(model="gpt3-1.3b", cluster="1x4xL4", batch=4, length=2048, limit=60.0),
     Case(model="gpt3-2.7b", cluster="1x8xL4", batch=4, length=2048, limit=60.0),
     Case(model="gpt3-7b", cluster="1x8xL4", batch=8, length=2048, limit=60.0),
@@ -73,9 +83,10 @@ FEW_ROWS = (
     Case(model="gpt3-13b", cluster="2x8xA100-80", batch=8, length=2048, limit=60.0),
     Case(model="gpt3-13b", cluster="2x8xA100-80", batch=16, length=2048, limit=60.0),
     Case(model="gpt3-13b", cluster="2x8xA100-80", batch=32, length=2048, limit=60.0),
+    MIXED[0],
 )
-"""Few rows for each device, in the command's own precision and space: tensor parallelism is worth up to 58 % there, ZB-H1
-up to 24 %, interleaved 1F1B up to 6 %."""
+"""What is asked in the command's own precision and space: few rows for each device, where tensor parallelism is worth
+up to 58 %, ZB-H1 up to 24 % and interleaved 1F1B up to 6 %; and devices that are unlike."""
 
 PAPER: Mapping[str, Mapping[str, Any]] = {
     "as published": paper_space.PUBLISHED,
@@ -150,6 +161,14 @@ def of_unlike(item: Unlike, name: str, search: SearchSpace) -> Sample:
     return sample_of(item.case.model, item.case.cluster, question, 1.0, name, found)
 
 
+def of_command(case: Case) -> Sample:
+    """The sample of a case as the command asks it."""
+    spec, search = asked_of(case, spaces()["default"], PRECISIONS["masters"])
+    question = Question(global_batch_size=case.batch)
+    found = ask(Planner(spec, parse_cluster(case.cluster)), question, search)
+    return sample_of(case.model, case.cluster, question, 1.0, "default, masters", found)
+
+
 def of_paper(name: str) -> Sample:
     """The sample of the paper's example by its own rules, which predict no bytes that compare with ours."""
     found = paper_space.tuned(**PAPER[name])
@@ -179,6 +198,7 @@ def samples(models: Sequence[str], names: Sequence[str]) -> Iterator[Sample]:
         for name in names if item.case.model in models else ():
             if name in item.spaces:
                 yield of_unlike(item, name, spaces()[name])
+    yield from (of_command(case) for case in COMMANDED if case.model in models and "default" in names)
     yield from map(of_paper, PAPER)
 
 
@@ -213,7 +233,8 @@ def _changes(before: Sample, after: Sample) -> list[str]:
 def main() -> int:
     """Tune, write the record, and say what differs from another one; 1 if anything does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[case.model for case in CASES], help="only these")
+    models = [*dict.fromkeys(case.model for case in (*CASES, *COMMANDED))]
+    parser.add_argument("--models", nargs="+", default=models, help="only these")
     parser.add_argument("--spaces", nargs="+", default=list(spaces()), choices=list(spaces()), help="only these")
     parser.add_argument("--name", help="what the record's name has behind its theme, such as before")
     parser.add_argument("--against", metavar="RECORD", type=Path, help="a record to compare with")

@@ -111,10 +111,7 @@ def _least_seconds(
     space = stages.space
     rows = space.rows(num_microbatches, shape.data)
     seconds = stages.model.region_seconds(rows, shape.tensor, shape.sequence, shape.checkpointing)
-    forward_R, both_R = (
-        np.concatenate([[0.0], np.cumsum(each_R)])
-        for each_R in (seconds.forward_R, seconds.forward_R + seconds.backward_R)
-    )
+    forward_R, both_R = map(prefix_sums, (seconds.forward_R, seconds.forward_R + seconds.backward_R))
     again = float(seconds.recompute_R[1:-1].min())
     layers_S, least = np.diff(_cuts(space.num_layers, num_stages)), np.inf
     for chunks in (count for count in space.search.chunks if count <= layers_S.min()):

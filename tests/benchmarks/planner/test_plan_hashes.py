@@ -4,11 +4,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner.plan_hashes import (
+    COMMANDED,
     KEY,
     PAPER,
     UNLIKE,
     differences,
     of_case,
+    of_command,
     of_paper,
     of_unlike,
     plan_hash,
@@ -46,6 +48,16 @@ def test_devices_may_be_unlike() -> None:
     assert (sample["cluster"], sample["stages"]) == ("1x4xA100-40+1x4xL4", 1)
 
 
+def test_with_few_rows_other_schedules_win() -> None:
+    sample = of_command(COMMANDED[0])
+    assert (sample["model"], sample["batch"], sample["schedule"], sample["status"]) == (
+        "gpt3-1.3b",
+        4,
+        "zb-h1",
+        "explored",
+    )
+
+
 def test_the_papers_example_is_its_published_plan() -> None:
     sample = of_paper("as published")
     assert (sample["stages"], sample["microbatches"], sample["status"]) == (2, 16, "optimal")
@@ -70,4 +82,6 @@ def test_a_committed_table_has_every_question_once(path: Path) -> None:
     samples = read_record(path).samples
     keys = [tuple(item[name] for name in KEY) for item in samples]
     assert len(keys) == len(set(keys))
-    assert len(keys) == 4 * len(CASES) * len(spaces()) + sum(len(item.spaces) for item in UNLIKE) + len(PAPER)
+    count = 4 * len(CASES) * len(spaces()) + sum(len(item.spaces) for item in UNLIKE) + len(PAPER)
+    # What was asked before the command's own questions were there.
+    assert len(keys) == (count if "-before_" in path.name else count + len(COMMANDED))
