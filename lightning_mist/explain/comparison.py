@@ -108,10 +108,10 @@ def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
     )
     exact: Status = status_of(result.gap, is_late=result.is_late)
     if is_exact and closed_form_of(plan) < result.bound * (1 - PRECISION):
-        # The search knows no places: it prices transfers of pipelines that leave a node as if all of them did.
+        # The search knows no copies of a pipeline: it counts the batches of as few as its stages could form.
         exact = "explored"
         result = replace(result, bound=0.0, gap=1.0, certified=False)
-        note += "; where its stages lie it takes less by that form too than what the search had proven without places"
+        note += "; with the batches of its own copies it takes less by that form too than what the search had proven"
     return replace(
         result,
         plan=plan,

@@ -9,7 +9,7 @@ from lightning_mist.cost.inputs.placement import Nodes, parts_of, placements_of
 from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_cluster
 from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
-from tests.specs import cluster, profile, spec
+from tests.specs import cluster, profile, spec, with_splits
 
 NETWORK = spec(4, tied=True, parameter_bytes=4_000_000, widths=(200_000,))
 MIXED = parse_cluster("2xA100-40+2xL4")
@@ -161,6 +161,27 @@ def test_work_and_roofline_of_unlike_devices():
     combined = 1 / sum(1 / item.roofline_seconds for item in each)
     # Operators that suit one kind better could all run there.
     assert 0.5 * combined < found.roofline_seconds <= combined * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("text", ["1x8xA100-40+1x8xA10G", "1x8xA10G+1x4xL4", "1x4xH100+1x8xA100-40+1x2xL4"])
+@pytest.mark.parametrize(("devices", "tensor"), [(1, 1), (2, 1), (4, 2)])
+def test_what_crosses_to_another_part_takes_as_long_in_a_search_as_in_a_plan_of_stages_that_are_alike(
+    text, devices, tensor
+):
+    # Of parts of eight devices one, two or four use the network of their node, and not all of them.
+    machine = parse_cluster(text)
+    if any(part.world_size % devices for part in machine.parts):
+        machine = replace(machine, parts=machine.parts[:2])
+    ranks = range(machine.world_size)
+    each = [tuple(ranks[first : first + devices]) for first in range(0, machine.world_size, devices)]
+    network = with_splits(spec(len(each), widths=(4_000_000,)), (2, False))
+    plan = make_plan(*((1, some, tensor) for some in each), rows=2 * devices // tensor, microbatches=2)
+    model = cost_model(network, None, machine)
+    crossed = 0
+    for (slot, one), (placed, _) in zip(slots_of(plan, machine), placed_slots_of(plan, machine), strict=True):
+        assert model.seconds(slot, one).steady_K == pytest.approx(model.seconds(placed, one).steady_K)
+        crossed += any(slot.seams[:2])
+    assert crossed == 2 * (len(machine.parts) - 1)
 
 
 def test_slots_know_their_part():

@@ -25,7 +25,7 @@ from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.verdicts import verdict_of
 from tests.tuner.whole_space import Best, Instance, Options, candidates_of, pipelines, together, undominated
 
-MOST_STAGES = 9_000
+MOST_STAGES = 2_500
 """Stages with savings that an instance may have, of which each is predicted."""
 
 TIMES = ("steady", "boundary")
