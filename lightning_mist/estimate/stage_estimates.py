@@ -154,7 +154,7 @@ class Estimator:
             if group not in left and replay == "worst":
                 break
             group = like.get(group, group) if group in left else left.copy().pop()
-            groups[group] = self._replayed(plan, group)
+            groups[group] = replace(self._replayed(plan, group), host_bytes=groups[group].host_bytes)
             left.remove(group)
             for other in [index for index in left if like.get(index) == group]:
                 groups[other] = _as_much_less(groups[group], sums[group], sums[other])
@@ -170,7 +170,7 @@ class Estimator:
         if not can_replay(self.spec, plan):
             why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
             if any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan):
-                why = "replays know of nothing that is moved"
+                why = "of what is moved replays know activations only"
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
@@ -245,6 +245,7 @@ def _as_much_less(known: StageEstimate, summed: StageEstimate, other: StageEstim
         kinds=(),
         limit=other.limit,
         least=None if known.least is None else known.least - less,
+        host_bytes=other.host_bytes,
     )
 
 
@@ -305,12 +306,14 @@ def describe_cluster(cluster: AnyCluster) -> str:
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether every allocation is known: of a traced network, under a plan that is executed and offloads nothing.
+    """Whether every allocation is known: of a traced network, under a plan that is executed and moves activations only.
 
     What the ranks of a row allocate is not traced.
     """
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
-    is_other = any(stage.offload.any or stage.mesh.context_parallel_degree > 1 for stage in plan.stages)
+    is_other = any(
+        replace(stage.offload, activations=0.0).any or stage.mesh.context_parallel_degree > 1 for stage in plan.stages
+    )
     return known and not is_other and not what_is_not_run(plan)
 
 

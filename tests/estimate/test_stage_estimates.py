@@ -94,6 +94,10 @@ def test_what_is_not_run_is_estimated_and_said():
     assert what_is_not_run(PLAN) == ()
     offloading = plan_of(8, world_size=4, global_batch_size=16, offload=OffloadRatios(optimizer=1.0))
     assert not can_replay(NETWORK, offloading)
+    moving = plan_of(8, world_size=4, global_batch_size=16, offload=OffloadRatios(activations=0.5))
+    assert can_replay(NETWORK, moving)
+    assert worst_of(estimator().stages(moving)).host_bytes > 0
+    assert estimator().timelines(moving)
     stage = worst_of(estimator().stages(offloading))
     assert stage.host_bytes > 0
     assert what_is_not_run(offloading) == ()

@@ -8,10 +8,13 @@ import torch
 from lightning_mist.cost import stage_memory
 from lightning_mist.estimate.replay import replay_plan
 from lightning_mist.model import trace_model, with_master_weights
+from lightning_mist.plan import OffloadRatios
 from tests import zoo
+from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.metered import measure_peaks
 from tests.integration.parity import cast, make_plan, map_of
 from tests.integration.test_memory import MEAN, OVER, PLANS, ROWS, UNDER
+from tests.tiers import tiered
 
 NAMES = [name for name, options in PLANS.items() if "tensor" not in options]
 
@@ -49,3 +52,30 @@ def test_predicted_equals_measured(traced):
     replayed = [pair[1] for of_plan in found.values() for pair in of_plan]
     assert min(replayed) >= -MEAN, found
     assert max(replayed) <= UNDER, found
+
+
+MOVING = {
+    "recomputed, ZeRO 1": {"layers": [4], "degrees": [2], "parts": 2, "checkpointed": 2, "zero": 1},
+    "ZeRO 3, all in flight": {"layers": [4], "degrees": [2], "parts": 2, "zero": 3, "schedule": "gpipe"},
+    "pipeline": {"layers": [2, 2], "degrees": [1, 1], "parts": 4},
+}
+
+
+@pytest.mark.usefixtures("ended_streams")
+@pytest.mark.parametrize("ratio", tiered([0.3, 1.0], [0.3]))
+def test_sums_of_gradients_are_whole_where_activations_are_moved(traced, ratio):
+    module, make_batch, spec = traced
+    found = {}
+    for name, options in MOVING.items():
+        plan = make_plan(rows=ROWS, offload=OffloadRatios(activations=ratio), **options)
+        batches = [cast(make_batch(ROWS), torch.bfloat16) for _ in range(plan.world_size)]
+        peaks = measure_peaks(module, spec.module_map, plan, batches, master_weights=True)
+        needs, replays = stage_memory(spec, plan), replay_plan(spec, plan)
+        found[name] = [
+            ((need.peak_bytes - peak) / peak, (replay.peak_bytes - peak) / peak)
+            for need, replay, peak in zip(needs, replays, peaks, strict=True)
+        ]
+    every = [pair for of_plan in found.values() for pair in of_plan]
+    assert min(need for need, _ in every) >= -UNDER, found
+    assert max(need for need, _ in every) <= OVER, found
+    assert all(-MEAN <= replay <= UNDER for _, replay in every), found

@@ -190,13 +190,11 @@ class MemoryModel:
     def _exact_split(self, rows: int) -> SplitBackward | None:
         """Backwards of inputs only from allocations, with what is adjusted of whole ones."""
         whole, costs = self._at_rows(rows, 1), self.costs(rows)
-        found = self._split_backward.of(whole, rows)
-        return found and replace(
-            found,
-            peak_R=found.peak_R + (costs.backward_peak_R - whole.backward_peak_R),
-            recompute_peak_R=found.recompute_peak_R
-            + (costs.recompute_backward_peak_R - whole.recompute_backward_peak_R),
-        )
+        if (found := self._split_backward.of(whole, rows)) is None:
+            return None
+        more_R = costs.recompute_backward_peak_R - whole.recompute_backward_peak_R
+        peak_R = found.peak_R + (costs.backward_peak_R - whole.backward_peak_R)
+        return replace(found, peak_R=peak_R, recompute_peak_R=found.recompute_peak_R + more_R)
 
     def _sharding(self, degree: int) -> Sharding:
         return Sharding(

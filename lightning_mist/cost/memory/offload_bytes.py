@@ -19,11 +19,11 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
 * *Buffers*: for each of these kinds two, each as large as the largest that one rank offloads of one unit. They exist
   from setup to the end, so that nothing is allocated while the stage runs.
 * *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, of a layer that
-  will be recomputed what it hands on; head and tail keep theirs, and what a stage's last layer hands on is sent and not
-  kept. Less than :data:`LEAST_BYTES` of a layer are none. The copies of a layer have ended when the forward of
-  the next layer or of the tail has; a stage waits for those of its last layer before it begins something else. In
-  backward a layer's tensors are whole when it begins, and those of the layer below arrive meanwhile, for the first time
-  during the backward of the tail.
+  will be recomputed what it hands on; head and tail keep theirs. What a stage's last layer hands on stays until it has
+  been sent, or is the tail's. Less than :data:`LEAST_BYTES` of a layer are none. The copies of a layer have ended when
+  the forward of the next layer or of the tail has; a stage waits for those of its last layer before it begins something
+  else. In backward a layer's tensors are whole when it begins, and those of the layer below arrive meanwhile, for the
+  first time during the backward of the tail.
 * *Host memory*, pinned, of each device: what it offloads of every kind; of activations for every microbatch in flight.
 
 A ratio that moves nothing is no ratio: every figure is that of a stage which offloads nothing.
@@ -40,7 +40,7 @@ Array axes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -91,28 +91,25 @@ def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCost
     """
     share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
     share_VR[:, [0, -1]] = 0.0
-    share_VR, checkpointed_share_VR = (
-        np.where(share_VR * kept_R < LEAST_BYTES, 0.0, share_VR)
-        for kept_R in (costs.saved_R, costs.checkpointed_saved_R)
-    )
-    saved_VR, checkpointed_VR = share_VR * costs.saved_R, checkpointed_share_VR * costs.checkpointed_saved_R
-    below_VR, checkpointed_below_VR = (
-        np.pad(offloaded_VR[:, :-1], ((0, 0), (1, 0))) for offloaded_VR in (saved_VR, checkpointed_VR)
-    )
-    return replace(
-        costs,
-        saved_R=costs.saved_R - saved_VR,
-        checkpointed_saved_R=costs.checkpointed_saved_R - checkpointed_VR,
-        # As far as it is part of what stays; a last layer's is whole.
-        handed_R=(1 - share_VR) * costs.handed_R,
-        checkpointed_handed_R=(1 - checkpointed_share_VR) * costs.checkpointed_handed_R,
-        forward_peak_R=costs.forward_peak_R + below_VR,
-        recompute_forward_peak_R=costs.recompute_forward_peak_R + checkpointed_below_VR,
-        backward_peak_R=costs.backward_peak_R + saved_VR + below_VR,
-        first_backward_peak_R=costs.first_backward_peak_R + saved_VR + below_VR,
-        recompute_backward_peak_R=costs.recompute_backward_peak_R + checkpointed_VR + checkpointed_below_VR,
-        first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + checkpointed_VR + checkpointed_below_VR,
-    )
+    changed: dict[str, Any] = {}
+    for kind, way in (("", ""), ("checkpointed_", "recompute_")):
+        kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
+        moved_VR = np.where(share_VR * kept_R < LEAST_BYTES, 0.0, share_VR)
+        away_VR, handed_VR = moved_VR * kept_R, moved_VR * handed_R
+        # What a layer is given leaves with what it keeps itself, behind what the layer in front keeps.
+        below_VR = _behind(away_VR, 1)
+        changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_VR, handed_R - handed_VR
+        changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR + _behind(handed_VR, 2)
+        for name in (f"{way}backward_peak_R", f"first_{way}backward_peak_R"):
+            changed[name] = getattr(costs, name) + away_VR + below_VR
+    # What the last layer hands to the tail is the tail's.
+    changed["saved_R"][:, -1] += costs.handed_R[-2] - changed["handed_R"][:, -2]
+    return replace(costs, **changed)
+
+
+def _behind(values_VR: FloatArray, count: int) -> FloatArray:
+    """Of each region the value of one so many places in front of it."""
+    return np.pad(values_VR[:, :-count], ((0, 0), (count, 0)))
 
 
 class OffloadingModel(Protocol):
@@ -204,9 +201,8 @@ def resident_needs(
     found = resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
     # All updated parameters are given out, wherever their gradients were.
     gathered = {"working_bytes": dict(whole.update).get("parameter gathering", {}).get("working_bytes", 0.0)}
-    buffers_K = model.spec.optimizer.gradient_bytes_per_parameter_byte * (
-        BUFFERS * gradients.largest_K + gradients.single_K
-    )
+    factor = model.spec.optimizer.gradient_bytes_per_parameter_byte
+    buffers_K = factor * (BUFFERS * gradients.largest_K + gradients.single_K)
     return replace(
         found,
         always={**whole.always, "offload_bytes": buffers_K},

@@ -85,11 +85,8 @@ class OffloadParts:
     @classmethod
     def of(cls, model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, ratios: Ratios) -> "OffloadParts":
         """Those of the stages of one slot, which come without ratios."""
-        count, optimizer_spec = len(candidates), model.spec.optimizer
-        state, factor = (
-            optimizer_spec.state_bytes_per_parameter_byte,
-            optimizer_spec.gradient_bytes_per_parameter_byte,
-        )
+        count, spec = len(candidates), model.spec.optimizer
+        state, factor = spec.state_bytes_per_parameter_byte, spec.gradient_bytes_per_parameter_byte
         zero_B, ranks = candidates.zero_stage_K, slot.shard_degree
 
         def shares(values: tuple[float, ...], since: ZeroStage, *, trained: bool = True) -> Shares:

@@ -109,14 +109,7 @@ NAMES = (
     "gradients_out",
     "state_in",
     "state_out",
-    "saved_in",
-    "saved_out",
-    "checkpoint_in",
-    "checkpoint_out",
-    "last_saved_in",
-    "last_saved_out",
-    "last_checkpoint_in",
-    "last_checkpoint_out",
+    *(f"{last}{kept}_{way}" for last in ("", "last_") for kept in ("saved", "checkpoint") for way in ("in", "out")),
 )
 """What a unit has to do, in the order of the first axis of :class:`Loads`."""
 
@@ -238,15 +231,19 @@ class _Questions:
         costs = [place.memory.costs(place.slot.rows, place.slot.context_parallel_degree) for place in self.places]
         is_layer_R = np.ones(trained_QR.shape[1])
         is_layer_R[[0, -1]] = 0.0
-        saved_QR, checkpoint_QR, last_saved_QR, last_checkpoint_QR = (
-            activations_Q[:, None] * is_layer_R * np.stack(bytes_GR)[self.place_Q]
-            for bytes_GR in (
-                [item.saved_R for item in costs],
-                [item.checkpointed_saved_R for item in costs],
-                [item.saved_R - item.handed_R for item in costs],
-                [item.checkpointed_saved_R - item.checkpointed_handed_R for item in costs],
-            )
-        )
+        kept = {
+            "saved": [item.saved_R for item in costs],
+            "checkpoint": [item.checkpointed_saved_R for item in costs],
+            "last_saved": [item.saved_R - item.handed_R for item in costs],
+            "last_checkpoint": [item.checkpointed_saved_R - item.checkpointed_handed_R for item in costs],
+        }
+        moved = {
+            name: activations_Q[:, None] * is_layer_R * np.stack(bytes_GR)[self.place_Q]
+            for name, bytes_GR in kept.items()
+        }
+        # What the last layer of all hands on is the tail's, and stays.
+        for name in ("saved", "checkpoint"):
+            moved[name][:, -2] = moved[f"last_{name}"][:, -2]
         # The first microbatch of a batch has no gradients to fetch.
         accumulates_Q = np.array([float(place.slot.num_microbatches > 1) for place in self.places])[self.place_Q, None]
         computes = [place.compute for place in self.places]
@@ -267,15 +264,9 @@ class _Questions:
             "gradients_out": gradient_Q * graded_QR / to_host,
             "state_in": (state_QR + owned_Q * graded_QR + part_Q * changed_QR) / to_device,
             "state_out": (state_QR + part_Q * changed_QR) / to_host,
-            "saved_in": saved_QR / to_device,
-            "saved_out": saved_QR / to_host,
-            "checkpoint_in": checkpoint_QR / to_device,
-            "checkpoint_out": checkpoint_QR / to_host,
-            "last_saved_in": last_saved_QR / to_device,
-            "last_saved_out": last_saved_QR / to_host,
-            "last_checkpoint_in": last_checkpoint_QR / to_device,
-            "last_checkpoint_out": last_checkpoint_QR / to_host,
         }
+        for name, moved_QR in moved.items():
+            found |= {f"{name}_in": moved_QR / to_device, f"{name}_out": moved_QR / to_host}
         ranks_Q = np.array([place.slot.shard_degree for place in self.places])[self.place_Q]
         return Loads.of(found, trained_QR.shape, ((zero_Q >= ZeroStage.PARAMETERS) & (ranks_Q > 1)).astype(np.float64))
 

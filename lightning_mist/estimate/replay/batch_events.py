@@ -10,11 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from lightning_mist.estimate.replay.gradient_events import Gradients
 from lightning_mist.estimate.replay.rank_state import CrossingTensor, RankView
 from lightning_mist.model.events import Label, PartRun, StageTemplate, Tape, WeightGradient
+from lightning_mist.plan.mesh import itemsize
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL
 
 _Key = tuple[int, int]
 """Stage and microbatch."""
+
+SMALLEST_BYTES = 1024
+"""What is smaller is not moved, as in the runtime."""
 
 
 class BatchWalk:
@@ -44,6 +48,8 @@ class BatchWalk:
         self._returned: dict[_Key, list[int | None]] = {}
         self._sends: dict[Action, list[int]] = {}
         self._waiting: dict[_Key, list[tuple[WeightGradient, frozenset[int]]]] = {}
+        self._kept_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._moved: dict[tuple[_Key, int], list[tuple[int, int]]] = {}
         self.kept: list[int] = []
 
     def perform(self, action: Action, lines: Sequence[Action]) -> None:
@@ -164,7 +170,7 @@ class BatchWalk:
             self._outgoing[key] = [None if slot is None else base + slot for slot in template.outputs]
 
     def _backward(self, action: Action, key: _Key, lines: Sequence[Action]) -> None:
-        stage, template, base = key[0], self._templates[key[0]], self._bases.pop(key)
+        stage, template, base = key[0], self._templates[key[0]], self._bases[key]
         is_split = action.kind is ActionKind.BACKWARD_INPUT
         if stage < self._last:
             self._release(action)
@@ -179,14 +185,56 @@ class BatchWalk:
             self._put_off(key, base, template.weights[way])
         if stage > 0:
             self._returned[key] = [None if slot is None else base + slot for slot in template.returned[way]]
+        del self._bases[key]
 
     def _computed(self, lines: Sequence[Action]) -> Iterator[Action]:
-        """The lines that compute, in between what happens to gradients and parameters of units."""
+        """The lines that compute, in between what happens to gradients, parameters and activations of units."""
         for line in lines:
             if line.microbatch is None:
                 self._gradients.line(line)
-            else:
+            elif line.kind is ActionKind.DROP_ACTIVATIONS:
+                self._drop(line, (line.stage, line.microbatch))
+            elif line.kind is ActionKind.LOAD_ACTIVATIONS:
+                self._load(line, (line.stage, line.microbatch))
+            elif line.kind is not ActionKind.STORE_ACTIVATIONS:
                 yield line
+
+    def _drop(self, line: Action, key: _Key) -> None:
+        """What a layer has moved leaves: of each tensor what stays is copied, and the whole is freed."""
+        assert line.unit is not None
+        moved = self._moved[key, line.unit] = []
+        for slot, rest in self._kept(line.stage, self._region(line.unit)):
+            label = Label("activation_bytes", "what stays of what was moved")
+            stays = self._tape.malloc(rest, label, *key) if rest else -1
+            self._tape.free(self._bases[key] + slot)
+            moved.append((self._bases[key] + slot, stays))
+
+    def _load(self, line: Action, key: _Key) -> None:
+        """Room for what comes back."""
+        assert line.unit is not None
+        for identity, stays in self._moved.pop((key, line.unit)):
+            self._tape.allocate(identity)
+            self._free([stays] if stays >= 0 else ())
+
+    def _kept(self, stage: int, part: int) -> list[tuple[int, int]]:
+        """Slots of what a layer keeps until its backward that is moved, each with the bytes that stay.
+
+        That is what its backward frees of all that forwards make: of neighbours that keep a tensor the later one's.
+        """
+        if (stage, part) not in self._kept_of:
+            template, ratio = self._templates[stage], self._view.plan.stages[stage].offload.activations
+            made = {event for run in template.forward.values() for event in run.chunk.events_E.tolist()}
+            gone = {*template.left, *template.outputs, *template.kept}
+            found = self._kept_of[stage, part] = []
+            for event in template.backward[True][part].chunk.events_E.tolist():
+                slot, size = -event - 1, int(template.slots.bytes_A[-event - 1])
+                if -event not in made or event in made or slot in gone or size < SMALLEST_BYTES:
+                    continue
+                unit = itemsize(template.slots.labels[slot].dtype or "uint8")
+                rest = (size // unit - round(ratio * (size // unit))) * unit
+                if rest < size:
+                    found.append((slot, rest))
+        return self._kept_of[stage, part]
 
     def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient]) -> None:
         """What gradients of weights will be made of waits for them."""
@@ -238,7 +286,7 @@ class BatchWalk:
         return self._parts_of[key]
 
     def _find_parts(self, template: StageTemplate, line: Action) -> tuple[int, ...]:
-        units = [unit.unit for unit in self._view.units.get(line.stage, ())]
+        units = self._view.expanded[line.stage].order if line.stage in self._view.expanded else ()
         if line.unit is None or len(units) < 2:
             return template.parts
         regions = [self._region(unit) for unit in units]

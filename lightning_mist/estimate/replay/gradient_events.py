@@ -53,7 +53,7 @@ class Gradients:
 
     @property
     def _buckets_leave(self) -> bool:
-        return self._view.shares and not self._view.units and not self._in_buckets
+        return self._view.shares and not self._view.reduces_units and not self._in_buckets
 
     def begins(self, stage: int) -> bool:
         """Whether the backward of a stage that begins now makes the gradients of its parameters."""
@@ -162,7 +162,7 @@ class Gradients:
         """Over the data-parallel ranks: afterwards gradients lie in flat buffers."""
         if not self._view.shares or self._in_buckets:
             return
-        if self._view.units:
+        if self._view.reduces_units:
             self._finish_units()
             return
         for bucket in self._view.buckets[len(self._launched) :]:
@@ -176,7 +176,7 @@ class Gradients:
         self._ready.clear()
 
     def _keep(self, flat: Flat, identity: int) -> None:
-        if self._factor > 1 and not self._view.units:
+        if self._factor > 1 and not self._view.reduces_units:
             identity = self._widened(flat, identity)
         self._flats[identity] = set(flat.names)
 

@@ -9,7 +9,8 @@ from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
 from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, needs_spreading, tied_groups
 from lightning_mist.plan.messages import overlaps, side_of
 from lightning_mist.plan.sharding import deal_buckets
-from lightning_mist.schedule.stage_units import ShardUnit, plan_units
+from lightning_mist.schedule.shard_units import StageUnits
+from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, plan_units
 
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""
@@ -155,8 +156,18 @@ class RankView:
 
     @cached_property
     def units(self) -> dict[int, tuple[ShardUnit, ...]]:
-        """Units of its stages, from ZeRO-2 on."""
+        """Units of its stages, from ZeRO-2 on or where activations are moved."""
         return plan_units(self.plan, self.module_map, self.mesh.stage)
+
+    @cached_property
+    def expanded(self) -> dict[int, StageUnits]:
+        """The same as the lines between them need them."""
+        return expanded_units(self.plan, self.module_map, self.units)
+
+    @property
+    def reduces_units(self) -> bool:
+        """Whether gradients are reduced unit by unit."""
+        return self.zero_stage >= ZeroStage.GRADIENTS
 
     @cached_property
     def unit_gradients(self) -> dict[UnitKey, tuple[Flat, ...]]:

@@ -12,7 +12,6 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import Action, ActionKind, Schedule
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.shard_units import expand
-from lightning_mist.schedule.stage_units import expanded_units
 
 STEPS = 2
 """Optimizer steps that are replayed: the first makes the optimizer's state, the second is like all that follow."""
@@ -36,8 +35,7 @@ class Run:
         self._view, self._tape, self._in_buckets = view, Tape(), in_buckets
         self._actions = schedule[view.mesh.stage]
         self._arrivals = arrivals[view.mesh.stage]
-        units = expanded_units(view.plan, view.module_map, view.units)
-        self._lines = dict(zip(self._actions, expand(self._actions, units), strict=True))
+        self._lines = dict(zip(self._actions, expand(self._actions, view.expanded), strict=True))
         self._gradients = Gradients(self._tape, view, in_buckets=in_buckets)
         self._templates = {stage: self._template(stage, known) for stage in view.chunks}
         self._final = self._final_gradients()

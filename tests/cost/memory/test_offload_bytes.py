@@ -156,10 +156,10 @@ def test_what_a_stage_hands_on_is_sent_and_not_moved(ratio):
     # The first layer keeps nine widths and its output, which the second needs, and that one nine.
     assert whole.saved_K - needs.saved_K == ratio * 2 * 19 * WIDTH
     assert host_microbatch_bytes(model, place, some, needs) == ratio * 2 * 19 * WIDTH
-    # A last stage hands nothing on, and where the last layer is recomputed its output is all that it keeps.
+    # What the last layer of all hands on is the tail's. Where a last layer is recomputed its output is all it keeps.
     last, again = candidates((2, 4), activations=ratio), candidates((0, 2), activations=ratio, checkpointed=2)
     at_end = dataclasses.replace(place, stage_index=1)
-    assert host_microbatch_bytes(model, at_end, last, model.needs(at_end, last)) == ratio * 2 * 20 * WIDTH
+    assert host_microbatch_bytes(model, at_end, last, model.needs(at_end, last)) == ratio * 2 * 19 * WIDTH
     assert host_microbatch_bytes(model, place, again, model.needs(place, again)) == ratio * 2 * WIDTH
 
 

@@ -1,13 +1,20 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_mist.cost import stage_memory
 from lightning_mist.cost.memory.memory_model import TERMS
 from lightning_mist.errors import PlanError
 from lightning_mist.estimate.allocator.allocator_data import AllocatorSettings
 from lightning_mist.estimate.allocator.device_allocator import simulate_allocator
 from lightning_mist.estimate.replay.rank_replay import replay_group, replay_plan, replay_rank
+from lightning_mist.model import trace_model
+from lightning_mist.plan import OffloadRatios
+from tests import zoo
 from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan
 from tests.plans import plans
@@ -86,6 +93,59 @@ def test_what_is_received_lives_until_its_gradient_has_left(network):
     received = [item for item in last.alive_at(last.peak_event) if item.label.name == "received activation"]
     assert {item.nbytes for item in received} == {WIDTH}
     assert all(item.stage == 1 and item.microbatch is not None for item in received)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    module, make_batch = zoo.make("nano")
+    return trace_model(module, make_batch(8), call=zoo.step(module), optimizer=torch.optim.AdamW(module.parameters()))
+
+
+@pytest.mark.combinations
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("checkpointed", [0, 1, 2])
+def test_moved_activations_are_never_more_than_the_memory_model_says(traced, schedule, zero, checkpointed):
+    plan = make_plan([2, 2], degrees=[2, 2], parts=4, rows=64, schedule=schedule, zero=zero, checkpointed=checkpointed)
+    resident = [replay.peak_bytes for replay in replay_plan(traced, plan)]
+    for ratio in (0.5, 1.0):
+        moved = moving(plan, ratio)
+        replays = replay_plan(traced, moved)
+        for group, memory in enumerate(stage_memory(traced, moved)):
+            check(replays[group])
+            # Storages of less than 1 KiB stay, of which these small layers have some.
+            assert memory.peak_bytes >= 0.994 * replays[group].peak_bytes
+            assert replays[group].peak_bytes <= resident[group]
+
+
+def test_moved_activations_are_those_of_the_memory_model_but_for_the_heads_output(traced):
+    plan = moving(make_plan([2, 2], parts=8, rows=128), 0.5)
+    first, last = zip(replay_plan(traced, plan), stage_memory(traced, plan), strict=True)
+    assert last[0].peak_bytes == pytest.approx(last[1].peak_bytes, rel=1e-3)
+    # It leaves with the first layer, and counts as if it stayed.
+    handed = 16 * 12 * 32 * 4
+    assert 0 < first[1].peak_bytes - first[0].peak_bytes <= 0.5 * handed
+
+
+def moving(plan, ratio):
+    stages = tuple(replace(stage, offload=OffloadRatios(activations=ratio)) for stage in plan.stages)
+    return replace(plan, stages=stages)
+
+
+def test_what_leaves_and_arrives_by_hand(network):
+    plan = make_plan([4], parts=2, schedule="gpipe")
+    (moved,) = replay_plan(network, moving(plan, 0.5))
+    begins = {mark.action: mark.event for mark in moved.marks}
+    # Between the two forwards half of what layers keep is away, what they are given too; the tail's input is there.
+    alive = [item.nbytes for item in moved.alive_at(begins["0F1"] - 1) if item.microbatch == 0]
+    assert alive == [40 * WIDTH, *[9 * WIDTH] * 4, 2 * WIDTH, *[WIDTH] * 4, 200, 4]
+    assert moved.peak_bytes < replay_plan(network, plan)[0].peak_bytes
+
+
+def test_a_ratio_of_which_no_tensor_has_an_element_moves_nothing(network):
+    plan = make_plan([2, 2], parts=4)
+    for found, wanted in zip(replay_plan(network, moving(plan, 1e-9)), replay_plan(network, plan), strict=True):
+        assert np.array_equal(found.events_E, wanted.events_E)
 
 
 def test_distributed_data_parallel_has_its_buckets_all_the_time(network):
