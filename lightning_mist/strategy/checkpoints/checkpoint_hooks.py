@@ -172,8 +172,9 @@ class Checkpoints(PlanInstallation):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; for a module without values its tensors stay in a file until they are needed."""
         self.finish_saving()
+        given = () if weights_only is None else (weights_only,)  # which Lightning knows since 2.6
         if not (self._writes_itself or self._saves_directories) or _is_remote(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, *given)
         module, path, content = self.lightning_module, Path(checkpoint_path), None
         if path.is_dir():
             return read_directory(path, weights_only)
@@ -181,7 +182,7 @@ class Checkpoints(PlanInstallation):
             if module is not None and empty_parameters.has_empty_parameters(module):
                 content = empty_parameters.mapped_checkpoint(path, weights_only)
             if content is None:
-                content = super().load_checkpoint(path, weights_only)
+                content = super().load_checkpoint(path, *given)
         check_content(path, content)
         return content
 

@@ -187,3 +187,12 @@ def test_users_plugins_write_and_remove_files_as_before(tmp_path):
     trainer.save_checkpoint(tmp_path / "one.ckpt", storage_options={"a": 1})
     trainer.strategy.remove_checkpoint(tmp_path / "one.ckpt")
     assert seen == [("save", "one.ckpt", {"a": 1}), ("remove", "one.ckpt")]
+
+
+def test_lightning_before_2_6_loads(tmp_path, monkeypatch):
+    """Its strategies do not know ``weights_only``, and its trainer does not give it."""
+    ddp = next(kind for kind in MistStrategy.__mro__ if kind.__name__ == "Strategy")
+    monkeypatch.setattr(ddp, "load_checkpoint", lambda self, path: self.checkpoint_io.load_checkpoint(path))
+    path = tmp_path / "saved.ckpt"
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.4.0"}, path)
+    assert MistStrategy().load_checkpoint(path)["state_dict"] == {}
