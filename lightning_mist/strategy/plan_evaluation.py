@@ -41,6 +41,7 @@ class PlanEvaluation(EvaluationAlone):
     """The part of a strategy that validates, tests and predicts."""
 
     _evaluator: Evaluator | None = None
+    _takes_iterator = False
     _is_in_rounds = False  # whether ranks run the step together
     _loader = 0
 
@@ -100,7 +101,11 @@ class PlanEvaluation(EvaluationAlone):
         return self._evaluated(super().predict_step, args, kwargs)
 
     def _begin_evaluation(self) -> None:
-        engine = self._engine
+        engine, loop = self._engine, self._evaluation_loop
+        self._loader = 0
+        self._takes_iterator = type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
+        if not self._takes_iterator:
+            loop._data_fetcher = _Waiting(loop._data_fetcher, self._wait)
         if (engine is None and self._outside is None) or (engine is not None and engine.is_filled):
             return
         with self.all_take_part():
@@ -122,6 +127,8 @@ class PlanEvaluation(EvaluationAlone):
             _, _, output = self._round(self._loader, batch, numbers)
             if self._is_in_rounds:
                 return output
+        elif not self._takes_iterator:
+            self.save_if_asked()
         if self._engine is None:
             return whole(*args, **kwargs)
         complete(self._engine.buffers.before_forward())
@@ -135,7 +142,7 @@ class PlanEvaluation(EvaluationAlone):
     def _whole_reason(self) -> str | None:
         if self._whole is not None:
             return self._whole
-        if type(self._evaluation_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        if self._takes_iterator:
             return f"{self._step_name} takes dataloader_iter"
         return CUT_DIFFERENTLY if of_whole_batches(self._plan_in_place) is None else None
 
@@ -159,12 +166,10 @@ class PlanEvaluation(EvaluationAlone):
             self._initial = None
 
     def _begin_rounds(self) -> None:
-        self._loader, self._is_in_rounds = 0, True
+        self._is_in_rounds = True
         if self._engine is not None:
             self._engine.executor.flush()
             self._make_evaluator()
-        loop = self._evaluation_loop
-        loop._data_fetcher = _Waiting(loop._data_fetcher, self._wait)
 
     def _make_evaluator(self) -> None:
         engine, module = self._engine, self.lightning_module
@@ -188,11 +193,15 @@ class PlanEvaluation(EvaluationAlone):
             places, has_any, _ = self._round(loader, None, None)
             if min(places) >= loader and not has_any:
                 return
+        if loader == FINISHED:
+            self.save_if_asked(is_over=True)
 
     def _round(self, place: int, batch: Any, numbers: list[int] | None) -> tuple[list[int], bool, Any]:
         """One batch of every rank that has one; how far all have come, whether any had one, and this rank's output."""
         module, step_name, has_batch = self.lightning_module, self._step_name, numbers is not None
         assert module is not None
+        if self._evaluator is not None:
+            self.save_if_asked()
 
         def step(part: Any, *rest: int) -> Any:
             with self._step_context():

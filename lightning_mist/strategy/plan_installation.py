@@ -54,6 +54,7 @@ class PlanInstallation(EndsTogether):
     _find_unused_parameters: bool | None
     _timeout: timedelta | None
     act_for: Callable[[int | None], None]
+    save_if_asked: Callable[..., None]
 
     @property
     def plan(self) -> Plan | None:

@@ -1,69 +1,66 @@
-"""A job that SLURM ends is saved first, by all ranks at once, and goes on from there."""
+"""A job that SLURM ends is saved first, by all ranks at one place, and goes on from there."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from tests.tiers import tiered
+from tests.integration.preemption_worker import SITUATIONS, STEPS, run_job
+from tests.tiers import asked_for, tiered
+from tests.workers import forks
 
-WORKER = Path(__file__).with_name("preemption_worker.py")
+IN_TRAINING = {"end of batch 4": (3, 6), "end of batch 17": (STEPS, None), "loader": (0, 0)}
+"""Steps that have been taken, and the first batch of what goes on. Batch 4 is the first of the third step of two."""
 
+BATCHES_OF_RANK_0 = 3
 
-def environment(rank, tools):
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(WORKER.parents[2]),
-        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-        "MASTER_ADDR": "127.0.0.1",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_JOB_NAME": "training",
-        "SLURM_JOB_ID": "4711",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-    }
+FIRST = (
+    "in a step of two, pipeline, rank 1",
+    "in the last batch",
+    "while planning",
+    "in validation, plain",
+    "in validation, sharded",
+    "in validation, pipeline, longer here",
+    "in validation, plain, longer here",
+    "in validation alone",
+)
 
 
-def run(how, folder, tools, port, told):
-    """What both ranks of a job print."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), how, str(folder), str(told)],
-            env={**environment(rank, tools), "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+@pytest.fixture(scope="module")
+def found(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    process = forks().Process(target=run_job, args=(folder, asked_for(request, "name")))
+    process.start()
+    process.join(280)
+    process.kill()
+    files = [folder / f"rank{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), (folder / "printed.txt").read_text(errors="replace")[-6000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("name", tiered(SITUATIONS, FIRST))
+def test_whoever_is_told_all_save_at_one_place_and_go_on_from_there(found, name):
+    _, kind, place, _ = SITUATIONS[name]
+    ranks = [rank[name] for rank in found]
+    for rank in ranks:
+        assert rank["files"] == ["hpc_ckpt_1.ckpt"]
+        assert rank["asked"] == "requeue 4711\n"
+        assert rank["handler"] == "0"  # the system's own
+    saved = ranks[0]
+    if kind == "fit":
+        assert [rank["again"]["weights"] for rank in ranks] == [rank["weights"] for rank in ranks]
+    else:
+        assert saved["sum"] == pytest.approx(sum(saved["weights"]))
+    if place in IN_TRAINING:
+        assert (saved["step"], *(rank["again"]["first"] for rank in ranks)) == (
+            IN_TRAINING[place][0],
+            *([IN_TRAINING[place][1]] * 2),
         )
-        for rank in range(2)
-    ]
-    results = []
-    for process in ranks:
-        out, errors = process.communicate(timeout=150)
-        assert process.returncode == 0, errors[-5000:]
-        (line,) = [line for line in out.splitlines() if line.startswith("RESULT")]
-        results.append(json.loads(line.removeprefix("RESULT")))
-    return results
-
-
-@pytest.mark.parametrize(("how", "told"), tiered([("pipeline", 1), ("pipeline", 0), ("plain", 1)], [("pipeline", 1)]))
-def test_whoever_is_told_all_save_between_steps_and_go_on_from_there(tmp_path, how, told):
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    asked = tmp_path / "asked"
-    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
-    (tools / "scontrol").chmod(0o755)
-    whole = run(how, tmp_path, tools, find_free_network_port(), told)
-    assert asked.read_text() == "requeue 4711\n"
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
-    assert whole[0]["first"] == 0
-    resumed = run(how, tmp_path, tools, find_free_network_port(), -1)
-    # Told in batch 4, the first of the third step of two.
-    assert [result["first"] for result in resumed] == [6, 6]
-    assert [result["weights"] for result in resumed] == [result["weights"] for result in whole]
+    elif kind == "fit":
+        assert saved["step"] == (0 if "check" in place else STEPS)
+        batch = min(int(place.split()[1]), BATCHES_OF_RANK_0)
+        is_at_end = batch == BATCHES_OF_RANK_0
+        # As if Lightning had saved in the step of that batch: it is finished where training goes on.
+        assert saved["evaluated"] == {
+            **dict.fromkeys(("ready", "started"), batch + (not is_at_end)),
+            **dict.fromkeys(("processed", "completed"), batch),
+        }
