@@ -77,6 +77,10 @@ class ModuleState:
                     yield name, attribute
 
 
+_MOST_DRAWN = 4096
+"""How many numbers are looked through for a later state: a loader that begins draws two to four."""
+
+
 class Generators:
     """The states of the process's random generators: torch's, Python's and numpy's."""
 
@@ -106,6 +110,23 @@ class Generators:
         states = [self._torch, *(state for _, state in self._devices)]
         numpy = None if self._numpy is None else _comparable(self._numpy)
         return (*(bytes(state.numpy()) for state in states), self._python, numpy)
+
+    def follow(self, later: "Generators") -> None:
+        """Go on from here to ``later``; from another state, as many numbers of torch's generator further.
+
+        Whoever has drawn in between has drawn others then, and finds no other stream of numbers behind them.
+        """
+        if self == Generators():
+            later.restore()
+            return
+        counter, number = torch.Generator(), torch.empty((), dtype=torch.int32)  # of 32 bits all numbers are made
+        counter.set_state(self._torch)
+        for drawn in range(_MOST_DRAWN):
+            if torch.equal(counter.get_state(), later._torch):
+                for _ in range(drawn):
+                    number.random_()
+                return
+            number.random_(generator=counter)
 
     def outside_torch(self, later: "Generators") -> Iterator[str]:
         """Names of the generators outside of torch that were drawn from in between."""

@@ -1,14 +1,16 @@
 """The first batch of training, looked at before training starts and trained all the same.
 
-Lightning makes the training loader's iterator once per fit, in ``FitLoop.setup_data``, which does nothing the second
-time it is called. So it is called early, the first item is taken from that iterator and put back in front of it: no
-dataset is asked twice. Random generators are as before the look until the loop itself makes its loaders and fetches
-the batch; then they are as after that, as if it had been done only then.
+Lightning makes the training loader's iterator in ``FitLoop.setup_data``, which does nothing the second time it is
+called, and another one where training goes on at the beginning of an epoch. So they are made early, the first item is
+taken from the last and put back in front of it: no dataset is asked twice. Random generators are as before the look
+until the loop itself makes its loaders and iterators and fetches the batch; then they are as after that, as if it had
+been done only then. How training goes on from a checkpoint Lightning's loops say themselves, by their own rules.
 """
 
 import copy
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -49,49 +51,105 @@ class PutBack:
         return getattr(self._rest, name)
 
 
+class _Iterated:
+    """A loader for its fetcher, which asks it for iterators where they are there already."""
+
+    def __init__(self, loader: Any, fetcher: Any, iterators: list[Callable[[], None]]) -> None:
+        self._loader, self._fetcher, self._iterators = loader, fetcher, iterators
+
+    def __iter__(self) -> Any:
+        self._iterators.pop(0)()
+        if not self._iterators:
+            self._fetcher._combined_loader = self._loader
+        return self._loader  # which is its own iterator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Asked:
+    """A fetcher that notes whether it is asked for an iterator, and does nothing."""
+
+    is_asked, fetched = False, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_asked = True
+        return iter(())
+
+
 def first_batch(trainer: Any, set_epoch: Callable[[Any, int], None]) -> Any:
     """The first batch of this rank's own training loader as the loader gave it; it is still to come in training.
 
-    Every rank calls this at the same time. It is not to be changed.
+    Every rank calls this at the same time, its loops restored. It is not to be changed.
 
     Raises:
         TraceError: If there is no training batch.
     """
-    loop = trainer.fit_loop
-    states = [Generators()]
-    _set_up(loop, trainer)
-    states.append(Generators())
-    loader, fetcher = loop._combined_loader, loop._data_fetcher
-    if loader is None:
-        raise TraceError(
-            "there is no training batch to plan with (limit_train_batches=0 or an empty loader): give a loader with at "
-            "least one batch"
-        )
-    for item in loader.flattened:
-        set_epoch(item, _first_epoch(trainer))
-    ahead = list(getattr(fetcher, "batches", ()))
-    iterator = loader._iterator
+    loop, start = trainer.fit_loop, Generators()
     try:
+        loop.setup_data()
+        loader, fetcher = loop._combined_loader, loop._data_fetcher
+        if loader is None:
+            raise TraceError(
+                "there is no training batch to plan with (limit_train_batches=0 or an empty loader): give a loader "
+                "with at least one batch"
+            )
+        _when_set_up(loop, partial(start.follow, Generators()))
+        vars(loader).pop("_state_dicts", None)  # where an earlier fit has ended before its first batch
+        epoch, is_anew = _beginning(trainer)
+        for part in loader.flattened:
+            set_epoch(part, epoch)
         # Of a loader without a length the fetcher has taken the first batches already.
-        item = None if ahead else next(iterator, None)
+        if not is_anew and (ahead := getattr(fetcher, "batches", ())):
+            return ahead[0][0]
+        iterators, item = _iterators(loader, set_epoch, epoch, is_anew=is_anew)
     finally:
-        states.append(Generators())
-        _when_set_up(loop, lambda: _go_on(states[0], states[1]))
-        states[0].restore()
-    taken = [] if item is None else [item]
-    loader._iterator = PutBack(taken, iterator, lambda: _go_on(states[1], states[2]))
-    if ahead:
-        return ahead[0][0]
-    if not taken:
+        start.restore()
+    iterators.pop(0)()
+    if iterators:
+        fetcher._combined_loader = _Iterated(loader, fetcher, iterators)
+    if item is None:
         raise TraceError("the training loader gave no batch on this rank: give a loader with at least one batch")
     # The iterator gives one item of every loader; the combined loader puts them together.
-    return tree_unflatten(taken[0][0], loader._spec)
+    return tree_unflatten(item[0], loader._spec)
 
 
-def _go_on(before: Generators, after: Generators) -> None:
-    """Draw now what was drawn in the look, unless hooks have drawn in between: then that cannot be told from here."""
-    if before == Generators():
-        after.restore()
+def _iterators(
+    loader: Any, set_epoch: Callable[[Any, int], None], epoch: int, *, is_anew: bool
+) -> tuple[list[Callable[[], None]], Any]:
+    """What gives the loader the iterators that the loop asks for until it gets an item, one by one; and that item."""
+    before, iterators = Generators(), list[Callable[[], None]]()
+    on_iterate: Callable[[], None] | None = None
+    while True:
+        iterator, states = loader._iterator, copy.deepcopy(loader._state_dicts())
+        item = None if is_anew and not iterators else next(iterator, None)
+        iterators.append(
+            partial(_give, loader, iterator, item, states, on_iterate, partial(before.follow, Generators()))
+        )
+        if item is not None or len(iterators) == 3:
+            return iterators, item
+        if not is_anew or len(iterators) > 1:
+            # A loader that goes on where an epoch has ended has nothing left of it, and gives nothing or the next.
+            epoch += 1
+            for part in loader.flattened:
+                set_epoch(part, epoch)
+        after = Generators()
+        iter(loader)
+        before = Generators()
+        on_iterate = partial(after.follow, before)
+
+
+def _give(loader: Any, iterator: Any, item: Any, states: Any, on_iterate: Any, on_fetch: Callable[[], None]) -> None:
+    """Let a loader have an iterator with its first item in front, and until that is fetched the states before it."""
+
+    def fetch() -> None:
+        on_fetch()
+        vars(loader).pop("_state_dicts", None)
+
+    if on_iterate is not None:
+        on_iterate()
+    loader._iterator = PutBack([] if item is None else [item], iterator, fetch)
+    vars(loader)["_state_dicts"] = lambda: states
 
 
 def _when_set_up(loop: Any, work: Callable[[], None]) -> None:
@@ -99,7 +157,7 @@ def _when_set_up(loop: Any, work: Callable[[], None]) -> None:
 
     def setup_data() -> None:
         del loop.__dict__["setup_data"]
-        loop._combined_loader_states_to_load = []  # given to the loader in _set_up already
+        loop._combined_loader_states_to_load = []  # given to the loader in the look already
         work()
         loop.setup_data()
 
@@ -117,43 +175,46 @@ def forget_first_batch(trainer: Any) -> None:
     loop._combined_loader = None
 
 
-def _saved_loop(trainer: Any) -> dict[str, Any]:
-    """The fit loop's part of the checkpoint that training goes on from; empty without one."""
-    loaded = getattr(trainer._checkpoint_connector, "_loaded_checkpoint", None) or {}
-    saved: dict[str, Any] = loaded.get("loops", {}).get("fit_loop", {})
-    return saved
+def _beginning(trainer: Any) -> tuple[int, bool]:
+    """Which epoch the first batch is of, and whether the loop makes another iterator before it comes to that.
 
-
-def _first_epoch(trainer: Any) -> int:
-    loop, saved = trainer.fit_loop, _saved_loop(trainer)
-    if not saved:
-        return int(loop.epoch_progress.current.processed)
-    # Saved in the last batch of an epoch, before its end was counted: the loop counts it when it restarts.
-    is_over = saved.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
-    is_within = _goes_on_within_an_epoch(loop, saved)
-    return int(saved["epoch_progress"]["current"]["processed"]) + bool(is_within and is_over)
-
-
-def _set_up(loop: Any, trainer: Any) -> None:
-    """Make the loaders and their iterator; a loader with a state of its own gets that of the checkpoint first."""
-    saved = _saved_loop(trainer)
-    states = saved.get("state_dict", {}).get("combined_loader", [])
-    if not states or not _goes_on_within_an_epoch(loop, saved):
-        loop.setup_data()
-        return
-    restarting = loop._restarting
-    loop._restarting, loop._combined_loader_states_to_load = True, states
+    What a loop makes of its progress when it begins is its own affair, and another in each version of Lightning. So one
+    begins, on a copy of the progress.
+    """
+    loop, fetcher = trainer.fit_loop, _Asked()
+    trainer.fit_loop = twin = _with_own_progress(loop)
+    epochs, batches = twin.epoch_progress.current, twin.epoch_loop
     try:
-        loop.setup_data()
+        twin.reset()
+        if not twin._iteration_based_training():
+            epochs.completed = epochs.processed  # as on_run_start does, which calls hooks
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they will be given when training begins
+            batches.reset()
+        batches.on_run_start(fetcher)
+        # A restarted loop that is at the end of an epoch fetches all the same, unless a validation is to be done, or
+        # not to be done again.
+        is_over = batches._is_training_done and (
+            not batches.restarting
+            or (
+                batches._should_check_val_fx(fetcher)
+                and (getattr(batches, "restarted_on_last", True) or batches.val_loop.restarted_mid_evaluation)
+            )
+        )
     finally:
-        loop._restarting = restarting
+        trainer.fit_loop = loop
+    return int(epochs.processed) + is_over, fetcher.is_asked or is_over
 
 
-def _goes_on_within_an_epoch(loop: Any, saved: dict[str, Any]) -> bool:
-    """Whether the loop will take itself for restarting, which is when it restores the states of loaders."""
-    progress = saved["epoch_progress"]["current"]
-    is_unfinished = any(progress[name] != progress["processed"] for name in ("ready", "started"))
-    return is_unfinished or bool(loop._iteration_based_training())
+def _with_own_progress(loop: Any) -> Any:
+    """A copy of a loop and of the loops in it, which counts for itself."""
+    twin = copy.copy(loop)
+    for name, value in vars(loop).items():
+        if hasattr(value, "reset_on_restart"):
+            vars(twin)[name] = copy.deepcopy(value)
+        elif hasattr(value, "restarting"):
+            vars(twin)[name] = _with_own_progress(value)
+    return twin
 
 
 def _copied(batch: Any) -> Any:
@@ -199,6 +260,7 @@ def step_function(
 
 def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:
     """The first batch as the step gets it, on every rank at once; training will get it from the loader all the same."""
+    trainer._checkpoint_connector.restore_loops()  # as Lightning will again: until then training is where it goes on
 
     def look() -> Any:
         try:

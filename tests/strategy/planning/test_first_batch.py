@@ -1,7 +1,9 @@
 """The first batch is looked at and trained all the same: nothing that comes after is another."""
 
+import contextlib
 import itertools
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -79,6 +81,21 @@ class Stateful(DataLoader):
         self.start = state["start"]
 
 
+class GivenState(Stateful):
+    """Its next iterator goes on where it was saved, and only that one."""
+
+    given = 0
+
+    def __iter__(self):
+        self.start, self.given = self.given, 0
+        for batch in itertools.islice(DataLoader.__iter__(self), self.start, None):
+            self.start += 1
+            yield batch
+
+    def load_state_dict(self, state):
+        self.given = state["start"]
+
+
 DATA = {
     "stream over one generator": lambda: DataLoader(Stream(), batch_size=4),
     "dataset that remembers": lambda: DataLoader(Remembers(), batch_size=4),
@@ -91,6 +108,15 @@ DATA = {
     "sampler with an epoch": lambda: DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows(), 2, 0)),
     "a loader with a state": lambda: Stateful(Rows(), batch_size=4),
     "workers": lambda: DataLoader(GlobalRandom(), batch_size=4, shuffle=True, num_workers=1),
+}
+
+
+DATA_WITH_EPOCHS = {
+    "sampler of one rank": lambda: DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows(), 1, 0)),
+    "a loader that is given its state": lambda: GivenState(Rows(), 4, sampler=DistributedSampler(Rows(), 1, 0)),
+    "own generator beside an epoch": lambda: CombinedLoader(
+        {"a": DATA_WITH_EPOCHS["sampler of one rank"](), "b": DataLoader(OwnRandom(), batch_size=4)}, "min_size"
+    ),
 }
 
 
@@ -128,14 +154,26 @@ class Looking(SingleDeviceStrategy):
 
     def setup(self, trainer):
         super().setup(trainer)
+        trainer._checkpoint_connector.restore_loops()
         self.seen = on_device(trainer, self, first_batch(trainer, _set_sampler_epoch))
         if self.error is not None:
             raise self.error
 
 
-def fit(strategy, name, folder, *, ckpt_path=None, save=False, draws=False, **options):
+class Validated(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.seen.append([self.current_epoch, self.global_step, batch_idx])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validated", self.weight * 1.0)
+
+    def val_dataloader(self):
+        return DataLoader(torch.zeros(2, 2))
+
+
+def fit(strategy, name, folder, *, ckpt_path=None, save=False, draws=False, kind=Module, fails=False, **options):
     pl.seed_everything(1, verbose=False)
-    module = Module(DATA[name], draws=draws)
+    module = kind((DATA | DATA_WITH_EPOCHS)[name], draws=draws)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -147,7 +185,8 @@ def fit(strategy, name, folder, *, ckpt_path=None, save=False, draws=False, **op
         default_root_dir=folder,
         **{"max_epochs": 2, **options},
     )
-    trainer.fit(module, ckpt_path=ckpt_path)
+    with pytest.raises(RuntimeError, match="a bad sample") if fails else contextlib.nullcontext():
+        trainer.fit(module, ckpt_path=ckpt_path)
     if save:
         trainer.save_checkpoint(folder / "saved.ckpt")
     return module
@@ -192,6 +231,87 @@ def test_training_goes_on_from_a_checkpoint_as_it_would_have(name, within, tmp_p
     )
     assert found.seen == wanted.seen
     assert len(found.seen) > 0 or name == "a loader with a state"
+
+
+class Fails(pl.Callback):
+    """Fails, or only saves, once: in a hook of an epoch and batch."""
+
+    def __init__(self, hook, epoch, batch, path, fails):
+        self.place, self.path, self.fails, self.has_come = (epoch, batch), path, fails, False
+        setattr(self, hook, self.come)
+
+    def come(self, trainer, *rest):
+        loop = trainer.fit_loop
+        here = loop.epoch_progress.current.ready - 1, loop.epoch_loop.batch_progress.current.ready - 1
+        if here != self.place or self.has_come or trainer.sanity_checking:
+            return
+        self.has_come = True
+        if self.fails:
+            raise RuntimeError("a bad sample")
+        trainer.save_checkpoint(self.path)
+
+    def on_exception(self, trainer, module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "epoch", "batch", "fails", "times", "options"),
+    [
+        ("sampler of one rank", "on_train_batch_start", 0, 5, True, 1, {}),
+        ("sampler of one rank", "on_before_optimizer_step", 1, 5, False, 2, {"limit_val_batches": 0}),
+        ("sampler of one rank", "on_before_optimizer_step", 0, 2, True, 1, {}),
+        ("sampler of one rank", "on_train_batch_end", 1, 5, True, 1, {"accumulate_grad_batches": 4}),
+        ("sampler of one rank", "on_before_optimizer_step", 1, 2, False, 2, {"reload_dataloaders_every_n_epochs": 1}),
+        ("sampler of one rank", "on_validation_end", 0, 1, True, 1, {"limit_train_batches": 2}),
+        (
+            "own generator beside an epoch",
+            "on_before_optimizer_step",
+            0,
+            5,
+            False,
+            1,
+            {"max_epochs": -1, "max_steps": 14},
+        ),
+        ("own generator", "on_validation_end", 1, 5, False, 1, {"val_check_interval": 2}),
+        ("own generator", "on_train_epoch_start", 1, 5, True, 2, {}),
+        ("stream over one generator", "on_validation_start", 1, 2, True, 1, {}),
+        ("a loader with a state", "on_validation_batch_start", 0, 5, False, 1, {"val_check_interval": 2}),
+        ("a loader that is given its state", "on_train_batch_start", 0, 5, False, 1, {}),
+        ("a loader that is given its state", "on_train_batch_end", 0, 5, True, 1, {"check_val_every_n_epoch": 2}),
+        (
+            "a loader that is given its state",
+            "on_train_batch_end",
+            1,
+            2,
+            False,
+            1,
+            {"reload_dataloaders_every_n_epochs": 1},
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_training_goes_on_from_wherever_it_ended(name, hook, epoch, batch, fails, times, options, tmp_path):
+    """By Lightning's rules, which ask whether the batch was processed; more than once, too."""
+    plainly, given = partial(SingleDeviceStrategy, device="cpu"), {"kind": Validated, "max_epochs": 3, **options}
+    path = None
+    for number in range(times):
+        ends = Fails(hook, epoch, batch, tmp_path / f"{number}.ckpt", fails)
+        fit(plainly(), name, tmp_path, callbacks=[ends], ckpt_path=path, fails=fails, **given)
+        path = ends.path
+    found, wanted = (fit(make(), name, tmp_path, ckpt_path=path, **given) for make in (Looking, plainly))
+    assert found.seen == wanted.seen
+    assert len(found.seen) > 0
+    assert found.asked == wanted.asked
+
+
+def test_what_is_saved_before_the_first_batch_is_fetched_does_not_know_of_it(tmp_path):
+    states = []
+    for make in (Looking, partial(SingleDeviceStrategy, device="cpu")):
+        saves = Fails("on_train_start", -1, -1, tmp_path / "saved.ckpt", False)
+        fit(make(), "a loader that is given its state", tmp_path, callbacks=[saves])
+        states.append(torch.load(saves.path, weights_only=False)["loops"]["fit_loop"])
+    assert states[0] == states[1]
+    assert states[0]["state_dict"]["combined_loader"] == [{"start": 0}]
 
 
 @pytest.mark.parametrize("name", ["stream over one generator", "own generator", "a list"])
