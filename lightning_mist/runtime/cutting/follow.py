@@ -1,12 +1,15 @@
 """Running a recorded step on a whole batch and on its parts side by side, and mending parts where they differ.
 
-For every value that depends on parameters it is seen how that of the whole follows from those of the parts: row by row,
-as a mean, or as a sum. Where nothing of that holds, three repairs are tried; see :mod:`.repairs`. A value that nothing
+For every value it is found how that of the whole follows from those of the parts: row by row, as a mean, or as a sum.
+What a call makes of rows is seen from its values, also of values that are put in the place of its own, so that nothing
+is hidden by what is small or zero. What it makes of sums and means goes by rules and has to agree with the values; see
+:func:`.combination.following`. Where nothing holds, three repairs are tried; see :mod:`.repairs`. A value that nothing
 explains spoils all that is made of it, whatever it weighs in the loss now: a term that is tiny, or zero, or starts
 later, counts as any other.
 """
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
-from lightning_mist.runtime.cutting.combination import Way, split_like, ways
+from lightning_mist.runtime.cutting.combination import COUNT, SIMPLE, Operand, Way, following, is_row_way, split_like, ways
 from lightning_mist.runtime.cutting.repairs import (
     CLASS_LOSSES,
     SELECTING,
@@ -29,8 +32,8 @@ from lightning_mist.runtime.cutting.repairs import (
     shape_way,
 )
 from lightning_mist.runtime.cutting.tape import Entry, Number, Tape
-from lightning_mist.runtime.cutting.tape_replay import Values, ancestors, run_entry
-from lightning_mist.runtime.cutting.traced_numbers import BATCH, Origin, Ref, refs_of
+from lightning_mist.runtime.cutting.tape_replay import Values, ancestors, run_entry, sources
+from lightning_mist.runtime.cutting.traced_numbers import BATCH, Computed, Origin, Read, Ref, goes_by_values, refs_of
 
 _ARITHMETIC = frozenset(
     (
@@ -41,16 +44,8 @@ _ARITHMETIC = frozenset(
 )
 """Functions in which a number is a value and not a size."""
 
-_MEANS = frozenset(("mean", "nanmean"))
-_NEITHER = "the values of a batch are not those of its parts, row by row, nor their mean or sum"
-
-_KEEPING = frozenset(
-    (
-        *("detach", "clone", "item", "float", "to", "double", "cpu", "cuda", "contiguous", "type", "half", "bfloat16"),
-        "data",
-    )
-)
-"""Functions that change nothing about what a value is."""
+_MEANS = frozenset(("mean",))
+NEITHER = "the values of a batch are not those of its parts, row by row, nor their mean or sum"
 
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isclose", "__eq__", "__ne__"))
 
@@ -65,12 +60,14 @@ class Variant:
 
     Attributes:
         labels: Changes the labels of losses; None to leave them.
+        is_any: Whether any other values are put in the place of those with rows, call by call.
     """
 
     name: str
     leaves: Sequence[Tensor]
     rows: tuple[int, ...]
     labels: Labels | None = None
+    is_any: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +89,16 @@ class Findings:
         known = self.patches.get(index, ())
         if patch not in known:
             self.patches[index] = (*known, patch)
+
+    def spoil_unclear(self, tape: Tape, wanted: Sequence[Ref]) -> None:
+        """Spoil what goes by a value that may still follow in several ways, as zero does."""
+        for item in wanted:
+            for entry in ancestors(tape, [item]):
+                unclear = any(
+                    len(self.ways.get(ref, set()) & set(SIMPLE)) > 1 and "same" not in self.ways[ref] for ref in entry.refs
+                )
+                if unclear and entry.depends == "parameters":
+                    self.spoilt.setdefault(item, f"{_text(entry)}: whether it is a mean, a sum or an extreme is not seen")
 
     def begin(self) -> None:
         """Begin again with what is known to be different, and find out anew which sums stand among means."""
@@ -167,16 +174,29 @@ class _Side:
 
     def run(self, entry: Entry) -> None:
         """Run one call on the whole and on all parts."""
-        if entry.depends != "parameters":
-            for values in (self._whole, *self._parts):
-                run_entry(entry, values, self._tape.device)
-            return
-        self._relabel(entry)
-        problem = self._take_wholes(entry)
-        made = run_entry(entry, self._whole, self._tape.device)
+        if entry.depends == "parameters":
+            self._relabel(entry)
+        problem = self._take_wholes(entry) if entry.depends == "parameters" else None
+        run_entry(entry, self._whole, self._tape.device)
         self._run_parts(entry)
-        self._toss(entry)
-        self._explain(entry, made, problem)
+        if entry.depends == "parameters":
+            self._toss(entry)
+            self._explain(entry, problem)
+        else:
+            for ref in entry.refs:
+                self._note(ref, self._following(entry, ref))
+        if self._variant.is_any:
+            for ref in entry.refs:
+                self._put_any(ref)
+
+    def _put_any(self, ref: Ref) -> None:
+        """Put other values in the place of those with rows: what comes of them must not go by what they are."""
+        whole, way = self._whole[ref], _row_way(self._found.ways.get(ref, set()))
+        if way is None or not whole.dtype.is_floating_point or not whole.numel():
+            return
+        if self._tape.depends(ref) == "parameters" or not whole.any():
+            value = torch.rand(whole.shape, generator=self._chance, dtype=torch.float64) * 0.9 + 0.1
+            self._replace(ref, way, value.to(whole.device, whole.dtype))
 
     def _relabel(self, entry: Entry) -> None:
         """Put other labels in the place of a loss's, alike for the whole and its parts."""
@@ -186,7 +206,7 @@ class _Side:
             if not isinstance(patch, Count) or patch.ignored is None or patch.source in self._relabelled:
                 continue
             whole = self._whole[patch.source]
-            way = _row_way(self._of(patch.source))
+            way = _row_way(self._known(patch.source))
             if way is not None and whole.numel():
                 self._relabelled.add(patch.source)
                 self._replace(patch.source, way, self._variant.labels(whole, patch.ignored))
@@ -206,7 +226,7 @@ class _Side:
         pieces = split_like(value, way, [part[ref] for part in self._parts])
         self._whole[ref] = value
         for part, piece in zip(self._parts, pieces, strict=True):
-            part[ref] = piece
+            part[ref] = piece.clone()  # calls may write into it
 
     def _take_wholes(self, entry: Entry) -> str | None:
         """Make arguments that depend on the batch alone those of the whole; what is wrong with one that cannot be."""
@@ -215,7 +235,7 @@ class _Side:
         for path, leaf in leaves_in((entry.args, entry.kwargs)):
             if isinstance(leaf, Ref) and leaf.entry != BATCH and self._tape.depends(leaf) == "data":
                 whole, parts = self._whole[leaf], [part[leaf] for part in self._parts]
-                known = self._note(leaf, self._ways(whole, parts))
+                known = self._known(leaf)
                 if "same" in known or _row_way(known) is not None or self._is_counted(entry, leaf):
                     continue
                 is_alike = all(part.shape == whole.shape for part in parts)
@@ -223,14 +243,25 @@ class _Side:
                 if entry.block is not None or not (is_alike or way is not None):
                     return f"{_text(entry)} uses a value that depends on several rows of the batch in another way"
                 self._found.add(entry.index, Whole(path, leaf, way))
-            elif isinstance(leaf, Number) and entry.name in _ARITHMETIC and not self._is_linear(leaf):
+            elif isinstance(leaf, Number) and entry.name in _ARITHMETIC and self._is_of_whole(leaf.origin):
                 self._found.add(entry.index, Whole(path, leaf))
         return None
 
-    def _is_linear(self, leaf: Number) -> bool:
+    def _is_of_whole(self, origin: Any) -> bool:
+        """Whether a number goes by the values of the batch, or in a way of its own by its rows."""
+        if goes_by_values(origin) or any(self._is_selected(ref) for ref in refs_of(origin)):
+            return all(self._tape.depends(ref) != "parameters" for ref in refs_of(origin))
+        return not self._is_linear(origin)
+
+    def _is_selected(self, ref: Ref) -> bool:
+        """Whether the batch's values say how many entries a tensor has."""
+        found = selections([ref], self._tape) if self._tape.depends(ref) == "data" else ()
+        return any(self._tape.dtypes[count.source] == torch.bool for count in found)
+
+    def _is_linear(self, origin: Any) -> bool:
         """Whether a number is the same for all, or goes with the rows."""
         every = (self._whole, *self._parts)
-        numbers, rows = [values.number(leaf.origin) for values in every], [values.rows for values in every]
+        numbers, rows = [values.number(origin) for values in every], [values.rows for values in every]
         pairs = list(zip(numbers, rows, strict=True))
         return len(set(numbers)) == 1 or all(number * rows[0] == numbers[0] * row for number, row in pairs)
 
@@ -282,52 +313,99 @@ class _Side:
             self._note(item, self._of(item))
             return
         whole, *parts = (torch.tensor(float(v.number(item)), dtype=torch.float64) for v in (self._whole, *self._parts))
-        self._note(item, self._ways(whole, parts))
+        self._note(item, self._ways(whole, parts) & self._of_number(item))
 
     # Explaining --------------------------------------------------------------------------------------------------
 
-    def _explain(self, entry: Entry, made: list[Tensor], problem: str | None) -> None:
+    def _explain(self, entry: Entry, problem: str | None) -> None:
         refs = [leaf for _, leaf in leaves_in((entry.args, entry.kwargs)) if isinstance(leaf, Ref)]
         spoilt = next((self._found.spoilt[ref] for ref in refs if ref in self._found.spoilt), problem)
-        if spoilt is None and entry.name not in _KEEPING:
-            spoilt = next((self._extreme(ref) for ref in refs if self._extreme(ref) is not None), None)
-        if spoilt is None and not self._is_explained(entry, made) and not self._is_repaired(entry, made):
-            spoilt = f"{_text(entry)}: {_NEITHER}"
-        for leaf in range(entry.outputs):
-            ref = Ref(entry.index, leaf)
+        if spoilt is None and not self._is_explained(entry) and not self._is_repaired(entry):
+            spoilt = f"{_text(entry)}: {NEITHER}"
+        for ref in entry.refs:
             if spoilt is not None:
                 self._found.spoilt.setdefault(ref, spoilt)
             else:
-                self._note(ref, self._of(ref))
-
-    def _extreme(self, ref: Ref) -> str | None:
-        """What is wrong with a value that is known as a maximum or minimum only: nothing else follows from parts."""
-        known = self._found.ways.get(ref, set())
-        if not known or known - {"max", "min"} or self._tape.depends(ref) != "parameters":
-            return None
-        return f"{_text(self._tape.entries[ref.entry])}: {_NEITHER}"
+                self._note(ref, self._following(entry, ref))
 
     def _of(self, ref: Ref) -> set[Way]:
         return self._ways(self._whole[ref], [part[ref] for part in self._parts])
 
-    def _is_explained(self, entry: Entry, made: list[Tensor]) -> bool:
-        for leaf in range(len(made)):
-            ref = Ref(entry.index, leaf)
-            found = self._of(ref) & self._found.ways.get(ref, self._of(ref))
-            if not found:
+    def _known(self, ref: Ref) -> set[Way]:
+        """How a tensor is known to follow."""
+        if ref.entry == BATCH:
+            return {"rows 0 1"} if self._whole[ref].dim() else {"same"}
+        return self._found.ways.get(ref, set())
+
+    def _of_number(self, origin: Any) -> AbstractSet[Way]:
+        """How a number follows, from what it is made of."""
+        if isinstance(origin, Read) and origin.what == "item":
+            return self._known(origin.ref)
+        if isinstance(origin, Computed):
+            operands = [((0, index), self._of_number(item)) for index, item in enumerate(origin.operands)]
+            is_shifted = any(_is_shift(item) for item in origin.operands)
+            return following(origin.function.__name__, set(SIMPLE), operands, is_shifted=is_shifted)
+        values = {part.number(origin) for part in (self._whole, *self._parts)}
+        return {"same"} if len(values) == 1 else COUNT if self._is_linear(origin) else set()
+
+    def _operands(self, entry: Entry, patches: Sequence[Patch]) -> list[Operand]:
+        """What a call computes with."""
+        changed = {patch.path: patch for patch in patches if not isinstance(patch, Count)}
+        found: list[Operand] = []
+        for path, leaf in leaves_in((entry.args, entry.kwargs)):
+            patch = changed.get(path)
+            if isinstance(patch, Whole):
+                found.append((path, {"same"} if patch.way is None else {patch.way}))
+            elif isinstance(patch, Over):
+                found.append((path, {"mean"}))
+            elif isinstance(leaf, Number) and entry.name in _ARITHMETIC:
+                found.append((path, self._of_number(leaf.origin)))
+            elif isinstance(leaf, Ref):
+                known, depends = self._known(leaf), self._tape.depends(leaf)
+                # Positions among rows are no values; what is made of them is compared.
+                if known or depends == "parameters" or (depends == "data" and entry.name not in SELECTING):
+                    found.append((path, known))
+        return found
+
+    def _following(self, entry: Entry, ref: Ref, extra: Sequence[Patch] = ()) -> set[Way]:
+        patches = (*self._found.patches.get(entry.index, ()), *extra)
+        leaves = list(leaves_in((entry.args, entry.kwargs)))
+        seen = self._of(ref)
+        return following(
+            entry.name,
+            seen if self._is_even(entry) else seen - {"mean"},
+            self._operands(entry, patches),
+            has_sizes=any(isinstance(leaf, Number) for _, leaf in leaves),
+            is_shifted=any(path != (1, "alpha") and _is_shift(leaf) for path, leaf in leaves),
+            is_summand=any(isinstance(patch, Count) for patch in patches),
+        )
+
+    def _is_even(self, entry: Entry) -> bool:
+        """Whether parts have their rows' share of the entries of what a call uses."""
+        for _, leaf in leaves_in((entry.args, entry.kwargs)):
+            if isinstance(leaf, Ref) and is_row_way(self._known(leaf)):
+                size = self._whole[leaf].numel()
+                if any(part[leaf].numel() * self._whole.rows != size * part.rows for part in self._parts):
+                    return False
+        return True
+
+    def _is_explained(self, entry: Entry) -> bool:
+        for ref in entry.refs:
+            found = self._following(entry, ref)
+            if not found & self._found.ways.get(ref, found):
                 return False
         return True
 
-    def _is_repaired(self, entry: Entry, made: list[Tensor]) -> bool:
+    def _is_repaired(self, entry: Entry) -> bool:
         if entry.block is not None:
             return False
         for extra in self._repairs(entry):
             self._run_parts(entry, extra=extra)
-            if all(self._of(Ref(entry.index, leaf)) for leaf in range(len(made))):
+            if all(self._following(entry, ref, extra) for ref in entry.refs):
                 for patch in extra:
                     self._found.add(entry.index, patch)
-                for leaf in range(len(made)):  # what earlier variants showed was without the repair
-                    self._found.ways.pop(Ref(entry.index, leaf), None)
+                for ref in entry.refs:  # what earlier variants showed was without the repair
+                    self._found.ways.pop(ref, None)
                 return True
         self._run_parts(entry)
         return False
@@ -346,12 +424,17 @@ class _Side:
             repairs.append(tuple(sums))
         has_count = any(isinstance(patch, Count) for patch in self._found.patches.get(entry.index, ()))
         if not has_count and (entry.name in _MEANS or entry.name in CLASS_LOSSES or entry.name.endswith("_loss")):
-            repairs += [(count,) for count in selections(entry, self._tape)]
+            repairs += [(count,) for count in selections([*sources(entry)], self._tape)]
         return repairs
 
 
 def _piece(patch: Whole, whole: Any, share: tuple[float, float], own: Any) -> Any:
     return patch.piece(whole, *share)
+
+
+def _is_shift(number: Any) -> bool:
+    """Whether adding it is more than ``sum`` does, which begins with the integer zero."""
+    return type(number) is float or (type(number) is int and number != 0)
 
 
 def _text(entry: Entry) -> str:

@@ -15,6 +15,7 @@ _LOOKUPS = frozenset(
     (
         *("embedding", "gather", "index_select", "take", "take_along_dim", "scatter", "scatter_", "scatter_add"),
         *("scatter_add_", "one_hot", "index_add", "index_add_", "bincount", "index_copy", "__getitem__", "__setitem__"),
+        *("cross_entropy", "nll_loss", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss", "embedding_bag"),
     )
 )
 _COMPARISONS = {"ne": 0, "eq": 0, "__ne__": 0, "__eq__": 0, "ge": -1, "gt": 0, "lt": 0, "le": 1}
@@ -54,7 +55,7 @@ class Perturber:
         order = torch.randperm(len(self._leaves[0]) if self._leaves[0].dim() else 1, generator=self._generator)
         made = []
         for index, leaf in enumerate(self._leaves):
-            mixed = leaf[order.to(leaf.device)] if leaf.dim() else leaf
+            mixed = self._varied(index, leaf[order.to(leaf.device)]) if leaf.dim() else leaf
             made.append(self._scaled(mixed) if leaf.dtype.is_floating_point and leaf.dim() else mixed)
             if not _is_mask(leaf) and self._can_be_absent(index) and index % 2:
                 made[-1] = self._padded(index, made[-1])
@@ -63,6 +64,17 @@ class Perturber:
     def tied(self) -> list[Tensor]:
         """All rows equal to the first."""
         return [leaf[:1].expand_as(leaf).clone() if leaf.dim() else leaf for leaf in self._leaves]
+
+    def _varied(self, index: int, leaf: Tensor) -> Tensor:
+        """Whole numbers that are all alike in this batch, where they are no positions: what they select, or count, is
+        not seen from them."""
+        is_alike = not leaf.dtype.is_floating_point and leaf.numel() and bool((leaf == leaf.flatten()[0]).all())
+        if not is_alike or self._is_lookup[index]:
+            return leaf
+        change = torch.rand(leaf.shape, generator=self._generator).to(leaf.device) < 0.5
+        if leaf.dtype == torch.bool:
+            return leaf | change
+        return torch.where(change, leaf + (1 if int(leaf.flatten()[0]) < 1 else -1), leaf)
 
     def _can_be_absent(self, index: int) -> bool:
         return any(self._is_allowed(index, value) for value in self._absent[index])
@@ -102,8 +114,8 @@ class Perturber:
         return torch.arange(length) < count.unsqueeze(-1)
 
     def _scaled(self, leaf: Tensor) -> Tensor:
-        factor = torch.rand(leaf.shape, generator=self._generator) * 0.8 + 0.2
-        return leaf * factor.to(leaf.device, leaf.dtype)
+        factor = (torch.rand(leaf.shape, generator=self._generator) * 0.8 + 0.2).to(leaf.device, leaf.dtype)
+        return leaf * factor if leaf.any() else factor  # what is zero in this batch may not be in the next
 
     def labels(self, target: Tensor, ignored: int) -> Tensor:
         """Labels some of which are ignored, among them all of the first rows."""

@@ -130,6 +130,7 @@ class _Proof:
                       fewer.value, None)  # fmt: skip
         found = Findings()
         self._follow_all(tape, leaves, list(dict.fromkeys([whole.loss, *results])), whole.loss, found)
+        found.spoil_unclear(tape, wanted)
         if whole.loss in found.spoilt:
             raise UncuttableError(f"the loss depends on rows together: {found.spoilt[whole.loss]}")
         ways = result_ways(whole.results, fewer.results, found, (self._rows, self._rows // 2))
@@ -204,7 +205,7 @@ class _Proof:
             (Variant(name="padded", leaves=make.padded(), rows=small, labels=labels), False),
             (Variant(name="shuffled", leaves=make.shuffled(), rows=half, labels=labels), True),
             (Variant(name="tied", leaves=make.tied(), rows=small), True),
-            (Variant(name="labels", leaves=leaves, rows=small, labels=labels), False),
+            (Variant(name="any values", leaves=leaves, rows=small, labels=labels, is_any=True), False),
         ]
 
     def _follow_all(
@@ -217,7 +218,7 @@ class _Proof:
             found.begin()
             follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None)
             for variant, has_other in variants:
-                if variant.name in failed or loss in found.spoilt or (variant.name == "labels" and not failed):
+                if variant.name in failed or loss in found.spoilt:
                     continue
                 try:
                     self._follow(follower, variant, has_other)

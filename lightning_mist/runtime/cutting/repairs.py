@@ -97,9 +97,8 @@ def class_count(entry: Entry, tape: Tape) -> Count | None:
     return Count(target, ignored, weight) if isinstance(ignored, int) else None
 
 
-def selections(entry: Entry, tape: Tape) -> list[Count]:
-    """The counts of selections by the batch's values among what a call uses, the nearest first."""
-    refs = [leaf for _, leaf in leaves_in((entry.args, entry.kwargs)) if isinstance(leaf, Ref)]
+def selections(refs: Sequence[Ref], tape: Tape) -> list[Count]:
+    """The counts of selections by the batch's values among what makes some tensors, the nearest first."""
     found = []
     for earlier in reversed(ancestors(tape, refs)):
         if earlier.name not in SELECTING or earlier.block is not None:

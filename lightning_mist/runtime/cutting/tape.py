@@ -108,6 +108,11 @@ class Entry:
     read: Any = None
 
     @property
+    def refs(self) -> list[Ref]:
+        """The tensors that it made."""
+        return [Ref(self.index, leaf) for leaf in range(self.outputs)]
+
+    @property
     def is_read(self) -> bool:
         """Whether it takes a value out of torch."""
         return self.name in TO_HOST
