@@ -69,6 +69,11 @@ def quiet_in_blocks(mode: QuietMode) -> Iterator[None]:
         _ACTIVE.mode = before
 
 
+def watching() -> QuietMode | None:
+    """The mode that watches this thread's step."""
+    return _ACTIVE.mode
+
+
 @contextmanager
 def inside_block() -> Iterator[None]:
     """Around a block of the network, which computes as it is: the mode that watches the step costs nothing there."""

@@ -1,12 +1,13 @@
 """What a proof leaves for training: how parts compute, how their results are put together, and what to look out for."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from lightning_mist.errors import TraceError
+from lightning_mist.runtime.cutting.arguments import leaves_in
 from lightning_mist.runtime.cutting.combination import Way
 from lightning_mist.runtime.cutting.portable import bound_values, portable_values
 from lightning_mist.runtime.cutting.repairs import Count, Over, Patch, Whole
@@ -27,6 +28,19 @@ class Site:
     line: str
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a call was seen to make of values that are put together from rows.
+
+    Attributes:
+        given: How each of its arguments that is one follows, by path, and by which reduction it takes rows together.
+        made: The same of what it makes, None for what is none.
+    """
+
+    given: tuple[tuple[Any, Any], ...]
+    made: tuple[Way | None, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutRules:
     """How batches are cut.
@@ -35,6 +49,8 @@ class CutRules:
         slice: Works out what they need from a batch; None if they need nothing.
         seen: The ways in which each result of a batch may follow from those of its parts.
         known: Functions that may look across rows, with the places where they were seen.
+        forms: What calls make of values put together from rows: by call, and all of them that are not mended by place.
+        traced: Which of these values a result is.
         has_dropout: Whether parts draw other masks of dropout than the whole batch would.
     """
 
@@ -44,6 +60,8 @@ class CutRules:
     results: Mapping[ResultKey, Way] = field(default_factory=dict)
     leaves: int = 0
     known: frozenset[Hashable] = frozenset()
+    forms: Mapping[Hashable, tuple[Form, ...]] = field(default_factory=dict)
+    traced: Mapping[ResultKey, Way] = field(default_factory=dict)
     has_dropout: bool = False
 
     @property
@@ -93,6 +111,17 @@ def portable_site(site: Site, module: nn.Module) -> Site:
         for patch in site.patches
     )
     return replace(site, patches=tuple(patches))
+
+
+def given_to(args: Any, kwargs: Any, way_of: Callable[[Any], Way | None]) -> tuple[tuple[Any, Any], ...]:
+    """How those arguments of a call follow that are put together from rows, with their paths."""
+    found = ((path, way_of(leaf)) for path, leaf in leaves_in((args, kwargs)))
+    return tuple((path, way) for path, way in found if way is not None)
+
+
+def reduction_in(kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], ...]:
+    """By which reduction a call takes rows together, if it is told."""
+    return (("reduction", kwargs["reduction"]),) if isinstance(kwargs.get("reduction"), str) else ()
 
 
 def _patch_text(patch: Patch) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.cutting import ResultKey, Way, together
+from lightning_mist.runtime.cutting import ResultKey, Way, copied, together
 from lightning_mist.strategy.training.metric_calls import (
     WAY_OUT,
     MetricCall,
@@ -62,13 +62,14 @@ class LogRecorder:
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
         """Record one value; has the arguments of ``LightningModule.log``."""
         arguments = {**dict(zip(_ARGUMENTS[: len(positional)], positional, strict=True)), **arguments}
-        value = value if self.metrics is None else self.metrics.portable(value)
+        value = original = value if self.metrics is None else self.metrics.portable(value)
         # Modes that watch the step must not see what is done here.
         with torch._C.DisableTorchFunction():
             # All tensor-parallel ranks are here at the same time, and only one of them tells later.
             value = whole(value)
             if isinstance(value, Tensor):
                 value = value.detach().clone()
+        copied(original, value)
         self.records.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
 
     def log_dict(self, dictionary: Mapping[str, Any], *positional: Any, **arguments: Any) -> None:

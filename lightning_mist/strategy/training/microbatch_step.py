@@ -69,7 +69,9 @@ class _Batch:
         if isinstance(output, dict) and "loss" not in output:
             return output  # Lightning itself refuses a dictionary without a loss
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
-        self._compare(results_of(extras, records))
+        mode.expect(("loss",), output.get("loss") if isinstance(output, dict) else output, "the loss")
+        self._compare(results_of(extras, records), mode)
+        mode.forget()
         self._add(mode, share)
         if not self.waits:
             self.check({}, is_whole=is_last)
@@ -80,7 +82,7 @@ class _Batch:
             return {**output, "loss": loss / share} if isinstance(loss, Tensor) else output
         return output / share if isinstance(output, Tensor) else output
 
-    def _compare(self, results: list[Result]) -> None:
+    def _compare(self, results: list[Result], mode: CutMode) -> None:
         """See that a part gives what can be put together; whether values agree is for :meth:`check` to look at."""
         for result in results:
             way = self.rules.results.get(result.key)
@@ -89,6 +91,8 @@ class _Batch:
                     f"{result.text} was not there when it was proved that batches may be cut: what it is for the whole "
                     f"batch is not known. {WAY_OUT}"
                 )
+            if isinstance(result.value, Tensor) and result.key[0] != "metric":
+                mode.expect(result.key, result.value, result.text)
             if way == "same":
                 self._pairs.append((self._same.setdefault(result.key, result.value), result.value, result.text))
 

@@ -169,6 +169,7 @@ def run_in_parts(net, rules: CutRules, batch, ends):
         mode = CutMode(rules, whole, rules.measure(piece, end - first), first / rows, end / rows)
         with cutting(mode):
             loss = net(piece)
+        mode.expect(("loss",), loss, "the loss")
         check_counts(mode.wrong)
         loss = loss / share if rules.results["loss",] == "sum" else loss
         (loss * share).backward()
