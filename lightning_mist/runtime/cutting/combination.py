@@ -53,6 +53,8 @@ _SCALING = frozenset(
 )
 """Functions that are linear in each of their tensors; divisions in the first alone."""
 
+_AFFINE = frozenset(("linear", "addmm", "addmv", "addcmul", "lerp"))
+
 _REDUCING = {"sum": "sum", "nansum": "sum", "mean": "mean", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 
 Operand = tuple[tuple[object, ...], AbstractSet[Way]]
@@ -182,6 +184,8 @@ def following(
         means = all({"mean", "same"} & known for _, known in operands)
         sums = all("sum" in known for _, known in operands) and not (is_shifted and name in _SHIFTING)
         return {way for way, holds in (("mean", means), ("sum", sums)) if holds and way in seen}
+    if name in _AFFINE and len(joint) == 1:
+        return {"mean"} & seen & joint[0][1]
     if name in _SCALING:
         return set(seen & _scaled("div" in name, joint))
     return set()

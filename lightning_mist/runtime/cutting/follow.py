@@ -47,10 +47,6 @@ _ARITHMETIC = frozenset(
 _MEANS = frozenset(("mean",))
 NEITHER = "the values of a batch are not those of its parts, row by row, nor their mean or sum"
 
-_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isclose", "__eq__", "__ne__"))
-
-_TAKES_ANY = frozenset(("mean", "same"))
-
 Labels = Callable[[Tensor, int], Tensor]
 
 
@@ -177,10 +173,11 @@ class _Side:
         if entry.depends == "parameters":
             self._relabel(entry)
         problem = self._take_wholes(entry) if entry.depends == "parameters" else None
+        if entry.depends == "parameters":
+            self._take_shares(entry)
         run_entry(entry, self._whole, self._tape.device)
         self._run_parts(entry)
         if entry.depends == "parameters":
-            self._toss(entry)
             self._explain(entry, problem)
         else:
             for ref in entry.refs:
@@ -190,13 +187,17 @@ class _Side:
                 self._put_any(ref)
 
     def _put_any(self, ref: Ref) -> None:
-        """Put other values in the place of those with rows: what comes of them must not go by what they are."""
+        """Put other values in the place of those with rows: what comes of them must not go by what they are.
+
+        A network that is right nowhere, or a term that is zero as yet, would hide what is made of them.
+        """
         whole, way = self._whole[ref], _row_way(self._found.ways.get(ref, set()))
-        if way is None or not whole.dtype.is_floating_point or not whole.numel():
+        if way is None or not whole.numel() or not (whole.dtype.is_floating_point or whole.dtype == torch.bool):
             return
-        if self._tape.depends(ref) == "parameters" or not whole.any():
+        if self._tape.depends(ref) == "parameters" or (whole.dtype != torch.bool and not whole.any()):
             value = torch.rand(whole.shape, generator=self._chance, dtype=torch.float64) * 0.9 + 0.1
-            self._replace(ref, way, value.to(whole.device, whole.dtype))
+            value = value < 0.5 if whole.dtype == torch.bool else value.to(whole.dtype)
+            self._replace(ref, way, value.to(whole.device))
 
     def _relabel(self, entry: Entry) -> None:
         """Put other labels in the place of a loss's, alike for the whole and its parts."""
@@ -210,16 +211,6 @@ class _Side:
             if way is not None and whole.numel():
                 self._relabelled.add(patch.source)
                 self._replace(patch.source, way, self._variant.labels(whole, patch.ignored))
-
-    def _toss(self, entry: Entry) -> None:
-        """Put chance in the place of comparisons: a network that is right nowhere would hide what is made of them."""
-        ref = Ref(entry.index, 0)
-        if self._variant.labels is None or entry.name not in _COMPARISONS:
-            return
-        way = _row_way(self._of(ref))
-        if way is not None and self._whole[ref].numel():
-            tossed = torch.rand(self._whole[ref].shape, generator=self._chance) < 0.5
-            self._replace(ref, way, tossed.to(self._whole[ref].device))
 
     def _replace(self, ref: Ref, way: Way, value: Tensor) -> None:
         """Put another value in the place of one, alike for the whole and its parts."""
@@ -318,15 +309,17 @@ class _Side:
     # Explaining --------------------------------------------------------------------------------------------------
 
     def _explain(self, entry: Entry, problem: str | None) -> None:
-        refs = [leaf for _, leaf in leaves_in((entry.args, entry.kwargs)) if isinstance(leaf, Ref)]
-        spoilt = next((self._found.spoilt[ref] for ref in refs if ref in self._found.spoilt), problem)
-        if spoilt is None and not self._is_explained(entry) and not self._is_repaired(entry):
-            spoilt = f"{_text(entry)}: {NEITHER}"
-        for ref in entry.refs:
+        spoilt = next((self._found.spoilt[ref] for ref in sources(entry) if ref in self._found.spoilt), problem)
+        found = {ref: self._following(entry, ref) for ref in entry.refs}
+        if spoilt is None and not all(known & self._found.ways.get(ref, known) for ref, known in found.items()):
+            repaired = self._repaired(entry)
+            spoilt = f"{_text(entry)}: {NEITHER}" if repaired is None else None
+            found = repaired or found
+        for ref, known in found.items():
             if spoilt is not None:
                 self._found.spoilt.setdefault(ref, spoilt)
             else:
-                self._note(ref, self._following(entry, ref))
+                self._note(ref, known)
 
     def _of(self, ref: Ref) -> set[Way]:
         return self._ways(self._whole[ref], [part[ref] for part in self._parts])
@@ -341,7 +334,7 @@ class _Side:
         """How a number follows, from what it is made of."""
         if isinstance(origin, Read) and origin.what == "item":
             return self._known(origin.ref)
-        if isinstance(origin, Computed):
+        if isinstance(origin, Computed) and goes_by_values(origin):
             operands = [((0, index), self._of_number(item)) for index, item in enumerate(origin.operands)]
             is_shifted = any(_is_shift(item) for item in origin.operands)
             return following(origin.function.__name__, set(SIMPLE), operands, is_shifted=is_shifted)
@@ -368,12 +361,16 @@ class _Side:
         return found
 
     def _following(self, entry: Entry, ref: Ref, extra: Sequence[Patch] = ()) -> set[Way]:
+        seen = self._of(ref)
+        return self._may(entry, extra, seen if self._is_even(entry) else seen - {"mean"})
+
+    def _may(self, entry: Entry, extra: Sequence[Patch] = (), seen: AbstractSet[Way] = frozenset(SIMPLE)) -> set[Way]:
+        """Those of the ways in which what a call makes may follow."""
         patches = (*self._found.patches.get(entry.index, ()), *extra)
         leaves = list(leaves_in((entry.args, entry.kwargs)))
-        seen = self._of(ref)
         return following(
             entry.name,
-            seen if self._is_even(entry) else seen - {"mean"},
+            seen,
             self._operands(entry, patches),
             has_sizes=any(isinstance(leaf, Number) for _, leaf in leaves),
             is_shifted=any(path != (1, "alpha") and _is_shift(leaf) for path, leaf in leaves),
@@ -389,43 +386,40 @@ class _Side:
                     return False
         return True
 
-    def _is_explained(self, entry: Entry) -> bool:
-        for ref in entry.refs:
-            found = self._following(entry, ref)
-            if not found & self._found.ways.get(ref, found):
-                return False
-        return True
-
-    def _is_repaired(self, entry: Entry) -> bool:
-        if entry.block is not None:
-            return False
-        for extra in self._repairs(entry):
-            self._run_parts(entry, extra=extra)
-            if all(self._following(entry, ref, extra) for ref in entry.refs):
-                for patch in extra:
-                    self._found.add(entry.index, patch)
-                for ref in entry.refs:  # what earlier variants showed was without the repair
-                    self._found.ways.pop(ref, None)
-                return True
+    def _repaired(self, entry: Entry) -> dict[Ref, set[Way]] | None:
+        """How what a mean makes follows if a part counts what was selected of it; None if nothing explains it."""
+        has_count = any(isinstance(patch, Count) for patch in self._found.patches.get(entry.index, ()))
+        is_mean = entry.name in _MEANS or entry.name in CLASS_LOSSES or entry.name.endswith("_loss")
+        if entry.block is not None or has_count or not is_mean:
+            return None
+        for count in selections([*sources(entry)], self._tape):
+            self._run_parts(entry, extra=(count,))
+            found = {ref: self._following(entry, ref, (count,)) for ref in entry.refs}
+            if all(found.values()):
+                self._mend(entry, count)
+                return found
         self._run_parts(entry)
-        return False
+        return None
 
-    def _repairs(self, entry: Entry) -> list[tuple[Patch, ...]]:
-        repairs: list[tuple[Patch, ...]] = []
+    def _mend(self, entry: Entry, *patches: Patch) -> None:
+        for patch in patches:
+            self._found.add(entry.index, patch)
+        for ref in entry.refs:  # what earlier variants showed was without it
+            self._found.ways.pop(ref, None)
+
+    def _take_shares(self, entry: Entry) -> None:
+        """Let sums that stand among means, or among what all parts have alike, be over their parts' shares."""
+        if entry.block is not None or self._may(entry):
+            return
         sums = [
             Over(path)
             for path, leaf in leaves_in((entry.args, entry.kwargs))
             if isinstance(leaf, Ref)
             and self._tape.depends(leaf) == "parameters"
-            and "sum" in self._found.ways.get(leaf, ())
-            and not _TAKES_ANY & self._found.ways[leaf]
+            and {"sum"} == self._known(leaf) & {"sum", "mean", "same"}
         ]
-        if sums:
-            repairs.append(tuple(sums))
-        has_count = any(isinstance(patch, Count) for patch in self._found.patches.get(entry.index, ()))
-        if not has_count and (entry.name in _MEANS or entry.name in CLASS_LOSSES or entry.name.endswith("_loss")):
-            repairs += [(count,) for count in selections([*sources(entry)], self._tape)]
-        return repairs
+        if sums and self._may(entry, sums):
+            self._mend(entry, *sums)
 
 
 def _piece(patch: Whole, whole: Any, share: tuple[float, float], own: Any) -> Any:
