@@ -1,8 +1,4 @@
-"""How a value of a whole batch follows from those of its parts: seen from the values, and read off what a call does.
-
-What a single call makes of values with rows is seen from its values. What becomes of sums, means and extremes after that
-goes by rules, whatever the values: a sum of a mean and something tiny is a mean only if the tiny thing is.
-"""
+"""How a value of a whole batch follows from those of its parts: seen from values, or ruled by what a call does."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -22,43 +18,31 @@ KEEPING = frozenset(
     (
         *("detach", "clone", "item", "float", "to", "double", "cpu", "cuda", "contiguous", "type", "half", "bfloat16"),
         *("data", "view", "view_as", "reshape", "squeeze", "unsqueeze", "flatten", "expand", "expand_as", "type_as"),
-        *("T", "mT", "t", "transpose", "permute", "select", "narrow", "split", "chunk", "unbind", "__getitem__"),
-        *("requires_grad_", "positive", "real", "alias", "squeeze_", "unsqueeze_", "detach_", "broadcast_to", "repeat"),
+        *("T", "t", "transpose", "permute", "select", "narrow", "split", "chunk", "unbind", "__getitem__", "repeat"),
     )
 )
 """Functions that change nothing about what their first argument is."""
 
-FACTORIES = frozenset(
-    (
-        *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"),
-        *("new_tensor", "rand_like", "randn_like", "randint_like"),
-    )
-)
+_FACTORIES = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"))
 """Functions that take sizes, types and devices of tensors, and no values."""
 
-_SHIFTING = frozenset(("add", "add_", "sub", "sub_", "__rsub__", "rsub", "subtract", "masked_fill", "where", "neg"))
-_ADDING = _SHIFTING | frozenset(
-    (
-        *("negative", "__neg__", "stack", "cat", "concat", "concatenate", "hstack", "vstack", "sum", "mean", "diag"),
-        *("cumsum", "__setitem__", "trace", "roll", "flip", "masked_select", "index_select", "gather", "copy_"),
-    )
-)
-"""Functions that are linear in all of their tensors together; numbers shift the result of the former."""
+SHIFTING = frozenset(("add", "add_", "sub", "sub_", "__rsub__", "rsub", "masked_fill", "where"))
+_ADDING = frozenset(("neg", "stack", "cat", "concat", "hstack", "sum", "mean", "cumsum", "__setitem__"))
+"""Functions that are linear in all of their tensors together; in the former in numbers too."""
 
 _SCALING = frozenset(
     (
-        *("mul", "mul_", "multiply", "div", "div_", "divide", "truediv", "true_divide", "matmul", "__rmatmul__", "mm"),
-        *("bmm", "mv", "dot", "inner", "outer", "einsum", "tensordot"),
+        *("mul", "mul_", "div", "div_", "truediv", "true_divide", "divide", "multiply", "matmul", "__rmatmul__", "mm"),
+        *("bmm", "mv", "dot", "einsum", "tensordot"),
     )
 )
-"""Functions that are linear in each of their tensors; divisions in the first alone."""
-
 _AFFINE = frozenset(("linear", "addmm", "addmv", "addcmul", "lerp"))
+"""Functions that are linear in each of their tensors, but for divisors, and those that add another."""
 
 _REDUCING = {"sum": "sum", "nansum": "sum", "mean": "mean", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 
 Operand = tuple[tuple[object, ...], AbstractSet[Way]]
-"""An argument by its path, and how it follows from those of the parts; in no way if the set is empty."""
+"""An argument by its path, and how it follows from those of the parts, with ``"sizes"`` where it is a size."""
 
 COUNT: AbstractSet[Way] = frozenset(("sum",))
 """How a number that goes with the rows follows: that of a part is its share of the whole's."""
@@ -142,66 +126,57 @@ def _along_rows(whole: Tensor, parts: Sequence[Tensor], limit: float) -> set[Way
     return found
 
 
-def is_row_way(found: AbstractSet[Way]) -> bool:
-    """Whether a value has rows."""
-    return any(way.startswith("rows") for way in found)
+def row_way(found: AbstractSet[Way]) -> Way | None:
+    """The way of a value that has rows; None for others."""
+    return min((way for way in found if way.startswith("rows")), default=None)
 
 
-def following(
-    name: str,
-    seen: AbstractSet[Way],
-    operands: Sequence[Operand],
-    *,
-    has_sizes: bool = False,
-    is_shifted: bool = False,
-    is_summand: bool = False,
-) -> set[Way]:
+def following(name: str, seen: AbstractSet[Way], operands: Sequence[Operand]) -> AbstractSet[Way]:
     """The ways, among those that its values showed, in which the result of a call may follow from those of the parts.
 
-    Args:
-        name: The function.
-        has_sizes: Whether it is given sizes that go with the rows.
-        is_shifted: Whether it is given a number that is no zero.
-        is_summand: Whether parts are made to add up.
+    What a call makes of rows is seen. What becomes of sums, means and extremes is ruled by what it does, whatever their
+    values are: what is tiny now counts as well. Mixtures with rows follow in no way.
     """
-    if name in FACTORIES:
-        operands = ()
-    elif name == "where":
+    if name in _FACTORIES:
+        return seen
+    if name == "where":
         operands = [(path, known) for path, known in operands if path != (0, 0) or "same" not in known]
-    joint = [(path, known) for path, known in operands if "same" not in known and not is_row_way(known)]
+    joint = [(path, known) for path, known in operands if "same" not in known and row_way(known) is None]
     if not joint:
-        if all("same" in known for _, known in operands):
-            return set(seen) if has_sizes or name in FACTORIES else {"same"} & seen
-        if is_row_way(seen):
-            return {way for way in seen if way.startswith("rows")}
-        wanted = "sum" if is_summand else _REDUCING.get(name)
-        return set(seen) - {"same"} if wanted is None else {wanted} & seen
+        return seen & _of_rows(name, seen, [known for _, known in operands])
     if name in KEEPING and joint[0][0] in _FIRST:
-        return set(seen) & joint[0][1]
-    if any(is_row_way(known) for _, known in operands):
-        return set()
-    if name in _ADDING:
+        return seen & joint[0][1]
+    return set() if any(row_way(known) for _, known in operands) else seen & _of_joint(name, operands, joint)
+
+
+def _of_rows(name: str, seen: AbstractSet[Way], operands: Sequence[AbstractSet[Way]]) -> AbstractSet[Way]:
+    """What a call may make of values that have rows, or that all parts have alike."""
+    if all("same" in known for known in operands):
+        return seen if any("sizes" in known for known in operands) else {"same"}
+    if row_way(seen):
+        return {way for way in seen if way.startswith("rows")}
+    return {_REDUCING[name]} if name in _REDUCING else seen - {"same"}
+
+
+def _of_joint(name: str, operands: Sequence[Operand], joint: Sequence[Operand]) -> AbstractSet[Way]:
+    """What a call makes of these and of values that all parts have alike."""
+    if name in SHIFTING or name in _ADDING:
         means = all({"mean", "same"} & known for _, known in operands)
-        sums = all("sum" in known for _, known in operands) and not (is_shifted and name in _SHIFTING)
-        return {way for way, holds in (("mean", means), ("sum", sums)) if holds and way in seen}
-    if name in _AFFINE and len(joint) == 1:
-        return {"mean"} & seen & joint[0][1]
-    if name in _SCALING:
-        return set(seen & _scaled("div" in name, joint))
-    return set()
+        return ({"mean"} if means else set()) | ({"sum"} if all("sum" in known for _, known in operands) else set())
+    if name in _AFFINE:
+        return {"mean"} & joint[0][1] if len(joint) == 1 else set()
+    return _scaled("div" in name, joint) if name in _SCALING else set()
 
 
 def _scaled(is_quotient: bool, joint: Sequence[Operand]) -> AbstractSet[Way]:
-    """What a product, or a quotient, of values that all parts have alike and of these is."""
-    counts = [operand for operand in joint if operand[1] is COUNT]
-    others = [operand for operand in joint if operand[1] is not COUNT]
+    counts = [known for _, known in joint if known is COUNT]
+    others = [(path, known) for path, known in joint if known is not COUNT]
     if len(others) != 1 or len(counts) > 1 or (is_quotient and others[0][0] not in _FIRST):
-        return COUNT & {"sum"} if len(joint) == 1 and not is_quotient else set()
-    known = others[0][1] & {"mean", "sum"}
+        return COUNT if len(counts) == len(joint) == 1 and not is_quotient else set()
     if not counts:
-        return known
+        return others[0][1] & {"mean", "sum"}
     before, after = ("sum", "mean") if is_quotient else ("mean", "sum")
-    return {after} if before in known else set()
+    return {after} if before in others[0][1] else set()
 
 
 def _divisors(number: int) -> list[int]:

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
-from lightning_mist.runtime.cutting.combination import COUNT, SIMPLE, Operand, Way, following, is_row_way, split_like, ways
+from lightning_mist.runtime.cutting.combination import (
+    COUNT,
+    SHIFTING,
+    SIMPLE,
+    Operand,
+    Way,
+    following,
+    row_way,
+    split_like,
+    ways,
+)
 from lightning_mist.runtime.cutting.repairs import (
     CLASS_LOSSES,
     SELECTING,
@@ -44,7 +54,6 @@ _ARITHMETIC = frozenset(
 )
 """Functions in which a number is a value and not a size."""
 
-_MEANS = frozenset(("mean",))
 NEITHER = "the values of a batch are not those of its parts, row by row, nor their mean or sum"
 
 Labels = Callable[[Tensor, int], Tensor]
@@ -77,7 +86,7 @@ class Findings:
     """
 
     patches: dict[int, tuple[Patch, ...]] = field(default_factory=dict)
-    ways: dict[Ref | Origin, set[Way]] = field(default_factory=dict)
+    ways: dict[Ref | Origin, AbstractSet[Way]] = field(default_factory=dict)
     spoilt: dict[Ref, str] = field(default_factory=dict)
 
     def add(self, index: int, patch: Patch) -> None:
@@ -90,11 +99,9 @@ class Findings:
         """Spoil what goes by a value that may still follow in several ways, as zero does."""
         for item in wanted:
             for entry in ancestors(tape, [item]):
-                unclear = any(
-                    len(self.ways.get(ref, set()) & set(SIMPLE)) > 1 and "same" not in self.ways[ref] for ref in entry.refs
-                )
-                if unclear and entry.depends == "parameters":
-                    self.spoilt.setdefault(item, f"{_text(entry)}: whether it is a mean, a sum or an extreme is not seen")
+                known = [self.ways.get(ref, set()) for ref in entry.refs if entry.depends == "parameters"]
+                if any(len(ways & set(SIMPLE)) > 1 and "same" not in ways for ways in known):
+                    self.spoilt.setdefault(item, f"{_text(entry)}: its values do not tell a mean from a sum")
 
     def begin(self) -> None:
         """Begin again with what is known to be different, and find out anew which sums stand among means."""
@@ -170,18 +177,14 @@ class _Side:
 
     def run(self, entry: Entry) -> None:
         """Run one call on the whole and on all parts."""
+        problem = None
         if entry.depends == "parameters":
             self._relabel(entry)
-        problem = self._take_wholes(entry) if entry.depends == "parameters" else None
-        if entry.depends == "parameters":
+            problem = self._take_wholes(entry)
             self._take_shares(entry)
         run_entry(entry, self._whole, self._tape.device)
         self._run_parts(entry)
-        if entry.depends == "parameters":
-            self._explain(entry, problem)
-        else:
-            for ref in entry.refs:
-                self._note(ref, self._following(entry, ref))
+        self._explain(entry, problem)
         if self._variant.is_any:
             for ref in entry.refs:
                 self._put_any(ref)
@@ -191,13 +194,12 @@ class _Side:
 
         A network that is right nowhere, or a term that is zero as yet, would hide what is made of them.
         """
-        whole, way = self._whole[ref], _row_way(self._found.ways.get(ref, set()))
-        if way is None or not whole.numel() or not (whole.dtype.is_floating_point or whole.dtype == torch.bool):
-            return
-        if self._tape.depends(ref) == "parameters" or (whole.dtype != torch.bool and not whole.any()):
+        whole, way = self._whole[ref], row_way(self._found.ways.get(ref, set()))
+        is_truth = whole.dtype == torch.bool
+        is_hidden = self._tape.depends(ref) == "parameters" or not (is_truth or whole.any())
+        if way is not None and whole.numel() and is_hidden and (is_truth or whole.dtype.is_floating_point):
             value = torch.rand(whole.shape, generator=self._chance, dtype=torch.float64) * 0.9 + 0.1
-            value = value < 0.5 if whole.dtype == torch.bool else value.to(whole.dtype)
-            self._replace(ref, way, value.to(whole.device))
+            self._replace(ref, way, (value < 0.5 if is_truth else value.to(whole.dtype)).to(whole.device))
 
     def _relabel(self, entry: Entry) -> None:
         """Put other labels in the place of a loss's, alike for the whole and its parts."""
@@ -207,7 +209,7 @@ class _Side:
             if not isinstance(patch, Count) or patch.ignored is None or patch.source in self._relabelled:
                 continue
             whole = self._whole[patch.source]
-            way = _row_way(self._known(patch.source))
+            way = row_way(self._known(patch.source))
             if way is not None and whole.numel():
                 self._relabelled.add(patch.source)
                 self._replace(patch.source, way, self._variant.labels(whole, patch.ignored))
@@ -227,7 +229,7 @@ class _Side:
             if isinstance(leaf, Ref) and leaf.entry != BATCH and self._tape.depends(leaf) == "data":
                 whole, parts = self._whole[leaf], [part[leaf] for part in self._parts]
                 known = self._known(leaf)
-                if "same" in known or _row_way(known) is not None or self._is_counted(entry, leaf):
+                if "same" in known or row_way(known) is not None or self._is_counted(entry, leaf):
                     continue
                 is_alike = all(part.shape == whole.shape for part in parts)
                 way = None if is_alike else shape_way(whole, parts)
@@ -240,14 +242,11 @@ class _Side:
 
     def _is_of_whole(self, origin: Any) -> bool:
         """Whether a number goes by the values of the batch, or in a way of its own by its rows."""
-        if goes_by_values(origin) or any(self._is_selected(ref) for ref in refs_of(origin)):
-            return all(self._tape.depends(ref) != "parameters" for ref in refs_of(origin))
+        refs = refs_of(origin)
+        found = selections([ref for ref in refs if self._tape.depends(ref) == "data"], self._tape)
+        if goes_by_values(origin) or any(self._tape.dtypes[count.source] == torch.bool for count in found):
+            return all(self._tape.depends(ref) != "parameters" for ref in refs)
         return not self._is_linear(origin)
-
-    def _is_selected(self, ref: Ref) -> bool:
-        """Whether the batch's values say how many entries a tensor has."""
-        found = selections([ref], self._tape) if self._tape.depends(ref) == "data" else ()
-        return any(self._tape.dtypes[count.source] == torch.bool for count in found)
 
     def _is_linear(self, origin: Any) -> bool:
         """Whether a number is the same for all, or goes with the rows."""
@@ -261,16 +260,12 @@ class _Side:
             isinstance(patch, Count) and leaf in patch.refs for patch in self._found.patches.get(entry.index, ())
         )
 
-    def _run_parts(self, entry: Entry, *, extra: Sequence[Patch] = ()) -> list[list[Tensor]]:
+    def _run_parts(self, entry: Entry, *extra: Patch) -> None:
         patches = (*self._found.patches.get(entry.index, ()), *extra)
-        made = []
         for part, share in zip(self._parts, self._shares, strict=True):
-            made.append(self._run_part(entry, part, share, patches))
-        return made
+            self._run_part(entry, part, share, patches)
 
-    def _run_part(
-        self, entry: Entry, part: Values, share: tuple[float, float], patches: Sequence[Patch]
-    ) -> list[Tensor]:
+    def _run_part(self, entry: Entry, part: Values, share: tuple[float, float], patches: Sequence[Patch]) -> None:
         changes: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
         for patch in patches:
             if isinstance(patch, Whole):
@@ -286,17 +281,13 @@ class _Side:
         )
         for patch in patches:
             if isinstance(patch, Count):
-                made = [scaled(made[0], patch.of(part), patch.of(self._whole)), *made[1:]]
-                part[Ref(entry.index, 0)] = made[0]
-        return made
+                part[Ref(entry.index, 0)] = scaled(made[0], patch.of(part), patch.of(self._whole))
 
     def _ways(self, whole: Tensor, parts: Sequence[Tensor]) -> set[Way]:
         return ways(whole, parts, self._variant.rows, tolerance=self._tolerance)
 
-    def _note(self, ref: Ref | Origin, found: set[Way]) -> set[Way]:
-        known = self._found.ways.get(ref)
-        self._found.ways[ref] = found if known is None else known & found
-        return self._found.ways[ref]
+    def _note(self, ref: Ref | Origin, found: AbstractSet[Way]) -> None:
+        self._found.ways[ref] = found & self._found.ways.get(ref, found)
 
     def note(self, item: Ref | Origin) -> None:
         """See how a number, or a tensor that does not depend on parameters, follows from those of the parts."""
@@ -311,10 +302,10 @@ class _Side:
     def _explain(self, entry: Entry, problem: str | None) -> None:
         spoilt = next((self._found.spoilt[ref] for ref in sources(entry) if ref in self._found.spoilt), problem)
         found = {ref: self._following(entry, ref) for ref in entry.refs}
-        if spoilt is None and not all(known & self._found.ways.get(ref, known) for ref, known in found.items()):
+        is_wanted = spoilt is None and entry.depends == "parameters"
+        if is_wanted and not all(known & self._found.ways.get(ref, known) for ref, known in found.items()):
             repaired = self._repaired(entry)
-            spoilt = f"{_text(entry)}: {NEITHER}" if repaired is None else None
-            found = repaired or found
+            spoilt, found = (f"{_text(entry)}: {NEITHER}", found) if repaired is None else (None, repaired)
         for ref, known in found.items():
             if spoilt is not None:
                 self._found.spoilt.setdefault(ref, spoilt)
@@ -324,7 +315,7 @@ class _Side:
     def _of(self, ref: Ref) -> set[Way]:
         return self._ways(self._whole[ref], [part[ref] for part in self._parts])
 
-    def _known(self, ref: Ref) -> set[Way]:
+    def _known(self, ref: Ref) -> AbstractSet[Way]:
         """How a tensor is known to follow."""
         if ref.entry == BATCH:
             return {"rows 0 1"} if self._whole[ref].dim() else {"same"}
@@ -336,8 +327,9 @@ class _Side:
             return self._known(origin.ref)
         if isinstance(origin, Computed) and goes_by_values(origin):
             operands = [((0, index), self._of_number(item)) for index, item in enumerate(origin.operands)]
-            is_shifted = any(_is_shift(item) for item in origin.operands)
-            return following(origin.function.__name__, set(SIMPLE), operands, is_shifted=is_shifted)
+            return following(origin.function.__name__, frozenset(SIMPLE), operands)
+        if type(origin) is int and origin == 0:
+            return {"same", "mean", "sum"}  # what the function sum begins with
         values = {part.number(origin) for part in (self._whole, *self._parts)}
         return {"same"} if len(values) == 1 else COUNT if self._is_linear(origin) else set()
 
@@ -351,8 +343,10 @@ class _Side:
                 found.append((path, {"same"} if patch.way is None else {patch.way}))
             elif isinstance(patch, Over):
                 found.append((path, {"mean"}))
-            elif isinstance(leaf, Number) and entry.name in _ARITHMETIC:
-                found.append((path, self._of_number(leaf.origin)))
+            elif isinstance(leaf, Number):
+                found.append((path, self._of_number(leaf.origin) if entry.name in _ARITHMETIC else {"same", "sizes"}))
+            elif type(leaf) in (int, float) and entry.name in SHIFTING and path != (1, "alpha"):
+                found.append((path, self._of_number(leaf)))
             elif isinstance(leaf, Ref):
                 known, depends = self._known(leaf), self._tape.depends(leaf)
                 # Positions among rows are no values; what is made of them is compared.
@@ -360,41 +354,36 @@ class _Side:
                     found.append((path, known))
         return found
 
-    def _following(self, entry: Entry, ref: Ref, extra: Sequence[Patch] = ()) -> set[Way]:
+    def _following(self, entry: Entry, ref: Ref, *extra: Patch) -> AbstractSet[Way]:
         seen = self._of(ref)
-        return self._may(entry, extra, seen if self._is_even(entry) else seen - {"mean"})
+        return self._may(entry, *extra, seen=seen if self._is_even(entry) else seen - {"mean"})
 
-    def _may(self, entry: Entry, extra: Sequence[Patch] = (), seen: AbstractSet[Way] = frozenset(SIMPLE)) -> set[Way]:
+    def _may(self, entry: Entry, *extra: Patch, seen: AbstractSet[Way] = frozenset(SIMPLE)) -> AbstractSet[Way]:
         """Those of the ways in which what a call makes may follow."""
         patches = (*self._found.patches.get(entry.index, ()), *extra)
-        leaves = list(leaves_in((entry.args, entry.kwargs)))
-        return following(
-            entry.name,
-            seen,
-            self._operands(entry, patches),
-            has_sizes=any(isinstance(leaf, Number) for _, leaf in leaves),
-            is_shifted=any(path != (1, "alpha") and _is_shift(leaf) for path, leaf in leaves),
-            is_summand=any(isinstance(patch, Count) for patch in patches),
-        )
+        is_summand = any(isinstance(patch, Count) for patch in patches)
+        name = "nansum" if is_summand else "floor_divide" if "rounding_mode" in entry.kwargs else entry.name
+        return following(name, seen, self._operands(entry, patches))
 
     def _is_even(self, entry: Entry) -> bool:
         """Whether parts have their rows' share of the entries of what a call uses."""
-        for _, leaf in leaves_in((entry.args, entry.kwargs)):
-            if isinstance(leaf, Ref) and is_row_way(self._known(leaf)):
-                size = self._whole[leaf].numel()
-                if any(part[leaf].numel() * self._whole.rows != size * part.rows for part in self._parts):
-                    return False
-        return True
+        used = [ref for ref in sources(entry) if row_way(self._known(ref)) is not None]
+        each = [(v.rows, [v[ref].numel() for ref in used]) for v in (self._whole, *self._parts)]
+        return all(
+            size * each[0][0] == all_ * rows
+            for rows, sizes in each
+            for size, all_ in zip(sizes, each[0][1], strict=True)
+        )
 
-    def _repaired(self, entry: Entry) -> dict[Ref, set[Way]] | None:
+    def _repaired(self, entry: Entry) -> dict[Ref, AbstractSet[Way]] | None:
         """How what a mean makes follows if a part counts what was selected of it; None if nothing explains it."""
         has_count = any(isinstance(patch, Count) for patch in self._found.patches.get(entry.index, ()))
-        is_mean = entry.name in _MEANS or entry.name in CLASS_LOSSES or entry.name.endswith("_loss")
+        is_mean = entry.name == "mean" or entry.name in CLASS_LOSSES or entry.name.endswith("_loss")
         if entry.block is not None or has_count or not is_mean:
             return None
         for count in selections([*sources(entry)], self._tape):
-            self._run_parts(entry, extra=(count,))
-            found = {ref: self._following(entry, ref, (count,)) for ref in entry.refs}
+            self._run_parts(entry, count)
+            found = {ref: self._following(entry, ref, count) for ref in entry.refs}
             if all(found.values()):
                 self._mend(entry, count)
                 return found
@@ -414,11 +403,9 @@ class _Side:
         sums = [
             Over(path)
             for path, leaf in leaves_in((entry.args, entry.kwargs))
-            if isinstance(leaf, Ref)
-            and self._tape.depends(leaf) == "parameters"
-            and {"sum"} == self._known(leaf) & {"sum", "mean", "same"}
+            if isinstance(leaf, Ref) and {"sum"} == self._known(leaf) & {"sum", "mean", "same"}
         ]
-        if sums and self._may(entry, sums):
+        if sums and self._may(entry, *sums):
             self._mend(entry, *sums)
 
 
@@ -426,14 +413,5 @@ def _piece(patch: Whole, whole: Any, share: tuple[float, float], own: Any) -> An
     return patch.piece(whole, *share)
 
 
-def _is_shift(number: Any) -> bool:
-    """Whether adding it is more than ``sum`` does, which begins with the integer zero."""
-    return type(number) is float or (type(number) is int and number != 0)
-
-
 def _text(entry: Entry) -> str:
     return f"{entry.name if entry.block is None else f'layer {entry.block}'} at {entry.line}"
-
-
-def _row_way(found: set[Way]) -> Way | None:
-    return min((way for way in found if way.startswith("rows")), default=None)

@@ -1,5 +1,6 @@
 """Training on a part of a batch: its calls compute what was proved, and anything else ends training."""
 
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import user_line
 from lightning_mist.runtime.cutting.arguments import rebuilt
-from lightning_mist.runtime.cutting.combination import KEEPING, SIMPLE, Way, tolerance_of
+from lightning_mist.runtime.cutting.combination import KEEPING, Way, tolerance_of
 from lightning_mist.runtime.cutting.repairs import Count, Over, Whole, scaled
-from lightning_mist.runtime.cutting.rules import CutRules, ResultKey, Site, given_to, reduction_in
+from lightning_mist.runtime.cutting.rules import CutRules, ResultKey, Site, given_to
 from lightning_mist.runtime.cutting.tape import made_by, name_of, occurrence
 from lightning_mist.runtime.cutting.tape_replay import Values
 from lightning_mist.runtime.shared_patch import quiet_in_blocks, watching
@@ -57,7 +58,7 @@ class CutMode(TorchFunctionMode):
         self._first, self._end = first, end
         self._sites: Mapping[Hashable, Site] = {site.key: site for site in rules.sites}
         self._watched = SUSPICIOUS | {str(key[0]) for key in (*self._sites, *rules.forms)}  # type: ignore[index]
-        self._ways: dict[int, tuple[Tensor, Way]] = {}
+        self._ways: dict[int, tuple[weakref.ref[Tensor], Way]] = {}
         self._counts: dict[Hashable, int] = {}
         self.wrong: list[tuple[Tensor, str]] = []
         self.counted: dict[Hashable, tuple[Tensor, Tensor, str]] = {}
@@ -65,15 +66,17 @@ class CutMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_quiet:
+        name = name_of(func)
+        is_watched = name in self._watched
+        if self.is_quiet or not (is_watched or self._ways):
             return func(*args, **kwargs)
-        name, given = name_of(func), given_to(args, kwargs, self.way_of) if self._ways else ()
-        if name not in self._watched and not given:
+        given = given_to(args, kwargs, self.way_of)
+        if not (is_watched or given):
             return func(*args, **kwargs)
         key = occurrence(self._counts, name)
         site = self._sites.get(key)
         output = func(*args, **kwargs) if site is None else self._mended(site, func, args, kwargs)
-        self._follow(name, key, (*given, *reduction_in(kwargs)), args, output)
+        self._follow(name, key, given, made_by(name, args, output))
         is_new = name in SUSPICIOUS and key[:2] not in self._rules.known
         if is_new and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             raise TraceError(
@@ -82,28 +85,23 @@ class CutMode(TorchFunctionMode):
             )
         return output
 
-    def _follow(self, name: str, key: Any, given: tuple[tuple[Any, Any], ...], args: Any, output: Any) -> None:
-        """Note which of the proved values a call makes; what it did not make of them then is noted with its line."""
-        made = made_by(name, args, output)
+    def _follow(self, name: str, key: Any, given: tuple[tuple[Any, Any], ...], made: list[Tensor]) -> None:
+        """Note which of the proved values a call makes; of what it did not make of them then, the line."""
         forms = self._rules.forms.get(key) or self._rules.forms.get(key[:2], ())
-        ways = next((form.made for form in forms if form.given == given), None)
+        ways = next((made_then for given_then, made_then in forms if given_then == given), None)
         if ways is None:
-            kept = given[0][1] if name in KEEPING and given and given[0][0] == (0, 0) else None
-            is_other = kept is None and (given or name in SUSPICIOUS)
-            ways = (f"{name} at {user_line()}" if is_other else kept,) * len(made)
+            is_kept = name in KEEPING and len(given) == 1 and given[0][0] == (0, 0)
+            is_other = given or name in SUSPICIOUS
+            ways = (given[0][1] if is_kept else f"{name} at {user_line()}" if is_other else None,) * len(made)
         for tensor, way in zip(made, ways, strict=False):
             self._ways.pop(id(tensor), None)
             if way is not None:
-                self._ways[id(tensor)] = tensor, way
+                self._ways[id(tensor)] = weakref.ref(tensor), way
 
     def way_of(self, value: Any) -> Way | None:
-        """Which of the proved values a tensor is; another than any for what was made otherwise, None for what is none."""
-        return self._ways[id(value)][1] if id(value) in self._ways else None
-
-    def copied(self, value: Any, copy: Any) -> None:
-        """A tensor was copied where the mode does not look."""
-        if id(value) in self._ways:
-            self._ways[id(copy)] = copy, self._ways[id(value)][1]
+        """Which of the proved values a tensor is: their way, a line for what was made otherwise, None for others."""
+        known = self._ways.get(id(value))
+        return None if known is None or known[0]() is not value else known[1]
 
     def expect(self, key: ResultKey, value: Any, text: str) -> None:
         """End training if a result is made otherwise than was proved.
@@ -114,13 +112,9 @@ class CutMode(TorchFunctionMode):
         wanted, found = self._rules.traced.get(key), self.way_of(value)
         if found != wanted:
             raise TraceError(
-                f"{text} was {_in_words(wanted)} over the rows when it was proved that batches may be cut, and is "
-                f"{_in_words(found)} now: what begins later may count once for every part of a batch. {WAY_OUT}"
+                f"{text} is made otherwise than when it was proved that batches may be cut (it was {wanted}, and is "
+                f"{found}): a term that begins later may count once for every part. {WAY_OUT}"
             )
-
-    def forget(self) -> None:
-        """Let tensors go."""
-        self._ways.clear()
 
     def _mended(self, site: Site, func: Any, args: Any, kwargs: Any) -> Any:
         def change(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -173,17 +167,11 @@ class CutMode(TorchFunctionMode):
             self.wrong.append(((actual != wanted).any(), line))
 
 
-def _in_words(way: Way | None) -> str:
-    if way is None:
-        return "nothing put together"
-    return f"a {way}" if way in SIMPLE else f"what {way} makes"
-
-
 def copied(value: Any, copy: Any) -> None:
-    """Let the mode that watches the step, if one does, know a copy for what it was."""
+    """Let the mode that watches the step, if one does, know the copy of a tensor for what that was."""
     mode = watching()
-    if isinstance(mode, CutMode):
-        mode.copied(value, copy)
+    if isinstance(mode, CutMode) and (way := mode.way_of(value)) is not None:
+        mode._ways[id(copy)] = weakref.ref(copy), way
 
 
 def check_counts(wrong: Sequence[tuple[Tensor, str]]) -> None:

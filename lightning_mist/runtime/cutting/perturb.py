@@ -66,8 +66,7 @@ class Perturber:
         return [leaf[:1].expand_as(leaf).clone() if leaf.dim() else leaf for leaf in self._leaves]
 
     def _varied(self, index: int, leaf: Tensor) -> Tensor:
-        """Whole numbers that are all alike in this batch, where they are no positions: what they select, or count, is
-        not seen from them."""
+        """Whole numbers that are no positions, other ones where all are alike: of those nothing would be seen."""
         is_alike = not leaf.dtype.is_floating_point and leaf.numel() and bool((leaf == leaf.flatten()[0]).all())
         if not is_alike or self._is_lookup[index]:
             return leaf

@@ -23,7 +23,7 @@ from lightning_mist.runtime.cutting.follow import Findings, Follower, Variant
 from lightning_mist.runtime.cutting.mode import SUSPICIOUS
 from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
 from lightning_mist.runtime.cutting.portable import portable_entry, sizes_by_batch
-from lightning_mist.runtime.cutting.rules import CutRules, Form, Site, given_to, needed, portable_site, reduction_in
+from lightning_mist.runtime.cutting.rules import CutRules, Form, Site, given_to, needed, portable_site
 from lightning_mist.runtime.cutting.step_results import Result, best_way, read_results, result_ways
 from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape, batch_tensors
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
@@ -140,9 +140,10 @@ class _Proof:
         of_whole, of_part = self._compare_gradients(tape, leaves, whole.loss, found, best_way(ways["loss",]))
         sizes_by_batch(tape, of_whole, of_part, len(leaves))
         forms, values = _forms(tape, found, wanted)
-        traced = {result.key: values[result.origin] for result in whole.results if result.origin in values}
-        if whole.loss in values:
-            traced["loss",] = values[whole.loss]
+        origins = {("loss",): whole.loss, **{result.key: result.origin for result in whole.results}}
+        traced = {
+            key: values[origin] for key, origin in origins.items() if isinstance(origin, Ref) and origin in values
+        }
         rules = _rules(self._module, tape, fewer.tape, found, ways, wanted, len(leaves))
         return replace(rules, forms=forms, traced=traced)
 
@@ -222,7 +223,10 @@ class _Proof:
             before = found.text
             found.begin()
             follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None)
-            for variant, has_other in variants:
+            for variant, has_other in (
+                variants[-1],
+                *variants[:-1],
+            ):  # what is not told apart later is told apart first
                 if variant.name in failed or loss in found.spoilt:
                     continue
                 try:
@@ -346,22 +350,19 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _forms(
-    tape: Tape, found: Findings, wanted: Sequence[Ref]
-) -> tuple[dict[Hashable, tuple[Form, ...]], dict[Ref, Way]]:
-    """What calls make of values that are put together from rows, and these values. Blocks' own are not seen in flight."""
+def _forms(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> tuple[dict[Any, tuple[Form, ...]], dict[Ref, Way]]:
+    """What calls make of values that are put together from rows, and these values; blocks' own are not seen later."""
     values: dict[Ref, Way] = {}
-    forms: dict[Hashable, tuple[Form, ...]] = {}
+    forms: dict[Any, tuple[Form, ...]] = {}
     for entry in ancestors(tape, wanted):
         if entry.block is not None:
             continue
         given = given_to(entry.args, entry.kwargs, lambda leaf: values.get(leaf) if isinstance(leaf, Ref) else None)
         for ref in entry.refs if entry.depends == "parameters" else ():
-            way = best_way(found.ways.get(ref, set()))
-            if way in ("mean", "sum", "max", "min"):
+            if (way := best_way(found.ways.get(ref, set()))) in ("mean", "sum", "max", "min"):
                 values[ref] = way
-        form = Form((*given, *reduction_in(entry.kwargs)), tuple(values.get(ref) for ref in entry.refs))
-        if given or any(form.made) or entry.name in SUSPICIOUS:
+        form = given, tuple(values.get(ref) for ref in entry.refs)
+        if given or any(form[1]) or entry.name in SUSPICIOUS:
             forms[entry.key] = (form,)
             if entry.index not in found.patches:
                 forms[entry.key[:2]] = (*forms.get(entry.key[:2], ()), form)

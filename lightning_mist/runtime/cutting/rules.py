@@ -28,17 +28,8 @@ class Site:
     line: str
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What a call was seen to make of values that are put together from rows.
-
-    Attributes:
-        given: How each of its arguments that is one follows, by path, and by which reduction it takes rows together.
-        made: The same of what it makes, None for what is none.
-    """
-
-    given: tuple[tuple[Any, Any], ...]
-    made: tuple[Way | None, ...]
+Form = tuple[tuple[tuple[Any, Any], ...], tuple[Way | None, ...]]
+"""What a call makes, by leaf, of what it is given of values that are put together from rows; see :func:`given_to`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +105,9 @@ def portable_site(site: Site, module: nn.Module) -> Site:
 
 
 def given_to(args: Any, kwargs: Any, way_of: Callable[[Any], Way | None]) -> tuple[tuple[Any, Any], ...]:
-    """How those arguments of a call follow that are put together from rows, with their paths."""
-    found = ((path, way_of(leaf)) for path, leaf in leaves_in((args, kwargs)))
-    return tuple((path, way) for path, way in found if way is not None)
-
-
-def reduction_in(kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], ...]:
-    """By which reduction a call takes rows together, if it is told."""
-    return (("reduction", kwargs["reduction"]),) if isinstance(kwargs.get("reduction"), str) else ()
+    """How those arguments of a call follow that are put together from rows, by path, and how it puts rows together."""
+    found = ((path, leaf if path == (1, "reduction") else way_of(leaf)) for path, leaf in leaves_in((args, kwargs)))
+    return tuple((path, way) for path, way in found if way not in (None, "none"))
 
 
 def _patch_text(patch: Patch) -> str:

@@ -71,7 +71,6 @@ class _Batch:
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
         mode.expect(("loss",), output.get("loss") if isinstance(output, dict) else output, "the loss")
         self._compare(results_of(extras, records), mode)
-        mode.forget()
         self._add(mode, share)
         if not self.waits:
             self.check({}, is_whole=is_last)
