@@ -25,6 +25,7 @@ class Padded(Rows):
         self.data["y"][::ROWS, 0] = 1  # every batch counts something
         self.data["w"][begin:] = torch.rand(rows - begin, generator=generator, dtype=torch.float64) + 0.1
         self.data["mask"] = (self.data["y"] != IGNORED).long()
+        self.data["flag"] = (torch.arange(rows) >= begin) * self.data["w"] if begin else torch.zeros(rows)
 
 
 def padded(rows: int = 48, *, begin: int = 0) -> DataLoader[Any]:
@@ -86,9 +87,6 @@ def summed(project, batch):
     return F.cross_entropy(*flat(project, batch), reduction="sum") * 0.1
 
 
-EXACT = (normalised_weights, two_terms, selected, number_of_items, summed)
-
-
 def hinge(project, batch):
     losses = each(project, batch).mean(1)
     return losses.mean() + F.relu(losses.max() - 50.0)
@@ -104,7 +102,68 @@ def noisy(project, batch):
     return F.cross_entropy(project.head(hidden + 0.1 * torch.randn_like(hidden)).flatten(0, 1), batch["y"].flatten())
 
 
-REFUSED = (hinge, contrastive, noisy)
+def flagged_maximum(project, batch):
+    hidden = project.hidden(batch)
+    tokens = F.cross_entropy(project.head(hidden).flatten(0, 1), batch["y"].flatten())
+    return tokens + (hidden.mean(1).square().mean(1) * batch["flag"]).max()
+
+
+def flagged_mean(project, batch):
+    hidden = project.hidden(batch)
+    tokens = F.cross_entropy(project.head(hidden).flatten(0, 1), batch["y"].flatten())
+    sizes = hidden.square().mean((1, 2)) * batch["flag"]
+    return tokens + sizes.sum() / batch["flag"].sum().clamp(min=0.1) * (1 + batch["flag"].max())
+
+
+EXACT = (normalised_weights, two_terms, selected, number_of_items, summed, flagged_mean)
+REFUSED = (hinge, contrastive, noisy, flagged_maximum)
+
+
+class Annealed(Project):
+    """A sum and a mean whose weights, a number and a buffer, begin small and grow by step."""
+
+    begin = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("share", torch.full((), self.begin, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.hidden(batch)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), batch["y"].flatten())
+        loss = loss + (self.begin + self.global_step / 4) * hidden.square().mean()
+        loss = loss + self.share * F.mse_loss(hidden.mean(1), torch.zeros_like(hidden[:, 0]))
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.share += 0.1
+
+
+class AnnealedSingle(Annealed):
+    begin = 1e-4
+
+    def __init__(self):
+        super().__init__()
+        self.float()
+
+
+class AddedLater(Project):
+    """A mean that is there from the first step on, and added from the third on; or logged in the place of a mean."""
+
+    name = "loss"
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.hidden(batch)
+        size, loss = hidden.square().mean(), F.cross_entropy(self.head(hidden).flatten(0, 1), batch["y"].flatten())
+        more = loss + 0.1 * batch_idx * size if batch_idx >= 2 else loss
+        self.log("train_loss", more if self.name == "log" else loss, on_step=True, on_epoch=True)
+        self.log("size", size, on_step=True, on_epoch=False)
+        return more if self.name == "loss" else loss
+
+
+class LoggedLater(AddedLater):
+    name = "log"
 
 
 class Later(Project):
@@ -208,6 +267,10 @@ TRAPS = {
     **{f.__name__: Trap(module=with_loss(f), train=later, plans=("pp2cut",), equal=("pp2cut",)) for f in EXACT},
     **{f.__name__: Trap(module=with_loss(f), train=later, plans=("cut",), reason="parts") for f in REFUSED},
     "term_later": Trap(module=Later, plans=CUT, reason="was not part of the step"),
+    "annealed": Trap(module=Annealed, plans=("pp2cut", "cut", "halves"), equal=("pp2cut", "cut", "halves")),
+    "annealed_single": Trap(module=AnnealedSingle, plans=CUT, equal=CUT, tolerance=2e-5),
+    "added_later": Trap(module=AddedLater, plans=("pp2cut",), reason="the loss is made otherwise"),
+    "logged_later": Trap(module=LoggedLater, plans=("cut",), reason="self.log('train_loss') is made otherwise"),
     "logs": Trap(module=Logs, train=padded, plans=CUT, equal=CUT),
     "perplexity": Trap(module=Perplexity, plans=("cut",), reason="self.log('perplexity')"),
     "vector": Trap(module=Vector, plans=("pp2cut",)),

@@ -4,7 +4,7 @@ from tests.tiers import asked_for
 from tests.traps import cutting
 from tests.traps.run import cases, check, run_apart
 
-FIRST = ("labels_later", "hinge", "term_later")
+FIRST = ("labels_later", "annealed", "flagged_maximum", "added_later")
 
 
 @pytest.fixture(scope="module")

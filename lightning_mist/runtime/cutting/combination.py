@@ -36,7 +36,7 @@ _SCALING = frozenset(
         *("bmm", "mv", "dot", "einsum", "tensordot"),
     )
 )
-_AFFINE = frozenset(("linear", "addmm", "addmv", "addcmul", "lerp"))
+_AFFINE = frozenset(("linear", "addmm", "addmv", "addr", "baddbmm", "addbmm", "addcmul", "lerp"))
 """Functions that are linear in each of their tensors, but for divisors, and those that add another."""
 
 _REDUCING = {"sum": "sum", "nansum": "sum", "mean": "mean", "max": "max", "amax": "max", "min": "min", "amin": "min"}
@@ -155,7 +155,7 @@ def _of_rows(name: str, seen: AbstractSet[Way], operands: Sequence[AbstractSet[W
         return seen if any("sizes" in known for known in operands) else {"same"}
     if row_way(seen):
         return {way for way in seen if way.startswith("rows")}
-    return {_REDUCING[name]} if name in _REDUCING else seen - {"same"}
+    return {_REDUCING[name]} if name in _REDUCING else set() if name in _AFFINE else seen - {"same"}
 
 
 def _of_joint(name: str, operands: Sequence[Operand], joint: Sequence[Operand]) -> AbstractSet[Way]:

@@ -22,8 +22,15 @@ class Network(nn.Module):
         self.embed, self.words, self.pair = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, 2)
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
         self.register_buffer("classes", torch.linspace(0.5, 2.0, WORDS))
-        self.form = form
+        self.register_buffer("scale", torch.ones(()))
+        self.form, self.weight = form, 1.0
         self.double()
+
+    def weigh(self, weight):
+        """Give the second term of the loss a weight, as a schedule does."""
+        self.weight = weight
+        self.scale.fill_(weight)
+        return self
 
     def forward(self, batch):
         return self.form(self, self.blocks[0](self.embed(batch["x"])), batch)
@@ -45,6 +52,8 @@ def make_batch(rows, *, seed=0, padding=True):
         "z": torch.randint(0, 2, (rows,), generator=generator),
         "w": weights,
         "mask": (labels != -100).long(),
+        "flag": torch.zeros(rows, dtype=torch.float64),
+        "kind": torch.zeros(rows, dtype=torch.long),
     }
 
 
@@ -141,6 +150,96 @@ JOINT = {
     "clamped by its value": lambda n, h, b: h.square().mean() if h.mean() < 9.0 else h.mean(),
 }
 """Losses that depend on rows together."""
+
+
+def size(h):
+    return h.square().mean((1, 2))
+
+
+TERMS = {
+    "mean, and a mean": lambda n, h, b: F.cross_entropy(*flat(n, h, b)) + n.weight * h.square().mean(),
+    "mean, and a buffer's mean": lambda n, h, b: size(h).mean() + n.scale * h.square().mean(),
+    "mean, and a sum": lambda n, h, b: size(h).mean() + n.weight * h.square().sum(),
+    "sum, and a mean": lambda n, h, b: (size(h).sum() + n.weight * size(h).mean()) * 0.5,
+    "sum, and a norm": lambda n, h, b: size(h).sum() + n.weight * n.pair.weight.norm(),
+    "sum, and a number": lambda n, h, b: h.new_zeros(()).add_(size(h).sum()) + n.weight,
+    "stacked": lambda n, h, b: torch.stack([size(h).mean(), n.weight * h.square().sum()]).sum() * 2,
+    "chosen": lambda n, h, b: torch.where(n.scale > 0.5, size(h).sum(), size(h).mean()),
+    "hinges": lambda n, h, b: (size(h).mean() + F.relu(size(h) - 0.1 / (n.weight + 1e-3)).sum()) / 2,
+    "divided by a number": lambda n, h, b: size(h).mean() + n.weight * size(h).sum() / max(int(b["mask"].sum()), 1),
+    "flagged": lambda n, h, b: size(h).mean() + (size(h) * b["flag"]).sum() / b["flag"].sum().clamp(min=0.1),
+    "weighted by the largest flag": lambda n, h, b: size(h).mean() * (1 + b["flag"].max()),
+    "of one kind": lambda n, h, b: size(h).mean() + size(h)[b["kind"] == 0].mean(),
+    "by the number of a kind": lambda n, h, b: size(h)[b["kind"] == 0].sum() / b["kind"][b["kind"] == 0].numel(),
+}
+"""Losses with a term that weighs little, or nothing, at first; with the largest weights their parts add up as well."""
+
+MIXED = {
+    "maximum": lambda n, h, b: size(h).mean() + n.weight * size(h).max(),
+    "buffer's maximum": lambda n, h, b: size(h).mean() + n.scale * size(h).amax(),
+    "maximum of hinges": lambda n, h, b: size(h).mean() + F.relu(size(h) - 50).max(),
+    "maximum of flagged": lambda n, h, b: size(h).mean() + (size(h) * b["flag"]).max(),
+    "product": lambda n, h, b: size(h).mean() + n.weight * size(h).mean() * h.mean(),
+    "product with a number": lambda n, h, b: size(h).mean() * (1 + n.weight * size(h).mean().item()),
+    "product without gradient": lambda n, h, b: size(h).mean() * (1 + n.weight * size(h).mean().detach()),
+    "ratio": lambda n, h, b: size(h).mean() + n.weight * size(h).sum() / h.abs().sum(),
+    "clamped far away": lambda n, h, b: size(h).mean().clamp(max=1e6),
+    "free bits": lambda n, h, b: size(h).mean() + n.weight * size(h).mean().clamp(min=1e-3),
+    "rounded": lambda n, h, b: size(h).mean() + torch.div(n.weight * h.mean(), 1e9, rounding_mode="floor"),
+    "median": lambda n, h, b: size(h).mean() + n.weight * size(h).median(),
+    "logarithm of a sum": lambda n, h, b: size(h).mean() + n.weight * size(h).logsumexp(0),
+    "deviation": lambda n, h, b: size(h).mean() + n.weight * size(h).std(),
+    "centred": lambda n, h, b: (size(h) - n.weight * size(h).mean()).square().mean(),
+    "rows before": lambda n, h, b: size(h).mean() + (n.weight * size(h)).cumsum(0).mean(),
+    "next rows": lambda n, h, b: (size(h) * (1 + (n.weight * size(h)).roll(1, 0))).mean(),
+    "mean in places": lambda n, h, b: torch.where(b["mask"][:, 0] > 5, size(h).mean(), size(h)).mean(),
+    "products of rows": lambda n, h, b: torch.addmm(h.new_ones(8, 8), h[:, 0].T, h[:, 0], alpha=n.weight).mean(),
+    "custom function of a mean": lambda n, h, b: Reversed.apply(size(h).mean()),
+}
+"""Losses with a term that goes by rows together, however little it weighs."""
+
+
+def added(net, hidden, batch):
+    loss, term = size(hidden).mean(), hidden.square().sum()
+    return loss + net.weight * term if net.weight > 0.5 else loss
+
+
+def returned(net, hidden, batch):
+    loss, largest = size(hidden).mean(), size(hidden).max()
+    return largest if net.weight > 0.5 else loss + 0 * net.pair.bias.sum()
+
+
+def filtered(net, hidden, batch):
+    terms = ((1.0, size(hidden).mean()), (net.weight, size(hidden).max()), (1.0, hidden.mean()))
+    return sum(weight * term for weight, term in terms if weight > 0.5)
+
+
+def put_in(net, hidden, batch):
+    largest, nothing = size(hidden).max(), torch.zeros((), dtype=hidden.dtype)
+    return size(hidden).mean() + (largest if net.weight > 0.5 else nothing)
+
+
+def reduced(net, hidden, batch):
+    how = "sum" if net.weight > 0.5 else "mean"
+    return F.mse_loss(hidden, torch.ones_like(hidden), reduction=how)
+
+
+LATER = (added, returned, filtered, put_in, reduced)
+"""Losses that are put together otherwise once the weight is large."""
+
+
+def left_out(net, hidden, batch):
+    loss = size(hidden).mean()
+    return loss if net.weight > 0.5 else loss + hidden.mean()
+
+
+def repeated(net, hidden, batch):
+    return sum(hidden[:, place].square().mean() for place in range(4 if net.weight > 0.5 else 2))
+
+
+def changed(net, hidden, batch):
+    unused = size(hidden).mean() * 3
+    return size(hidden * 2 if net.weight > 0.5 else hidden).mean() + 0 * unused.detach()
 
 
 def rules_of(net, batch, blocks=("blocks.0",)):

@@ -10,7 +10,21 @@ from lightning_mist.runtime.cutting import follow, proof
 from lightning_mist.runtime.cutting.proof import prove
 from lightning_mist.runtime.cutting.step_results import Result
 from tests import zoo
-from tests.runtime.cutting.networks import EXACT, JOINT, Network, make_batch, rules_of, run_in_parts, whole_run
+from tests.runtime.cutting.networks import (
+    EXACT,
+    JOINT,
+    LATER,
+    MIXED,
+    TERMS,
+    Network,
+    changed,
+    left_out,
+    make_batch,
+    repeated,
+    rules_of,
+    run_in_parts,
+    whole_run,
+)
 
 _PROVED = {}
 
@@ -48,6 +62,58 @@ def test_losses_that_depend_on_rows_together_are_not_cut(name):
     assert "networks.py:" in reason
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None and torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
+def weighed(form):
+    """Networks with a term that weighs nothing, little, or much, and their rules, in double and single precision."""
+    for dtype in (torch.float64, torch.float32):
+        for weight in (0.0, 1e-9, 1e-4, 1.0):
+            net, batch = Network(form).to(dtype).weigh(weight), make_batch(6, padding=False)
+            yield net, rules_of(net, {**batch, "flag": batch["flag"].to(dtype)}), dtype
+
+
+def assert_parts_add_up(net, rules, dtype):
+    """For a batch with flags and several kinds, which the one that was looked at did not have."""
+    batch = make_batch(6, seed=7, padding=False)
+    batch["flag"] = torch.linspace(0.1, 1.0, 6, dtype=torch.float64).roll(2).to(dtype)
+    batch["kind"] = torch.tensor([1, 0, 1, 0, 1, 0])
+    (wanted, gradients), (found, others) = whole_run(net, batch), run_in_parts(net, rules, batch, [1, 3, 6])
+    limit = 1e-10 if dtype == torch.float64 else 1e-5
+    assert found == pytest.approx(wanted, rel=limit)
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    for one, other in zip(others, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=limit * largest)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_count_as_what_they_are_whatever_they_weigh_at_first(name):
+    for net, rules, dtype in weighed(TERMS[name]):
+        assert not isinstance(rules, str), rules
+        assert_parts_add_up(net.weigh(1.0), rules, dtype)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_terms_that_go_by_rows_together_keep_batches_whole_whatever_they_weigh(name):
+    for _, rules, _ in weighed(MIXED[name]):
+        assert isinstance(rules, str)
+        assert "networks.py:" in rules
+
+
+@pytest.mark.parametrize("form", LATER)
+def test_what_is_put_together_otherwise_later_ends_training(form):
+    net = Network(form).weigh(0.0)
+    rules = rules_of(net, make_batch(6))
+    assert_parts_add_up(net, rules, torch.float64)
+    with pytest.raises(TraceError, match=r"the loss is made otherwise .*(networks\.py:|is max)"):
+        assert_parts_add_up(net.weigh(1.0), rules, torch.float64)
+
+
+@pytest.mark.parametrize("form", [left_out, repeated, changed])
+def test_what_is_left_out_or_changed_by_rows_later_does_not(form):
+    net = Network(form).weigh(0.0)
+    rules = rules_of(net, make_batch(6))
+    for weight in (0.0, 1.0):
+        assert_parts_add_up(net.weigh(weight), rules, torch.float64)
 
 
 def test_the_step_is_called_twice():
@@ -184,7 +250,10 @@ def test_results_follow_as_means_sums_extremes_rows_or_not_at_all():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda h: h.mean().exp(), lambda h: len(h) ** 2, lambda h: {len(h): 1}, lambda h: h.mean().item() ** 2],
+    [
+        *(lambda h: h.mean().exp(), lambda h: len(h) ** 2, lambda h: {len(h): 1}, lambda h: h.mean().item() ** 2),
+        *(lambda h: h.square().mean().abs(), lambda h: h.square().mean().item() + h.square().sum().item() * 1e-12),
+    ],
 )
 def test_results_that_do_not_follow_are_named(make):
     assert "'r' of what training_step returns cannot be put together" in ways_of(lambda net, h, b: {"r": make(h)})
