@@ -56,28 +56,23 @@ class _Active(threading.local):
     mode: QuietMode | None = None
 
 
-_ACTIVE = _Active()
+ACTIVE = _Active()
 
 
 @contextmanager
 def quiet_in_blocks(mode: QuietMode) -> Iterator[None]:
     """Let a mode be left inside blocks, see :func:`inside_block`."""
-    before, _ACTIVE.mode = _ACTIVE.mode, mode
+    before, ACTIVE.mode = ACTIVE.mode, mode
     try:
         yield
     finally:
-        _ACTIVE.mode = before
-
-
-def watching() -> QuietMode | None:
-    """The mode that watches this thread's step."""
-    return _ACTIVE.mode
+        ACTIVE.mode = before
 
 
 @contextmanager
 def inside_block() -> Iterator[None]:
     """Around a block of the network, which computes as it is: the mode that watches the step costs nothing there."""
-    mode = _ACTIVE.mode
+    mode = ACTIVE.mode
     if mode is None:
         yield
         return

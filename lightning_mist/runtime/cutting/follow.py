@@ -11,7 +11,6 @@ later, counts as any other.
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class Variant:
 
     Attributes:
         labels: Changes the labels of losses; None to leave them.
-        is_any: Whether any other values are put in the place of those with rows, call by call.
+        is_any: Whether values with rows are changed to any others, call by call.
     """
 
     name: str
@@ -190,10 +189,7 @@ class _Side:
                 self._put_any(ref)
 
     def _put_any(self, ref: Ref) -> None:
-        """Put other values in the place of those with rows: what comes of them must not go by what they are.
-
-        A network that is right nowhere, or a term that is zero as yet, would hide what is made of them.
-        """
+        """Put other values in the place of those with rows: zeros, or what is right nowhere, hide what comes of them."""
         whole, way = self._whole[ref], row_way(self._found.ways.get(ref, set()))
         is_truth = whole.dtype == torch.bool
         is_hidden = self._tape.depends(ref) == "parameters" or not (is_truth or whole.any())
@@ -225,11 +221,13 @@ class _Side:
         """Make arguments that depend on the batch alone those of the whole; what is wrong with one that cannot be."""
         if entry.name in SELECTING:
             return None  # positions in a part are not those in the whole: what is selected is compared
+        patches = self._found.patches.get(entry.index, ())
+        counted = {ref for patch in patches if isinstance(patch, Count) for ref in patch.refs}
         for path, leaf in leaves_in((entry.args, entry.kwargs)):
             if isinstance(leaf, Ref) and leaf.entry != BATCH and self._tape.depends(leaf) == "data":
                 whole, parts = self._whole[leaf], [part[leaf] for part in self._parts]
                 known = self._known(leaf)
-                if "same" in known or row_way(known) is not None or self._is_counted(entry, leaf):
+                if "same" in known or row_way(known) is not None or leaf in counted:
                     continue
                 is_alike = all(part.shape == whole.shape for part in parts)
                 way = None if is_alike else shape_way(whole, parts)
@@ -246,19 +244,14 @@ class _Side:
         found = selections([ref for ref in refs if self._tape.depends(ref) == "data"], self._tape)
         if goes_by_values(origin) or any(self._tape.dtypes[count.source] == torch.bool for count in found):
             return all(self._tape.depends(ref) != "parameters" for ref in refs)
-        return not self._is_linear(origin)
+        return not self._by_rows(origin)
 
-    def _is_linear(self, origin: Any) -> bool:
-        """Whether a number is the same for all, or goes with the rows."""
-        every = (self._whole, *self._parts)
-        numbers, rows = [values.number(origin) for values in every], [values.rows for values in every]
-        pairs = list(zip(numbers, rows, strict=True))
-        return len(set(numbers)) == 1 or all(number * rows[0] == numbers[0] * row for number, row in pairs)
-
-    def _is_counted(self, entry: Entry, leaf: Ref) -> bool:
-        return any(
-            isinstance(patch, Count) and leaf in patch.refs for patch in self._found.patches.get(entry.index, ())
-        )
+    def _by_rows(self, origin: Any) -> AbstractSet[Way]:
+        """How a number that goes by no values follows: the same for all, with the rows, or in no way."""
+        (first, rows), *others = ((values.number(origin), values.rows) for values in (self._whole, *self._parts))
+        if all(number == first for number, _ in others):
+            return {"same"}
+        return COUNT if all(number * rows == first * its_rows for number, its_rows in others) else set()
 
     def _run_parts(self, entry: Entry, *extra: Patch) -> None:
         patches = (*self._found.patches.get(entry.index, ()), *extra)
@@ -266,19 +259,13 @@ class _Side:
             self._run_part(entry, part, share, patches)
 
     def _run_part(self, entry: Entry, part: Values, share: tuple[float, float], patches: Sequence[Patch]) -> None:
-        changes: dict[tuple[Any, ...], Callable[[Any], Any]] = {}
-        for patch in patches:
-            if isinstance(patch, Whole):
-                value = self._whole.leaf(patch.value)
-                changes[patch.path] = partial(_piece, patch, value, share)
-            elif isinstance(patch, Over):
-                changes[patch.path] = lambda value: value / (share[1] - share[0])
-        made = run_entry(
-            entry,
-            part,
-            self._tape.device,
-            lambda path, value: changes[path](value) if path in changes else value,
-        )
+        wholes = {p.path: p.piece(self._whole.leaf(p.value), *share) for p in patches if isinstance(p, Whole)}
+        sums = {patch.path for patch in patches if isinstance(patch, Over)}
+
+        def change(path: tuple[Any, ...], value: Any) -> Any:
+            return wholes[path] if path in wholes else value / (share[1] - share[0]) if path in sums else value
+
+        made = run_entry(entry, part, self._tape.device, change)
         for patch in patches:
             if isinstance(patch, Count):
                 part[Ref(entry.index, 0)] = scaled(made[0], patch.of(part), patch.of(self._whole))
@@ -330,8 +317,7 @@ class _Side:
             return following(origin.function.__name__, frozenset(SIMPLE), operands)
         if type(origin) is int and origin == 0:
             return {"same", "mean", "sum"}  # what the function sum begins with
-        values = {part.number(origin) for part in (self._whole, *self._parts)}
-        return {"same"} if len(values) == 1 else COUNT if self._is_linear(origin) else set()
+        return self._by_rows(origin)
 
     def _operands(self, entry: Entry, patches: Sequence[Patch]) -> list[Operand]:
         """What a call computes with."""
@@ -368,12 +354,8 @@ class _Side:
     def _is_even(self, entry: Entry) -> bool:
         """Whether parts have their rows' share of the entries of what a call uses."""
         used = [ref for ref in sources(entry) if row_way(self._known(ref)) is not None]
-        each = [(v.rows, [v[ref].numel() for ref in used]) for v in (self._whole, *self._parts)]
-        return all(
-            size * each[0][0] == all_ * rows
-            for rows, sizes in each
-            for size, all_ in zip(sizes, each[0][1], strict=True)
-        )
+        whole, pairs = self._whole, [(part, ref) for part in self._parts for ref in used]
+        return all(part[ref].numel() * whole.rows == whole[ref].numel() * part.rows for part, ref in pairs)
 
     def _repaired(self, entry: Entry) -> dict[Ref, AbstractSet[Way]] | None:
         """How what a mean makes follows if a part counts what was selected of it; None if nothing explains it."""
@@ -403,14 +385,12 @@ class _Side:
         sums = [
             Over(path)
             for path, leaf in leaves_in((entry.args, entry.kwargs))
-            if isinstance(leaf, Ref) and {"sum"} == self._known(leaf) & {"sum", "mean", "same"}
+            if isinstance(leaf, Ref)
+            and self._tape.depends(leaf) == "parameters"
+            and {"sum"} == self._known(leaf) & {"sum", "mean", "same"}
         ]
         if sums and self._may(entry, *sums):
             self._mend(entry, *sums)
-
-
-def _piece(patch: Whole, whole: Any, share: tuple[float, float], own: Any) -> Any:
-    return patch.piece(whole, *share)
 
 
 def _text(entry: Entry) -> str:

@@ -18,22 +18,19 @@ from lightning_mist.runtime.cutting.repairs import Count, Over, Whole, scaled
 from lightning_mist.runtime.cutting.rules import CutRules, ResultKey, Site, given_to
 from lightning_mist.runtime.cutting.tape import made_by, name_of, occurrence
 from lightning_mist.runtime.cutting.tape_replay import Values
-from lightning_mist.runtime.shared_patch import quiet_in_blocks, watching
+from lightning_mist.runtime.shared_patch import ACTIVE, quiet_in_blocks
 
-_REDUCTIONS = (
-    *("sum", "mean", "nanmean", "nansum", "max", "min", "amax", "amin", "logsumexp", "prod", "median", "quantile"),
+SUSPICIOUS = frozenset(
+    (
+        *("sum", "mean", "nanmean", "nansum", "max", "min", "amax", "amin", "logsumexp", "prod", "median", "quantile"),
+        *("norm", "vector_norm", "matrix_norm", "std", "var", "std_mean", "var_mean", "normalize"),
+        *("cumsum", "cumprod", "sort", "topk", "roll", "flip", "matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__"),
+        *("__rmatmul__", "einsum", "tensordot", "dot", "cdist", "pdist", "cosine_similarity", "batch_norm"),
+        *("instance_norm", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+        *("kl_div", "ctc_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "triplet_margin_loss"),
+        *("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss"),
+    )
 )
-_SPREADS = ("norm", "vector_norm", "matrix_norm", "std", "var", "std_mean", "var_mean", "normalize")
-_ORDERS = ("cumsum", "cumprod", "sort", "topk", "roll", "flip")
-_PRODUCTS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__", "__rmatmul__", "einsum", "tensordot")
-_DISTANCES = ("cdist", "pdist", "cosine_similarity", "batch_norm", "instance_norm")
-_LOSSES = (
-    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "triplet_margin_loss"),
-    *("margin_ranking_loss", "hinge_embedding_loss"),
-)
-
-SUSPICIOUS = frozenset((*_REDUCTIONS, *_SPREADS, *_ORDERS, *_PRODUCTS, *_DISTANCES, *_LOSSES))
 """Functions that may look at several rows at once."""
 
 WAY_OUT = "Use a plan that does not cut batches: microbatch_size as large as the batch"
@@ -169,7 +166,7 @@ class CutMode(TorchFunctionMode):
 
 def copied(value: Any, copy: Any) -> None:
     """Let the mode that watches the step, if one does, know the copy of a tensor for what that was."""
-    mode = watching()
+    mode = ACTIVE.mode
     if isinstance(mode, CutMode) and (way := mode.way_of(value)) is not None:
         mode._ways[id(copy)] = weakref.ref(copy), way
 

@@ -7,7 +7,7 @@ explained. See :mod:`.follow`.
 
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_mist.runtime.cutting.follow import Findings, Follower, Variant
 from lightning_mist.runtime.cutting.mode import SUSPICIOUS
 from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
 from lightning_mist.runtime.cutting.portable import portable_entry, sizes_by_batch
-from lightning_mist.runtime.cutting.rules import CutRules, Form, Site, given_to, needed, portable_site
+from lightning_mist.runtime.cutting.rules import CutRules, Form, ResultKey, Site, given_to, needed, portable_site
 from lightning_mist.runtime.cutting.step_results import Result, best_way, read_results, result_ways
 from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape, batch_tensors
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
@@ -51,6 +51,11 @@ class _Ran:
     loss: Ref | None
     value: Tensor
     results: list[Result]
+
+    @property
+    def wanted(self) -> list[Ref]:
+        """The tensors by which the loss and the results go."""
+        return [ref for ref in (self.loss, *(ref for result in self.results for ref in result.refs)) if ref is not None]
 
 
 def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> CutRules | str:
@@ -123,14 +128,13 @@ class _Proof:
         tape, leaves = whole.tape, batch_tensors(self._batch)
         self._is_coarse = any(entry.autocast[0] for entry in tape.entries)
         results = [result.origin for result in whole.results if result.origin is not None]
-        wanted = [whole.loss, *(ref for result in whole.results for ref in result.refs)]
-        refuse_draws(tape, wanted)
+        refuse_draws(tape, whole.wanted)
         self._compare(whole, leaves, self._rows, whole.value, differences)
         self._compare(whole, [leaf[: self._rows // 2] if leaf.dim() else leaf for leaf in leaves], self._rows // 2,
                       fewer.value, None)  # fmt: skip
         found = Findings()
         self._follow_all(tape, leaves, list(dict.fromkeys([whole.loss, *results])), whole.loss, found)
-        found.spoil_unclear(tape, wanted)
+        found.spoil_unclear(tape, whole.wanted)
         if whole.loss in found.spoilt:
             raise UncuttableError(f"the loss depends on rows together: {found.spoilt[whole.loss]}")
         ways = result_ways(whole.results, fewer.results, found, (self._rows, self._rows // 2))
@@ -139,13 +143,7 @@ class _Proof:
         ways["loss",] = frozenset(found.ways.get(whole.loss, set()) & {"mean", "sum", "same"})
         of_whole, of_part = self._compare_gradients(tape, leaves, whole.loss, found, best_way(ways["loss",]))
         sizes_by_batch(tape, of_whole, of_part, len(leaves))
-        forms, values = _forms(tape, found, wanted)
-        origins = {("loss",): whole.loss, **{result.key: result.origin for result in whole.results}}
-        traced = {
-            key: values[origin] for key, origin in origins.items() if isinstance(origin, Ref) and origin in values
-        }
-        rules = _rules(self._module, tape, fewer.tape, found, ways, wanted, len(leaves))
-        return replace(rules, forms=forms, traced=traced)
+        return _rules(self._module, whole, fewer.tape, found, ways, len(leaves))
 
     def _run(self, batch: Any, rows: int, differences: GradientDifferences | None = None) -> _Ran:
         recorder = Recorder(self._module, self._blocks, batch, rows, self._device)
@@ -370,14 +368,11 @@ def _forms(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> tuple[dict[Any
 
 
 def _rules(
-    module: nn.Module,
-    tape: Tape,
-    fewer: Tape,
-    found: Findings,
-    ways: dict[tuple[Hashable, ...], frozenset[str]],
-    wanted: Sequence[Ref],
-    leaves: int,
+    module: nn.Module, ran: _Ran, fewer: Tape, found: Findings, ways: dict[ResultKey, frozenset[Way]], leaves: int
 ) -> CutRules:
+    tape, wanted = ran.tape, ran.wanted
+    forms, values = _forms(tape, found, wanted)
+    origins = {("loss",): ran.loss, **{result.key: result.origin for result in ran.results}}
     used = {entry.index for entry in ancestors(tape, wanted)}
     sites = tuple(
         Site(key=tape.entries[index].key, patches=patches, line=tape.entries[index].line)
@@ -393,4 +388,6 @@ def _rules(
         results={key: best_way(known) or "mean" for key, known in ways.items()},
         leaves=leaves,
         known=known,
+        forms=forms,
+        traced={key: values[origin] for key, origin in origins.items() if isinstance(origin, Ref) and origin in values},
     )
