@@ -26,7 +26,7 @@ KEEPING = frozenset(
 _FACTORIES = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"))
 """Functions that take sizes, types and devices of tensors, and no values."""
 
-SHIFTING = frozenset(("add", "add_", "sub", "sub_", "__rsub__", "rsub", "masked_fill", "where"))
+SHIFTS = frozenset(("add", "add_", "sub", "sub_", "__rsub__", "rsub", "masked_fill", "where"))
 _ADDING = frozenset(("neg", "stack", "cat", "concat", "hstack", "sum", "mean", "cumsum", "__setitem__"))
 """Functions that are linear in all of their tensors together; in the former in numbers too."""
 
@@ -44,10 +44,9 @@ _REDUCING = {"sum": "sum", "nansum": "sum", "mean": "mean", "max": "max", "amax"
 Operand = tuple[tuple[object, ...], AbstractSet[Way]]
 """An argument by its path, and how it follows from those of the parts, with ``"sizes"`` where it is a size."""
 
+_FIRST = ((0, 0), (1, "input"))
 COUNT: AbstractSet[Way] = frozenset(("sum",))
 """How a number that goes with the rows follows: that of a part is its share of the whole's."""
-
-_FIRST = ((0, 0), (1, "input"))
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 _COARSE = 5e-2
@@ -160,7 +159,7 @@ def _of_rows(name: str, seen: AbstractSet[Way], operands: Sequence[AbstractSet[W
 
 def _of_joint(name: str, operands: Sequence[Operand], joint: Sequence[Operand]) -> AbstractSet[Way]:
     """What a call makes of these and of values that all parts have alike."""
-    if name in SHIFTING or name in _ADDING:
+    if name in SHIFTS or name in _ADDING:
         means = all({"mean", "same"} & known for _, known in operands)
         return ({"mean"} if means else set()) | ({"sum"} if all("sum" in known for _, known in operands) else set())
     if name in _AFFINE:

@@ -1,11 +1,9 @@
 """Running a recorded step on a whole batch and on its parts side by side, and mending parts where they differ.
 
-For every value it is found how that of the whole follows from those of the parts: row by row, as a mean, or as a sum.
-What a call makes of rows is seen from its values, also of values that are put in the place of its own, so that nothing
-is hidden by what is small or zero. What it makes of sums and means goes by rules and has to agree with the values; see
-:func:`.combination.following`. Where nothing holds, three repairs are tried; see :mod:`.repairs`. A value that nothing
-explains spoils all that is made of it, whatever it weighs in the loss now: a term that is tiny, or zero, or starts
-later, counts as any other.
+For every value it is found how that of the whole follows from those of the parts: row by row, as a mean, or as a sum;
+see :func:`.combination.following`. Where nothing holds, three repairs are tried; see :mod:`.repairs`. A value that
+nothing explains spoils all that is made of it, whatever it weighs in the loss now: a term that is tiny, or zero, or
+starts later, counts as any other.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.runtime.cutting.arguments import leaves_in
-from lightning_mist.runtime.cutting.combination import (
-    COUNT,
-    SHIFTING,
-    SIMPLE,
-    Operand,
-    Way,
-    following,
-    row_way,
-    split_like,
-    ways,
-)
+from lightning_mist.runtime.cutting.combination import COUNT, SHIFTS, SIMPLE, Way, following, row_way, split_like, ways
 from lightning_mist.runtime.cutting.repairs import (
     CLASS_LOSSES,
     SELECTING,
@@ -55,6 +43,7 @@ _ARITHMETIC = frozenset(
 
 NEITHER = "the values of a batch are not those of its parts, row by row, nor their mean or sum"
 
+ANY = "any values"
 Labels = Callable[[Tensor, int], Tensor]
 
 
@@ -64,14 +53,12 @@ class Variant:
 
     Attributes:
         labels: Changes the labels of losses; None to leave them.
-        is_any: Whether values with rows are changed to any others, call by call.
     """
 
     name: str
     leaves: Sequence[Tensor]
     rows: tuple[int, ...]
     labels: Labels | None = None
-    is_any: bool = False
 
 
 @dataclass(slots=True)
@@ -184,12 +171,12 @@ class _Side:
         run_entry(entry, self._whole, self._tape.device)
         self._run_parts(entry)
         self._explain(entry, problem)
-        if self._variant.is_any:
+        if self._variant.name == ANY:
             for ref in entry.refs:
                 self._put_any(ref)
 
     def _put_any(self, ref: Ref) -> None:
-        """Put other values in the place of those with rows: zeros, or what is right nowhere, hide what comes of them."""
+        """Put any values in the place of those with rows: zeros, or what is right nowhere, hide what comes of them."""
         whole, way = self._whole[ref], row_way(self._found.ways.get(ref, set()))
         is_truth = whole.dtype == torch.bool
         is_hidden = self._tape.depends(ref) == "parameters" or not (is_truth or whole.any())
@@ -319,10 +306,10 @@ class _Side:
             return {"same", "mean", "sum"}  # what the function sum begins with
         return self._by_rows(origin)
 
-    def _operands(self, entry: Entry, patches: Sequence[Patch]) -> list[Operand]:
+    def _operands(self, entry: Entry, patches: Sequence[Patch]) -> list[tuple[Any, AbstractSet[Way]]]:
         """What a call computes with."""
         changed = {patch.path: patch for patch in patches if not isinstance(patch, Count)}
-        found: list[Operand] = []
+        found: list[tuple[Any, AbstractSet[Way]]] = []
         for path, leaf in leaves_in((entry.args, entry.kwargs)):
             patch = changed.get(path)
             if isinstance(patch, Whole):
@@ -331,7 +318,7 @@ class _Side:
                 found.append((path, {"mean"}))
             elif isinstance(leaf, Number):
                 found.append((path, self._of_number(leaf.origin) if entry.name in _ARITHMETIC else {"same", "sizes"}))
-            elif type(leaf) in (int, float) and entry.name in SHIFTING and path != (1, "alpha"):
+            elif type(leaf) in (int, float) and entry.name in SHIFTS and path != (1, "alpha"):
                 found.append((path, self._of_number(leaf)))
             elif isinstance(leaf, Ref):
                 known, depends = self._known(leaf), self._tape.depends(leaf)

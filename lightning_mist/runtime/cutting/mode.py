@@ -65,10 +65,8 @@ class CutMode(TorchFunctionMode):
         kwargs = kwargs or {}
         name = name_of(func)
         is_watched = name in self._watched
-        if self.is_quiet or not (is_watched or self._ways):
-            return func(*args, **kwargs)
-        given = given_to(args, kwargs, self.way_of)
-        if not (is_watched or given):
+        given = given_to(args, kwargs, self.way_of) if is_watched or self._ways else ()
+        if self.is_quiet or not (is_watched or given):
             return func(*args, **kwargs)
         key = occurrence(self._counts, name)
         site = self._sites.get(key)
@@ -88,8 +86,8 @@ class CutMode(TorchFunctionMode):
         ways = next((made_then for given_then, made_then in forms if given_then == given), None)
         if ways is None:
             is_kept = name in KEEPING and len(given) == 1 and given[0][0] == (0, 0)
-            is_other = given or name in SUSPICIOUS
-            ways = (given[0][1] if is_kept else f"{name} at {user_line()}" if is_other else None,) * len(made)
+            other = f"{name} at {user_line()}" if given or name in SUSPICIOUS else None
+            ways = (given[0][1] if is_kept else other,) * len(made)
         for tensor, way in zip(made, ways, strict=False):
             self._ways.pop(id(tensor), None)
             if way is not None:
@@ -166,8 +164,7 @@ class CutMode(TorchFunctionMode):
 
 def copied(value: Any, copy: Any) -> None:
     """Let the mode that watches the step, if one does, know the copy of a tensor for what that was."""
-    mode = ACTIVE.mode
-    if isinstance(mode, CutMode) and (way := mode.way_of(value)) is not None:
+    if isinstance(mode := ACTIVE.mode, CutMode) and (way := mode.way_of(value)) is not None:
         mode._ways[id(copy)] = weakref.ref(copy), way
 
 

@@ -71,9 +71,8 @@ class Perturber:
         if not is_alike or self._is_lookup[index]:
             return leaf
         change = torch.rand(leaf.shape, generator=self._generator).to(leaf.device) < 0.5
-        if leaf.dtype == torch.bool:
-            return leaf | change
-        return torch.where(change, leaf + (1 if int(leaf.flatten()[0]) < 1 else -1), leaf)
+        first = int(leaf.flatten()[0])
+        return torch.where(change, torch.full_like(leaf, first - 1 if first > 0 else first + 1), leaf)
 
     def _can_be_absent(self, index: int) -> bool:
         return any(self._is_allowed(index, value) for value in self._absent[index])

@@ -19,7 +19,7 @@ from lightning_mist.runtime.checks import GradientDifferences, Steady, loss_of
 from lightning_mist.runtime.cutting.arguments import leaves_in, rebuilt
 from lightning_mist.runtime.cutting.combination import Way, is_close, tolerance_of
 from lightning_mist.runtime.cutting.draws import refuse_draws
-from lightning_mist.runtime.cutting.follow import Findings, Follower, Variant
+from lightning_mist.runtime.cutting.follow import ANY, Findings, Follower, Variant
 from lightning_mist.runtime.cutting.mode import SUSPICIOUS
 from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
 from lightning_mist.runtime.cutting.portable import portable_entry, sizes_by_batch
@@ -51,11 +51,6 @@ class _Ran:
     loss: Ref | None
     value: Tensor
     results: list[Result]
-
-    @property
-    def wanted(self) -> list[Ref]:
-        """The tensors by which the loss and the results go."""
-        return [ref for ref in (self.loss, *(ref for result in self.results for ref in result.refs)) if ref is not None]
 
 
 def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> CutRules | str:
@@ -128,13 +123,14 @@ class _Proof:
         tape, leaves = whole.tape, batch_tensors(self._batch)
         self._is_coarse = any(entry.autocast[0] for entry in tape.entries)
         results = [result.origin for result in whole.results if result.origin is not None]
-        refuse_draws(tape, whole.wanted)
+        wanted = [whole.loss, *(ref for result in whole.results for ref in result.refs)]
+        refuse_draws(tape, wanted)
         self._compare(whole, leaves, self._rows, whole.value, differences)
         self._compare(whole, [leaf[: self._rows // 2] if leaf.dim() else leaf for leaf in leaves], self._rows // 2,
                       fewer.value, None)  # fmt: skip
         found = Findings()
         self._follow_all(tape, leaves, list(dict.fromkeys([whole.loss, *results])), whole.loss, found)
-        found.spoil_unclear(tape, whole.wanted)
+        found.spoil_unclear(tape, wanted)
         if whole.loss in found.spoilt:
             raise UncuttableError(f"the loss depends on rows together: {found.spoilt[whole.loss]}")
         ways = result_ways(whole.results, fewer.results, found, (self._rows, self._rows // 2))
@@ -205,11 +201,11 @@ class _Proof:
         labels = make.labels
 
         return [
+            (Variant(name=ANY, leaves=leaves, rows=small, labels=labels), False),  # first: it tells most ways apart
             (Variant(name="the batch", leaves=leaves, rows=half), False),
             (Variant(name="padded", leaves=make.padded(), rows=small, labels=labels), False),
             (Variant(name="shuffled", leaves=make.shuffled(), rows=half, labels=labels), True),
             (Variant(name="tied", leaves=make.tied(), rows=small), True),
-            (Variant(name="any values", leaves=leaves, rows=small, labels=labels, is_any=True), False),
         ]
 
     def _follow_all(
@@ -221,10 +217,7 @@ class _Proof:
             before = found.text
             found.begin()
             follower = Follower(tape, wanted, found, _COARSE if self._is_coarse else None)
-            for variant, has_other in (
-                variants[-1],
-                *variants[:-1],
-            ):  # what is not told apart later is told apart first
+            for variant, has_other in variants:
                 if variant.name in failed or loss in found.spoilt:
                     continue
                 try:
@@ -256,7 +249,7 @@ class _Proof:
     ) -> list[Values]:
         """Compare gradients of wholes and parts, as they are and padded; tensors of the batch and of its first part."""
         seen: list[Values] = []
-        for variant, _ in self._variants(tape, leaves)[:2]:
+        for variant, _ in self._variants(tape, leaves)[1:3]:
             set_random_state(self._state, self._device)
             try:
                 whole, parts = Follower(tape, [loss], found, _COARSE if self._is_coarse else None).run(variant)
@@ -370,7 +363,8 @@ def _forms(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> tuple[dict[Any
 def _rules(
     module: nn.Module, ran: _Ran, fewer: Tape, found: Findings, ways: dict[ResultKey, frozenset[Way]], leaves: int
 ) -> CutRules:
-    tape, wanted = ran.tape, ran.wanted
+    tape = ran.tape
+    wanted = [ref for ref in (ran.loss, *(ref for result in ran.results for ref in result.refs)) if ref is not None]
     forms, values = _forms(tape, found, wanted)
     origins = {("loss",): ran.loss, **{result.key: result.origin for result in ran.results}}
     used = {entry.index for entry in ancestors(tape, wanted)}
