@@ -14,7 +14,7 @@ number).
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -45,6 +45,7 @@ class OwnFunction:
 
 class _Here(threading.local):
     within: Within | None = None
+    watch: Within = nullcontext
 
 
 _HERE = _Here()
@@ -58,6 +59,16 @@ def users_checkpoints(within: Within) -> Iterator[None]:
         yield
     finally:
         _HERE.within = before
+
+
+@contextmanager
+def watched_checkpoints(watch: Within) -> Iterator[None]:
+    """Inside, in this thread, what :func:`neutral_checkpointing` runs once runs in a context made by ``watch``."""
+    before, _HERE.watch = _HERE.watch, watch
+    try:
+        yield
+    finally:
+        _HERE.watch = before
 
 
 def _repeated(function: Callable[..., Any], within: Within) -> Callable[..., Any]:
@@ -74,7 +85,8 @@ class _Direct:
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if _HERE.within is None:
-            return function(*args)
+            with _HERE.watch():
+                return function(*args)
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
@@ -97,7 +109,8 @@ def neutral_checkpointing() -> Iterator[None]:
         elif within is not None:
             yield from generator(_repeated(fn, within), *args, **kwargs)
         else:
-            yield
+            with _HERE.watch():
+                yield
 
     module._checkpoint_without_reentrant_generator = neutral
     module.CheckpointFunction = _Direct  # type: ignore[misc,assignment]

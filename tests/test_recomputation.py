@@ -1,4 +1,5 @@
 import copy
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_mist.errors import TraceError
-from lightning_mist.recomputation import is_kept, selective_contexts
+from lightning_mist.recomputation import is_kept, neutral_checkpointing, selective_contexts, watched_checkpoints
 
 
 class Attention(nn.Module):
@@ -128,3 +129,19 @@ def test_batch_statistics_are_updated_as_under_any_checkpoint():
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts).sum().backward()
     assert block.norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_users_recompute_is_watched_where_it_runs_once(reentrant):
+    seen, x = [], torch.ones(3, requires_grad=True)
+
+    @contextmanager
+    def watch():
+        seen.append("before")
+        yield
+        seen.append("after")
+
+    with neutral_checkpointing(), watched_checkpoints(watch):
+        checkpoint(lambda item: seen.append("inside") or item * 2, x, use_reentrant=reentrant).sum().backward()
+    assert seen == ["before", "inside", "after"]
+    assert x.grad.tolist() == [2, 2, 2]
