@@ -22,7 +22,7 @@ from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
 from lightning_mist.runtime.parameters import CastKeeper, MasterWeights, parts_of
 from lightning_mist.runtime.recording import Recorder
-from lightning_mist.runtime.stage import PipelineStage, RankStages, make_unit_runner
+from lightning_mist.runtime.stage import PipelineStage, RankStages, WrittenWeights, make_unit_runner
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, lower
 from lightning_mist.schedule.action import INPUT_BACKWARDS
@@ -100,6 +100,7 @@ class Executor:
         tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
         self.masters = None if masters is None else MasterWeights(self.mesh, self.stages.every, masters, self.shards)
+        self.written = WrittenWeights(self.mesh, self.parameters, module_map)
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
         self.recorder = Recorder(device)
@@ -160,6 +161,7 @@ class Executor:
             self.gradients.begin(earlier)
         if self.masters is not None:
             self.masters.compute()
+        self.written.begin()
         try:
             with self._context.casts.batch(), self.stages.attached():
                 for position, action in enumerate(self.actions):
@@ -169,6 +171,7 @@ class Executor:
                     names = final.get(position, frozenset())
                     yield from self.recorder.around(action, self._perform(batch, action, names))
                 yield from self.recorder.around("sends", batch.finish())
+            self.written.check()
         except BaseException:
             self._abandon()
             raise

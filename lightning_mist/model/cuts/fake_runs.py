@@ -90,6 +90,7 @@ def _attempt(
     failure, batch_changed = "", False
     for attempt, batch in enumerate(batches):
         recorder = Recorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
+        recorder.know_storages(module.parameters())
         recorders.append(recorder)
         own = copy.deepcopy(batch)
         versions = [(tensor, tensor._version) for tensor in batch_tensors(own)]

@@ -79,6 +79,8 @@ def map_module(
         exclusions=exclusions,
         batch_rows=rows,
         indexes_by_mask=first.indexes_by_mask or second.indexes_by_mask,
+        leaves_out=_leaves_out(module, slots, runs.records),
+        writes="seen" if first.written_parameters or second.written_parameters else "",
     )
 
 
@@ -106,7 +108,14 @@ def _without_blocks(
         parameters=_parameter_uses(module, slots, (used,)),
         exclusions=exclusions,
         batch_rows=rows,
+        leaves_out=_leaves_out(module, slots, records),
+        writes="seen" if any(record.written_parameters for record in records) else "" if records else "maybe",
     )
+
+
+def _leaves_out(module: nn.Module, slots: Slots, records: tuple[Record, ...]) -> bool:
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return any(not trained <= {slots[slot] for slot in record.parameter_uses} for record in records)
 
 
 def _parameter_uses(module: nn.Module, slots: Slots, records: tuple[Record, ...]) -> tuple[ParameterUse, ...]:

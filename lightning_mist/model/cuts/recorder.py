@@ -90,6 +90,9 @@ class Record:
     indexes_by_mask: bool = False
 
 
+_DATA = vars(torch._C.TensorBase)["data"]  # sets values where no version counter shows it
+
+
 class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,6 +130,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.record = Record()
         self._slots, self._originals, self._buffers = slots, originals, buffers
+        self._storages: dict[int, tuple[Tensor, tuple[str, str]]] = {}
         self._guess, self._attempt = guess, attempt
         self._names, self._guesses = ValueNames(), Guesses()
         self._operators = _Operators()
@@ -162,6 +166,10 @@ class Recorder(TorchFunctionMode):
         """Give tensors that turned into fakes their contents back."""
         while self._became:
             become(*self._became.pop())
+
+    def know_storages(self, fakes: Iterable[Tensor]) -> None:
+        """Remember where parameters are: views, and what ``.data`` gives, lie there too; kept, so none is another's."""
+        self._storages = {storage_of(item): (item.detach(), self._slots[id(item)]) for item in fakes}
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Remember tensors of the batch: a block that reads one which is not its argument cannot run again later."""
@@ -201,7 +209,7 @@ class Recorder(TorchFunctionMode):
         if made or written or name in _EFFECTS or name in READS:
             for tensor in tensors:
                 self._use(tensor)
-        for tensor in written:
+        for tensor in written if name != "__set__" or getattr(func, "__self__", None) is not _DATA else tensors[:1]:
             self._written(tensor)
         if name in ("batch_norm", "instance_norm"):
             self._normalised(name, args, kwargs)
@@ -310,7 +318,7 @@ class Recorder(TorchFunctionMode):
             self._became.append((target, fake))
 
     def _written(self, tensor: Tensor) -> None:
-        slot = self._slots.get(id(tensor))
+        slot = self._slots.get(id(tensor)) or self._storages.get(storage_of(tensor), (tensor, None))[1]
         if slot is not None:
             self.record.written_parameters.setdefault(".".join(filter(None, slot)), user_line())
         elif self._is_unknown(tensor):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mist.runtime.parameters import AbsentGradient
+from lightning_mist.runtime.parameters import AbsentGradient, unversioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,23 @@ class _Frozen:
     attributes: dict[str, Any]
     gradients: dict[nn.Parameter, Tensor]
     default_dtype: torch.dtype
+
+
+def behind_closure(args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[], None]) -> Any:
+    """Arguments of an optimizer's step, itself the first, with work behind its closure; now, and None, without one."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        work()
+        return None
+
+    def then() -> Any:
+        # The step calls it with gradients on, wherever they are.
+        result = closure()
+        with torch.no_grad():
+            work()
+        return result
+
+    return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
 
 
 class UnitSteps:
@@ -70,6 +87,7 @@ class UnitSteps:
             stack.enter_context(self._groups(lambda whole: [item for item in whole if item in chosen]))
             if self._frozen is not None:
                 stack.enter_context(self._as_frozen(self._frozen, chosen))
+                stack.enter_context(unversioned(tuple(chosen)))  # within a batch; no write of the step's
             for parameter, gradient in (gradients or {}).items():
                 parameter.grad = gradient
                 stack.callback(setattr, parameter, "grad", None)
@@ -141,20 +159,7 @@ class UnitSteps:
     def _before(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_inside or self._whole is not None:
             return None  # A class's step that calls that of its base class, which has the hooks around it too.
-        # The first argument is the optimizer itself.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._take()
-            return None
-
-        def then() -> Any:
-            # The step calls it with gradients on, wherever they are.
-            result = closure()
-            with torch.no_grad():
-                self._take()
-            return result
-
-        return ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
+        return behind_closure(args, kwargs, self._take)
 
     def _take(self) -> None:
         if self._whole is not None:

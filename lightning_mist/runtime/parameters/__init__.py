@@ -16,7 +16,7 @@ from lightning_mist.runtime.parameters.buckets import (
     make_buckets,
     owned_buckets,
 )
-from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of
+from lightning_mist.runtime.parameters.buffers import BufferSync, memory_of, unversioned
 from lightning_mist.runtime.parameters.casts import CastKeeper, detached, no_kept_casts
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradient_types, computing

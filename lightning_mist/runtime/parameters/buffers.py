@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_mist.runtime.communication import Transport, Work
 
-_UNVERSIONED = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-"""What autograd saved of a buffer stays valid, as under data parallelism."""
+unversioned = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+"""Inside, writing into these tensors counts for nobody: what autograd saved of a buffer stays valid, as under DDP."""
 
 
 class BufferSync:
@@ -74,7 +74,7 @@ class BufferSync:
         yield self._transport.broadcast(flat, 0, self._world)
         if self._transport.rank == 0:
             return
-        with torch.no_grad(), _UNVERSIONED(tuple(buffers)):
+        with torch.no_grad(), unversioned(tuple(buffers)):
             for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
                 # A part may begin where its type may not: its copy begins anywhere.
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

@@ -9,6 +9,7 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import make_present
 from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets
+from lightning_mist.runtime.parameters.buffers import unversioned
 from lightning_mist.runtime.parameters.unit_shards import UnitKey
 
 
@@ -49,4 +50,5 @@ class UnitGather:
             work.wait()
             make_present(bucket.parameters)
             if bucket.owner != self._mesh.shard_index:
-                torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))
+                with unversioned(bucket.parameters):
+                    torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))

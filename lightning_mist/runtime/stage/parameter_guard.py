@@ -6,7 +6,8 @@ penalty on weights that starts later, a weight that is logged) would see somethi
 Before the first layer of a later stage the step does again what the stages before have done, for its form alone: what
 it makes of such a parameter there is a fake, as what it makes of parameters of other stages is.
 
-Nor may a step run a backward of its own while parameters behind it are freed.
+Nor may a step run a backward of its own while parameters behind it are freed, nor write into weights what other ranks
+do not.
 """
 
 import threading
@@ -21,8 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_mist.errors import TraceError
+from lightning_mist.devices import read
+from lightning_mist.errors import PlanError, TraceError
+from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.calls import leaves_of, user_line
+from lightning_mist.plan.mesh import Mesh
+from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.tensors import is_hollow
 
@@ -100,6 +105,61 @@ class ParameterGuard:
         if self._watch is not None and torch.overrides._get_current_function_mode() is self._watch:  # type: ignore[no-untyped-call]
             watch, self._watch = self._watch, None
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class WrittenWeights:
+    """Notices what is written into weights besides the optimizer's update.
+
+    Where one rank updates a weight for others it must be the same on all; where ranks lack weights, or run a step more
+    than once a batch, it would be lost or done twice. Where there is a sign of such code, ``compares`` is true: ranks
+    compare what they have before each update.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter], module_map: ModuleMap) -> None:
+        plan, stage = mesh.plan, mesh.plan.stages[mesh.stage]
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        is_given_out = mesh.is_sharded and stage.zero_stage < ZeroStage.PARAMETERS and len(mesh.shard_peers) > 1
+        has_sign = bool(module_map.writes or module_map.excludes("sharded_parameters"))
+        self.compares = is_given_out and has_sign and bool(trained)
+        is_whole = plan.num_stages == plan.num_microbatches == 1 and stage.mesh.num_row_peers == 1
+        # What nobody updates is each rank's own where it has all of it and runs its own batches.
+        watched = trained if is_given_out and is_whole else parameters
+        self._watched = {} if module_map.writes == "seen" else watched
+        self._trained, self._group, self._before = trained, tuple(sorted(mesh.shard_peers)), list[int]()
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._before = [parameter._version for parameter in self._watched.values()]
+
+    def check(self) -> None:
+        """Raise PlanError if the step has written into a parameter since, which it did not when it was traced."""
+        for (name, parameter), version in zip(self._watched.items(), self._before, strict=True):
+            if parameter._version != version:
+                raise PlanError(f"the step wrote into {name}, which it did not when the plan was made; {_WRITTEN}")
+
+    def compare(self, transport: Transport) -> None:
+        """Raise PlanError, on all ranks, if those that one updates a parameter for have other values of it."""
+        sums = torch.stack([sum_of_bits(parameter) for parameter in self._trained.values()])
+        found = transport.all_gather(sums, self._group)
+        found.wait()
+        rows = found.result().view(len(self._group), -1)
+        for name, is_other in zip(self._trained, read((rows != rows[0]).any(0)), strict=True):
+            if is_other:
+                raise PlanError(f"code beside the optimizer wrote other values into {name} on each rank; {_WRITTEN}")
+
+
+_WRITTEN = (
+    "under data parallelism each rank goes on with its own, where this plan would give one rank's to all, or lose it: "
+    "use zero_stage = 0 in a plan with one stage and whole batches"
+)
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """A number that differs between tensors which differ, but by rare chance; in any order of adding up the same."""
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
 
 
 _HERE = threading.local()

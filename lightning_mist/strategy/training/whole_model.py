@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_mist.model import counting_reason
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.communication import DistributedTransport, Transport, complete
 from lightning_mist.runtime.executor import Executor
-from lightning_mist.runtime.offload import offload_optimizer_state
+from lightning_mist.runtime.offload import behind_closure, offload_optimizer_state
 from lightning_mist.runtime.parameters import (
     AbsentGradient,
     ParameterGatherer,
@@ -60,6 +61,11 @@ class OwnedOptimizer:
         owned = [parameters[item.name] for item in mesh.owned]
         self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
         self._transport, self._device = executor.transport, device
+        self._hooks = []
+        if executor.written.compares and executor.masters is None:
+            compare = partial(executor.written.compare, executor.transport)
+            # Before that of an update by units, which begins behind the closure.
+            self._hooks.append(optimizer.register_step_pre_hook(lambda _, args, kw: behind_closure(args, kw, compare)))
         self._offloaded = offload_optimizer_state(
             *(optimizer, mesh, module_map, parameters, executor.streams, executor.state_pool, executor.shards),
             *(executor.gradients, executor.transport),
@@ -74,6 +80,8 @@ class OwnedOptimizer:
             What :meth:`state` would have given, on rank 0, whenever all ranks call it, also when the engine's groups of
             processes are gone. Until then each keeps in host memory the state of what it updated.
         """
+        for hook in self._hooks:
+            hook.remove()
         if self._offloaded is not None:
             self._offloaded.end()
         cut, device = self.cut, self._device

@@ -68,7 +68,7 @@ def test_a_plain_module_excludes_nothing():
         (
             "parameter_write",
             "writes into parameter",
-            {"pipeline", "microbatches", "checkpointing", "tensor", "shards"},
+            {"pipeline", "microbatches", "checkpointing", "tensor", "context", "shards", "sharded_parameters"},
         ),
         ("metric", "updates the metric", {"pipeline", "tensor"}),
         ("random_drop", "draws from Python's random", {"pipeline", "tensor"}),

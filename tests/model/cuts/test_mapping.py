@@ -4,6 +4,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.tensors import slice_rows
@@ -260,3 +261,50 @@ def test_shared_memory_written_to_after_a_cut_is_refused():
     module = Aliased()
     found = map_module(module, zoo.step(module), zoo.xy_batch(3))
     assert "two tensors that share memory are used before and after layer 1" in found.excludes("pipeline")[0]
+
+
+class Writes(nn.Module):
+    """Writes into a weight in one of many ways, and uses one of two parts by how many rows there are."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.second = way, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        self.way(self.first.weight, x)
+        return (self.second(hidden) if len(x) > 3 else hidden + self.second.bias).sum()
+
+
+def replaced(weight, x):
+    weight.data = weight.data * 2
+
+
+def through_a_view(weight, x):
+    with torch.no_grad():
+        weight.view(-1)[:4].mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("way", "writes"),
+    [
+        (lambda weight, x: None, ""),
+        (lambda weight, x: weight.data.sum(), ""),
+        (lambda weight, x: weight.data.clone().mul_(2), ""),
+        (lambda weight, x: weight.data.mul_(2), "seen"),
+        (lambda weight, x: weight.detach()[0].copy_(x[0]), "seen"),
+        (replaced, "seen"),
+        (through_a_view, "seen"),
+    ],
+)
+def test_what_is_written_into_weights_and_what_one_run_leaves_out(way, writes):
+    module, x = Writes(way), torch.ones(4, 4)
+    found = map_module(module, module, x, second_batch=x[:3])
+    assert found.writes == writes
+    assert bool(found.excludes("sharded_parameters")) == bool(writes)
+    assert found.leaves_out  # the second run has three rows
+    assert not map_module(module, module, x).leaves_out
+
+
+def test_of_a_step_that_cannot_be_traced_nobody_knows_what_it_writes():
+    assert mapped("broken")[1].writes == "maybe"
