@@ -2,6 +2,8 @@
 
 import pickle
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import ModuleMap
+from lightning_mist.plan import Exclusion, Feature, ModuleMap, ParameterUse
 from lightning_mist.runtime.parameters import memory_of
 
 T = TypeVar("T")
@@ -75,21 +77,48 @@ def same_start(module: nn.Module, later: Collection[str]) -> None:
                 values.copy_(together)
 
 
-def union(mine: Sequence[T]) -> tuple[T, ...]:
-    """What any rank has, in the order of ranks, each once."""
-    return tuple(dict.fromkeys(item for items in of_all_ranks(tuple(mine)) for item in items))
+def same_everywhere(found: ModuleMap) -> ModuleMap:
+    """One map of what the ranks found of their module, each on a batch of its own; called on all at once.
 
+    A parameter is used wherever any rank uses it, and what rules a plan out on one rank does so on all. Sizes stay
+    those of each rank's batch.
 
-def same_everywhere(found: ModuleMap) -> None:
-    """Raise on every rank if ranks found different modules."""
-    mine = (found.blocks, [use.name for use in found.parameters], [tuple(t.key for t in cut) for cut in found.cuts])
-    seen = of_all_ranks((repr(mine), next((exclusion.reason for exclusion in found.exclusions), None)))
-    different = [rank for rank, (digest, _) in enumerate(seen) if digest != seen[0][0]]
+    Raises:
+        PlanError: On every rank, if ranks found different modules.
+    """
+    cuts = tuple(tuple(replace(live, shape=(len(live.shape),)) for live in cut) for cut in found.cuts)
+    mine = replace(found, cuts=cuts, outputs=(), batch_rows=1)
+    if len(set(of_all_ranks(blake2b(repr(mine).encode()).digest()))) == 1:
+        return found
+    every = of_all_ranks(mine)
+    modules = [(one.blocks, [_joined((use,), ()) for use in one.parameters]) for one in every]
+    different = [rank for rank, module in enumerate(modules) if module != modules[0]]
     if different:
         # An error in the step of one rank shows here first.
-        reasons = "".join(f". On rank {rank}: {seen[rank][1]}" for rank in (0, different[0]) if seen[rank][1])
+        firsts = {rank: next((item.reason for item in every[rank].exclusions), "") for rank in (0, different[0])}
+        reasons = "".join(f". On rank {rank}: {reason}" for rank, reason in firsts.items() if reason)
         raise PlanError(
-            f"ranks {different} see another module than rank 0 (blocks, parameters or values between them differ): "
-            "every rank must build the same module and take the same branches; seed what is random in its construction"
-            f"{reasons}"
+            f"ranks {different} see another module than rank 0 (parameters, or blocks that run, differ): every rank "
+            f"must build the same one and call the same blocks; seed what is random in its construction{reasons}"
         )
+    exclusions = dict.fromkeys(item for one in every for item in one.exclusions)
+    if any(one.cuts != every[0].cuts for one in every):
+        why = "other values cross between layers on one rank than on another: first batches take other branches"
+        features: tuple[Feature, ...] = ("pipeline", "tensor", "context")
+        exclusions |= dict.fromkeys(Exclusion(feature=feature, reason=why) for feature in features)
+    return replace(
+        found,
+        parameters=tuple(_joined(uses, uses) for uses in zip(*(one.parameters for one in every), strict=True)),
+        leaking_blocks=tuple(sorted({position for one in every for position in one.leaking_blocks})),
+        exclusions=tuple(exclusions),
+        indexes_by_mask=any(one.indexes_by_mask for one in every),
+        leaves_out=any(one.leaves_out for one in every),
+        writes=max(one.writes for one in every),
+    )
+
+
+def _joined(uses: Sequence[ParameterUse], counted: Sequence[ParameterUse]) -> ParameterUse:
+    """A parameter, used in the regions where those that count use it."""
+    regions = [{region for use in counted for region in use.slots[slot][2]} for slot in range(len(uses[0].slots))]
+    slots = zip(uses[0].slots, regions, strict=True)
+    return replace(uses[0], slots=tuple((*slot[:2], tuple(sorted(found))) for slot, found in slots))

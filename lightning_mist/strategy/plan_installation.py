@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mist.devices import ops_of
+from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.plan import Plan
 from lightning_mist.runtime.stage import no_caches
@@ -196,6 +198,12 @@ class PlanInstallation(EndsTogether):
         if self._engine is not None and not self._engine.has_begun:
             self._engine.begin(None)
 
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """See that DDP's reductions came to their end, which of several backwards only the last one may bring."""
+        super().post_backward(closure_loss)
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            refuse_unreduced(self.model)
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Around batches whose gradients are only accumulated: the forward after them finds buffers as they are."""
@@ -218,6 +226,19 @@ def as_wrapped(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(module).pop("module", None)
+
+
+def refuse_unreduced(model: Any) -> None:
+    """Behind a backward, raise TraceError where DDP waits for gradients that did not come."""
+    try:
+        if isinstance(model, DistributedDataParallel):
+            model.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        missing = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+        raise TraceError(
+            f"{', '.join(missing[:1]) or 'a parameter'} took no part in this batch's loss on this rank, though all did "
+            "before: DDP waits for its gradient for ever. Give the strategy find_unused_parameters=True"
+        ) from error
 
 
 def broadcasts_buffers(options: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.plan import ModuleMap
+from lightning_mist.plan import Exclusion, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.strategy import all_ranks
 from lightning_mist.strategy.all_ranks import on_rank_zero, same_everywhere
 from lightning_mist.strategy.planning.local_machine import alike, joined
@@ -38,18 +38,43 @@ def test_an_error_that_cannot_travel_is_told_in_words():
         on_rank_zero(fail)
 
 
-def _see(other):
-    found = replace(MAP, blocks=("a", "c")) if dist.get_rank() == 1 and other else MAP
+def _seen(kind):
+    """What both ranks make of what rank 1 found otherwise than rank 0."""
+    use = ParameterUse(name="w", slots=(("a", "w", (0,)),), shape=(2,), dtype="float32", requires_grad=True)
+    live = LiveTensor(key="x", shape=(4, 3), dtype="float32", requires_grad=True, batch_dim=0)
+    found = replace(MAP, parameters=(use,), cuts=((live,),), batch_rows=4)
+    other = {
+        "size": {"batch_rows": 2, "cuts": ((replace(live, shape=(2, 3)),),)},
+        "module": {"blocks": ("a", "c")},
+        "frozen": {"parameters": (replace(use, requires_grad=False),)},
+        "use": {"parameters": (replace(use, slots=(("a", "w", (1,)),)),), "leaves_out": True, "writes": "seen"},
+        "value": {"cuts": ((replace(live, key="y"),),), "indexes_by_mask": True},
+        "form": {"cuts": ((replace(live, requires_grad=False),),)},
+        "reason": {"exclusions": (Exclusion(feature="checkpointing", reason="no"),), "leaking_blocks": (1,)},
+    }
     try:
-        same_everywhere(found)
+        return same_everywhere(replace(found, **other[kind]) if dist.get_rank() == 1 else found)
     except PlanError as error:
         return str(error)
-    return ""
 
 
-def test_ranks_that_see_another_module_are_named(gloo_workers):
-    assert gloo_workers.run(2, _see, False) == ["", ""]
-    first, second = gloo_workers.run(2, _see, True)
+def test_what_ranks_find_on_their_own_batches_is_joined(gloo_workers):
+    found = {kind: gloo_workers.run(2, _seen, kind) for kind in ("size", "use", "value", "form", "reason")}
+    assert [one.cuts[0][0].shape for one in found["size"]] == [(4, 3), (2, 3)]
+    for kind, (first, second) in found.items():
+        assert kind == "size" or replace(first, cuts=()) == replace(second, cuts=())
+    used, other = found["use"][0], found["value"][0]
+    assert used.parameters[0].regions == (0, 1)
+    assert (used.leaves_out, used.writes, used.exclusions) == (True, "seen", ())
+    assert other.indexes_by_mask
+    for kind in ("value", "form"):
+        assert {item.feature for item in found[kind][1].exclusions} == {"pipeline", "tensor", "context"}
+    assert (found["reason"][0].excludes("checkpointing"), found["reason"][0].leaking_blocks) == (("no",), (1,))
+
+
+@pytest.mark.parametrize("kind", ["module", "frozen"])
+def test_ranks_that_see_another_module_are_named(gloo_workers, kind):
+    first, second = gloo_workers.run(2, _seen, kind)
     assert first == second
     assert "ranks [1] see another module than rank 0" in first
 

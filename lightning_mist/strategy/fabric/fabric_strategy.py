@@ -18,6 +18,7 @@ from lightning_mist.strategy.fabric.outputs import Arrival
 from lightning_mist.strategy.fabric.planned_module import PlannedModule
 from lightning_mist.strategy.given_arguments import check_arguments, size_limit
 from lightning_mist.strategy.namespace import fabric_ddp_strategy
+from lightning_mist.strategy.plan_installation import refuse_unreduced
 from lightning_mist.strategy.planning import PlanRequest, searched_with
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -144,6 +145,8 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
         """Step the owned parameters and distribute what was updated."""
         engine = self._engine
         if engine is None:
+            for planned in self._modules:
+                refuse_unreduced(planned.parallel)
             return super().optimizer_step(optimizer, **kwargs)
         self.refuse_unaveraged()
         engine.hollow()

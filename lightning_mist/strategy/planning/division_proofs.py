@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from lightning_mist.devices import read
 from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import isolated
 from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit, row_slice
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
+from lightning_mist.runtime.stage import sum_of_bits
 from lightning_mist.strategy.all_ranks import of_all_ranks, on_rank_zero
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import LogRecord, LogRecorder, as_place, recorded_logs, results_of
@@ -87,6 +89,19 @@ _Told = tuple[_Ways, _Ways, tuple[Exclusion, ...], tuple[tuple[int | None, ...],
 """How layers and how rows are shared, exclusions, the sequence dimension of every tensor at every cut, and whether
 anything is dropped at random.
 """
+
+
+def written_by(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> list[int]:
+    """A number for each trained parameter's values behind a run of a step on real ones, which are put back."""
+    every = list(module.parameters())
+    kept = [(p, p.data, p.data.clone()) for p in every]
+    try:
+        with isolated(module):
+            call(batch)
+        return [read(sum_of_bits(p)) for p in every if p.requires_grad]
+    finally:
+        for parameter, data, values in kept:
+            parameter.data = data.copy_(values)
 
 
 def most_parts(plan: Plan) -> int:

@@ -31,10 +31,10 @@ from lightning_mist.model.initialization import InitialValues, blocks_alike
 from lightning_mist.model.trace import step_bytes
 from lightning_mist.plan import Exclusion, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
 from lightning_mist.runtime.cutting import CutRules
-from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, union
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.monitoring import Basis, with_corrections
 from lightning_mist.strategy.planning.decision import PlanRequest
-from lightning_mist.strategy.planning.division_proofs import agree, prove_here, with_splits
+from lightning_mist.strategy.planning.division_proofs import agree, prove_here, with_splits, written_by
 from lightning_mist.strategy.planning.local_machine import alike
 from lightning_mist.strategy.planning.memory_budget import Budget, Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import (
@@ -166,6 +166,8 @@ class Planner:
             made = partial(made, blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
             found, told = tried(partial(call.learn, made), self.strategy.root_device)
             call.know(told)
+            if found.writes == "" and ("data" in call.reach.names or call.name == "forward"):
+                found = replace(found, writes="maybe")  # of a loop nothing is seen but the module's call
         plain = self.plain
         extra = [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
         extra += compiled_exclusions(self.module, found.blocks)
@@ -174,12 +176,23 @@ class Planner:
         return replace(found, exclusions=(*found.exclusions, *extra))
 
     def with_user_code(self, found: ModuleMap) -> ModuleMap:
-        """The map, with what hooks, callbacks and optimizers of any rank rule out."""
+        """The map, with what hooks, callbacks and optimizers of this rank rule out."""
         if self.plain is not None:
             return found
         who, masters = (self.trainer, self.strategy.optimizers), self.request.master_weights
-        own = union(everywhere(lambda: (*user_exclusions(*who, master_weights=masters), *self.restrictions())))
+        own = (*user_exclusions(*who, master_weights=masters), *self.restrictions())
         return replace(found, exclusions=(*found.exclusions, *own))
+
+    def with_writes(self, found: ModuleMap) -> ModuleMap:
+        """The map, without sharding where the step writes other values into weights on each rank; all take part."""
+        if found.writes != "seen" or found.excludes("sharded_gradients"):
+            return found
+        look = partial(written_by, self.module, self.call, self.batch)
+        sums = of_all_ranks(everywhere(lambda: None if self.initial is not None else self.tried(look)))
+        if sums[0] is not None and all(mine == sums[0] for mine in sums):
+            return found
+        reason = "the step writes into weights what follows from the batch, so that weights of ranks would differ"
+        return replace(found, exclusions=(*found.exclusions, Exclusion(feature="sharded_gradients", reason=reason)))
 
     def split(self, found: ModuleMap, degrees: tuple[Sequence[int], Sequence[int]]) -> ModuleMap:
         """The map with the ways to share layers, and rows, among so many devices."""

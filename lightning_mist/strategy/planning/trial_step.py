@@ -19,14 +19,15 @@ from torch import nn
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model import run_apart
 from lightning_mist.model.child_process import can_fork
-from lightning_mist.model.user_code import Reach, Surroundings, is_users
+from lightning_mist.model.user_code import Generators, Reach, Surroundings, is_users
 from lightning_mist.plan import Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage import Talk, watched_processes
-from lightning_mist.strategy.all_ranks import of_all_ranks, union
+from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, standing_in
-from lightning_mist.strategy.user_code import Survey, exclusions_of
+from lightning_mist.strategy.user_code import Survey, changed, exclusions_of
 
 T = TypeVar("T")
 
@@ -108,6 +109,7 @@ class _Told:
     """What watched runs of a step told, in words; of what they changed, also whether layers may have done it."""
 
     changed: tuple[tuple[str, bool], ...] = ()
+    recomputed: str = ""
     talk: str = ""
     asked: str = ""
     is_steady: bool = False
@@ -203,16 +205,29 @@ class TriedStep:
         return self._learn(work)
 
     def _learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Told]:
-        with self._held() as around:
+        with self._held() as around, neutral_checkpointing(), watched_checkpoints(self._in_checkpoint):
             found = work()
-            changed, is_steady = around.settle(), around.is_steady
-        blocks = [self._module.get_submodule(name) for name in found.blocks] if changed else []
+            changes, is_steady = around.settle(), around.is_steady
+        blocks = [self._module.get_submodule(name) for name in found.blocks] if changes else []
         reaches = [Reach(block, block.forward, {}) for block in {type(block): block for block in blocks}.values()]
         told = tuple(
             (f"{name} ({space.label})", not blocks or any(reach.has(name, space) for reach in reaches))
-            for name, space in changed
+            for name, space in changes
         )
         return found, replace(self._told, changed=told, is_steady=is_steady)
+
+    @contextmanager
+    def _in_checkpoint(self) -> Iterator[None]:
+        """Around a function that the step itself would have recomputed in backward."""
+
+        def look() -> dict[str, Any]:
+            buffers = {f"buffer {name}": buffer._version for name, buffer in self._module.named_buffers()}
+            return {**self._survey.look(), **buffers}
+
+        before, generators = look(), Generators()
+        yield
+        names = [*changed(before, look()), *generators.outside_torch(Generators())] if torch.is_grad_enabled() else []
+        self._told.recomputed = self._told.recomputed or "".join(names[:1])
 
     def know(self, told: _Told) -> None:
         """Remember what runs told, perhaps in a copy of this process."""
@@ -243,33 +258,35 @@ class TriedStep:
             around.release()
 
     def rule_out(self, found: ModuleMap) -> ModuleMap:
-        """The map, with what the step's runs so far, its code and the other ranks say against plans.
+        """The map, with what the step's runs here so far, its code and other ranks say against plans.
 
         Called on all ranks at once.
         """
         return replace(found, exclusions=(*found.exclusions, *exclusions_of(self._reasons())))
 
     def _reasons(self) -> Iterator[tuple[str, tuple[Feature, ...]]]:
-        for what, is_inner in union(self._told.changed):
+        for what, is_inner in self._told.changed:
             yield (
                 f"the step changes {what} as often as it runs, which under DDP is once for every batch of a rank's own",
                 (*_ONCE, "checkpointing") if is_inner else _ONCE,
             )
+        if what := self._told.recomputed:
+            why = "in what it recomputes itself (torch.utils.checkpoint), so in backward once more"
+            yield f"the step changes {what} {why}, which only plain data parallelism does", _ENGINE
         for name, child in self._module.named_modules():
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
-        if any(of_all_ranks(self._told.differentiates)):
+        if self._told.differentiates:
             yield "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)", _BEHIND
-        if refusals := union((self._told.metrics,) if self._told.metrics else ()):
+        if refusals := [text for text in of_all_ranks(self._told.metrics) if text]:
             self.records_metrics = False
             yield refusals[0], (*_ONCE, "checkpointing") if "inside a layer" in refusals[0] else _ONCE
         talks = [text for text in of_all_ranks(self.talk) if text]
         if talks:
             self._told.talk = self.talk or talks[0]
             yield f"the step talks to other processes itself ({talks[0]})", (*_ONCE, "checkpointing")
-        asked = [text for text in of_all_ranks(self._told.asked) if text]
-        if asked:
-            yield f"the step asks which process it runs in ({asked[0]}); use self.global_rank", _SHARED
+        if self._told.asked:
+            yield f"the step asks which process it runs in ({self._told.asked}); use self.global_rank", _SHARED
         yield from self._reads()
         for name in _different(of_all_ranks(self._survey.details())):
             yield f"the step reads {name}, which is another on every rank", _SHARED

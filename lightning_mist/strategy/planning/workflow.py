@@ -31,7 +31,7 @@ from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
-from lightning_mist.strategy.all_ranks import everywhere, on_rank_zero, same_everywhere
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, same_everywhere
 from lightning_mist.strategy.master_precision import refuse_plain
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
@@ -85,8 +85,11 @@ def decide(
     request = request.with_plan()
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
+    # What one rank alone knows holds for all: the others would wait for it.
+    reasons = of_all_ranks((step.at_once, plain))
+    at_once, plain = (next((own for own in of_each if own), None) for of_each in zip(*reasons, strict=True))
     if is_auto and initial is None:
-        reason = step.at_once or (plain if request.memory_limit is None else None)
+        reason = at_once or (plain if request.memory_limit is None else None)
     request.refuse_plain(reason or plain)
     refuse_plain((reason or plain) if request.master_weights else None)
     if reason is None:
@@ -127,7 +130,8 @@ def _decided(
     started = perf_counter()
     progress.say("looking at the first batch and finding where the module can be cut")
     module = strategy.lightning_module
-    call = TriedStep(trainer, module, step.call, name=step.name, records_metrics=step.records_metrics)
+    made = partial(TriedStep, trainer, module, step.call, name=step.name, records_metrics=step.records_metrics)
+    call = everywhere(made)
     planner = Planner(
         trainer=trainer,
         strategy=strategy,
@@ -162,9 +166,8 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
     # A model that no device holds whole cannot be made whole to plan for it again.
     is_fixed = planner.initial is not None or planner.request.master_weights
     is_alone = is_auto and planner.strategy.world_size == 1 and not is_fixed
-    found = call.rule_out(everywhere(planner.map))
-    same_everywhere(found)
-    found = planner.with_user_code(found)
+    found = everywhere(lambda: planner.with_user_code(planner.map()))
+    found = planner.with_writes(same_everywhere(call.rule_out(found)))
     plan, made, found = _plan(planner, found)
     _check(planner, found, plan)
     if (words := other_masks(plan, found, planner.rules)) is not None:
@@ -176,8 +179,7 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
         plan=plan,
         module_map=found,
         # Each of several backwards may leave out what others use.
-        has_unused_parameters=not call.is_automatic
-        or any(use.requires_grad and not use.regions for use in found.parameters),
+        has_unused_parameters=found.leaves_out or not call.is_automatic,
         planning_seconds=perf_counter() - started,
         plan_path=path,
         estimate=estimate,
