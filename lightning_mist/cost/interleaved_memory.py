@@ -243,11 +243,7 @@ def _with_away(needs: StageNeeds, away: float, counted: SharedOut) -> StageNeeds
 def _always(
     model: MemoryModel, chunks: Sequence[Placed], needs: Sequence[StageNeeds], *, moves: bool
 ) -> dict[str, Bytes]:
-    """What is there all the time: of parameters that two chunks use one copy.
-
-    Args:
-        moves: Whether any parameters, gradients or optimizer state are offloaded.
-    """
+    """What is there all the time: of parameters that two chunks use one copy; ``moves`` says whether state leaves."""
     slot, of_first = chunks[0]
     degree, zero = slot.shard_degree, int(of_first.zero_stage_K[0])
     parameters: Bytes = sum(item.always["parameter_bytes"] for item in needs)

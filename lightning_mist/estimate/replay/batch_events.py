@@ -193,26 +193,24 @@ class BatchWalk:
             if line.microbatch is None:
                 self._gradients.line(line)
             elif line.kind is ActionKind.DROP_ACTIVATIONS:
-                self._drop(line, (line.stage, line.microbatch))
+                self._drop((line.stage, line.microbatch), self._parts(self._templates[line.stage], line)[-1])
             elif line.kind is ActionKind.LOAD_ACTIVATIONS:
-                self._load(line, (line.stage, line.microbatch))
+                self._load((line.stage, line.microbatch), self._parts(self._templates[line.stage], line)[-1])
             elif line.kind is not ActionKind.STORE_ACTIVATIONS:
                 yield line
 
-    def _drop(self, line: Action, key: _Key) -> None:
+    def _drop(self, key: _Key, part: int) -> None:
         """What a layer has moved leaves: of each tensor what stays is copied, and the whole is freed."""
-        assert line.unit is not None
-        moved = self._moved[key, line.unit] = []
-        for slot, rest in self._kept(line.stage, self._region(line.unit)):
+        moved = self._moved[key, part] = []
+        for slot, rest in self._kept(key[0], part):
             label = Label("activation_bytes", "what stays of what was moved")
             stays = self._tape.malloc(rest, label, *key) if rest else -1
             self._tape.free(self._bases[key] + slot)
             moved.append((self._bases[key] + slot, stays))
 
-    def _load(self, line: Action, key: _Key) -> None:
+    def _load(self, key: _Key, part: int) -> None:
         """Room for what comes back."""
-        assert line.unit is not None
-        for identity, stays in self._moved.pop((key, line.unit)):
+        for identity, stays in self._moved.pop((key, part)):
             self._tape.allocate(identity)
             self._free([stays] if stays >= 0 else ())
 
