@@ -311,9 +311,7 @@ def can_replay(spec: ModelSpec, plan: Plan) -> bool:
     What the ranks of a row allocate is not traced.
     """
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
-    is_other = any(
-        replace(stage.offload, activations=0.0).any or stage.mesh.context_parallel_degree > 1 for stage in plan.stages
-    )
+    is_other = any(replace(s.offload, activations=0.0).any or s.mesh.context_parallel_degree > 1 for s in plan.stages)
     return known and not is_other and not what_is_not_run(plan)
 
 

@@ -192,10 +192,9 @@ class BatchWalk:
         for line in lines:
             if line.microbatch is None:
                 self._gradients.line(line)
-            elif line.kind is ActionKind.DROP_ACTIVATIONS:
-                self._drop((line.stage, line.microbatch), self._parts(self._templates[line.stage], line)[-1])
-            elif line.kind is ActionKind.LOAD_ACTIVATIONS:
-                self._load((line.stage, line.microbatch), self._parts(self._templates[line.stage], line)[-1])
+            elif line.kind in (ActionKind.DROP_ACTIVATIONS, ActionKind.LOAD_ACTIVATIONS):
+                move = self._drop if line.kind is ActionKind.DROP_ACTIVATIONS else self._load
+                move((line.stage, line.microbatch), self._parts(self._templates[line.stage], line)[-1])
             elif line.kind is not ActionKind.STORE_ACTIVATIONS:
                 yield line
 
