@@ -5,11 +5,11 @@ from arguments that no group keeps (bits of the state, sizes of blocks), and by 
 """
 
 import copy
-import functools
+import gc
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 _HOOKS = "_optimizer_"
 """How the names of torch's registries of hooks begin."""
 
-_DEPTH = 4  # how far from an optimizer's attributes things are looked for
-_OTHERS = (Tensor, nn.Module, Optimizer, type, str, bytes, int, float, complex, type(None))
+_DEPTH = 8  # how far things are looked for: an object's dictionary, and a variable of a function, are a step each
+_ENDS = (Tensor, nn.Module, ModuleType, type, str, bytes, int, float, complex, type(None))
 
 
 def like(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
@@ -41,21 +41,17 @@ def like(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer
     if not {"param_groups", "state"} <= own.keys():
         raise TypeError(f"{type(optimizer).__name__} keeps its groups or its state in another object")
     made = object.__new__(type(optimizer))
-    left = {"param_groups", "state", *_shadowing(optimizer)}
-    shared: list[Any] = [item for name in own.keys() - left for item in within(own[name]) if isinstance(item, _SHARED)]
-    shared += [item for item in within(list(own["state"].values())) if isinstance(item, Tensor)]
-    memo: dict[int, Any] = {id(item): item for item in shared} | {id(optimizer): made}
-    for name in own.keys() - left:
-        vars(made)[name] = OrderedDict() if name.startswith(_HOOKS) else _copied(own[name], memo)
+    kept = {name: value for name, value in own.items() if name not in ("param_groups", "state", *_shadowing(optimizer))}
+    shared = [item for item in within(kept) if isinstance(item, (nn.Parameter, nn.Module, Optimizer))]
+    memo: dict[int, Any] = {id(item): item for item in (*shared, *tensors_within(own["state"]))} | {id(optimizer): made}
+    for name, value in kept.items():
+        vars(made)[name] = OrderedDict() if name.startswith(_HOOKS) else _copied(value, memo)
     made.state = defaultdict(dict)
     made.param_groups = [
         {key: list(value) if key == "params" else _copied(value, memo) for key, value in group.items()}
         for group in groups
     ]
     return made
-
-
-_SHARED = (nn.Parameter, nn.Module, Optimizer)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -65,31 +61,35 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def within(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """A value and what it leads to: keys and items of containers, attributes of objects, variables of functions."""
+def within(value: Any, depth: int = _DEPTH, seen: frozenset[int] | set[int] = frozenset()) -> Iterator[Any]:
+    """A value and what it leads to: items of containers, attributes, variables of functions, what wrappers are made of.
+
+    Args:
+        seen: Ids of what is not looked into.
+    """
     yield value
-    if depth == 0 or isinstance(value, _OTHERS):
+    seen = seen if isinstance(seen, set) else set(seen)
+    if _is_wrapper(value):
+        inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    elif depth == 0 or isinstance(value, _ENDS) or id(value) in seen:
         return
-    inner: list[Any] = []
-    if isinstance(value, dict):
-        inner = [*value, *value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inner = list(value)
-    elif isinstance(value, MethodType):
-        inner = [value.__self__]
-    elif isinstance(value, functools.partial):
-        inner = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # a variable that has no value yet
-                inner.append(cell.cell_contents)
-    with suppress(AttributeError, ReferenceError):
-        inner += object.__getattribute__(value, "__dict__").values()
+    else:
+        inner = list(value.__closure__ or ()) if isinstance(value, FunctionType) else gc.get_referents(value)
+    seen.add(id(value))
     for item in inner:
-        yield from within(item, depth - 1)
+        yield from within(item, depth - 1, seen)
 
 
-def at_hand(optimizer: Optimizer) -> str | None:
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """The tensors that a value leads to; in place of those of wrapper classes what these are made of."""
+    return [item for item in within(value) if isinstance(item, Tensor) and not _is_wrapper(item)]
+
+
+def _at_hand(optimizer: Optimizer) -> str | None:
     """The attribute by which an optimizer has its parameters at hand beside its groups and state, if there is one.
 
     Their ids count as they do: what is kept by id is another's for other parameters.
@@ -97,54 +97,78 @@ def at_hand(optimizer: Optimizer) -> str | None:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left = {"param_groups", "state", "defaults", *_shadowing(optimizer)}
     for name, value in vars(optimizer).items():
-        for item in () if name in left or name.startswith(_HOOKS) else within(value):
-            held: Sequence[Any] = [item]
-            if isinstance(item, nn.Module):
-                held = list(item.parameters())
-            elif isinstance(item, Optimizer) and item is not optimizer:
-                held = [parameter for group in item.param_groups for parameter in group["params"]]
-            if any((one if type(one) is int else id(one)) in known for one in held):
-                return name
+        if name not in left and not name.startswith(_HOOKS):
+            for item in within(value, seen={id(optimizer)}):
+                held = item.parameters() if isinstance(item, nn.Module) else [item]
+                if any((each if type(each) is int else id(each)) in known for each in held):
+                    return name
     return None
+
+
+def looks_around(optimizer: Optimizer) -> str | None:
+    """Why an optimizer may look at all parameters at once, if it can be seen without stepping one like it."""
+    name, replaced, attribute = type(optimizer).__name__, replaced_methods(optimizer), _at_hand(optimizer)
+    if replaced:
+        why = f"{', '.join(replaced)} was put on the {name} object in place of its class's own"
+    elif _has_step_hooks(optimizer):
+        why = f"hooks run around the steps of {name}"
+    elif attribute is not None:
+        why = f"{name} has all parameters at hand in its attribute {attribute}"
+    else:
+        return None
+    return f"{why}, and may look at all parameters at once"
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group has beside parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def fewer(shape: Sequence[int], most: int) -> tuple[int, ...]:
+    """A shape of at most so many entries: the largest dimension is halved until it is one."""
+    sizes = list(shape)
+    while math.prod(sizes) > most:
+        sizes[sizes.index(max(sizes))] //= 2
+    return tuple(sizes)
 
 
 def replaced_methods(optimizer: Optimizer) -> tuple[str, ...]:
     """Methods that were put on the object in place of its class's, but for what torch's schedulers put there."""
-    own = vars(optimizer)
-    return tuple(name for name in _shadowing(optimizer) if not _is_schedulers(own[name], type(optimizer)))
+
+    def is_schedulers(value: Any) -> bool:
+        # It marks its function, and functools.wraps copies the mark on to what others put around it.
+        is_torchs = isinstance(value, FunctionType) and value.__globals__["__name__"] == "torch.optim.lr_scheduler"
+        return is_torchs and getattr(value, "__wrapped__", None) is type(optimizer).step
+
+    return tuple(name for name in _shadowing(optimizer) if not is_schedulers(vars(optimizer)[name]))
 
 
 def _shadowing(optimizer: Optimizer) -> list[str]:
     """Attributes in the place of a method, but for a method of the class's own that its constructor chose."""
-
-    def is_chosen(value: Any) -> bool:
-        chosen = isinstance(value, MethodType) and value.__self__ is optimizer
-        return chosen and any(value.__func__ is item for cls in type(optimizer).__mro__ for item in vars(cls).values())
-
-    own = vars(optimizer).items()
-    return [name for name, value in own if callable(getattr(type(optimizer), name, None)) and not is_chosen(value)]
-
-
-def _is_schedulers(value: Any, cls: type[Optimizer]) -> bool:
-    # It marks its function, and functools.wraps copies the mark on to what others put around it.
-    is_torchs = isinstance(value, FunctionType) and value.__globals__.get("__name__") == "torch.optim.lr_scheduler"
-    return is_torchs and getattr(value, "__wrapped__", None) is cls.step
+    methods = {id(item) for cls in type(optimizer).__mro__ for item in vars(cls).values()}
+    return [
+        name
+        for name, value in vars(optimizer).items()
+        if callable(getattr(type(optimizer), name, None))
+        and not (isinstance(value, MethodType) and value.__self__ is optimizer and id(value.__func__) in methods)
+    ]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether an optimizer is of a class in ``torch.optim``, stepped by torch's code and by nothing around it."""
-    cls = type(optimizer)
-    if getattr(torch.optim, cls.__name__, None) is not cls or replaced_methods(optimizer) or has_step_hooks(optimizer):
-        return False
-    step: Any = cls.step
-    while step is not None:
-        if step.__globals__["__name__"].partition(".")[0] != "torch":
-            return False
+    step: Any = type(optimizer).step
+    while step is not None and _is_torchs_code(step):
         step = getattr(step, "__wrapped__", None)
-    return True
+    is_its_class = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
+    return step is None and is_its_class and not replaced_methods(optimizer) and not _has_step_hooks(optimizer)
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks run around its steps, its own or those of all optimizers."""
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run around its steps, its own or, but for those of torch's profiler, those of all optimizers."""
     own = [vars(optimizer).get(f"{_HOOKS}step_{place}_hooks") for place in ("pre", "post")]
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    everyones = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    return any(own) or not all(map(_is_torchs_code, everyones))
+
+
+def _is_torchs_code(function: Any) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0] == "torch"

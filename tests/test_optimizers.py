@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_mist.optimizers import at_hand, has_step_hooks, is_torchs, like, replaced_methods
+from lightning_mist.optimizers import is_torchs, like, looks_around, replaced_methods, tensors_within
 
 
 class Options:
@@ -129,7 +129,7 @@ def test_torchs_own_is_of_its_class_and_stepped_by_its_code(monkeypatch):
     monkeypatch.undo()
     assert is_torchs(optimizer)
     hook = register_optimizer_step_pre_hook(lambda *_: None)
-    assert has_step_hooks(optimizer)
+    assert looks_around(optimizer) == "hooks run around the steps of AdamW, and may look at all parameters at once"
     hook.remove()
     optimizer.register_step_post_hook(lambda *_: None)
     assert not is_torchs(optimizer)
@@ -151,9 +151,9 @@ def test_torchs_own_is_of_its_class_and_stepped_by_its_code(monkeypatch):
 def test_parameters_at_hand_are_found(hold):
     module = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    assert at_hand(optimizer) is None
+    assert looks_around(optimizer) is None
     optimizer.held = hold(module.weight, module)
-    assert at_hand(optimizer) == "held"
+    assert "SGD has all parameters at hand in its attribute held" in looks_around(optimizer)
     made = like(optimizer, [{**optimizer.param_groups[0], "params": [parameter()]}])
     if isinstance(optimizer.held, nn.Module | torch.optim.Optimizer):
         assert made.held is optimizer.held
@@ -170,3 +170,14 @@ def test_groups_of_another_object_are_refused():
 
     with pytest.raises(TypeError, match="Around keeps its groups or its state in another object"):
         like(Around(torch.optim.SGD([parameter()], lr=0.1)), [])
+
+
+def test_tensors_are_found_wherever_a_value_leads():
+    class Holder:
+        def __init__(self, inner):
+            self.inner = inner
+
+    one, two, three = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    circle = [one, {"a": (two, Holder([three])), 3: "text"}]
+    circle.append(circle)
+    assert sorted(len(found) for found in tensors_within(circle)) == [1, 2, 3]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mist.optimizers import options_of
 from lightning_mist.runtime.parameters import AbsentGradient, unversioned
 
 
@@ -99,7 +100,7 @@ class UnitSteps:
         groups = self._optimizer.param_groups
         given = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         self._frozen = _Frozen(
-            tuple({key: _kept(value) for key, value in _options(group)} for group in groups),
+            tuple({key: _kept(value) for key, value in options_of(group).items()} for group in groups),
             {key: _kept(value) for key, value in vars(self._optimizer).items() if isinstance(value, _PLAIN)},
             {parameter: gradient for parameter, gradient in given.items() if type(gradient) is not AbsentGradient},
             torch.get_default_dtype(),
@@ -114,7 +115,7 @@ class UnitSteps:
     @contextmanager
     def _as_frozen(self, frozen: _Frozen, parameters: Collection[nn.Parameter]) -> Iterator[None]:
         groups, own = self._optimizer.param_groups, vars(self._optimizer)
-        now = [dict(_options(group)) for group in groups]
+        now = [options_of(group) for group in groups]
         current, dtype = {key: own[key] for key in frozen.attributes if key in own}, torch.get_default_dtype()
         for group, options in zip(groups, frozen.options, strict=True):
             group.update(options)
@@ -181,10 +182,6 @@ class UnitSteps:
 
 
 _PLAIN = (bool, int, float, str, Tensor)
-
-
-def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in group.items() if key not in ("params", "param_names"))
 
 
 def _kept(value: Any) -> Any:
