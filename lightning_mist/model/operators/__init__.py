@@ -6,7 +6,6 @@ from lightning_mist.model.operators.operator_costs import (
     flops,
     moved_bytes,
     narrow_type,
-    plain_tensors,
     storage_key,
     tensors_in,
     written,

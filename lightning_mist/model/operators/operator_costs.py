@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from lightning_mist.optimizers import tensors_within
+
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """Two products per score: ``q k^T`` and ``p v``; a causal mask is not counted as saving, as torch does."""
@@ -48,22 +50,13 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors, in place of those of wrapper classes what these are made of."""
-    for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__"):
-            yield from plain_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        else:
-            yield tensor
-
-
 def narrow_type(tensors: Iterable[torch.Tensor], *, floating: bool) -> str:
     """The first type of 8 bits (or 4) among tensors of more than one number; empty if there is none.
 
     Args:
         floating: Whether only floating-point types count, and not integers.
     """
-    for tensor in plain_tensors(tensors):
+    for tensor in tensors_within(list(tensors)):
         dtype = tensor.dtype
         is_narrow = dtype.itemsize == 1 and dtype is not torch.bool and tensor.numel() > 1
         if is_narrow and (dtype.is_floating_point or not floating):

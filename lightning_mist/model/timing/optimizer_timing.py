@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mist.devices import ops_of
+from lightning_mist.optimizers import is_torchs, like
 
 LARGEST_BYTES = 2**26
 """Parameters beyond so many bytes are left out, or copied in part: with their gradients and states they are far larger
@@ -36,7 +37,7 @@ def time_update(
     this at the same time.
 
     Args:
-        optimizer: The optimizer; another of its class is made with the same groups.
+        optimizer: The optimizer; another like it is made with the same groups.
         dtype: Type of the parameters that it will step on, if that is another one than they have now.
         room: Bytes that there are for copies of parameters, their gradients, state, and what a step makes meanwhile.
 
@@ -69,7 +70,8 @@ def _step(
     if total == 0:
         return 0.0, 0
     made: Any = type(optimizer)
-    probe = made(groups)
+    # Some of torch's make state when they are made; what others are made with is in them and not in their groups.
+    probe = made(groups) if is_torchs(optimizer) else like(optimizer, groups)
     seconds = []
     for index in range(WARM_UP + STEPS):
         ops.synchronize()

@@ -1,9 +1,11 @@
 """What an optimizer keeps and needs, measured by stepping a small one of its kind."""
 
-import inspect
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,47 +14,34 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_parameters
-from lightning_mist.model.operators import narrow_type, plain_tensors, storage_key, tensors_in
+from lightning_mist.model.operators import narrow_type, storage_key
 from lightning_mist.model.spec import OptimizerSpec
 from lightning_mist.model.trace.ledger import Ledger
+from lightning_mist.optimizers import fewer, like, options_of, tensors_within
 
-_SIDE = 64  # parameters of 64 x 64: small, and a matrix, so that optimizers which treat matrices differently do so
+_SIDE = 128  # parameters of 128 x 128: matrices, which may be treated differently, of more entries than blocks begin at
+_MOST = 2**16  # entries of a parameter whose state is measured: larger ones have as much by entry
+
+_Made = torch.optim.Optimizer | type[torch.optim.Optimizer]
+_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """One metered step: bytes of parameters, of state after it, alive at most beyond those before, and moved.
+    """One metered step: bytes of parameters, of each one's state, alive at most beyond those before, and moved.
 
     Attributes:
         narrow: Type of state of 8 bits, if any has one.
     """
 
     parameters: int
-    state: int
+    states: list[int]
     peak: int
     moved: int
     narrow: str
 
 
-def _options(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """The options of the first group that the constructor takes."""
-    if isinstance(optimizer, type):
-        return {}
-    known = inspect.signature(type(optimizer).__init__).parameters
-    group = {**optimizer.defaults, **{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}}
-    options = {name: value for name, value in group.items() if name in known}
-    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-
-
-def _as_on(device_kind: str, cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """Options with torch's choice where nobody chose (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py)."""
-    chosen = options.get("foreach") is not None or options.get("fused") or options.get("differentiable")
-    if device_kind != "cuda" or chosen or "foreach" not in inspect.signature(cls.__init__).parameters:
-        return options
-    return {**options, "foreach": True}
-
-
-def _home(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> tuple[torch.device, torch.dtype]:
+def _home(optimizer: _Made) -> tuple[torch.device, torch.dtype]:
     if isinstance(optimizer, type):
         return torch.device("cpu"), torch.float32
     parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -61,28 +50,71 @@ def _home(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> tup
     return torch.device("cpu") if parameter.is_meta else parameter.device, parameter.dtype
 
 
-def _try(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], shapes: list[tuple[int, int]], home: tuple[Any, Any]
-) -> _Trial:
-    device, dtype = home
-    parameters = [nn.Parameter(torch.ones(shape, device=device, dtype=dtype)) for shape in shapes]
-    optimizer = cls(parameters, **options)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # makes the state; the second step is like all later ones
-    ledger = Ledger(1)
-    with torch.no_grad(), ledger:
-        optimizer.step()
-    found = [t for s in optimizer.state.values() for t in plain_tensors(tensors_in(list(s.values())))]
-    states = {storage_key(t): t for t in found}
-    timeline = ledger.forward[0].timeline
-    return _Trial(
-        parameters=sum(p.numel() * p.element_size() for p in parameters),
-        state=sum(t.untyped_storage().nbytes() for t in states.values()),
-        peak=max(timeline),
-        moved=ledger.forward[0].moved_bytes,
-        narrow=narrow_type(found, floating=False),
-    )
+class _Trials:
+    """Steps of optimizers like one, or of a class, on parameters of ones."""
+
+    def __init__(
+        self, make: Callable[[Any], Any], options: list[dict[str, Any]], kind: str, home: tuple[Any, Any]
+    ) -> None:
+        self._make, self._options, self._kind, self._home = make, options, kind, home
+
+    def step(self, *shapes: Sequence[_Shape]) -> _Trial:
+        """One on parameters of these shapes in each of its groups, or in the first."""
+        device, dtype = self._home
+        groups = [
+            {**options, "params": [nn.Parameter(torch.ones(shape, device=device, dtype=dtype)) for shape in of]}
+            for options, of in zip(self._options, shapes, strict=False)
+        ]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        optimizer = self._make(groups)
+        for group in optimizer.param_groups:
+            # Torch's choice where nobody chose (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py).
+            is_open = group.get("foreach", False) is None and not (group.get("fused") or group.get("differentiable"))
+            group.update({"foreach": True} if is_open and self._kind == "cuda" else {})
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # makes the state; the second step is like all later ones
+        ledger = Ledger(1)
+        with torch.no_grad(), ledger:
+            optimizer.step()
+        found = [{storage_key(t): t for t in tensors_within(optimizer.state.get(p))} for p in parameters]
+        shared = Counter(key for state in found for key in state)
+        return _Trial(
+            parameters=sum(p.numel() * p.element_size() for p in parameters),
+            # Tables that parameters share, and numbers, do not grow with them.
+            states=[
+                sum(t.untyped_storage().nbytes() for key, t in state.items() if shared[key] == 1 and t.numel() > 1)
+                for state in found
+            ],
+            peak=max(ledger.forward[0].timeline),
+            moved=ledger.forward[0].moved_bytes,
+            narrow=narrow_type([t for state in found for t in state.values()], floating=False),
+        )
+
+    def spec(self, name: str, sizes: list[Counter[_Shape]]) -> OptimizerSpec:
+        """What is kept and needed; state by entries of parameters of these shapes in each of the groups."""
+        one, other = (_SIDE, _SIDE), (2 * _SIDE, 2 * _SIDE)
+        four, eight, large = self.step([one] * 4), self.step([one] * 8), self.step([other] * 4)
+        alone, large_alone = self.step([one]), self.step([other])
+        sizes = sizes if any(sizes) else [Counter({other: 1})]
+        held = self.step(*([shape for shape in of for _ in range(2)] for of in sizes))
+        counts = [(math.prod(shape), count) for of in sizes for shape, count in of.items()]
+        state = sum(bytes_ * count / entries for (entries, count), bytes_ in zip(counts, held.states[::2], strict=True))
+        size = four.parameters
+        # peak = total * per_total + largest * per_largest + rest. From four to eight parameters only the total grows;
+        # from four small to four large ones (four times the elements) both do, by three times what they were.
+        per_total = (eight.peak - four.peak) / size
+        per_largest = ((large.peak - four.peak) / 3 - per_total * size) / (size / 4)
+        alone_per_largest = (large_alone.peak - alone.peak) / (3 * alone.parameters) - per_total
+        return OptimizerSpec(
+            name=name,
+            state_bytes_per_parameter_byte=state / self._home[1].itemsize / sum(count for _, count in counts),
+            step_peak_bytes_per_parameter_byte=max(0.0, per_total),
+            step_peak_bytes_per_largest=max(0.0, per_largest),
+            step_moved_bytes_per_parameter_byte=(large.moved - four.moved) / (3 * size),
+            step_left_bytes_per_parameter_byte=max(0.0, per_largest - alone_per_largest),
+            narrow_state=held.narrow,
+        )
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -100,11 +132,12 @@ def describe_optimizer(
     device_kind: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> OptimizerSpec:
-    """Measure what an optimizer of this class with these options keeps and needs, per byte of parameters.
+    """Measure what an optimizer like this keeps and needs, per byte of parameters.
 
-    Small instances are stepped under a meter: with four parameters, with eight, with four larger ones, and with one
-    small or large; the differences tell what grows with all parameters, what with the largest, what one leaves to the
-    next, and leave out what does not grow at all.
+    Others are stepped under a meter: with four parameters, with eight, with four larger ones, and with one small or
+    large; the differences tell what grows with all parameters, what with the largest, what one leaves to the next, and
+    leave out what does not grow at all. State is measured on parameters of the sizes of its own: small ones may have
+    more of it by entry.
 
     Args:
         optimizer: The real optimizer (neither stepped nor changed), or a class for its default options.
@@ -118,32 +151,22 @@ def describe_optimizer(
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     home = _home(optimizer) if device is None else (device, torch.float32)
     home = home[0], dtype or home[1]
-    options = _as_on(device_kind or home[0].type, cls, _options(optimizer))
-    try:
-        four = _try(cls, options, [(_SIDE, _SIDE)] * 4, home)
-        eight = _try(cls, options, [(_SIDE, _SIDE)] * 8, home)
-        large = _try(cls, options, [(2 * _SIDE, 2 * _SIDE)] * 4, home)
-        alone, large_alone = (_try(cls, options, [(side, side)], home) for side in (_SIDE, 2 * _SIDE))
-    except Exception as error:
-        raise TraceError(
-            f"{cls.__name__} cannot be planned for: a step on given gradients failed with {type(error).__name__}: "
-            f"{error}. Optimizers that evaluate a closure cannot be run in stages"
-        ) from error
-    size = four.parameters
-    # peak = total * per_total + largest * per_largest + rest. From four to eight parameters only the total grows; from
-    # four small to four large ones (four times the elements) both do, by three times what they were.
-    per_total = (eight.peak - four.peak) / size
-    per_largest = ((large.peak - four.peak) / 3 - per_total * size) / (size / 4)
-    alone_per_largest = (large_alone.peak - alone.peak) / (3 * alone.parameters) - per_total
-    return OptimizerSpec(
-        name=cls.__name__,
-        state_bytes_per_parameter_byte=(large.state - four.state) / (3 * size),
-        step_peak_bytes_per_parameter_byte=max(0.0, per_total),
-        step_peak_bytes_per_largest=max(0.0, per_largest),
-        step_moved_bytes_per_parameter_byte=(large.moved - four.moved) / (3 * size),
-        step_left_bytes_per_parameter_byte=max(0.0, per_largest - alone_per_largest),
-        narrow_state=large.narrow,
-    )
+    groups = [] if isinstance(optimizer, type) else optimizer.param_groups
+    sizes: list[Counter[_Shape]] = [Counter() for _ in groups]
+    for size, group in zip(sizes, groups, strict=True):
+        for parameter in group["params"]:
+            size[fewer(parameter.shape, _MOST)] += parameter.numel()
+    options = [options_of(group) for group in groups] or [{}]
+    # Some make state when they are made, which one like another has not.
+    for make in (cls,) if isinstance(optimizer, type) else (partial(like, optimizer), cls):
+        try:
+            return _Trials(make, options, device_kind or home[0].type, home).spec(cls.__name__, sizes)
+        except Exception as error:
+            failed = error
+    raise TraceError(
+        f"{cls.__name__} cannot be planned for: a step on given gradients failed with {type(failed).__name__}: "
+        f"{failed}. Optimizers that evaluate a closure cannot be run in stages"
+    ) from failed
 
 
 def describe_given(
@@ -158,7 +181,7 @@ def describe_given(
         note = "no optimizer was given: AdamW's needs are assumed"
         return describe_optimizer(torch.optim.AdamW, device=home, device_kind=device_kind), (note,)
     found = describe_optimizer(optimizer, device_kind=device_kind)
-    note = f"{found.name} keeps state in {found.narrow_state}: its bytes are those of a small one of its kind"
+    note = f"{found.name} keeps state in {found.narrow_state}: its bytes are an average over all parameters"
     return found, (note,) if found.narrow_state else ()
 
 

@@ -153,7 +153,7 @@ def test_state_of_8_bits_is_counted_and_its_step_has_no_price(wrapped):
     assert found.narrow_state == "uint8"
     assert found.state_bytes_per_parameter_byte == 0.25
     spec = described(module, optimizer)
-    assert "Quantized keeps state in uint8: its bytes are those of a small one of its kind" in spec.notes
+    assert "Quantized keeps state in uint8: its bytes are an average over all parameters" in spec.notes
     with pytest.raises(PlanError, match="no seconds of Quantized: it keeps state in uint8"):
         tuned(spec)
     timed = replace(spec, optimizer=replace(spec.optimizer, step_seconds_per_parameter_byte=1e-10))

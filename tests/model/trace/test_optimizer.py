@@ -6,7 +6,9 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model import describe_optimizer
+from lightning_mist.optimizers import tensors_within
 from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
+from tests import own_optimizers as own
 
 SHAPES = [(32, 48), (48,), (64, 64), (64,)]
 
@@ -99,3 +101,30 @@ def test_on_cuda_all_parameters_are_stepped_together() -> None:
     assert describe_optimizer(chosen, device_kind="cuda") == loop
     fused = torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))], fused=True)
     assert describe_optimizer(fused, device_kind="cuda").step_peak_bytes_per_parameter_byte == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "narrow"),
+    [
+        (own.Eight, "uint8"),
+        (lambda p: own.Eight(p, bits=32), ""),
+        (lambda p: own.Eight(p, least=20_000), ""),
+        (own.EightWrapped, "uint8"),
+        (lambda p: own.EightByGroup([{"params": p[:1], "bits": 8}, {"params": p[1:], "bits": 32}]), "uint8"),
+        (lambda p: own.Momentum8(p, momentum=0.9), "uint8"),
+        (own.Begun, ""),
+        (own.Factored, ""),
+        (torch.optim.Adagrad, ""),
+    ],
+)
+def test_state_is_described_by_the_sizes_of_parameters_and_by_the_object(make: Any, narrow: str) -> None:
+    real = [nn.Parameter(torch.ones(shape)) for shape in ((128, 128), (96, 96), (64, 32), (32,))]
+    optimizer = make(real)
+    found = describe_optimizer(optimizer)
+    for parameter in real:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [tensor for p in real for tensor in tensors_within(optimizer.state[p]) if tensor.numel() > 1]
+    total = sum(4 * p.numel() for p in real)
+    assert found.state_bytes_per_parameter_byte == pytest.approx(sum(t.nbytes for t in held) / total)
+    assert found.narrow_state == narrow
