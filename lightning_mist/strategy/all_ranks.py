@@ -64,6 +64,11 @@ def everywhere(work: Callable[[], T]) -> T:
     return result[0]
 
 
+def any_reason(mine: str | None) -> str | None:
+    """The first rank's reason that has one; None if none has. Called on all at once."""
+    return next((reason for reason in of_all_ranks(mine) if reason is not None), None)
+
+
 def same_start(module: nn.Module, later: Collection[str]) -> None:
     """Give every rank the values of rank 0, as DDP does when it wraps a module, less parameters that get them later."""
     parameters = [p for name, p in module.named_parameters() if name not in later]

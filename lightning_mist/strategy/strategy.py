@@ -183,7 +183,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             self._masters = take_masters(module, self.precision_plugin)
         self.setup_optimizers(trainer)
         with self._planning():
-            plain = self._why_plain(trainer)
+            plain = all_ranks.any_reason(self._why_plain(trainer))
             step = step_of_fit(trainer, self, self._names, plain=plain)
             self._decision = decide(
                 *(trainer, self, self._names.isolate_rng, self._request, step), plain=plain, initial=self._initial
@@ -305,6 +305,9 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         if isinstance(self._engine, ManualEngine):
             update = partial(super().optimizer_step, optimizer, model=model, **kwargs)
             return self._engine.update(optimizer, update, closure)
+
+        if self._engine is not None:
+            self._engine.owned(optimizer).check()
 
         def step() -> Any:
             assert self._monitor is not None

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.model.split.test_optimizer_coupling import Coupled
+from tests.own_optimizers import Coupled
 from tests.traps.project import VOCABULARY, WIDTH, Block, Project, Trap, loader
 
 

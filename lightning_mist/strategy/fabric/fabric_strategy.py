@@ -149,6 +149,7 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
                 refuse_unreduced(planned.parallel)
             return super().optimizer_step(optimizer, **kwargs)
         self.refuse_unaveraged()
+        engine.owned(optimizer).check()
         engine.hollow()
         output = super().optimizer_step(optimizer, **kwargs)
         complete(engine.executor.gather_parameters())

@@ -7,15 +7,17 @@ share of it to be told from what predictions are wrong by, or less than a second
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from lightning_mist.cost.time import collective_seconds
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, load_profile
-from lightning_mist.model import LayerSeconds, counting_reason, coupling_reason, whole_tensor_reason
+from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
 from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.strategy.planning.manual_step import MANUAL
@@ -236,17 +238,47 @@ def optimizer_reason(optimizers: list[Any], device: torch.device, *, may_be_seve
 def _reason_of(optimizer: Any, device: torch.device) -> str | None:
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS calls the step several times"
+    _RULES.pop(optimizer, None)
     try:
-        return tried(lambda: coupling_reason(optimizer), device)
+        return optimizer_rule(optimizer, device).coupled
     except TraceError as error:
         return f"whether {type(optimizer).__name__} looks at several parameters cannot be found out: {error}"
 
 
-def optimizer_exclusions(optimizer: Any) -> tuple[Exclusion, ...]:
+_RULES: WeakKeyDictionary[Any, dict[torch.dtype | None, OptimizerRule]] = WeakKeyDictionary()
+"""What was found out last, by type of parameters: of each planning when it asks :func:`optimizer_reason`."""
+
+
+def optimizer_rule(optimizer: Any, device: torch.device, dtype: torch.dtype | None = None) -> OptimizerRule:
+    """What an optimizer looks at together, on parameters of a type if they will have another than now."""
+    known = _RULES.setdefault(optimizer, {})
+    if dtype not in known:
+        known[dtype] = tried(lambda: examine_optimizer(optimizer, dtype=dtype), device)
+    return known[dtype]
+
+
+def optimizer_exclusions(rule: OptimizerRule) -> tuple[Exclusion, ...]:
     """What an optimizer rules out beside that, and why."""
-    whole, counting = whole_tensor_reason(optimizer), counting_reason(optimizer)
-    reasons: list[tuple[Feature, str]] = [] if whole is None else [("tensor", whole)]
+    reasons: list[tuple[Feature, str]] = [] if rule.whole is None else [("tensor", rule.whole)]
     # Whatever of it is in host memory, an update goes unit by unit.
-    updated = () if counting is None else ("parameters", "gradients", "optimizer")
-    reasons += [(OFFLOADS[kind], str(counting)) for kind in updated]
+    updated = () if rule.counted is None else ("parameters", "gradients", "optimizer")
+    reasons += [(OFFLOADS[kind], str(rule.counted)) for kind in updated]
     return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
+
+
+def with_whole_blocks(found: ModuleMap, optimizer: Any, rule: OptimizerRule, names: Mapping[Any, str]) -> ModuleMap:
+    """The map without the ways to share layers that cut what an optimizer looks at together.
+
+    Args:
+        names: Of parameters.
+    """
+    shapes, unsplit = {use.name: use.shape for use in found.parameters}, dict(found.unsplit)
+    grouped = zip(optimizer.param_groups, rule.groups, strict=False)
+    rules = {names.get(parameter): own for group, own in grouped for parameter in group["params"]}
+    for split in found.splits:
+        cut = [each for each in split.parameters if each.name in rules]
+        reasons = [rules[each.name].refusal(shapes[each.name], each, split.degree) for each in cut]
+        if first := next(filter(None, reasons), None):
+            unsplit[split.degree] = f"{rule.name}: {first}"
+    splits = tuple(split for split in found.splits if split.degree not in unsplit)
+    return replace(found, splits=splits, unsplit=tuple(sorted(unsplit.items())))

@@ -17,6 +17,7 @@ from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model import (
     LayerSeconds,
     ModelSpec,
+    OptimizerRule,
     attach_seconds,
     describe_optimizer,
     map_module,
@@ -43,11 +44,13 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     gains_too_little,
     most_to_save,
     optimizer_exclusions,
+    optimizer_rule,
     plain_plan,
     saves_too_little,
     saves_too_small_a_share,
     sharing_seconds,
     steps_to_come,
+    with_whole_blocks,
 )
 from lightning_mist.strategy.planning.plan_cache import cache_key, cache_path, cache_plan, cached_plan, remembered_limit
 from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, progress_through, timed_apart, told, tried
@@ -171,8 +174,8 @@ class Planner:
         plain = self.plain
         extra = [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
         extra += compiled_exclusions(self.module, found.blocks)
-        for optimizer in self.strategy.optimizers:
-            extra += self.tried(partial(optimizer_exclusions, optimizer))
+        for _, rule in self._optimizers():
+            extra += optimizer_exclusions(rule)
         return replace(found, exclusions=(*found.exclusions, *extra))
 
     def with_user_code(self, found: ModuleMap) -> ModuleMap:
@@ -196,7 +199,16 @@ class Planner:
 
     def split(self, found: ModuleMap, degrees: tuple[Sequence[int], Sequence[int]]) -> ModuleMap:
         """The map with the ways to share layers, and rows, among so many devices."""
-        return with_splits(self.module, self.call, self.batch, found, degrees, self.progress, self.tried)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        found = with_splits(self.module, self.call, self.batch, found, degrees, self.progress, self.tried)
+        for optimizer, rule in self._optimizers():
+            found = with_whole_blocks(found, optimizer, rule, names)
+        return found
+
+    def _optimizers(self) -> list[tuple[Any, OptimizerRule]]:
+        """The optimizers, and what each looks at together."""
+        dtype = torch.float32 if self.request.master_weights else None
+        return [(item, optimizer_rule(item, self.strategy.root_device, dtype)) for item in self.strategy.optimizers]
 
     def with_invariance(self, found: ModuleMap) -> ModuleMap:
         """The map, with microbatches ruled out unless it is proved that parts of a batch train as the whole does.

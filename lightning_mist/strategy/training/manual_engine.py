@@ -103,6 +103,7 @@ class ManualEngine(Engine):
             step: Takes the optimizer's step, given its closure.
         """
         owned = self.owned(optimizer)
+        owned.check()
         self._all_do(_STEP, owned)
         gradients = [(parameter, parameter.grad) for group in owned.cut.groups for parameter in group]
 

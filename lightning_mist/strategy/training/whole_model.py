@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model import counting_reason
+from lightning_mist.optimizers import replaced_methods
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.communication import DistributedTransport, Transport, complete
 from lightning_mist.runtime.executor import Executor
@@ -38,11 +38,7 @@ from lightning_mist.strategy.user_code import is_lightnings
 
 
 class OwnedOptimizer:
-    """One rank's part of the user's optimizer: cut to what the rank owns, parts of parameters by canonical name.
-
-    Raises:
-        PlanError: If its state is to be offloaded and it cannot be stepped on one unit after the other.
-    """
+    """One rank's part of the user's optimizer: cut to what the rank owns, parts of parameters by canonical name."""
 
     def __init__(
         self,
@@ -54,10 +50,6 @@ class OwnedOptimizer:
         device: torch.device,
     ) -> None:
         parameters, mesh = executor.stages.parameters, executor.mesh
-        ratios = mesh.plan.stages[mesh.stage].offload
-        for name in ("optimizer", "parameters", "gradients"):
-            if (ratio := getattr(ratios, name)) > 0.0 and (why := counting_reason(optimizer)) is not None:
-                raise PlanError(f"stages[{mesh.stage}].offload.{name} = {ratio}: {why}; use offload.{name} = 0")
         owned = [parameters[item.name] for item in mesh.owned]
         self.cut = restrict_optimizer(optimizer, owned, {parameters[name]: part for name, part in parts.items()})
         self._transport, self._device = executor.transport, device
@@ -99,6 +91,15 @@ class OwnedOptimizer:
                 transport.close()
 
         return ask
+
+    def check(self) -> None:
+        """Raise PlanError if somebody has put a method on the optimizer since the plan was made."""
+        if names := ", ".join(replaced_methods(self.cut.optimizer)):
+            raise PlanError(
+                f"{names} was put on the {type(self.cut.optimizer).__name__} object in training: it would see this "
+                "rank's part of the parameters; put it there in configure_optimizers, where the plan respects it, or "
+                "train with strategy='ddp'"
+            )
 
     def flush(self) -> None:
         """Take the step now if it is left to the next batch."""

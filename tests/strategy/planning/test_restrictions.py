@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 
 from lightning_mist.strategy.planning.plain_parallelism import whole_module_reason
-from tests.model.split.test_optimizer_coupling import Coupled
+from tests.own_optimizers import Coupled
 
 PARAMETER = torch.nn.Parameter(torch.zeros(1))
 SGD = torch.optim.SGD([PARAMETER], lr=0.1)
