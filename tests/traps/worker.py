@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_mist import MistStrategy
 from lightning_mist.errors import MistError
+from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.communication import failure
 from lightning_mist.strategy.planning import plain_parallelism as simplest
 from tests.machine import assume_profile
@@ -142,7 +143,7 @@ def _then(trap: Trap, way: str, trainer: Any, module: Any, folder: Path) -> list
 def _numbers(value: Any) -> list[float]:
     """All numbers in a nesting, in its order."""
     if isinstance(value, torch.Tensor):
-        return value.double().flatten().tolist()
+        return [number for _, leaf in plain_leaves(value) for number in leaf.double().flatten().tolist()]
     if isinstance(value, dict):
         return [number for key in sorted(value, key=str) for number in _numbers(value[key])]
     if isinstance(value, (list, tuple)):

@@ -8,21 +8,22 @@ what an operator allocates and frees inside itself it does not see, nor what oth
 The mode costs some ten microseconds per operator: measure bytes and seconds in different steps.
 """
 
-import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
+from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.host_memory import is_host
 from lightning_mist.runtime.shared_patch import SharedPatch
+from lightning_mist.tensors import leaves
 
 
 class MemoryMeter(Protocol):
@@ -185,13 +186,9 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del self._alive[reference.address]
 
     def _count(self, tensor: Tensor) -> None:
-        if is_traceable_wrapper_subclass(tensor):
-            for name in tensor.__tensor_flatten__()[0]:
-                self._count(getattr(tensor, name))
-            return
-        if tensor.layout is not torch.strided:
-            return
-        self._count_storage(tensor.untyped_storage())
+        for _, plain in plain_leaves(tensor):
+            if plain.layout is torch.strided:
+                self._count_storage(plain.untyped_storage())
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
         # A fake tensor says it is on a CPU; its storage says it is not.
@@ -250,17 +247,7 @@ def _followed_resizing() -> Iterator[None]:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors inside nested mappings, sequences and dataclasses; what is in other objects is not seen."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    return (item for item in leaves(value) if isinstance(item, Tensor))
 
 
 def state_tensors(
