@@ -22,13 +22,14 @@ from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.masters import MasterWeights, check_gradient_types, computing
 from lightning_mist.runtime.parameters.optimizer_cut import (
     OptimizerCut,
+    agree_on_rest,
     clip_by_norm,
     clip_by_value,
-    full_optimizer_state,
     gather_optimizer_state,
     global_grad_norm,
+    leaves_of_part,
     load_full_optimizer_state,
-    local_optimizer_state,
+    own_state_dict,
     restrict_optimizer,
 )
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of

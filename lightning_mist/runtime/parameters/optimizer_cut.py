@@ -6,11 +6,13 @@ numbered through all groups as the user listed them. Of a parameter that tensor 
 updates its part; state with one value per entry is shared out in the same way, other state is the same on all ranks.
 """
 
-import copy
+import math
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import compress
 from types import MappingProxyType
 from typing import Any
@@ -19,18 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mist.errors import PlanError
+from lightning_mist.leaves import Path, Wrapping, on_host, plain_leaves, put_together, take_apart, with_leaves
+from lightning_mist.optimizers import like
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.tensor_parts import Part, Speakers
+from lightning_mist.tensors import leaves, rebuild
 
 _STATE_TAG = 1 << 22
 """First tag of gathered optimizer state; all other tags are smaller."""
 
 _HEADER_ELEMENTS = 256
 """State of at most so many elements (step counters, for example) travels inside the header instead of by itself."""
-
-OptimizerState = Mapping[int, Mapping[str, Any]]
-"""State by the number of its parameter in the layout of the whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +43,18 @@ class OptimizerCut:
     Attributes:
         groups: For each group of the optimizer, every parameter that the user put there.
         names: For each group, the names that came with the parameters; None if none did.
+        owned: What this rank updates.
         parts: Of which parameters this rank has a part.
     """
 
     optimizer: Optimizer
     groups: tuple[tuple[nn.Parameter, ...], ...]
     names: tuple[tuple[str, ...] | None, ...]
+    owned: Collection[nn.Parameter]
     parts: Mapping[nn.Parameter, Part] = field(default_factory=dict)
 
     @property
-    def numbers(self) -> dict[Tensor, int]:
+    def numbers(self) -> dict[nn.Parameter, int]:
         """The number of each parameter in the layout of the whole model."""
         parameters = [parameter for group in self.groups for parameter in group]
         return {parameter: number for number, parameter in enumerate(parameters)}
@@ -58,15 +63,16 @@ class OptimizerCut:
     def showing(self, keep: Callable[[nn.Parameter], bool]) -> Iterator[None]:
         """Inside, groups have of what the user put there what ``keep`` says; afterwards what they had before."""
         groups = [group for group, _ in zip(self.optimizer.param_groups, self.groups, strict=False)]
-        before = [(tuple(group["params"]), tuple(group.get("param_names", ()))) for group in groups]
+        before = [(list(group["params"]), list(group.get("param_names", ()))) for group in groups]
         chosen = [[keep(parameter) for parameter in parameters] for parameters in self.groups]
         try:
             for group, parameters, names, flags in zip(groups, self.groups, self.names, chosen, strict=False):
-                _fill(group, compress(parameters, flags), () if names is None else compress(names, flags))
+                _fill(group, compress(parameters, flags), None if names is None else compress(names, flags))
             yield
         finally:
-            for group, (parameters, labels) in zip(groups, before, strict=True):
-                _fill(group, parameters, labels)
+            # What is loaded meanwhile puts other groups in their place.
+            for group, names, (held, labels) in zip(self.optimizer.param_groups, self.names, before, strict=False):
+                _fill(group, held, None if names is None else labels)
 
     def restore(self) -> None:
         """Give the optimizer all its parameters back; state stays with those that it updated as a whole."""
@@ -74,13 +80,14 @@ class OptimizerCut:
             self.optimizer.state.pop(parameter, None)
         # Groups that were added while it trained are left as they are.
         for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=False):
-            _fill(group, parameters, names or ())
+            _fill(group, parameters, names)
 
 
-def _fill(group: dict[str, Any], parameters: Iterable[nn.Parameter], names: Iterable[str]) -> None:
+def _fill(group: dict[str, Any], parameters: Iterable[nn.Parameter], names: Iterable[str] | None) -> None:
     group["params"][:] = parameters
-    if "param_names" in group:
-        group["param_names"][:] = names
+    # A new list: the other may be in a state dict. What a checkpoint names where the user did not is left alone.
+    if names is not None and "param_names" in group:
+        group["param_names"] = list(names)
 
 
 def restrict_optimizer(
@@ -98,46 +105,23 @@ def restrict_optimizer(
     groups = tuple(tuple(group["params"]) for group in optimizer.param_groups)
     names = tuple(tuple(group["param_names"]) if "param_names" in group else None for group in optimizer.param_groups)
     for group, parameters, labels in zip(optimizer.param_groups, groups, names, strict=True):
-        group["params"][:] = [parameter for parameter in parameters if parameter in keep]
-        if labels is not None:
-            group["param_names"][:] = [
-                label for label, parameter in zip(labels, parameters, strict=True) if parameter in keep
-            ]
-    for parameter in [parameter for parameter in optimizer.state if parameter not in keep]:
-        del optimizer.state[parameter]
+        flags = [parameter in keep for parameter in parameters]
+        _fill(group, compress(parameters, flags), None if labels is None else compress(labels, flags))
+    for parameter in {parameter for group in groups for parameter in group} - keep:
+        optimizer.state.pop(parameter, None)
     for parameter, part in (parts or {}).items():
         if parameter in optimizer.state:
             # Some optimizers (Adagrad) have state from the start, of the parameter as a whole.
             optimizer.state[parameter] = dict(_take_part(optimizer.state[parameter], part))
-    return OptimizerCut(optimizer=optimizer, groups=groups, names=names, parts=parts or {})
+    return OptimizerCut(optimizer=optimizer, groups=groups, names=names, owned=keep, parts=parts or {})
 
 
-def local_optimizer_state(cut: OptimizerCut) -> dict[int, dict[str, Any]]:
-    """This rank's optimizer state by the numbers of the whole model; parts where it has parts."""
-    numbers = cut.numbers
-    return {numbers[parameter]: dict(state) for parameter, state in cut.optimizer.state.items()}
-
-
-def full_optimizer_state(cut: OptimizerCut, states: Iterable[OptimizerState]) -> dict[str, Any]:
-    """A ``state_dict`` as an optimizer over the whole model gives it.
-
-    Args:
-        states: State of all ranks, of whole parameters; where several have a parameter's, the first counts.
-    """
-    merged: dict[int, dict[str, Any]] = {}
-    for state in states:
-        for number, entry in state.items():
-            merged.setdefault(number, dict(entry))
-    groups = []
-    start = 0
-    own = cut.optimizer.state_dict()["param_groups"]
-    for group, parameters, names in zip(own, cut.groups, cut.names, strict=True):
-        entry = {**group, "params": list(range(start, start + len(parameters)))}
-        if names is not None:
-            entry["param_names"] = list(names)
-        groups.append(entry)
-        start += len(parameters)
-    return {"state": {number: merged[number] for number in sorted(merged)}, "param_groups": groups}
+def own_state_dict(cut: OptimizerCut) -> dict[str, Any]:
+    """What the optimizer's own ``state_dict`` gives for the whole model, of whose state this rank has its part."""
+    theirs = {number for parameter, number in cut.numbers.items() if parameter not in cut.owned}
+    with cut.showing(lambda _: True):
+        state_dict: dict[str, Any] = cut.optimizer.state_dict()
+    return {**state_dict, "state": {key: entry for key, entry in state_dict["state"].items() if key not in theirs}}
 
 
 def load_full_optimizer_state(
@@ -147,7 +131,7 @@ def load_full_optimizer_state(
     apart: Collection[nn.Parameter] = (),
     loaded: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
-    """Load this rank's part of a ``state_dict`` of an optimizer over the whole model.
+    """Load this rank's part of a ``state_dict`` of an optimizer over the whole model, through the optimizer's class.
 
     Args:
         apart: Parameters whose state is not to be on the device all at once.
@@ -155,6 +139,7 @@ def load_full_optimizer_state(
 
     Raises:
         ValueError: If its groups are not those of the optimizer.
+        PlanError: If there is state of which it cannot be told what this rank's part is.
     """
     saved = state_dict["param_groups"]
     sizes, expected = [len(group["params"]) for group in saved], [len(group) for group in cut.groups]
@@ -163,57 +148,111 @@ def load_full_optimizer_state(
             f"the saved optimizer has groups of {sizes} parameters, this one of {expected}: they must be the same; "
             "load the checkpoint into the optimizer it was saved from"
         )
-    state: dict[int, Any] = {}
-    alone: dict[nn.Parameter, tuple[Any, dict[str, Any]]] = {}
-    groups: list[dict[str, Any]] = []
-    start = 0
-    for old, full, own in zip(saved, cut.groups, cut.optimizer.param_groups, strict=True):
-        mine = set(own["params"])
-        kept = [(number, i) for i, (number, p) in enumerate(zip(old["params"], full, strict=True)) if p in mine]
-        entry = {**old, "params": list(range(start, start + len(kept)))}
-        if "param_names" in old:
-            entry["param_names"] = [old["param_names"][i] for _, i in kept]
-        groups.append(entry)
-        for local, (number, i) in enumerate(kept, start):
-            if number in state_dict["state"]:
-                found = _take_part(state_dict["state"][number], cut.parts.get(full[i]))
-                if full[i] in apart:
-                    alone[full[i]] = found, entry
-                else:
-                    state[local] = found
-        start += len(kept)
-    cut.optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for parameter, (found, entry) in alone.items():
-        # An optimizer of one parameter, of the same class: it says where loaded state belongs and of which type it is.
-        other = copy.copy(cut.optimizer)
-        other.param_groups, other.state = [{**entry, "params": [parameter]}], defaultdict(dict)
-        other.load_state_dict({"state": {0: found}, "param_groups": [{**entry, "params": [0]}]})
-        cut.optimizer.state[parameter] = other.state[parameter]
-        if loaded is not None:
-            loaded(parameter)
+    every = list(cut.numbers)
+    numbers = {name: number for number, name in enumerate(name for group in saved for name in group["params"])}
+    tables = _tables(cut, {name: every[number] for name, number in numbers.items()}, state_dict["state"])
+    state: dict[Any, Any] = {}
+    alone: dict[int, Any] = {}
+    for name, entry in state_dict["state"].items():
+        parameter = every[numbers[name]] if name in numbers else None
+        if parameter is None:
+            state[name] = entry
+        elif parameter in cut.owned:
+            found = _take_part(entry, cut.parts.get(parameter), tables)
+            (alone if parameter in apart else state)[numbers[name]] = found
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved]
+    whole = {**state_dict, "state": state, "param_groups": groups}
+    with cut.showing(lambda _: True):
+        cut.optimizer.load_state_dict(whole)
+    for parameter in every:
+        if parameter not in cut.owned:
+            cut.optimizer.state.pop(parameter, None)
+    if alone:
+        _load_one_by_one(cut, {**whole, "state": alone}, loaded)
 
 
-def _take_part(entry: Mapping[str, Any], part: Part | None) -> Mapping[str, Any]:
-    """State of a rank's part of a parameter from that of the whole."""
+def _load_one_by_one(
+    cut: OptimizerCut, state_dict: Mapping[str, Any], loaded: Callable[[nn.Parameter], None] | None
+) -> None:
+    """Load one parameter's state after the other: an optimizer like the user's says where and of which type it is."""
+    other: Any = like(cut.optimizer, [])
+    for name in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        setattr(other, name, getattr(cut.optimizer, name))
+    before, every = dict(vars(other)), list(cut.numbers)
+    for group in state_dict["param_groups"]:
+        for place, number in enumerate(group["params"]):
+            if number not in state_dict["state"]:
+                continue
+            names = {"param_names": group["param_names"][place : place + 1]} if "param_names" in group else {}
+            one, parameter = {**group, "params": [number], **names}, every[number]
+            other.param_groups, other.state = [{**one, "params": [parameter]}], defaultdict(dict)
+            other.load_state_dict({**state_dict, "state": {number: state_dict["state"][number]}, "param_groups": [one]})
+            cut.optimizer.state[parameter] = other.state[parameter]
+            if loaded is not None:
+                loaded(parameter)
+    # What loading changes of the optimizer itself, it changes once.
+    changed = {name: value for name, value in vars(other).items() if before.get(name, before) is not value}
+    vars(cut.optimizer).update({key: changed[key] for key in changed if key not in ("state", "param_groups")})
+
+
+def _tables(cut: OptimizerCut, parameters: Mapping[Any, nn.Parameter], state: Mapping[Any, Any]) -> set[Any]:
+    """Paths and shapes of what parameters of several sizes have alike, where this rank has parts of some."""
+    sizes: dict[Any, set[int]] = defaultdict(set)
+    for name, parameter in parameters.items() if cut.parts else ():
+        part = cut.parts.get(parameter)
+        for path, leaf in plain_leaves(take_apart(state.get(name))):
+            sizes[path, tuple(leaf.shape)].add(parameter.numel() if part is None else math.prod(part.shape))
+    return {place for place, found in sizes.items() if len(found) > 1}
+
+
+def _take_part(entry: Any, part: Part | None, tables: Collection[Any] = ()) -> Any:
+    """State of a rank's part of a parameter from that of the whole: what is like it is cut; numbers and tables stay."""
     if part is None:
         return entry
-    return {
-        key: part.take(value) if isinstance(value, Tensor) and tuple(value.shape) == part.shape else value
-        for key, value in entry.items()
-    }
+    new = {}
+    for path, leaf in leaves_of_part(entry := take_apart(entry), part):
+        shape = tuple(leaf.shape)
+        if shape == part.shape:
+            new[path] = part.take(leaf)
+        elif leaf.numel() > 1 and shape != part.local_shape and (path, shape) not in tables:
+            raise PlanError(_not_cut(f"{leaf.numel()} entries of {path[-1]!r}", part))
+    return with_leaves(entry, new)
 
 
-def _join_parts(entries: Mapping[int, dict[str, Any]], part: Part | None) -> dict[str, Any]:
-    """State of a whole parameter from that of its parts by tensor-parallel index."""
-    first = entries[0]
+def _join_parts(entries: Mapping[int, Any], part: Part | None) -> Any:
+    """State of a whole parameter from that of its parts by tensor-parallel index, taken apart."""
     if part is None:
-        return first
-    return {
-        key: part.join([entries[index][key] for index in range(part.degree)])
-        if isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
-        else value
-        for key, value in first.items()
-    }
+        return entries[0]
+    new, others = {}, [dict(plain_leaves(entries[index])) for index in range(part.degree)]
+    for path, leaf in leaves_of_part(entries[0], part):
+        if tuple(leaf.shape) == part.local_shape:
+            new[path] = part.join([other[path] for other in others])
+        elif any(path not in other or not torch.equal(_as_bytes(other[path]), _as_bytes(leaf)) for other in others):
+            raise PlanError(_not_cut(f"{leaf.numel()} entries of {path[-1]!r}, which differ between parts,", part))
+    return with_leaves(entries[0], new)
+
+
+def leaves_of_part(entry: Any, part: Part) -> Iterator[tuple[Path, Tensor]]:
+    """Tensors by path of a parameter's state, taken apart; none of a class of its own, which would know the shape."""
+    for item in leaves(entry):
+        if isinstance(item, Wrapping):
+            raise PlanError(_not_cut(f"a {item.cls.__name__} of {math.prod(item.size)} entries", part))
+    return plain_leaves(entry)
+
+
+def _not_cut(what: str, part: Part) -> str:
+    return (
+        f"the optimizer's state has {what} for {part.split.name} of shape {part.shape}, of which ranks have parts of "
+        f"shape {part.local_shape}: only what is like the parameter, or the same for all, can be cut and joined; use "
+        "tensor_parallel_degree=1"
+    )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+# All ranks' state ----------------------------------------------------------------------------------------------------
 
 
 def gather_optimizer_state(
@@ -221,7 +260,7 @@ def gather_optimizer_state(
     transport: Transport,
     *,
     destination: int = 0,
-    mine: Mapping[int, dict[str, Any]] | None = None,
+    mine: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> Generator[Work, None, dict[str, Any] | None]:
     """The ``state_dict`` of the whole model on one rank, its tensors in host memory; None on the others.
@@ -229,44 +268,79 @@ def gather_optimizer_state(
     Every rank calls it. Tensors travel one by one, so no rank but the destination holds more than its own.
 
     Args:
-        mine: This rank's state as :func:`local_optimizer_state` gave it earlier; by default what it is now.
+        mine: This rank's state as :func:`own_state_dict` gave it earlier; by default what it is now.
         device: Where tensors travel; by default where the parameters are.
+
+    Raises:
+        PlanError: If ranks say different things of what there is once, or parts cannot be joined.
     """
-    mine = local_optimizer_state(cut) if mine is None else mine
+    mine = own_state_dict(cut) if mine is None else mine
+    whole = yield from agree_on_rest(cut, transport, mine)
     numbers = cut.numbers
     parts = {numbers[parameter]: part for parameter, part in cut.parts.items() if parameter in numbers}
-    header = {
-        number: (parts.get(number), {key: _describe(value) for key, value in entry.items()})
-        for number, entry in mine.items()
-    }
-    gathered = transport.all_gather_object(header, tuple(range(transport.world_size)))
+    own: list[Tensor] = []
+    header = take_apart(mine["state"], lambda tensor: _described(tensor, own))
+    gathered = transport.all_gather_object((parts, header), tuple(range(transport.world_size)))
     yield gathered
-    merged: dict[int, dict[int, dict[str, Any]]] = {}
-    shared: dict[int, Part | None] = {}
+    merged: dict[Any, dict[int, Any]] = {}
+    degrees: dict[Any, tuple[int, Part | None]] = {}
     tag = _STATE_TAG
     if device is None:
         device = next((p.device for group in cut.groups for p in group), torch.device("cpu"))
-    for rank, announced in enumerate(gathered.result()):
-        for number, (part, entry) in announced.items():
+    for rank, (of_rank, announced) in enumerate(gathered.result()):
+        here: dict[int, Tensor | None] = {}
+        for key, entry in announced.items():
             # A copy in a group of devices of another tensor-parallel degree has other parts: the first rank's count.
-            known = shared.setdefault(number, part)
-            index = 0 if part is None else part.index
-            if _degree(known) != _degree(part) or index in merged.setdefault(number, {}):
+            part = of_rank.get(key)
+            degree, index = (1, 0) if part is None else (part.degree, part.index)
+            if degrees.setdefault(key, (degree, part))[0] != degree or index in merged.setdefault(key, {}):
                 continue
-            merged[number][index] = values = dict(entry)
-            for key, value in entry.items():
-                if not isinstance(value, _Travelling):
-                    continue
-                tag += 1
-                own = mine[number][key] if rank == transport.rank else None
-                values[key] = yield from _travel(value, own, rank, destination, tag, transport, device)
+            for item in leaves(entry):
+                if isinstance(item, _Travelling) and id(item) not in here:
+                    tag += 1
+                    value = own[item.number] if rank == transport.rank else None
+                    here[id(item)] = yield from _travel(item, value, rank, destination, tag, transport, device)
+            merged[key][index] = rebuild(entry, lambda item, here=here: here.get(id(item)))  # type: ignore[misc]
     if transport.rank != destination:
         return None
-    return full_optimizer_state(cut, [{n: _join_parts(entries, shared[n]) for n, entries in merged.items()}])
+    in_order = sorted(merged, key=lambda key: key if isinstance(key, int) else math.inf)
+    return {**whole, "state": {key: put_together(_join_parts(merged[key], degrees[key][1])) for key in in_order}}
 
 
-def _degree(part: Part | None) -> int:
-    return 1 if part is None else part.degree
+def agree_on_rest(
+    cut: OptimizerCut, transport: Transport, mine: Mapping[str, Any]
+) -> Generator[Work, None, dict[str, Any]]:
+    """What a state dict has beside the state of parameters, the same on all ranks; ``"state"`` is empty.
+
+    A rank that updates nothing of a group may not count its steps: a group's options are those of the first that does.
+
+    Raises:
+        PlanError: If ranks say different things.
+    """
+    every = range(len(cut.numbers))
+    rest = {key: value for key, value in mine.items() if key not in ("state", "param_groups")}
+    rest |= {f"state[{key!r}]": entry for key, entry in mine["state"].items() if key not in every}
+    updates = [any(parameter in cut.owned for parameter in group) for group in cut.groups]
+    told = take_apart(rest, lambda leaf: (leaf.shape, leaf.dtype, sha256(_as_bytes(leaf).cpu().numpy().data).digest()))
+    every_rank = tuple(range(transport.world_size))
+    gathered = transport.all_gather_object((updates, on_host(mine["param_groups"]), told), every_rank)
+    yield gathered
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, (_, _, theirs) in enumerate(gathered.result()):
+        for key, value in theirs.items():
+            by, known = first.setdefault(key, (rank, value))
+            # NaN is not equal to itself, and sets have no order.
+            if pickle.dumps(value) != pickle.dumps(known) and value != known:
+                raise PlanError(
+                    f"the optimizer's state_dict() has another {key} on rank {rank} than on rank {by}, and a "
+                    'checkpoint has it once: keep it by parameter, or alike on all ranks; or use strategy="ddp"'
+                )
+    groups = list(mine["param_groups"])
+    for place in range(len(cut.groups)):
+        ranks = [rank for rank, (updates, *_) in enumerate(gathered.result()) if updates[place]]
+        if ranks and transport.rank not in ranks:
+            groups[place] = gathered.result()[ranks[0]][1][place]
+    return {**mine, "state": {}, "param_groups": groups}
 
 
 def _travel(
@@ -282,28 +356,26 @@ def _travel(
     if own is not None and source == destination:
         return own.detach().contiguous().to("cpu", copy=True)
     if own is not None:
-        yield transport.isend(own.detach().contiguous().to(device), destination, tag)
+        yield transport.isend(_as_bytes(own).to(device), destination, tag)
     elif transport.rank == destination:
-        received = torch.empty(header.shape, dtype=header.dtype, device=device)
+        received = torch.empty(math.prod(header.shape) * header.dtype.itemsize, dtype=torch.uint8, device=device)
         yield transport.irecv(received, source, tag)
-        return received.to("cpu")
+        return received.to("cpu").view(header.dtype).reshape(header.shape)
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Travelling:
-    """Stands in a header for a tensor that follows by itself."""
+    """Stands in a header for a tensor that follows by itself: which of its rank's, and its form."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.number, self.shape, self.dtype = number, shape, dtype
 
 
-def _describe(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() <= _HEADER_ELEMENTS:
-        return value.detach().cpu()
-    return _Travelling(shape=tuple(value.shape), dtype=value.dtype)
+def _described(tensor: Tensor, own: list[Tensor]) -> Any:
+    if tensor.numel() <= _HEADER_ELEMENTS:
+        return tensor.detach().to("cpu", copy=True)
+    own.append(tensor)
+    return _Travelling(len(own) - 1, tuple(tensor.shape), tensor.dtype)
 
 
 def global_grad_norm(

@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_mist.errors import CheckpointError
+from lightning_mist.leaves import put_together
 from lightning_mist.model.initialization import load_hollow
 from lightning_mist.strategy import empty_parameters
 from lightning_mist.strategy.checkpoints.atomic import discard, save_file
@@ -172,9 +174,8 @@ class Checkpoints(PlanInstallation):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; for a module without values its tensors stay in a file until they are needed."""
         self.finish_saving()
-        given = () if weights_only is None else (weights_only,)  # which Lightning knows since 2.6
         if not (self._writes_itself or self._saves_directories) or _is_remote(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, *given)
+            return self._load_file(checkpoint_path, weights_only)
         module, path, content = self.lightning_module, Path(checkpoint_path), None
         if path.is_dir():
             return read_directory(path, weights_only)
@@ -182,9 +183,19 @@ class Checkpoints(PlanInstallation):
             if module is not None and empty_parameters.has_empty_parameters(module):
                 content = empty_parameters.mapped_checkpoint(path, weights_only)
             if content is None:
-                content = super().load_checkpoint(path, *given)
+                content = self._load_file(path, weights_only)
         check_content(path, content)
         return content
+
+    def _load_file(self, path: Any, weights_only: bool | None) -> Any:
+        given = () if weights_only is None else (weights_only,)  # which Lightning knows since 2.6
+        try:
+            return super().load_checkpoint(path, *given)
+        except RuntimeError as error:
+            # Lightning says where tensors go by a function, and torch wants a name for those of classes of their own.
+            if "Callable map_location" not in str(error):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
@@ -205,7 +216,8 @@ class Checkpoints(PlanInstallation):
         engine, states = self._engine, []
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False):
             wanted = None if engine is None else partial(saved_parts, engine.owned(optimizer).cut)
-            states.append(state.read(wanted) if isinstance(state, StoredOptimizer) else state)
+            # What a directory has taken apart is so, too, in a file that was made of it.
+            states.append(put_together(state.read(wanted) if isinstance(state, StoredOptimizer) else state))
         if engine is None:
             super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
             return

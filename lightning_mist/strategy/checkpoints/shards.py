@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lightning_mist.runtime.parameters import OptimizerCut, Part, at_work, full_optimizer_state
+from lightning_mist.leaves import take_apart, with_leaves
+from lightning_mist.runtime.communication import complete
+from lightning_mist.runtime.parameters import OptimizerCut, Part, agree_on_rest, at_work, leaves_of_part, own_state_dict
 from lightning_mist.strategy.training import Engine
+from lightning_mist.tensors import rebuild
 
 
 class Shards:
@@ -74,13 +77,12 @@ class Shards:
 
 def copied(value: Any) -> Any:
     """A copy in host memory of what is in a checkpoint."""
-    if isinstance(value, Shards):
-        return value.on_host()
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    return [copied(item) for item in value] if type(value) is list else value
+
+    def copy(node: Any) -> Any:
+        is_shards = isinstance(node, Shards)
+        return node.on_host() if is_shards else node.detach().to("cpu", copy=True) if isinstance(node, Tensor) else None
+
+    return rebuild(value, copy)
 
 
 def _owned(engine: Engine) -> set[str]:
@@ -120,33 +122,40 @@ def _owned_values(engine: Engine) -> dict[str, Any]:
 
 
 def optimizer_shards(engine: Engine, optimizer: Any = None, *, is_first: bool) -> dict[str, Any]:
-    """Optimizer state by the names of parameters, of what this rank writes; rank 0 has the groups."""
+    """Optimizer state by the names of parameters, of what this rank writes; rank 0 has all else.
+
+    Every rank calls it.
+    """
     engine.executor.flush()
     (mine := engine.owned(optimizer)).settle()
-    owned, cut, name_of = _owned(engine), mine.cut, engine.canonical_name
-    state = {}
-    for parameter in (parameter for group in cut.optimizer.param_groups for parameter in group["params"]):
-        name, part = name_of(parameter), cut.parts.get(parameter)
-        if name in owned and parameter in cut.optimizer.state:
-            state[name] = {
-                key: Shards.of_part(value, part)
-                if part is not None and isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
-                else value
-                for key, value in cut.optimizer.state[parameter].items()
-            }
-    if not is_first:
-        return {"state": state}
-    order = [name_of(parameter) for group in cut.groups for parameter in group]
-    return {**named_state(full_optimizer_state(cut, ()), order), "state": state}
+    owned, cut = _owned(engine), mine.cut
+    every = list(cut.numbers)
+    names, state_dict = [engine.canonical_name(parameter) for parameter in every], own_state_dict(cut)
+    whole = {**complete(agree_on_rest(cut, engine.transport, state_dict)), "state": (state := {})}
+    for key, entry in state_dict["state"].items():
+        is_parameters = key in range(len(every))
+        if not is_parameters or names[key] in owned:
+            state[key] = _shared_out(entry, cut.parts.get(every[key]) if is_parameters else None)
+    found = named_state(whole, names)
+    return found if is_first else {"state": found["state"]}
+
+
+def _shared_out(entry: Any, part: Part | None) -> Any:
+    if part is None:
+        return entry
+    found = leaves_of_part(entry := take_apart(entry), part)
+    here = {path: leaf for path, leaf in found if tuple(leaf.shape) == part.local_shape}
+    return with_leaves(entry, {path: Shards.of_part(leaf, part) for path, leaf in here.items()})
 
 
 def named_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` with the names of parameters in place of their numbers."""
+    """An optimizer's ``state_dict`` with the names of parameters in place of their numbers, taken apart."""
     if not state:
         return {}
     entries = {names[key] if isinstance(key, int) else key: entry for key, entry in state["state"].items()}
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": entries, "param_groups": groups}
+    found: dict[str, Any] = take_apart({**state, "state": entries, "param_groups": groups})
+    return found
 
 
 def names_in_order(optimizer: Any, module: nn.Module) -> list[str]:

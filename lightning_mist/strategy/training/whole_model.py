@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError
+from lightning_mist.leaves import on_host
 from lightning_mist.optimizers import replaced_methods
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.communication import DistributedTransport, Transport, complete
@@ -30,7 +31,7 @@ from lightning_mist.runtime.parameters import (
     gather_optimizer_state,
     global_grad_norm,
     load_full_optimizer_state,
-    local_optimizer_state,
+    own_state_dict,
     restrict_optimizer,
     works,
 )
@@ -77,16 +78,14 @@ class OwnedOptimizer:
         if self._offloaded is not None:
             self._offloaded.end()
         cut, device = self.cut, self._device
-        kept = {
-            number: {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in entry.items()}
-            for number, entry in local_optimizer_state(cut).items()
-        }
+        kept = on_host(own_state_dict(cut)["state"])
         cut.restore()
 
         def ask() -> dict[str, Any]:
             transport = DistributedTransport((), device, timeout=timeout)
             try:
-                return complete(gather_optimizer_state(cut, transport, mine=kept, device=device)) or {}
+                mine = {**own_state_dict(cut), "state": kept}  # groups may have been changed since, as under DDP
+                return complete(gather_optimizer_state(cut, transport, mine=mine, device=device)) or {}
             finally:
                 transport.close()
 

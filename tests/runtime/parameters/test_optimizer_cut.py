@@ -4,20 +4,22 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mist.errors import PlanError
+from lightning_mist.leaves import CLASS, Wrapping, plain_leaves, take_apart
 from lightning_mist.plan import ParameterSplit
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.runtime.parameters.optimizer_cut import (
     clip_by_norm,
     clip_by_value,
-    full_optimizer_state,
     gather_optimizer_state,
     global_grad_norm,
     load_full_optimizer_state,
-    local_optimizer_state,
+    own_state_dict,
     restrict_optimizer,
 )
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of, speakers_of
 from tests.memory_transport import InMemoryWorld, drive
+from tests.packed import PACKED, Packed, UnderAKey
 from tests.plan.test_mesh import make_map, make_plan
 from tests.runtime.parameters.test_tensor_parts import split_map, split_plan
 
@@ -76,14 +78,152 @@ def test_state_of_pieces_is_the_state_of_the_whole(name):
         for module, cut in zip(modules, cuts, strict=True):
             _step(module, cut.optimizer, seed)
         _share(modules)
-    full = full_optimizer_state(cuts[0], [local_optimizer_state(cut) for cut in cuts])
-    _assert_equal(full, optimizer.state_dict())
     world = InMemoryWorld(3)
     gathered = drive(
         [gather_optimizer_state(cut, t, destination=1) for cut, t in zip(cuts, world.transports, strict=True)]
     )
     assert gathered[0] is gathered[2] is None
     _assert_equal(gathered[1], optimizer.state_dict())
+
+
+def _gathered(cuts, **more):
+    world = InMemoryWorld(len(cuts))
+    return drive([gather_optimizer_state(cut, t, **more) for cut, t in zip(cuts, world.transports, strict=True)])[0]
+
+
+def _assert_same(found, wanted):
+    """Layout, classes, types and bits."""
+    found, wanted = take_apart(found), take_apart(wanted)
+    for (path, one), (other_path, other) in zip(plain_leaves(found), plain_leaves(wanted), strict=True):
+        assert path == other_path
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other), path
+    assert _rest(found) == _rest(wanted)
+
+
+def _rest(value):
+    if isinstance(value, dict):
+        return {key: _rest(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rest(item) for item in value]
+    return value.cls if isinstance(value, Wrapping) else None if isinstance(value, torch.Tensor) else value
+
+
+def _pieces(make, module=None):
+    """A whole module and two copies of it of which each rank updates every other parameter; all stepped."""
+    whole = module or nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 30), nn.Linear(30, 4)).double()
+    modules = [copy.deepcopy(whole) for _ in range(2)]
+    optimizer = make(_groups(whole))
+    cuts = [
+        restrict_optimizer(make(_groups(module)), list(module.parameters())[index::2])
+        for index, module in enumerate(modules)
+    ]
+    _step_alike(whole, optimizer, modules, cuts, range(3))
+    return whole, optimizer, modules, cuts
+
+
+def _step_alike(whole, optimizer, modules, cuts, seeds):
+    for seed in seeds:
+        _give_gradients(whole, seed)
+        optimizer.step()
+        for module, cut in zip(modules, cuts, strict=True):
+            _give_gradients(module, seed)
+            cut.optimizer.step()
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_state_has_the_layout_of_its_class(name, is_apart):
+    """And goes on from there: loaded with the rest, or one parameter after the other."""
+    whole, optimizer, modules, cuts = _pieces(PACKED[name])
+    state = _gathered(cuts)
+    _assert_same(state, optimizer.state_dict())
+    again = PACKED[name](_groups(whole))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    fresh = []
+    for module, cut in zip(modules, cuts, strict=True):
+        owned = [p for p in cut.numbers if p in cut.owned]
+        fresh.append(restrict_optimizer(PACKED[name](_groups(module)), owned))
+        told = []
+        load_full_optimizer_state(fresh[-1], state, apart=set(owned) if is_apart else (), loaded=told.append)
+        assert told == (owned if is_apart else [])
+        assert set(fresh[-1].optimizer.state) == set(owned)
+        assert getattr(fresh[-1].optimizer, "initialized", True)
+    _step_alike(whole, again, modules, fresh, range(3, 5))
+    _assert_same(_gathered(fresh), again.state_dict())
+    for index, parameters in enumerate(zip(*(m.parameters() for m in (whole, *modules)), strict=True)):
+        assert torch.equal(parameters[0], parameters[1 + index % 2])
+
+
+def test_tables_that_parameters_share_travel_once():
+    *_, cuts = _pieces(UnderAKey)
+    state = _gathered(cuts)["state"]
+    tables = [entry["__packed__"]["qmap1"] for entry in state.values() if "__packed__" in entry]
+    assert len(tables) == 2
+    assert len({table.data_ptr() for table in tables}) <= 2
+    whole = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).double()
+    *_, cuts = _pieces(UnderAKey, whole)
+    tables = [entry["__packed__"]["qmap1"] for entry in _gathered(cuts)["state"].values() if "__packed__" in entry]
+    assert len(tables) == 2
+    assert len({table.data_ptr() for table in tables}) == 1
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps of groups that it updates, as NVIDIA's fused optimizers do, and keeps more than it should."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(parameter.grad is not None for parameter in group["params"]):
+                group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), **getattr(self, "more", {})}
+
+
+def test_options_of_a_group_are_those_of_a_rank_that_updates_it():
+    whole = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 30)).double()
+    _, optimizer, _, cuts = _pieces(lambda groups: Counting(groups, lr=0.1, momentum=0.9), whole)
+    # Rank 0 has the matrices, and rank 1 the vectors.
+    assert "count" not in cuts[0].optimizer.param_groups[1]
+    assert optimizer.param_groups[1]["count"] == 3
+    _assert_same(_gathered(cuts), optimizer.state_dict())
+
+
+def test_what_a_class_saves_beside_must_be_the_same_on_all_ranks():
+    *_, cuts = _pieces(lambda groups: Counting(groups, lr=0.1))
+    for cut in cuts:
+        cut.optimizer.more = {"mean": torch.tensor([1.0, float("nan")]), "names": {"a", "b"}}
+    assert torch.equal(_gathered(cuts)["mean"], cuts[0].optimizer.more["mean"]) is False  # NaN
+    cuts[1].optimizer.more = {"mean": torch.tensor([1.0, 2.0]), "names": {"a", "b"}}
+    with pytest.raises(PlanError, match=r"another mean on rank 1 than on rank 0.*keep it by parameter"):
+        _gathered(cuts)
+
+
+def test_hooks_around_state_dicts_see_the_numbers_of_the_whole():
+    def rename(optimizer, found):
+        return {**found, "state": {f"number {key}": entry for key, entry in found["state"].items()}}
+
+    def back(optimizer, found):
+        return {**found, "state": {int(str(key).split()[-1]): entry for key, entry in found["state"].items()}}
+
+    def make(groups):
+        made = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        made.register_state_dict_post_hook(rename)
+        made.register_load_state_dict_pre_hook(back)
+        return made
+
+    _, optimizer, _, cuts = _pieces(make)
+    state = _gathered(cuts)
+    assert sorted(state["state"]) == [f"number {number}" for number in range(6)]
+    for cut in cuts:
+        before = {p: dict(entry) for p, entry in cut.optimizer.state.items()}
+        cut.optimizer.state.clear()
+        load_full_optimizer_state(cut, state)
+        assert set(cut.optimizer.state) == set(before)
+        for parameter, entry in before.items():
+            assert torch.equal(cut.optimizer.state[parameter]["momentum_buffer"], entry["momentum_buffer"])
+            assert optimizer.param_groups
 
 
 def _share(modules):
@@ -149,7 +289,7 @@ def test_names_of_parameters_are_cut_and_restored():
     whole = [name for name, _ in module.named_parameters()]
     cut = restrict_optimizer(optimizer, [module[1].weight])
     assert optimizer.param_groups[0]["param_names"] == ["1.weight"]
-    full = full_optimizer_state(cut, [])
+    full = own_state_dict(cut)
     assert full["param_groups"][0]["param_names"] == whole
     load_full_optimizer_state(cut, full)
     assert optimizer.param_groups[0]["param_names"] == ["1.weight"]
@@ -208,7 +348,7 @@ def _give_gradients(module, seed, parts=None):
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         part = (parts or {}).get(parameter)
-        gradient = torch.randn(parameter.shape if part is None else part.shape, generator=generator)
+        gradient = torch.randn(parameter.shape if part is None else part.shape, generator=generator).to(parameter)
         parameter.grad = gradient if part is None else part.take(gradient)
 
 
@@ -249,6 +389,57 @@ def test_state_of_parts_is_the_state_of_the_whole(name):
             torch.testing.assert_close(other, parameter if part is None else part.take(parameter), rtol=1e-5, atol=1e-6)
     cuts[0].restore()
     assert set(cuts[0].optimizer.state) == set(modules[0].parameters()) - set(parts[0])
+
+
+def _parts(state_of):
+    """Cuts of both ranks' parts, with state made by a function of the parameter."""
+    _, modules, parts = _split_modules()
+    cuts = []
+    for module, mine in zip(modules, parts, strict=True):
+        cuts.append(restrict_optimizer(OPTIMIZERS["sgd"](_groups(module)), list(module.parameters()), mine))
+        for parameter in module.parameters():
+            cuts[-1].optimizer.state[parameter] = state_of(parameter)
+    return cuts
+
+
+def test_tables_are_neither_cut_nor_joined():
+    cuts = _parts(lambda parameter: {"like": parameter.detach().clone(), "in": {"table": torch.arange(300.0)}})
+    state = _gathered(cuts)
+    assert tuple(state["state"][0]["like"].shape) == (30, 20)
+    assert state["state"][0]["in"]["table"].shape == (300,)
+    for cut in cuts:
+        before = {p: entry["like"] for p, entry in cut.optimizer.state.items()}
+        load_full_optimizer_state(cut, state)
+        for parameter, entry in cut.optimizer.state.items():
+            assert torch.equal(entry["like"], before[parameter])
+            assert entry["in"]["table"].shape == (300,)
+
+
+def test_what_is_per_block_is_refused_in_parts():
+    """With the numbers: where a part is joined, and where state of the whole is to be cut."""
+    cuts = _parts(lambda parameter: {"in": {"scales": torch.full((4,), float(parameter.shape[0] < 16))}})
+    for cut, value in zip(cuts, (0.0, 1.0), strict=True):
+        for entry in cut.optimizer.state.values():
+            entry["in"]["scales"] = torch.full((4,), value)
+    with pytest.raises(PlanError, match=r"4 entries of 'scales', which differ between parts, for 0\.weight of shape"):
+        _gathered(cuts)
+    whole = copy.deepcopy(cuts[0].optimizer.state_dict())
+    sizes = [600, 900, 120, 30, 30, 30, 30, 4]
+    for number, size in enumerate(sizes):
+        whole["state"][number] = {"in": {"scales": torch.ones(size // 2)}}
+    with pytest.raises(PlanError, match=r"300 entries of 'scales' for 0\.weight of shape \(30, 20\), of which"):
+        load_full_optimizer_state(cuts[0], whole)
+
+
+def test_classes_are_refused_in_parts():
+    def state_of(parameter):
+        codes = torch.zeros(parameter.shape, dtype=torch.uint8)
+        return {"momentum": Packed(codes, torch.ones(1).double(), torch.ones(1))}
+
+    cuts = _parts(state_of)
+    with pytest.raises(PlanError, match=r"has a Packed of 300 entries for 0\.weight of shape \(30, 20\)"):
+        _gathered(cuts)
+    assert CLASS in take_apart(state_of(torch.ones(2)))["momentum"]
 
 
 def test_state_from_the_start_becomes_that_of_a_part():

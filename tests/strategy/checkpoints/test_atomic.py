@@ -10,6 +10,7 @@ import torch
 from lightning_mist.strategy.checkpoints import atomic
 from lightning_mist.strategy.checkpoints.atomic import META, discard, partial_path, publish, save_file
 from tests.strategy.checkpoints.kill_points import kill_points
+from tests.tiers import tiered
 
 LEAST_POINTS = 20
 
@@ -33,7 +34,7 @@ def folder_of(path, number):
     torch.save(content(number), path / "shard")
 
 
-@pytest.mark.parametrize("has_before", [True, False])
+@pytest.mark.parametrize("has_before", tiered([True, False], [True]))
 def test_a_file_is_the_old_or_the_new_one(tmp_path, has_before):
     folder, seen = tmp_path / "run", []
     path = folder / "last.ckpt"

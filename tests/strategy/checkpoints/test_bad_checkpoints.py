@@ -12,11 +12,23 @@ from torch import nn
 from lightning_mist import MistStrategy
 from lightning_mist.errors import CheckpointError
 from lightning_mist.strategy.checkpoints.directory import read_directory
+from tests.packed import Packed, packed, table
 from tests.strategy.checkpoints.test_directory import META
 from tests.strategy.checkpoints.writing import write_directory
 
 SAYS = r"(?s)(has no|could not be read|bytes of the checkpoint|is missing).*\. (Use|Give|Copy|Load|it was|Build)"
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
+
+
+def test_a_file_with_tensors_of_classes_is_read(tmp_path):
+    """Which torch does not where it is told by a function where tensors go, as Lightning tells it."""
+    momentum = Packed(*packed(torch.ones(4, 64).double(), table()), table())
+    content = {**META, "state_dict": {}, "optimizer_states": [{"state": {0: {"momentum": momentum}}}]}
+    torch.save(content, path := tmp_path / "file.ckpt")
+    (state,) = MistStrategy().load_checkpoint(path, False)["optimizer_states"]
+    found = state["state"][0]["momentum"]
+    assert type(found) is Packed
+    assert torch.equal(found.codes, momentum.codes)
 
 
 class Net(LightningModule):

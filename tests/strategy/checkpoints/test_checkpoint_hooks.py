@@ -15,8 +15,10 @@ from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoin
 from lightning_mist import MistStrategy
 from lightning_mist.errors import CheckpointError
 from lightning_mist.strategy.checkpoints.directory import DirectoryWriter, read_directory
+from tests import packed
 from tests.strategy.checkpoints.test_directory import assert_same
 from tests.strategy.test_strategy import Net, loader, one_stage, train
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
 
@@ -96,7 +98,7 @@ def test_what_cannot_be_written_is_an_error_of_the_fit(tmp_path, monkeypatch, is
     assert [name for name in os.listdir(tmp_path) if name.endswith(".ckpt")] == []
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", tiered([1, 2], [2]))
 def test_one_file_made_of_a_directory_is_resumed_by_anybody(tmp_path, microbatches):
     plan = one_stage(microbatches=microbatches)
     trainer, module = fit(tmp_path, plan, callbacks=[], save_distributed_checkpoint=True)
@@ -120,6 +122,32 @@ def test_one_file_made_of_a_directory_is_resumed_by_anybody(tmp_path, microbatch
     assert_same(ends[1], ends[2])
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_state_of_a_class_is_resumed_from_directories_and_what_is_made_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "BLOCK", 6)
+    monkeypatch.setattr(packed, "LEAST", 36)
+    strategy = strategy_of(tmp_path, one_stage(), save_distributed_checkpoint=True)
+    keeps = ModelCheckpoint(tmp_path, "during")
+    trainer, _ = train(tmp_path, strategy, Net(optimizer=packed.InAClass), [keeps])
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    (optimizer,) = trainer.optimizers
+    assert any(type(state["momentum"]) is packed.Packed for state in optimizer.state.values())
+    torch.save(_format_checkpoint(_load_distributed_checkpoint(tmp_path / "end.ckpt")), tmp_path / "file.ckpt")
+    optimizer.param_groups[0]["lr"] = 0.25
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    (later,) = read_directory(tmp_path / "later.ckpt", False)["optimizer_states"]
+    assert later.read()["param_groups"][0]["lr"] == 0.25
+    ends = []
+    for plan, path in ((one_stage(), "during.ckpt"), (one_stage(), "file.ckpt"), ("auto", "end.ckpt")):
+        again = pl.Trainer(
+            strategy=strategy_of(tmp_path, plan), accelerator="cpu", devices=1, max_epochs=3, default_root_dir=tmp_path,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        other = Net(optimizer=packed.InAClass)
+        again.fit(other, loader(), loader(), ckpt_path=tmp_path / path)
+        ends.append(dict(other.state_dict()))
+    assert_same(ends[1:], [ends[0]] * 2)
 
 
 def test_a_directory_can_be_tested_from(tmp_path):

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.parity.cell import CLIP_NORM, on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import make_plan
+from lightning_mist.leaves import Wrapping, put_together, take_apart
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.strategy.checkpoints.directory import StoredDirectory, read_directory, states_of
 from lightning_mist.strategy.checkpoints.shards import (
@@ -25,17 +26,19 @@ from lightning_mist.strategy.checkpoints.shards import (
 )
 from tests.integration.parity import make_optimizer
 from tests.integration.test_resume import PLANS
+from tests.packed import PACKED
 from tests.strategy.checkpoints.kill_points import kill_points
 from tests.strategy.checkpoints.writing import write_directory
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 
 META = {"pytorch-lightning_version": "2.6.0", "epoch": 3}
 
 
-def trained(engine, model, *, values=None, load=None):
+def trained(engine, model, *, values=None, load=None, make=make_optimizer):
     """A step from given values and state."""
-    optimizer = make_optimizer(engine.module)
+    optimizer = make(engine.module)
     if values is not None:
         with torch.no_grad():
             for name, parameter in engine.module.named_parameters():
@@ -50,9 +53,9 @@ def trained(engine, model, *, values=None, load=None):
     complete(engine.executor.gather_parameters())
 
 
-def saved(engine, model):
+def saved(engine, model, **more):
     """What a rank writes after a step, and on rank 0 what a file would have."""
-    trained(engine, model)
+    trained(engine, model, **more)
     is_first = engine.rank == 0
     shards = {
         "model": model_shards(engine.module, engine, is_first=is_first),
@@ -76,12 +79,13 @@ def assert_same(found, wanted):
     elif isinstance(wanted, torch.Tensor):
         assert found.dtype == wanted.dtype
         assert torch.equal(found, wanted)
+    elif isinstance(wanted, Wrapping):
+        assert vars(found) == vars(wanted)
     else:
         assert found == wanted
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("first", PLANS)
+@pytest.mark.parametrize("first", tiered(PLANS, ("data parallel", "hybrid, ZeRO 3")))
 def test_a_directory_has_what_a_file_has_and_another_plan_goes_on_from_it(tmp_path, first):
     names = list(PLANS)
     name = ("nano_even", "lora_llama")[names.index(first) % 2]
@@ -117,9 +121,48 @@ def test_a_directory_has_what_a_file_has_and_another_plan_goes_on_from_it(tmp_pa
     assert_same(found, wanted)
 
 
-def goes_on(engine, model, values, load):
-    trained(engine, model, values=values, load=load)
+def goes_on(engine, model, values, load, **more):
+    trained(engine, model, values=values, load=load, **more)
     return {"values": engine.module_values(), "state": engine.optimizer_state()}
+
+
+@pytest.mark.parametrize("name", ["in a class", "under a key"])
+def test_state_of_classes_is_in_a_directory_what_it_is_in_a_file(tmp_path, name):
+    """Written by two stages with ZeRO-1, and taken apart; read by ranks that move it, and by one that has no plan."""
+    model, path = subject("nano_even", torch.float64), tmp_path / "one.ckpt"
+    layers = len(model.module_map.blocks)
+
+    def make(module):
+        return PACKED[name](module.parameters())
+
+    everything = on_all_ranks(
+        model, make_plan(PLANS["two by two"], layers), lambda engine: saved(engine, model, make=make)
+    )
+    values, state = everything[0][1]
+    write_directory(path, [shards for shards, _ in everything], META)
+    (stored,) = read_directory(path, False)["optimizer_states"]
+    assert_same(stored.read(), state)
+    make(copy.deepcopy(model.module)).load_state_dict(put_together(stored.read()))
+    whole = put_together(state)
+
+    def reread(engine):
+        engine.load_optimizer_state(put_together(stored.read(partial(saved_parts, engine.optimizer.cut))))
+
+    def handed(engine):
+        numbers = {key: number for number, key in enumerate(key for g in whole["param_groups"] for key in g["params"])}
+        renumbered = {numbers[key]: entry for key, entry in whole["state"].items()}
+        groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in whole["param_groups"]]
+        engine.load_optimizer_state({**whole, "state": renumbered, "param_groups": groups})
+
+    found, wanted = (
+        on_all_ranks(
+            model,
+            make_plan(PLANS["offloaded"], layers),
+            lambda engine, load=load: goes_on(engine, model, values, load, make=make),
+        )[0]
+        for load in (reread, handed)
+    )
+    assert_same(take_apart(found), take_apart(wanted))
 
 
 class Net(nn.Module):
