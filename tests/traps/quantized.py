@@ -1,4 +1,7 @@
-"""Frozen weights that are kept in fewer bits, as bitsandbytes and torchao keep them, with adapters beside them."""
+"""Frozen weights that are kept in fewer bits, as bitsandbytes and torchao keep them, with adapters beside them.
+
+And state of optimizers that is kept so.
+"""
 
 from typing import Any
 
@@ -7,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tests.packed import PACKED
 from tests.traps.finetuning import Adapted, LowRank
-from tests.traps.project import Trap
+from tests.traps.project import Project, Trap, loader
 
 PLANS = ("auto", "plain", "halves", "checkpointed", "zero1", "zero2", "zero3", "cut", "pp2", "tp2", "moved", "movedpp")
 
@@ -126,8 +130,22 @@ class Subclass(_Quantized):
 
 _ALL_BUT_TENSOR = tuple(plan for plan in PLANS if plan != "tp2")
 
+
+def _packed(name: str, *plans: str, then: tuple[str, ...] = ("save",)) -> Trap:
+    class Packs(Project):
+        def configure_optimizers(self) -> Any:
+            return PACKED[name](self.parameters())
+
+    equal = tuple(plan for plan in plans if plan != "tp2")
+    return Trap(module=Packs, val=lambda: loader(8, seed=1), plans=plans, equal=equal, reason="be cut", then=then)
+
+
 TRAPS = {
     "four bits": Trap(module=FourBits, plans=("auto", "zero3", "pp2"), equal=("auto",), reason="quant_state"),
     "eight bits": Trap(module=EightBits, plans=PLANS, equal=PLANS),
     "subclass": Trap(module=Subclass, plans=PLANS, equal=_ALL_BUT_TENSOR, reason="AffineQuantized"),
+    # Lightning itself does not read a file in which a tensor is of a class of its own.
+    "packed in a class": _packed("in a class", "zero1", "movedstate"),
+    "packed in new objects": _packed("replaced", "zero3", "moved0", "pp2", "tp2"),
+    "packed under a key": _packed("under a key", "zero1", "movedstate", "pp2", "tp2", then=("save", "go on")),
 }

@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights in fewer bits train as under DDP."""
+"""Adapters beside frozen weights in fewer bits, and state in fewer bits, train as under DDP."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.tiers import asked_for
 from tests.traps import quantized
 from tests.traps.run import cases, check, run_apart
 
-FIRST = ("subclass",)
+FIRST = ("subclass", "packed under a key")
 
 
 @pytest.fixture(scope="module")

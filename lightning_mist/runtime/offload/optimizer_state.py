@@ -9,6 +9,7 @@ parameters have the values of the step before: whoever uses one has the whole st
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
+from lightning_mist.leaves import Path, is_plain, plain_leaves, with_leaves
+from lightning_mist.optimizers import within
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
@@ -31,8 +34,8 @@ from lightning_mist.schedule.action import UNIT_NAMES
 from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import defers_update, offloaded_parameters, stage_update, updated_units
 
-_Place = tuple[nn.Parameter, str]
-"""A parameter and the name of one of its state's tensors."""
+_Place = tuple[nn.Parameter, Path]
+"""A parameter and what leads to one of its state's tensors."""
 
 
 class OffloadedState:
@@ -71,6 +74,8 @@ class OffloadedState:
         self._buffers, self._shards = DeviceBuffers(self._device), shards
         self._buffer_of = {key: index for index, key in enumerate(self._movers())}
         self._home: dict[_Place, Tensor] = {}
+        self._staying: set[_Place] = set()
+        self._sent: set[nn.Parameter] = set()  # all of whose state has just been brought home
         # The end of the last copy out of each buffer. A unit is always in the same one, and copies out end in the order
         # in which they began: then what it left there before is at home too.
         self._left: dict[int, Any] = {}
@@ -108,6 +113,7 @@ class OffloadedState:
             # Their memory was another's until all that was launched so far has run.
             self._left = dict.fromkeys(range(NUM_BUFFERS), self._streams.ops.record())
         self._todo.update(self.actions)
+        self._sent.clear()
         if self._stale is None:
             self.flush()
             return
@@ -184,10 +190,12 @@ class OffloadedState:
         """Move state to host memory that is on the device, where it did not come from there."""
         for parameter in parameters:
             fresh = self._fresh([parameter])
-            for place, home in zip(fresh, self._homes(fresh), strict=True):
+            homes = dict(zip(fresh, self._homes(fresh), strict=True))
+            for place, home in homes.items():
                 home.copy_(fresh[place])
-                self._set(place, home)
                 let_go(home)
+            self._set(homes)
+            self._sent.add(parameter)
 
     def end(self) -> None:
         """Let the optimizer step as it did before; its state stays where it is.
@@ -216,8 +224,7 @@ class OffloadedState:
         self._streams.wait(event)
         if self._shards is not None:
             self._shards.fetched(key)
-        for place, view in views.items():
-            self._set(place, view)
+        self._set(views)
         parameters = self._units.get(key, ())
         self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
         if self._gradients is None:
@@ -233,8 +240,7 @@ class OffloadedState:
         homes = self._homes(fresh)
         event = self._streams.store(homes, list(fresh.values()))
         self._left[self._buffer_of[key] % NUM_BUFFERS] = event
-        for place, home in zip(fresh, homes, strict=True):
-            self._set(place, home)
+        self._set(dict(zip(fresh, homes, strict=True)))
         # What was not in the buffer may go when the copy has ended: one unit later.
         gone, self._leaving = self._leaving, [(event, list(fresh.values()))]
         self._free(gone)
@@ -252,21 +258,34 @@ class OffloadedState:
     def _entries(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[_Place, Tensor]]:
         for parameter in parameters:
             if parameter in self.offloaded:
-                for name, value in self._optimizer.state.get(parameter, {}).items():
-                    # Counters stay with those who read them.
-                    if isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 1:
-                        yield (parameter, name), value
+                for path, value in plain_leaves(self._optimizer.state.get(parameter, {})):
+                    # Counters stay with those who read them, and so does what only its own class can make again.
+                    if is_plain(value) and value.layout is torch.strided and value.numel() > 1:
+                        yield (parameter, path), value
+
+    def _shared(self) -> set[Any]:
+        """Storages that are not one tensor's of one parameter: also another's, the optimizer's, or a parameter."""
+        held = within([value for name, value in vars(self._optimizer).items() if name != "state"])
+        shared, once = set(_storages([item for item in held if isinstance(item, Tensor)])), set[Any]()
+        for parameter, entry in self._optimizer.state.items():
+            for storage in () if parameter in self._sent else _storages(entry):
+                (shared if storage in once else once).add(storage)
+        return shared
 
     def _at_home(self, parameters: Iterable[nn.Parameter]) -> dict[_Place, Tensor]:
         return {place: value for place, value in self._entries(parameters) if is_host(value.untyped_storage())}
 
     def _fresh(self, parameters: Iterable[nn.Parameter]) -> dict[_Place, Tensor]:
-        """Tensors of state that are on the device, in a buffer or where the optimizer has made them."""
-        return {
+        """Tensors of state that are on the device, in a buffer or where the optimizer has made them, to be moved."""
+        here = {
             place: value
             for place, value in self._entries(parameters)
-            if value.device == self._device and not is_host(value.untyped_storage())
+            if value.device == self._device and not is_host(value.untyped_storage()) and place not in self._staying
         }
+        if new := here.keys() - self._home.keys():
+            shared = self._shared()
+            self._staying |= {place for place in new if not shared.isdisjoint(_storages(here[place]))}
+        return {place: value for place, value in here.items() if place not in self._staying}
 
     def _homes(self, fresh: Mapping[_Place, Tensor]) -> list[Tensor]:
         """Where tensors are in host memory; they keep the place that they had."""
@@ -274,9 +293,18 @@ class OffloadedState:
         self._home.update(zip(new, self._pool.take([fresh[place] for place in new]), strict=True))
         return [self._home[place] for place in fresh]
 
-    def _set(self, place: _Place, value: Tensor) -> None:
-        parameter, name = place
-        self._optimizer.state[parameter][name] = value
+    def _set(self, values: Mapping[_Place, Tensor]) -> None:
+        new: dict[nn.Parameter, dict[Path, Tensor]] = defaultdict(dict)
+        for (parameter, path), value in values.items():
+            new[parameter][path] = value
+        for parameter, found in new.items():
+            self._optimizer.state[parameter] = with_leaves(self._optimizer.state[parameter], found)
+
+
+def _storages(state: Any) -> list[Any]:
+    """Identities of the storages of tensors of state, those in host memory left out."""
+    storages = [value.untyped_storage() for _, value in plain_leaves(state) if value.layout is torch.strided]
+    return [storage._cdata for storage in storages if not is_host(storage)]
 
 
 def _words(key: UnitKey) -> str:

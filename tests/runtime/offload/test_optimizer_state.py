@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
+from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.host_memory.copy_streams import CopyStreams, DeviceBuffers
 from lightning_mist.runtime.host_memory.host_pool import HostPool, is_host
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
@@ -17,6 +18,7 @@ from lightning_mist.schedule.offload_actions import update_actions
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
+from tests.packed import PACKED, Packed
 from tests.runtime.offload.weak import weak_copies
 
 pytestmark = pytest.mark.usefixtures("ended_streams")
@@ -209,3 +211,64 @@ def test_the_device_holds_two_units_of_state():
     # Two buffers of two moments, and what a step of AdamW takes beside for one parameter: twice its size.
     assert base + 4 * unit <= max(peaks) <= base + 6.1 * unit
     assert max(peaks[1:]) <= base + 6.1 * unit
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_state_is_moved_as_what_it_is_made_of(name):
+    """With delays: codes and scales move, also those of a new object; one table for all stays."""
+    (wanted, plain), (found, optimizer) = (
+        train(ops, optimizer=lambda parameters, lr: PACKED[name](parameters), side=16)
+        for ops in (None, HostOps(seed=3))
+    )
+    for p, q in zip(wanted, found, strict=True):
+        assert torch.equal(p, q)
+        mine, other = (dict(plain_leaves(state)) for state in (optimizer.state[q], plain.state[p]))
+        assert mine.keys() == other.keys()
+        for path, leaf in mine.items():
+            assert torch.equal(leaf, other[path])
+            assert is_host(leaf.untyped_storage()) == (path != ("qmap1",))
+        if name == "under a key":
+            assert optimizer.state[q]["qmap1"] is optimizer.table
+            assert optimizer.state[q]["step"] == STEPS
+        else:
+            assert type(optimizer.state[q]["momentum"]) is Packed
+
+
+class Shares(torch.optim.SGD):
+    """Every parameter's state leads to the parameter, to numbers of all, to what has a note, and to one thing twice."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.all = {"count": 0}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    own = torch.zeros_like(parameter)
+                    own.note = "mine"
+                    state |= {"weight": parameter.data, "noted": own, "all": self.all, "mean": torch.zeros(4)}
+                    state |= {"one": (one := torch.zeros(4)), "same": [one]}
+                state["mean"].lerp_(parameter.grad.mean(1), 0.5)
+                state["one"].add_(state["mean"])
+                state["mean"].sub_(state["same"][0])
+                state["noted"].add_(parameter.grad)
+                state["all"]["count"] += 1
+                parameter.sub_(state["noted"] + state["mean"][:, None] + state["weight"], alpha=group["lr"])
+
+
+def test_what_is_not_a_parameters_own_stays_where_it_is():
+    (wanted, plain), (found, optimizer) = (train(ops, optimizer=Shares) for ops in (None, HostOps(seed=3)))
+    assert optimizer.all == plain.all == {"count": UNITS * STEPS}
+    for p, q in zip(wanted, found, strict=True):
+        assert torch.equal(p, q)
+        state = optimizer.state[q]
+        assert state["all"] is optimizer.all
+        assert state["weight"].data_ptr() == q.data_ptr()
+        assert state["noted"].note == "mine"
+        assert state["same"][0] is state["one"]
+        assert [path for path, leaf in plain_leaves(state) if is_host(leaf.untyped_storage())] == [("mean",)]
