@@ -2,6 +2,7 @@
 #   make demo    train the example with strategy="mist" on two CPU processes
 #   make test    the tests that every change runs, with a quarter of the random instances
 #   make test-all  all tests with all instances
+#   make test-compat  optimizers of other libraries, in an environment of its own (.venv-compat), some minutes
 #   make lint    formatting, types, import contracts
 #   make docs    the documents as a site, in site/
 #   make bench   the benchmarks that run on a CPU
@@ -13,12 +14,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+EXTRAS ?= dev
 
 # Two processes on a small machine: more threads than cores make every operator slower, not faster.
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test test-all lint docs bench gpu gpu-offload clean
+.PHONY: install demo test test-all test-compat lint docs bench gpu gpu-offload clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -26,7 +28,7 @@ install: $(INSTALLED)
 $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	touch $@
 
 demo: $(INSTALLED)
@@ -40,6 +42,13 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest --all $(PYTEST_ARGS)
+
+# What people bring, at the versions of the extra "compat"; the other targets do without it.
+COMPAT := .venv-compat
+
+test-compat:
+	$(MAKE) VENV=$(COMPAT) EXTRAS=dev,compat install
+	$(COMPAT)/bin/python -m pytest tests/compat
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

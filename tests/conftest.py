@@ -32,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(EVERYTHING if asks_for_everything(config) else FIRST_TIER)
 
 
+def pytest_ignore_collect(collection_path: "Path", config: pytest.Config) -> bool | None:
+    """Leave out what other libraries are needed for, unless it is asked for."""
+    is_asked_for = any("compat" in argument for argument in config.args)
+    return True if collection_path.parts[-2:] == ("tests", "compat") and not is_asked_for else None
+
+
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
     """Put the environment back: Lightning leaves addresses, ports and ranks of its processes in it."""
