@@ -193,7 +193,7 @@ class Checkpoints(PlanInstallation):
             return super().load_checkpoint(path, *given)
         except RuntimeError as error:
             # Lightning says where tensors go by a function, and torch wants a name for those of classes of their own.
-            if "Callable map_location" not in str(error):
+            if _is_remote(path) or "Callable map_location" not in str(error):
                 raise
             return torch.load(path, map_location="cpu", weights_only=weights_only)
 
