@@ -95,14 +95,18 @@ def _at_hand(optimizer: Optimizer) -> str | None:
     Their ids count as they do: what is kept by id is another's for other parameters.
     """
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left = {"param_groups", "state", "defaults", *_shadowing(optimizer)}
-    for name, value in vars(optimizer).items():
-        if name not in left and not name.startswith(_HOOKS):
-            for item in within(value, seen={id(optimizer)}):
-                held = item.parameters() if isinstance(item, nn.Module) else [item]
-                if any((each if type(each) is int else id(each)) in known for each in held):
-                    return name
+    for name, value in own_attributes(optimizer).items():
+        for item in within(value, seen={id(optimizer)}):
+            held = item.parameters() if isinstance(item, nn.Module) else [item]
+            if any((each if type(each) is int else id(each)) in known for each in held):
+                return name
     return None
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer has beside groups, state and their defaults, hooks, and methods that were put on it."""
+    left = {"param_groups", "state", "defaults", *_shadowing(optimizer)}
+    return {k: value for k, value in vars(optimizer).items() if k not in left and not k.startswith(_HOOKS)}
 
 
 def looks_around(optimizer: Optimizer) -> str | None:

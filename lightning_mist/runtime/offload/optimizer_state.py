@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
 from lightning_mist.leaves import Path, is_plain, plain_leaves, with_leaves
-from lightning_mist.optimizers import within
+from lightning_mist.optimizers import own_attributes, within
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
@@ -265,9 +265,10 @@ class OffloadedState:
 
     def _shared(self) -> set[Any]:
         """Storages that are not one tensor's of one parameter: also another's, the optimizer's, or a parameter."""
-        held = within([value for name, value in vars(self._optimizer).items() if name != "state"])
+        optimizer = self._optimizer
+        held = within([own_attributes(optimizer), optimizer.param_groups], seen={id(optimizer), id(optimizer.state)})
         shared, once = set(_storages([item for item in held if isinstance(item, Tensor)])), set[Any]()
-        for parameter, entry in self._optimizer.state.items():
+        for parameter, entry in optimizer.state.items():
             for storage in () if parameter in self._sent else _storages(entry):
                 (shared if storage in once else once).add(storage)
         return shared

@@ -187,7 +187,7 @@ class Checkpoints(PlanInstallation):
         check_content(path, content)
         return content
 
-    def _load_file(self, path: Any, weights_only: bool | None) -> Any:
+    def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         given = () if weights_only is None else (weights_only,)  # which Lightning knows since 2.6
         try:
             return super().load_checkpoint(path, *given)
@@ -195,7 +195,8 @@ class Checkpoints(PlanInstallation):
             # Lightning says where tensors go by a function, and torch wants a name for those of classes of their own.
             if _is_remote(path) or "Callable map_location" not in str(error):
                 raise
-            return torch.load(path, map_location="cpu", weights_only=weights_only)
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only)
+            return content
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
