@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 
 _Signature = tuple[Any, tuple[tuple[int, ...], ...]]
@@ -51,24 +52,14 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-@contextmanager
-def users_checkpoints(within: Within) -> Iterator[None]:
+def users_checkpoints(within: Within) -> AbstractContextManager[None]:
     """Inside, in this thread, :func:`neutral_checkpointing` lets users recompute, in a context made by ``within``."""
-    before, _HERE.within = _HERE.within, within
-    try:
-        yield
-    finally:
-        _HERE.within = before
+    return replaced(_HERE, within=within)
 
 
-@contextmanager
-def watched_checkpoints(watch: Within) -> Iterator[None]:
+def watched_checkpoints(watch: Within) -> AbstractContextManager[None]:
     """Inside, in this thread, what :func:`neutral_checkpointing` runs once runs in a context made by ``watch``."""
-    before, _HERE.watch = _HERE.watch, watch
-    try:
-        yield
-    finally:
-        _HERE.watch = before
+    return replaced(_HERE, watch=watch)
 
 
 def _repeated(function: Callable[..., Any], within: Within) -> Callable[..., Any]:
@@ -100,7 +91,7 @@ def neutral_checkpointing() -> Iterator[None]:
     up at each call; there is no other place that reaches them all.
     """
     module = torch.utils.checkpoint
-    generator, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    generator = module._checkpoint_without_reentrant_generator
 
     def neutral(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         within = _HERE.within
@@ -112,13 +103,8 @@ def neutral_checkpointing() -> Iterator[None]:
             with _HERE.watch():
                 yield
 
-    module._checkpoint_without_reentrant_generator = neutral
-    module.CheckpointFunction = _Direct  # type: ignore[misc,assignment]
-    try:
+    with replaced(module, _checkpoint_without_reentrant_generator=neutral, CheckpointFunction=_Direct):
         yield
-    finally:
-        module._checkpoint_without_reentrant_generator = generator
-        module.CheckpointFunction = function  # type: ignore[misc]
 
 
 def is_kept(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

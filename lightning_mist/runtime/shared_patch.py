@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch.overrides import _get_current_function_mode
 
+from lightning_mist.attributes import replaced
+
 
 class SharedPatch:
     """A context that changes process-wide state while anyone is inside it.
@@ -59,14 +61,9 @@ class _Active(threading.local):
 ACTIVE = _Active()
 
 
-@contextmanager
-def quiet_in_blocks(mode: QuietMode) -> Iterator[None]:
+def quiet_in_blocks(mode: QuietMode) -> AbstractContextManager[None]:
     """Let a mode be left inside blocks, see :func:`inside_block`."""
-    before, ACTIVE.mode = ACTIVE.mode, mode
-    try:
-        yield
-    finally:
-        ACTIVE.mode = before
+    return replaced(ACTIVE, mode=mode)
 
 
 @contextmanager

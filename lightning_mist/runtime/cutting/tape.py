@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from lightning_mist.attributes import replaced
 from lightning_mist.plan.calls import call_site, intercepted, user_line, without_caches
 from lightning_mist.runtime.cutting.arguments import is_writing, rebuilt
 from lightning_mist.runtime.cutting.traced_numbers import (
@@ -194,11 +195,8 @@ class Recorder(TorchFunctionMode):
             args, kwargs = without_caches(args, kwargs)
             if self._is_quiet:
                 return original(*args, **kwargs)
-            self._is_quiet = True
-            try:
+            with replaced(self, _is_quiet=True):
                 return self._called(f"layer {position}", original, args, kwargs, block=position)
-            finally:
-                self._is_quiet = False
 
         return forward
 
@@ -206,11 +204,8 @@ class Recorder(TorchFunctionMode):
         """Take down a custom autograd function as one call."""
         if self._is_quiet:
             return apply(*args, **kwargs)
-        self._is_quiet = True
-        try:
+        with replaced(self, _is_quiet=True):
             return self._called(kind.__name__, apply, args, kwargs)
-        finally:
-            self._is_quiet = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

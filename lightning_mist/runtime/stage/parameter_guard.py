@@ -11,7 +11,7 @@ do not.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from lightning_mist.attributes import replaced
 from lightning_mist.devices import read
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
@@ -176,26 +177,29 @@ def refused_backward() -> Iterator[None]:
         _HERE.is_in_step = False
 
 
-@SharedPatch
 @contextmanager
-def _guarded_backward() -> Iterator[None]:
-    """Inside, a thread that runs a user's step may not run a backward; ``torch.autograd`` has no hook for it."""
+def seen_backward(tell: Callable[[], None]) -> Iterator[None]:
+    """Inside, backwards are told before they run; ``torch.autograd`` has no hook for them."""
     module: Any = torch.autograd
     original = module._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # A compiler that traces a part of the step differentiates what it has traced, on tensors without values.
-        is_compiling = TracingContext.try_get() is not None
-        if getattr(_HERE, "is_in_step", False) and not is_compiling:
-            raise TraceError(
-                "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3, and "
-                "where parameters are offloaded, those of the layers behind it are freed by then; use zero_stage=2 and "
-                "offload.parameters=0"
-            )
+        tell()
         return original(*args, **kwargs)
 
-    module._engine_run_backward = run
-    try:
+    with replaced(module, _engine_run_backward=run):
         yield
-    finally:
-        module._engine_run_backward = original
+
+
+def _refuse_in_step() -> None:
+    # A compiler that traces a part of the step differentiates what it has traced, on tensors without values.
+    is_compiling = TracingContext.try_get() is not None
+    if getattr(_HERE, "is_in_step", False) and not is_compiling:
+        raise TraceError(
+            "the step runs a backward of its own (torch.autograd.grad or Tensor.backward): under zero_stage 3, and "
+            "where parameters are offloaded, those of the layers behind it are freed by then; use zero_stage=2 and "
+            "offload.parameters=0"
+        )
+
+
+_guarded_backward = SharedPatch(lambda: seen_backward(_refuse_in_step))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import Checkpointing
 from lightning_mist.plan.calls import block_value, describe_value, intercepted, is_block_value, without_caches
@@ -140,11 +141,8 @@ class PipelineStage:
             if self.split is not None:
                 stack.enter_context(self.split.presented(self._split_slots, self.parameters))
             stack.enter_context(intercepted(self._blocks, self._wrap))
-            self._is_attached = True
-            try:
-                yield
-            finally:
-                self._is_attached = False
+            stack.enter_context(replaced(self, _is_attached=True))
+            yield
 
     def input_specs(self, call: Callable[[], Any], signature: Hashable) -> tuple[InputSpec, ...]:
         """What the stage will receive for a call, in the order of the map's cut; nothing on stage 0.

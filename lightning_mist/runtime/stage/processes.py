@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lightning_mist.attributes import replaced
 from lightning_mist.plan.calls import user_line
 
 Talk = Literal["collective", "rank"]
@@ -39,7 +40,7 @@ def watched_processes(notice: Notice) -> Iterator[None]:
         yield
         return
     module: Any = dist.distributed_c10d
-    original, warn = module._rank_not_in_group, module._warn_not_in_group
+    original = module._rank_not_in_group
 
     def is_outside(group: Any) -> bool:
         function = sys._getframe(1).f_code.co_name
@@ -52,12 +53,8 @@ def watched_processes(notice: Notice) -> Iterator[None]:
             return bool(original(group))
         return notice("collective", f"{function} at {_line()}") or bool(original(group))
 
-    module._rank_not_in_group = is_outside
-    module._warn_not_in_group = lambda name: None
-    try:
+    with replaced(module, _rank_not_in_group=is_outside, _warn_not_in_group=lambda name: None):
         yield
-    finally:
-        module._rank_not_in_group, module._warn_not_in_group = original, warn
 
 
 def _caller() -> str:

@@ -10,7 +10,7 @@ other, and whether or not it needs a gradient.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
@@ -78,14 +79,9 @@ class UnitRunner:
         """What each forward and backward of another list consists of."""
         return self._lines_of(actions, ())
 
-    @contextmanager
-    def running(self, lines: Mapping[Action, Sequence[Action]]) -> Iterator[None]:
+    def running(self, lines: Mapping[Action, Sequence[Action]]) -> AbstractContextManager[None]:
         """Inside, another list is run, by these lines."""
-        own, self._lines = self._lines, lines
-        try:
-            yield
-        finally:
-            self._lines = own
+        return replaced(self, _lines=lines)
 
     def engage(self) -> None:
         """Free the values that other ranks own, if the rank shards them and has not yet."""
@@ -125,20 +121,13 @@ class UnitRunner:
             self._watch(fake_mode is None)
             stack.callback(self._watch, False)
             if self.shards is not None and len(self._units) > 1:
-                stack.enter_context(self._guarded(fake_mode))
+                stack.enter_context(replaced(self, _is_guarded=True))
+                stack.enter_context(refused_backward())
+                stack.enter_context(self._guard.watched(fake_mode))
             if self._activations is not None:
                 flats = () if self.shards is None else self.shards.flats
                 stack.enter_context(self._activations.hooks((*inputs, *flats)))
             yield
-
-    @contextmanager
-    def _guarded(self, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-        self._is_guarded = True
-        try:
-            with refused_backward(), self._guard.watched(fake_mode):
-                yield
-        finally:
-            self._is_guarded = False
 
     def before_block(self, position: int) -> None:
         """The step is about to run a layer of the stage."""

@@ -24,7 +24,7 @@ from lightning_mist.plan import Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.shared_patch import SharedPatch
-from lightning_mist.runtime.stage import Talk, watched_processes
+from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
 from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, standing_in
 from lightning_mist.strategy.user_code import Survey, changed, exclusions_of
@@ -163,7 +163,7 @@ class TriedStep:
             return self._run(batch)
         around.begin_run()
         try:
-            with _seen_backward(self._saw_backward):
+            with seen_backward(self._saw_backward):
                 return self._run(batch)
         finally:
             around.end_run()
@@ -320,23 +320,6 @@ class TriedStep:
         if self._is_known and is_new:
             raise TraceError(f"the step talks to other processes itself ({what}), which it did not when it was traced")
         return True
-
-
-@contextmanager
-def _seen_backward(tell: Callable[[], None]) -> Iterator[None]:
-    """Inside, backwards are told; ``torch.autograd`` has no hook for them."""
-    module: Any = torch.autograd
-    original = module._engine_run_backward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        tell()
-        return original(*args, **kwargs)
-
-    module._engine_run_backward = run
-    try:
-        yield
-    finally:
-        module._engine_run_backward = original
 
 
 def roots_of(trainer: Any) -> Mapping[str, tuple[dict[str, Any], frozenset[str]]]:

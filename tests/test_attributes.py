@@ -1,0 +1,24 @@
+"""Attributes that have other values for a while."""
+
+import threading
+
+import pytest
+
+from lightning_mist.attributes import replaced
+
+
+class _Here(threading.local):
+    depth = 0
+
+
+def test_attributes_are_as_before_behind_it_even_after_an_error():
+    here = _Here()
+
+    def fail() -> None:
+        with replaced(here, depth=1), replaced(here, depth=2):
+            assert here.depth == 2
+            raise ValueError
+
+    with pytest.raises(ValueError, match=r"^$"):
+        fail()
+    assert here.depth == 0
