@@ -6,13 +6,12 @@ are, is what it is: one of them prints and saves.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import PlanError
 from lightning_mist.strategy.planning import PlanRequest
 
@@ -85,17 +84,9 @@ class SharedLoaders(_Base):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided so."""
-        with self._of_all_ranks():
+        with replaced(self, _counts_all=True):
             return super().reduce_boolean_decision(decision, all)
 
     def _among(self, group: Any | None) -> Any | None:
         is_everybody = group is None or group is dist.group.WORLD
         return self._one_of_each if is_everybody and not self._counts_all and self._one_of_each is not None else group
-
-    @contextmanager
-    def _of_all_ranks(self) -> Iterator[None]:
-        self._counts_all = True
-        try:
-            yield
-        finally:
-            self._counts_all = False

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_mist.attributes import replaced
 from lightning_mist.model.device.kernels import Kernel, Target, overload_of
 
 _SOURCE = "torch/include/ATen/autocast_mode.h"
@@ -180,8 +181,5 @@ def named(kind: str) -> Iterator[None]:
             device_type, dtype = "cpu", torch.get_autocast_dtype(kind) if dtype is None else dtype
         original(self, device_type, dtype, enabled, cache_enabled)
 
-    cls.__init__ = init  # type: ignore[method-assign]
-    try:
+    with replaced(cls, __init__=init):
         yield
-    finally:
-        cls.__init__ = original  # type: ignore[method-assign]

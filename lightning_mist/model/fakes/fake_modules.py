@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_mist.attributes import replaced
 from lightning_mist.model.operators import memory_rules
 from lightning_mist.plan.calls import is_simple
 from lightning_mist.tensors import is_hollow
@@ -68,16 +69,12 @@ def quiet_fakes() -> Iterator[None]:
     is a rule for follows it.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    is_disabled, log.disabled = log.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
-            # Our global hooks fire twice for a wrapper of compiled code and what is in it, which is what they are for.
-            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-            with memory_rules():
-                yield
-    finally:
-        log.disabled = is_disabled
+    with replaced(log, disabled=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+        # Our global hooks fire twice for a wrapper of compiled code and what is in it, which is what they are for.
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        with memory_rules():
+            yield
 
 
 def fake_like(fake: FakeTensor, tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ own :func:`complete` runs it by blocking; tests run the generators of many ranks
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan.messages import MESSAGE_CHANNELS
 from lightning_mist.tensor_parallel.group import Reduction
@@ -180,20 +181,14 @@ def message_options(timeout: timedelta | None) -> Any:
     return options
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
+def _alone() -> AbstractContextManager[None]:
     """Inside, new groups do not touch the default group's communicator.
 
     Where that is bound to a device, ranks outside of a new group split it (``_new_process_group_helper`` of torch
     2.13), whatever the group's backend, and those inside do so only for NCCL: the next group that splits it would wait
     for ever (github.com/pytorch/pytorch issue 145376).
     """
-    default: Any = dist.group.WORLD
-    bound, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound
+    return replaced(dist.group.WORLD, bound_device_id=None)
 
 
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -10,7 +10,7 @@ the first part.
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.parameters import detached
 from lightning_mist.tensor_parallel import SplitTensor
@@ -77,14 +78,9 @@ class WeightGradients:
         finally:
             self._inside.is_watching = False
 
-    @contextmanager
-    def collecting(self, key: Hashable) -> Iterator[None]:
+    def collecting(self, key: Hashable) -> AbstractContextManager[None]:
         """Around a backward: what its taps put aside waits under ``key``."""
-        self._current = self._waiting.setdefault(key, [])
-        try:
-            yield
-        finally:
-            self._current = None
+        return replaced(self, _current=self._waiting.setdefault(key, []))
 
     def names(self, key: Hashable) -> frozenset[str]:
         """The parameters whose gradients wait under ``key``."""

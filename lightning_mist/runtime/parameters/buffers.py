@@ -6,11 +6,12 @@ so all are sent, as under data parallelism, in one message for each device.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.runtime.communication import Transport, Work
 
 unversioned = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
@@ -36,14 +37,9 @@ class BufferSync:
         """Whether gradients of a backward that comes now are to be averaged over ranks."""
         return self._averages
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Inside, gradients are only added up, as inside DDP's ``no_sync``."""
-        before, self._averages = self._averages, False
-        try:
-            yield
-        finally:
-            self._averages = before
+        return replaced(self, _averages=False)
 
     def before_forward(self) -> Iterator[Work]:
         """Give every rank the buffers of rank 0, if they are due; every rank calls it before the same forward."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mist.attributes import replaced
 from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
 from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.host_memory import is_host
@@ -238,11 +239,8 @@ def _followed_resizing() -> Iterator[None]:
             meter._resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(torch.UntypedStorage, resize_=resize_and_count):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_unflatten
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.user_code import Generators
@@ -181,10 +182,9 @@ def _beginning(trainer: Any) -> tuple[int, bool]:
     What a loop makes of its progress when it begins is its own affair, and another in each version of Lightning. So one
     begins, on a copy of the progress.
     """
-    loop, fetcher = trainer.fit_loop, _Asked()
-    trainer.fit_loop = twin = _with_own_progress(loop)
+    twin, fetcher = _with_own_progress(trainer.fit_loop), _Asked()
     epochs, batches = twin.epoch_progress.current, twin.epoch_loop
-    try:
+    with replaced(trainer, fit_loop=twin):
         twin.reset()
         if not twin._iteration_based_training():
             epochs.completed = epochs.processed  # as on_run_start does, which calls hooks
@@ -201,8 +201,6 @@ def _beginning(trainer: Any) -> tuple[int, bool]:
                 and (getattr(batches, "restarted_on_last", True) or batches.val_loop.restarted_mid_evaluation)
             )
         )
-    finally:
-        trainer.fit_loop = loop
     return int(epochs.processed) + is_over, fetcher.is_asked or is_over
 
 
