@@ -85,11 +85,8 @@ def ways(whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int], *, toleran
     if whole.dtype.is_complex:
         whole, parts = torch.view_as_real(whole), [torch.view_as_real(part) for part in parts]
     limit = tolerance_of(whole.dtype) if tolerance is None else tolerance
-    found = set()
-    if all(part.shape == whole.shape for part in parts):
-        found |= _of_equal_shapes(whole, parts, rows, limit)
-    found |= _along_rows(whole, parts, limit)
-    return found
+    is_alike = all(part.shape == whole.shape for part in parts)
+    return _along_rows(whole, parts, limit) | (_of_equal_shapes(whole, parts, rows, limit) if is_alike else set())
 
 
 def _of_equal_shapes(whole: Tensor, parts: Sequence[Tensor], rows: Sequence[int], limit: float) -> set[Way]:
@@ -118,7 +115,8 @@ def _along_rows(whole: Tensor, parts: Sequence[Tensor], limit: float) -> set[Way
         others = [tuple(tensor.shape[:dim]) + tuple(tensor.shape[dim + 1 :]) for tensor in (whole, *parts)]
         if sum(sizes) != whole.shape[dim] or any(other != others[0] for other in others):
             continue
-        for outer in _divisors(gcd(*sizes)):
+        common = gcd(*sizes)
+        for outer in (1, *(number for number in range(2, min(common, 4096) + 1) if common % number == 0)):
             if is_close(joined([part.detach() for part in parts], dim, outer), whole, limit):
                 found.add(f"rows {dim} {outer}")
                 break
@@ -176,10 +174,6 @@ def _scaled(is_quotient: bool, joint: Sequence[Operand]) -> AbstractSet[Way]:
         return others[0][1] & {"mean", "sum"}
     before, after = ("sum", "mean") if is_quotient else ("mean", "sum")
     return {after} if before in others[0][1] else set()
-
-
-def _divisors(number: int) -> list[int]:
-    return [1, *(value for value in range(2, min(number, 4096) + 1) if number % value == 0)]
 
 
 def joined(parts: Sequence[Tensor], dim: int, outer: int) -> Tensor:

@@ -9,6 +9,7 @@ starts later, counts as any other.
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -125,39 +126,28 @@ class Follower:
 
     def run(self, variant: Variant) -> tuple[Values, list[Values]]:
         """Follow one batch; all tensors of the whole and of the parts."""
-        ends = [sum(variant.rows[: index + 1]) for index in range(len(variant.rows))]
-        every = ends[-1]
-        whole = Values([leaf.clone() for leaf in variant.leaves], every)
-        parts = [
-            Values([leaf[end - rows : end].clone() if leaf.dim() else leaf.clone() for leaf in variant.leaves], rows)
-            for rows, end in zip(variant.rows, ends, strict=True)
-        ]
-        shares = [((end - rows) / every, end / every) for rows, end in zip(variant.rows, ends, strict=True)]
-        side = _Side(self._tape, self._found, variant, whole, parts, shares, self._tolerance)
+        side = _Side(self._tape, self._found, variant, self._tolerance)
         for entry in self._entries:
             side.run(entry)
         for item in self._wanted:
             if not isinstance(item, Ref) or self._tape.depends(item) != "parameters":
                 side.note(item)
-        return whole, parts
+        return side.whole, side.parts
 
 
 class _Side:
     """One variant's run: the whole and its parts."""
 
-    def __init__(
-        self,
-        tape: Tape,
-        found: Findings,
-        variant: Variant,
-        whole: Values,
-        parts: list[Values],
-        shares: list[tuple[float, float]],
-        tolerance: float | None,
-    ) -> None:
-        self._tolerance = tolerance
-        self._tape, self._found, self._variant = tape, found, variant
-        self._whole, self._parts, self._shares = whole, parts, shares
+    def __init__(self, tape: Tape, found: Findings, variant: Variant, tolerance: float | None) -> None:
+        self._tape, self._found, self._variant, self._tolerance = tape, found, variant, tolerance
+        leaves, every = variant.leaves, sum(variant.rows)
+        places = [(end - rows, end) for rows, end in zip(variant.rows, accumulate(variant.rows), strict=True)]
+        self.whole = Values([leaf.clone() for leaf in leaves], every)
+        self.parts = [
+            Values([leaf[first:end].clone() if leaf.dim() else leaf.clone() for leaf in leaves], end - first)
+            for first, end in places
+        ]
+        self._shares = [(first / every, end / every) for first, end in places]
         self._relabelled: set[Ref] = set()
         self._chance = torch.Generator().manual_seed(5)
 
@@ -168,7 +158,7 @@ class _Side:
             self._relabel(entry)
             problem = self._take_wholes(entry)
             self._take_shares(entry)
-        run_entry(entry, self._whole, self._tape.device)
+        run_entry(entry, self.whole, self._tape.device)
         self._run_parts(entry)
         self._explain(entry, problem)
         if self._variant.name == ANY:
@@ -177,7 +167,7 @@ class _Side:
 
     def _put_any(self, ref: Ref) -> None:
         """Put any values in the place of those with rows: zeros, or what is right nowhere, hide what comes of them."""
-        whole, way = self._whole[ref], row_way(self._found.ways.get(ref, set()))
+        whole, way = self.whole[ref], row_way(self._found.ways.get(ref, set()))
         is_truth = whole.dtype == torch.bool
         is_hidden = self._tape.depends(ref) == "parameters" or not (is_truth or whole.any())
         if way is not None and whole.numel() and is_hidden and (is_truth or whole.dtype.is_floating_point):
@@ -191,7 +181,7 @@ class _Side:
         for patch in self._found.patches.get(entry.index, ()):
             if not isinstance(patch, Count) or patch.ignored is None or patch.source in self._relabelled:
                 continue
-            whole = self._whole[patch.source]
+            whole = self.whole[patch.source]
             way = row_way(self._known(patch.source))
             if way is not None and whole.numel():
                 self._relabelled.add(patch.source)
@@ -199,9 +189,9 @@ class _Side:
 
     def _replace(self, ref: Ref, way: Way, value: Tensor) -> None:
         """Put another value in the place of one, alike for the whole and its parts."""
-        pieces = split_like(value, way, [part[ref] for part in self._parts])
-        self._whole[ref] = value
-        for part, piece in zip(self._parts, pieces, strict=True):
+        pieces = split_like(value, way, [part[ref] for part in self.parts])
+        self.whole[ref] = value
+        for part, piece in zip(self.parts, pieces, strict=True):
             part[ref] = piece.clone()  # calls may write into it
 
     def _take_wholes(self, entry: Entry) -> str | None:
@@ -212,7 +202,7 @@ class _Side:
         counted = {ref for patch in patches if isinstance(patch, Count) for ref in patch.refs}
         for path, leaf in leaves_in((entry.args, entry.kwargs)):
             if isinstance(leaf, Ref) and leaf.entry != BATCH and self._tape.depends(leaf) == "data":
-                whole, parts = self._whole[leaf], [part[leaf] for part in self._parts]
+                whole, parts = self.whole[leaf], [part[leaf] for part in self.parts]
                 known = self._known(leaf)
                 if "same" in known or row_way(known) is not None or leaf in counted:
                     continue
@@ -235,18 +225,18 @@ class _Side:
 
     def _by_rows(self, origin: Any) -> AbstractSet[Way]:
         """How a number that goes by no values follows: the same for all, with the rows, or in no way."""
-        (first, rows), *others = ((values.number(origin), values.rows) for values in (self._whole, *self._parts))
+        (first, rows), *others = ((values.number(origin), values.rows) for values in (self.whole, *self.parts))
         if all(number == first for number, _ in others):
             return {"same"}
         return COUNT if all(number * rows == first * its_rows for number, its_rows in others) else set()
 
     def _run_parts(self, entry: Entry, *extra: Patch) -> None:
         patches = (*self._found.patches.get(entry.index, ()), *extra)
-        for part, share in zip(self._parts, self._shares, strict=True):
+        for part, share in zip(self.parts, self._shares, strict=True):
             self._run_part(entry, part, share, patches)
 
     def _run_part(self, entry: Entry, part: Values, share: tuple[float, float], patches: Sequence[Patch]) -> None:
-        wholes = {p.path: p.piece(self._whole.leaf(p.value), *share) for p in patches if isinstance(p, Whole)}
+        wholes = {p.path: p.piece(self.whole.leaf(p.value), *share) for p in patches if isinstance(p, Whole)}
         sums = {patch.path for patch in patches if isinstance(patch, Over)}
 
         def change(path: tuple[Any, ...], value: Any) -> Any:
@@ -255,7 +245,7 @@ class _Side:
         made = run_entry(entry, part, self._tape.device, change)
         for patch in patches:
             if isinstance(patch, Count):
-                part[Ref(entry.index, 0)] = scaled(made[0], patch.of(part), patch.of(self._whole))
+                part[Ref(entry.index, 0)] = scaled(made[0], patch.of(part), patch.of(self.whole))
 
     def _ways(self, whole: Tensor, parts: Sequence[Tensor]) -> set[Way]:
         return ways(whole, parts, self._variant.rows, tolerance=self._tolerance)
@@ -268,7 +258,7 @@ class _Side:
         if isinstance(item, Ref):
             self._note(item, self._of(item))
             return
-        whole, *parts = (torch.tensor(float(v.number(item)), dtype=torch.float64) for v in (self._whole, *self._parts))
+        whole, *parts = (torch.tensor(float(v.number(item)), dtype=torch.float64) for v in (self.whole, *self.parts))
         self._note(item, self._ways(whole, parts) & self._of_number(item))
 
     # Explaining --------------------------------------------------------------------------------------------------
@@ -287,12 +277,12 @@ class _Side:
                 self._note(ref, known)
 
     def _of(self, ref: Ref) -> set[Way]:
-        return self._ways(self._whole[ref], [part[ref] for part in self._parts])
+        return self._ways(self.whole[ref], [part[ref] for part in self.parts])
 
     def _known(self, ref: Ref) -> AbstractSet[Way]:
         """How a tensor is known to follow."""
         if ref.entry == BATCH:
-            return {"rows 0 1"} if self._whole[ref].dim() else {"same"}
+            return {"rows 0 1"} if self.whole[ref].dim() else {"same"}
         return self._found.ways.get(ref, set())
 
     def _of_number(self, origin: Any) -> AbstractSet[Way]:
@@ -341,7 +331,7 @@ class _Side:
     def _is_even(self, entry: Entry) -> bool:
         """Whether parts have their rows' share of the entries of what a call uses."""
         used = [ref for ref in sources(entry) if row_way(self._known(ref)) is not None]
-        whole, pairs = self._whole, [(part, ref) for part in self._parts for ref in used]
+        whole, pairs = self.whole, [(part, ref) for part in self.parts for ref in used]
         return all(part[ref].numel() * whole.rows == whole[ref].numel() * part.rows for part, ref in pairs)
 
     def _repaired(self, entry: Entry) -> dict[Ref, AbstractSet[Way]] | None:

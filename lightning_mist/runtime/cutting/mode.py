@@ -153,13 +153,13 @@ class CutMode(TorchFunctionMode):
 
     def _expect(self, wanted: Tensor, actual: Any, line: str) -> None:
         if not isinstance(actual, Tensor) or actual.shape != wanted.shape:
-            self.wrong.append((torch.ones((), dtype=torch.bool, device=wanted.device), line))
-            return
-        if wanted.dtype.is_floating_point:
+            is_other = torch.ones((), dtype=torch.bool, device=wanted.device)
+        elif wanted.dtype.is_floating_point:
             limit = tolerance_of(wanted.dtype)
-            self.wrong.append((~torch.isclose(actual, wanted, rtol=limit, atol=limit, equal_nan=True).all(), line))
+            is_other = ~torch.isclose(actual, wanted, rtol=limit, atol=limit, equal_nan=True).all()
         else:
-            self.wrong.append(((actual != wanted).any(), line))
+            is_other = (actual != wanted).any()
+        self.wrong.append((is_other, line))
 
 
 def copied(value: Any, copy: Any) -> None:

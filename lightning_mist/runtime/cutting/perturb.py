@@ -57,7 +57,8 @@ class Perturber:
         for index, leaf in enumerate(self._leaves):
             mixed = self._varied(index, leaf[order.to(leaf.device)]) if leaf.dim() else leaf
             made.append(self._scaled(mixed) if leaf.dtype.is_floating_point and leaf.dim() else mixed)
-            if not _is_mask(leaf) and self._can_be_absent(index) and index % 2:
+            can_be_absent = any(self._is_allowed(index, value) for value in self._absent[index])
+            if not _is_mask(leaf) and can_be_absent and index % 2:
                 made[-1] = self._padded(index, made[-1])
         return made
 
@@ -73,9 +74,6 @@ class Perturber:
         change = torch.rand(leaf.shape, generator=self._generator).to(leaf.device) < 0.5
         first = int(leaf.flatten()[0])
         return torch.where(change, torch.full_like(leaf, first - 1 if first > 0 else first + 1), leaf)
-
-    def _can_be_absent(self, index: int) -> bool:
-        return any(self._is_allowed(index, value) for value in self._absent[index])
 
     def _is_allowed(self, index: int, value: int) -> bool:
         # An index out of bounds ends the process on a GPU.
@@ -130,13 +128,8 @@ def _is_mask(leaf: Tensor) -> bool:
 
 
 def _comes_from(tape: Tape, ref: Ref, index: int) -> bool:
-    if ref.entry == BATCH:
-        return ref.leaf == index
-    return any(
-        isinstance(leaf, Ref) and leaf == Ref(BATCH, index)
-        for entry in ancestors(tape, [ref])
-        for _, leaf in leaves_in((entry.args, entry.kwargs))
-    )
+    used = (leaf for entry in ancestors(tape, [ref]) for _, leaf in leaves_in((entry.args, entry.kwargs)))
+    return any(isinstance(leaf, Ref) and leaf == Ref(BATCH, index) for leaf in (ref, *used))
 
 
 def _looks_up(tape: Tape, index: int) -> bool:
@@ -148,8 +141,7 @@ def _looks_up(tape: Tape, index: int) -> bool:
             continue
         if entry.block is not None or entry.name in _LOOKUPS:
             return True
-        made = (Ref(entry.index, leaf) for leaf in range(entry.outputs))
-        holding.update(ref for ref in made if entry.depends == "data" and _is_position(tape, ref))
+        holding.update(ref for ref in entry.refs if entry.depends == "data" and _is_position(tape, ref))
     return False
 
 

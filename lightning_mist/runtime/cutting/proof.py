@@ -8,7 +8,7 @@ explained. See :mod:`.follow`.
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from lightning_mist.runtime.cutting.draws import refuse_draws
 from lightning_mist.runtime.cutting.follow import ANY, Findings, Follower, Variant
 from lightning_mist.runtime.cutting.mode import SUSPICIOUS
 from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
-from lightning_mist.runtime.cutting.portable import portable_entry, sizes_by_batch
-from lightning_mist.runtime.cutting.rules import CutRules, Form, ResultKey, Site, given_to, needed, portable_site
+from lightning_mist.runtime.cutting.portable import portable_entry, portable_values, sizes_by_batch
+from lightning_mist.runtime.cutting.rules import CutRules, Form, ResultKey, Site, given_to, needed, with_weights
 from lightning_mist.runtime.cutting.step_results import Result, best_way, read_results, result_ways
 from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape, batch_tensors
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
@@ -66,7 +66,9 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
     try:
         recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
         with torch.enable_grad(), Steady(device, without_dropout=True) as steady, _steady_recurrence(module):
-            rules = _Proof(module, blocks, step, batch, device).rules()
+            proof = _Proof(module, blocks, step, batch, device)
+            with GradientDifferences(module) as differences:
+                rules = proof.rules(differences)
         return replace(rules, has_dropout=steady.is_dropping or recurrent)
     except UncuttableError as error:
         return str(error)
@@ -103,12 +105,8 @@ class _Proof:
         self._state = get_random_state(device)
         self._is_coarse = False
 
-    def rules(self) -> CutRules:
+    def rules(self, differences: GradientDifferences) -> CutRules:
         """The rules; raises if there are none."""
-        with GradientDifferences(self._module) as differences:
-            return self._rules(differences)
-
-    def _rules(self, differences: GradientDifferences) -> CutRules:
         whole = self._run(self._batch, self._rows, differences)
         _refuse_reads(whole.tape)
         if whole.tape.stray is not None:
@@ -220,8 +218,10 @@ class _Proof:
             for variant, has_other in variants:
                 if variant.name in failed or loss in found.spoilt:
                     continue
+                set_random_state(self._state, self._device)
                 try:
-                    self._follow(follower, variant, has_other)
+                    with torch.no_grad(), other_parameters(self._module) if has_other else nullcontext():
+                        follower.run(variant)
                 except (torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception as error:  # a batch that the step does not take
@@ -234,15 +234,6 @@ class _Proof:
             if found.text == before:
                 return
         raise UncuttableError("what the parts of a batch must compute differently does not settle")
-
-    def _follow(self, follower: Follower, variant: Variant, has_other: bool) -> None:
-        set_random_state(self._state, self._device)
-        with torch.no_grad():
-            if not has_other:
-                follower.run(variant)
-                return
-            with other_parameters(self._module):
-                follower.run(variant)
 
     def _compare_gradients(
         self, tape: Tape, leaves: Sequence[Tensor], loss: Ref, found: Findings, way: str | None
@@ -376,7 +367,7 @@ def _rules(
     entries = [portable_entry(entry, module) for entry in ancestors(tape, needed(sites))]
     known = frozenset(entry.key[:2] for taken in (tape, fewer) for entry in taken.entries if entry.name in SUSPICIOUS)
     return CutRules(
-        sites=tuple(portable_site(site, module) for site in sites),
+        sites=tuple(with_weights(site, lambda weight: portable_values(weight, module)) for site in sites),
         slice=Slice(entries, tape.device) if needed(sites) else None,
         seen=ways,
         results={key: best_way(known) or "mean" for key, known in ways.items()},

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.cutting.arguments import leaves_in
 from lightning_mist.runtime.cutting.combination import Way
-from lightning_mist.runtime.cutting.portable import bound_values, portable_values
+from lightning_mist.runtime.cutting.portable import bound_values
 from lightning_mist.runtime.cutting.repairs import Count, Over, Patch, Whole
 from lightning_mist.runtime.cutting.tape import Number, batch_tensors
 from lightning_mist.runtime.cutting.tape_replay import Slice, Values
@@ -62,9 +62,7 @@ class CutRules:
 
     def bound_to(self, module: nn.Module) -> "CutRules":
         """The rules for the module that trains; they may have been found on a copy of it."""
-        sites = tuple(
-            replace(site, patches=tuple(_bound(patch, module) for patch in site.patches)) for site in self.sites
-        )
+        sites = tuple(with_weights(site, lambda weight: bound_values(weight, module)) for site in self.sites)
         if self.slice is None:
             return replace(self, sites=sites)
         entries = []
@@ -91,16 +89,9 @@ class CutRules:
         return self.slice.run(leaves, rows)
 
 
-def _bound(patch: Patch, module: nn.Module) -> Patch:
-    return replace(patch, weight=bound_values(patch.weight, module)) if isinstance(patch, Count) else patch
-
-
-def portable_site(site: Site, module: nn.Module) -> Site:
-    """A site with the module's buffers by their names."""
-    patches = (
-        replace(patch, weight=portable_values(patch.weight, module)) if isinstance(patch, Count) else patch
-        for patch in site.patches
-    )
+def with_weights(site: Site, change: Callable[[Any], Any]) -> Site:
+    """A site with other weights in what it counts."""
+    patches = (replace(p, weight=change(p.weight)) if isinstance(p, Count) else p for p in site.patches)
     return replace(site, patches=tuple(patches))
 
 

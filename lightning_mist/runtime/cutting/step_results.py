@@ -91,25 +91,15 @@ def result_ways(
         return "the step returns or logs other things for other rows"
     ways: dict[tuple[Hashable, ...], frozenset[Way]] = {}
     for result in whole:
-        way = _result_ways(result, others[result.key], found, rows)
-        if not way:
-            why = _spoilt(result, found) or "it does not follow from those of parts as a mean or a sum"
+        why = next((found.spoilt[ref] for ref in result.refs if ref in found.spoilt), None)
+        if result.origin is None:
+            ways[result.key] = frozenset(_of_values(result.value, others[result.key].value, rows))
+        else:
+            ways[result.key] = frozenset(found.ways.get(result.origin, ()))
+        if why is not None or not ways[result.key]:
+            why = why or "it does not follow from those of parts as a mean or a sum"
             return f"{result.text} cannot be put together from parts of a batch: {why}"
-        ways[result.key] = way
     return ways
-
-
-def _result_ways(result: Result, other: Result, found: Findings, rows: tuple[int, int]) -> frozenset[Way]:
-    if _spoilt(result, found) is not None:
-        return frozenset()
-    if result.origin is None:
-        way = _of_values(result.value, other.value, rows)
-        return frozenset() if way is None else frozenset((way,))
-    return frozenset(found.ways.get(result.origin, ()))
-
-
-def _spoilt(result: Result, found: Findings) -> str | None:
-    return next((found.spoilt[ref] for ref in result.refs if ref in found.spoilt), None)
 
 
 def best_way(known: AbstractSet[Way]) -> Way | None:
@@ -118,16 +108,15 @@ def best_way(known: AbstractSet[Way]) -> Way | None:
     return simple[0] if simple else min(known, default=None)
 
 
-def _of_values(value: Any, other: Any, rows: tuple[int, int]) -> Way | None:
+def _of_values(value: Any, other: Any, rows: tuple[int, int]) -> set[Way]:
     """How a value that goes by no tensor that was followed goes by the rows."""
     if alike(value, other):
-        return "same"
+        return {"same"}
     if isinstance(value, (list, tuple)) and isinstance(other, type(value)):
         is_list = len(value) == rows[0] and len(other) == rows[1] and list(value[: rows[1]]) == list(other)
-        return LIST if is_list else None
-    if type(value) in (int, float) and type(other) is type(value):
-        return "sum" if value * rows[1] == other * rows[0] else None
-    return None
+        return {LIST} if is_list else set()
+    is_number = type(value) in (int, float) and type(other) is type(value)
+    return {"sum"} if is_number and value * rows[1] == other * rows[0] else set()
 
 
 def alike(value: Any, other: Any) -> bool:

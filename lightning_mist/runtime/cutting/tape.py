@@ -237,14 +237,16 @@ class Recorder(TorchFunctionMode):
             nonlocal depends
             if isinstance(leaf, Tensor):
                 ref = self.ref_of(leaf)
-                kind = self._kind(leaf) if ref is None else self.tape.depends(ref)
+                own: Depends = "parameters" if id(leaf) in self._parameters or leaf.requires_grad else "nothing"
+                kind = own if ref is None else self.tape.depends(ref)
                 if ref is None and leaf.grad_fn is not None and self.tape.stray is None:
                     self.tape.stray = user_line()
                 depends = max(depends, kind, key=_RANK.__getitem__)
                 return Fixed(leaf) if ref is None else ref
             if isinstance(leaf, TRACED):
-                for ref in refs_of(leaf.origin):
-                    depends = max(depends, self._number_kind(leaf.origin, ref), key=_RANK.__getitem__)
+                # Sizes do not depend on parameters, but for what these select.
+                for ref in refs_of(leaf.origin) if goes_by_values(leaf.origin) else ():
+                    depends = max(depends, self.tape.depends(ref), key=_RANK.__getitem__)
                 return Number(leaf.origin)
             return leaf
 
@@ -260,7 +262,7 @@ class Recorder(TorchFunctionMode):
             key=(name, block) if block is not None else occurrence(self._counts, name),
             line=user_line(),
             has_grad=torch.is_grad_enabled(),
-            autocast=_autocast(self._device),
+            autocast=(torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)),
             block=block,
         )
         before = get_random_state(self._device)
@@ -283,13 +285,6 @@ class Recorder(TorchFunctionMode):
                 return traced(output, Read("item", entry.args[0]))
         return output
 
-    def _kind(self, tensor: Tensor) -> Depends:
-        return "parameters" if id(tensor) in self._parameters or tensor.requires_grad else "nothing"
-
-    def _number_kind(self, origin: Any, ref: Ref) -> Depends:
-        """Sizes do not depend on parameters, but for what these select."""
-        return self.tape.depends(ref) if goes_by_values(origin) else "nothing"
-
     def _bind(self, tensor: Tensor, ref: Ref) -> None:
         self._refs[id(tensor)] = ref
         self.tape.dtypes[ref] = tensor.dtype
@@ -309,10 +304,6 @@ def _custom_functions(called: Callable[[type, Callable[..., Any], Any, Any], Any
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
 def draws_for_itself(kwargs: Mapping[str, Any]) -> bool:
