@@ -66,7 +66,7 @@ def everywhere(work: Callable[[], T]) -> T:
 
 def any_reason(mine: str | None) -> str | None:
     """The first rank's reason that has one; None if none has. Called on all at once."""
-    return next((reason for reason in of_all_ranks(mine) if reason is not None), None)
+    return next((reason for reason in of_all_ranks(mine) if reason), None)
 
 
 def same_start(module: nn.Module, later: Collection[str]) -> None:

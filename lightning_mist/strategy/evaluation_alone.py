@@ -13,7 +13,7 @@ import torch
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan, check_plan, of_whole_batches
 from lightning_mist.runtime.forward_pass import is_whole, without_training
-from lightning_mist.strategy.all_ranks import of_all_ranks, same_start
+from lightning_mist.strategy.all_ranks import any_reason, same_start
 from lightning_mist.strategy.empty_parameters import device_limit, initial_values
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.planning import given_plan, is_map_of, refuse_whole_alone, splits_of_evaluated
@@ -80,8 +80,7 @@ class EvaluationAlone(PlanInstallation):
         elif of_whole_batches(plan) is None:
             reason = CUT_DIFFERENTLY
         else:
-            found = of_all_ranks(whole_in_evaluation(trainer, self._kind))
-            reason = next((item for item in found if item is not None), None)
+            reason = any_reason(whole_in_evaluation(trainer, self._kind))
         if reason is not None:
             self._tell_whole(reason)
         return reason

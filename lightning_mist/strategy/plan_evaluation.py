@@ -10,7 +10,7 @@ from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import of_whole_batches, replica_ranks
 from lightning_mist.runtime.communication import complete
 from lightning_mist.runtime.forward_pass import evaluated_map, hindrance, is_whole
-from lightning_mist.strategy.all_ranks import of_all_ranks
+from lightning_mist.strategy.all_ranks import any_reason, of_all_ranks
 from lightning_mist.strategy.empty_parameters import device_limit
 from lightning_mist.strategy.evaluation_alone import CUT_DIFFERENTLY, EvaluationAlone
 from lightning_mist.strategy.planning import EvaluatedStep, look_at_step, refuse_whole, refuse_whole_alone, roots_of
@@ -52,8 +52,7 @@ class PlanEvaluation(EvaluationAlone):
             return
         assert self._decision is not None
         # Hooks of callbacks may be there on some ranks only.
-        found = of_all_ranks(whole_in_validation(module.trainer, self.optimizers))
-        self._whole = next((reason for reason in found if reason is not None), None)
+        self._whole = any_reason(whole_in_validation(module.trainer, self.optimizers))
         refuse_whole(self._decision.lack_for_whole, self._whole)
 
     # Lightning's hooks -------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             self._masters = take_masters(module, self.precision_plugin)
         self.setup_optimizers(trainer)
         with self._planning():
-            plain = all_ranks.any_reason(self._why_plain(trainer))
+            plain = self._why_plain(trainer)
             step = step_of_fit(trainer, self, self._names, plain=plain)
             self._decision = decide(
                 *(trainer, self, self._names.isolate_rng, self._request, step), plain=plain, initial=self._initial

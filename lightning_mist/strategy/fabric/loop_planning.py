@@ -13,7 +13,7 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import map_module
 from lightning_mist.model.user_code import Generators
 from lightning_mist.plan import Exclusion, Plan
-from lightning_mist.strategy.all_ranks import any_reason, everywhere, of_all_ranks
+from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.fabric.loop_engine import LoopEngine
 from lightning_mist.strategy.fabric.outputs import OutputForm, as_step_result, form_of, stand_in_loss
 from lightning_mist.strategy.fabric.planned_module import PlannedModule
@@ -119,8 +119,7 @@ class LoopPlanning(_Base):
                 hint=": pass each loader through fabric.setup_dataloaders",
             )
             loop = UsersLoop(lightning_module=module, precision=str(getattr(self.precision, "precision", "32-true")))
-            plain = any_reason(self._why_plain(planned, call))
-            decision = decide(loop, self, _same_generators, self._request, step, plain=plain)
+            decision = decide(loop, self, _same_generators, self._request, step, plain=self._why_plain(planned, call))
             self._install(planned, decision)
             # Only the guard needs it; replanning is for a trainer's fit.
             self._decision = replace(decision, reach=None, replan=None)

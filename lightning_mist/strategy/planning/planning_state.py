@@ -159,7 +159,7 @@ class Planner:
         return self.strategy.lightning_module
 
     def map(self) -> ModuleMap:
-        """Where the module can be cut, with what the user's other choices rule out."""
+        """Where the module can be cut, with what hooks, callbacks, optimizers and other choices here rule out."""
         if self.plain is not None and not self.call.is_automatic:
             found = ModuleMap(step=self.call.name, blocks=(), outputs=(), cuts=(), parameters=())
         else:
@@ -176,15 +176,11 @@ class Planner:
         extra += compiled_exclusions(self.module, found.blocks)
         for _, rule in self._optimizers():
             extra += optimizer_exclusions(rule)
+        if plain is None:
+            masters = self.request.master_weights
+            extra += user_exclusions(self.trainer, self.strategy.optimizers, master_weights=masters)
+            extra += self.restrictions()
         return replace(found, exclusions=(*found.exclusions, *extra))
-
-    def with_user_code(self, found: ModuleMap) -> ModuleMap:
-        """The map, with what hooks, callbacks and optimizers of this rank rule out."""
-        if self.plain is not None:
-            return found
-        who, masters = (self.trainer, self.strategy.optimizers), self.request.master_weights
-        own = (*user_exclusions(*who, master_weights=masters), *self.restrictions())
-        return replace(found, exclusions=(*found.exclusions, *own))
 
     def with_writes(self, found: ModuleMap) -> ModuleMap:
         """The map, without sharding where the step writes other values into weights on each rank; all take part."""

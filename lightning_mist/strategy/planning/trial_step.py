@@ -25,7 +25,7 @@ from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
-from lightning_mist.strategy.all_ranks import of_all_ranks
+from lightning_mist.strategy.all_ranks import any_reason, of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, standing_in
 from lightning_mist.strategy.user_code import Survey, changed, exclusions_of
 
@@ -278,13 +278,12 @@ class TriedStep:
                 yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
         if self._told.differentiates:
             yield "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)", _BEHIND
-        if refusals := [text for text in of_all_ranks(self._told.metrics) if text]:
+        if refusal := any_reason(self._told.metrics):
             self.records_metrics = False
-            yield refusals[0], (*_ONCE, "checkpointing") if "inside a layer" in refusals[0] else _ONCE
-        talks = [text for text in of_all_ranks(self.talk) if text]
-        if talks:
-            self._told.talk = self.talk or talks[0]
-            yield f"the step talks to other processes itself ({talks[0]})", (*_ONCE, "checkpointing")
+            yield refusal, (*_ONCE, "checkpointing") if "inside a layer" in refusal else _ONCE
+        if talk := any_reason(self.talk):
+            self._told.talk = self.talk or talk
+            yield f"the step talks to other processes itself ({talk})", (*_ONCE, "checkpointing")
         if self._told.asked:
             yield f"the step asks which process it runs in ({self._told.asked}); use self.global_rank", _SHARED
         yield from self._reads()

@@ -31,7 +31,7 @@ from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
-from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero, same_everywhere
+from lightning_mist.strategy.all_ranks import any_reason, everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.master_precision import refuse_plain
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
@@ -86,8 +86,7 @@ def decide(
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
     # What one rank alone knows holds for all: the others would wait for it.
-    reasons = of_all_ranks((step.at_once, plain))
-    at_once, plain = (next((own for own in of_each if own), None) for of_each in zip(*reasons, strict=True))
+    at_once, plain = any_reason(step.at_once), any_reason(plain)
     if is_auto and initial is None:
         reason = at_once or (plain if request.memory_limit is None else None)
     request.refuse_plain(reason or plain)
@@ -166,7 +165,7 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
     # A model that no device holds whole cannot be made whole to plan for it again.
     is_fixed = planner.initial is not None or planner.request.master_weights
     is_alone = is_auto and planner.strategy.world_size == 1 and not is_fixed
-    found = everywhere(lambda: planner.with_user_code(planner.map()))
+    found = everywhere(planner.map)
     found = planner.with_writes(same_everywhere(call.rule_out(found)))
     plan, made, found = _plan(planner, found)
     _check(planner, found, plan)
