@@ -42,7 +42,7 @@ class _Block(OwnFunction):
             stack.enter_context(neutral_checkpointing())
             stack.enter_context(no_kept_casts())
             if self._split is not None:
-                stack.enter_context(self._split.recomputing(self._sequence))
+                stack.enter_context(self._split.running(self._sequence))
                 for index, placement in self._placements.items():
                     whole[index] = SplitTensor(leaves[index], placement, self._split.context)
             stack.enter_context(self._within())
@@ -68,7 +68,7 @@ def behind_blocks(
             stack.enter_context(neutral_checkpointing)
             stack.enter_context(no_kept_casts())
             if split is not None:
-                stack.enter_context(split.recomputing(sequence))
+                stack.enter_context(split.running(sequence))
             stack.enter_context(within())
             yield
 

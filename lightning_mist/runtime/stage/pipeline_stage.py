@@ -231,7 +231,7 @@ class PipelineStage:
                 stack.enter_context(neutral_checkpointing())
                 run.behind = stack.enter_context(ExitStack())
                 if self.split is not None:
-                    stack.enter_context(self.split.stepping())
+                    stack.enter_context(self.split.running({}))
                 if self.index > 0:
                     stack.enter_context(quiet_fakes())
                 # The watcher must see what comes out of the deferral.

@@ -77,18 +77,11 @@ class StageSplit:
             self.context.forget()
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Around the user's step: it begins knowing nothing of earlier ones, so that all run alike."""
-        self.context.sequence = {}
-        try:
-            with functions_of_wholes():
-                yield
-        finally:
-            self.context.forget()
+    def running(self, sequence: Mapping[tuple[int, ...], tuple[int, Outer]]) -> Iterator[None]:
+        """Around the user's step, which begins knowing nothing of earlier ones, so that all run alike.
 
-    @contextmanager
-    def recomputing(self, sequence: Mapping[tuple[int, ...], tuple[int, Outer]]) -> Iterator[None]:
-        """Around the recomputation of a block, which began with ``sequence`` known; see :class:`SplitContext`."""
+        Or around the recomputation of a block, which began with ``sequence`` known; see :class:`SplitContext`.
+        """
         self.context.forget()
         self.context.sequence = sequence
         try:

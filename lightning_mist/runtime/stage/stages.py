@@ -1,7 +1,7 @@
 """The stages that one rank runs, over one copy of the module: one, or its chunks under an interleaved schedule."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,24 +50,15 @@ class RankStages:
         """All parameters of the module by canonical name."""
         return {**self.foreign, **self.parameters}
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self) -> AbstractContextManager[None]:
         """Inside, a batch runs: a single stage is attached all the while, several only where they compute."""
-        if len(self._stages) > 1:
-            yield
-            return
-        (stage,) = self._stages.values()
-        with stage.attached():
-            yield
+        return nullcontext() if len(self._stages) > 1 else next(iter(self)).attached()
 
     @contextmanager
     def at(self, index: int) -> Iterator[PipelineStage]:
         """Around one computation of a stage, inside :meth:`attached`: the module is this stage."""
         stage = self._stages[index]
-        if len(self._stages) == 1:
-            yield stage
-            return
-        with stage.attached():
+        with nullcontext() if len(self._stages) == 1 else stage.attached():
             yield stage
 
     def free_foreign(self) -> None:

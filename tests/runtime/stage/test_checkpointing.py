@@ -87,7 +87,7 @@ def test_split_arguments_are_kept_as_parts_and_recomputed_with_their_own_sequenc
         def block(states):
             return torch.nn.functional.linear(torch.nn.functional.gelu(states), shown)
 
-        with stage.stepping():
+        with stage.running({}):
             args, kwargs = stage.enter_block(0, (x,), {})
             output = checkpoint_block(block, args, kwargs, stage) if checkpointed else block(*args)
         # Another microbatch has come since.

@@ -122,7 +122,7 @@ def test_custom_functions_get_wholes_while_computing():
     def run(group):
         split = split_of(group, sequence_parallel=True)
         (entered,), _ = split.enter_block(3, (torch.ones(2, 6, 4),), {})
-        with split.stepping():
+        with split.running({}):
             assert torch.equal(Twice.apply(entered), torch.full((2, 6, 4), 2.0))
         assert dict(split.context.gathered) == {"Twice": 1}
 
@@ -151,7 +151,7 @@ def test_modes_that_watch_the_step_see_its_own_functions_only():
     def run(group):
         split, seen = split_of(group, sequence_parallel=True), Seen()
         states, part = torch.ones(2, 6, 4, requires_grad=True), torch.ones(2, 3, 4)
-        with split.stepping(), seen:
+        with split.running({}), seen:
             (entered,), _ = split.enter_block(3, (states,), {})
             split.arrived(HIDDEN, part, (2, 6, 4))
             assert seen.names == []
