@@ -4,6 +4,8 @@ import sys
 
 import torch
 
+from lightning_mist.attributes import replaced
+
 
 class ActingRank:
     """Mixed into a strategy: the ranks that user code sees are those of the owner of the rows that it works on.
@@ -34,11 +36,8 @@ class ActingRank:
     @property
     def root_device(self) -> torch.device:
         """Where this process computes, whosever rows the step sees: Lightning takes it by the local rank."""
-        acting, self._acting_rank = self._acting_rank, None
-        try:
+        with replaced(self, _acting_rank=None):
             return super().root_device  # type: ignore[misc, no-any-return]
-        finally:
-            self._acting_rank = acting
 
     def _per_node(self) -> int:
         return max(1, int(getattr(self, "num_processes", 1)))

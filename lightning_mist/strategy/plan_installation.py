@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_mist.attributes import replaced
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization import InitialValues
@@ -145,13 +146,8 @@ class PlanInstallation(EndsTogether):
             verbose=self._request.verbose,
         )
 
-    @contextmanager
-    def _planning(self) -> Iterator[None]:
-        self._is_planning = True
-        try:
-            yield
-        finally:
-            self._is_planning = False
+    def _planning(self) -> AbstractContextManager[None]:
+        return replaced(self, _is_planning=True)
 
     def replace_plan(self, decide: Callable[[], Decision]) -> None:
         """Put another plan in place between two steps; of a fit of one process."""

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from lightning_mist.attributes import replaced
 from lightning_mist.model.fakes import (
     READS,
     Guesses,
@@ -360,11 +361,9 @@ class Recorder(TorchFunctionMode):
                 self._use(leaf)
         before = [state_of(leaf) for leaf in inputs]
         reads = len(self.record.reads)
-        self._inside, self._arguments = position, {id(leaf) for leaf in inputs}
-        try:
+        self._arguments = {id(leaf) for leaf in inputs}
+        with replaced(self, _inside=position):
             output = original(*args, **kwargs)
-        finally:
-            self._inside = None
         after = tree_flatten((args, kwargs))[0]
         leaves, structure = tree_flatten(output)
         described = tuple(_describe(leaf, inputs) for leaf in leaves)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.hardware import Cluster
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.runtime.communication import complete
@@ -210,11 +211,8 @@ class _SyncControl:
                 f"no_backward_sync of a {type(module).__name__}: it takes a module that was set up by fabric.setup or "
                 "fabric.setup_module"
             )
-        before, self._strategy.averages = self._strategy.averages, False
-        try:
+        with replaced(self._strategy, averages=False):
             yield
-        finally:
-            self._strategy.averages = before
 
 
 def build_fabric(root: str, module: str) -> type[MistFabricBase]:

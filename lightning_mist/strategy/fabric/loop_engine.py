@@ -82,11 +82,6 @@ class LoopEngine(Engine):
             held.close()
             self.exchange.forget()
 
-    @property
-    def is_within_batch(self) -> bool:
-        """Whether the backward of a batch is still to come."""
-        return self._held is not None
-
     def _halves(self, step: Callable[[Any], Any], pause: Work) -> Iterator[Work]:
         guard = self.guard
 

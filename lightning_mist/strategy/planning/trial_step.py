@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model import run_apart
 from lightning_mist.model.child_process import can_fork
@@ -249,12 +250,10 @@ class TriedStep:
         around = Surroundings(self.reach)
         around.is_steady = self._told.is_steady
         around.hold()
-        self._surroundings = around
         try:
-            with watched_processes(self._noticed):
+            with replaced(self, _surroundings=around), watched_processes(self._noticed):
                 yield around
         finally:
-            self._surroundings = None
             around.release()
 
     def rule_out(self, found: ModuleMap) -> ModuleMap:

@@ -128,12 +128,6 @@ def recorded_logs(
                     space[name] = answer
 
 
-def _combine(key: ResultKey, values: Sequence[Any], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> Any:
-    if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
-        return values[-1]
-    return together(key, values, weights, ways.get(key, "mean"))
-
-
 def combine_records(
     parts: Sequence[tuple[float, Sequence[Record]]], ways: Mapping[ResultKey, Way]
 ) -> tuple[Record, ...]:
@@ -181,7 +175,10 @@ def _logged(
     if all(size is not None for size in sizes):
         way = ways.get((*key, "batch_size"), "sum")
         arguments["batch_size"] = together((*key, "batch_size"), sizes, weights, way)
-    value = _combine(key, [record.value for record in records], weights, ways)
+    values = [record.value for record in records]
+    value = values[-1]
+    if len(values) > 1 and all(isinstance(item, (Tensor, int, float)) for item in values):
+        value = together(key, values, weights, ways.get(key, "mean"))
     return replace(records[0], value=value, arguments=tuple(arguments.items()))
 
 
