@@ -52,12 +52,6 @@ def terms_of_plans(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]
     return [[next(terms) for _ in plan.stages] for plan in plans]
 
 
-def seconds_of_terms(terms: Sequence[Terms]) -> StageSeconds:
-    """Seconds of stages by term, stage after stage in the arrays."""
-    rows = zip(*(item.values() for item in terms), strict=True)
-    return StageSeconds(**{name: np.array(values) for name, values in zip(_NAMES, rows, strict=True)})
-
-
 def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[StageSeconds, ...]:
     """Seconds of each stage's candidates, as if each had been asked for by itself."""
     if not stages:

@@ -116,7 +116,7 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     for group in range(groups):
         stage, once = seconds.stages[group], seconds.stages[group].epilogue
         last = 0.0
-        if group and (plan.schedule == "1f1b" or _has_chunks(plan)):
+        if group and plan.schedule in ("1f1b", "interleaved-1f1b"):
             front = seconds.stages[group - 1]
             last = seconds.gradients[group - 1] + _last_backward(front, plan.num_microbatches) + behind
         behind = max(last, once.reduce + once.step + once.gather)
@@ -174,10 +174,6 @@ def _is_cut(plan: Plan, rules: StepRules) -> bool:
         return False
     is_plain = rules.transfers == "beside" and plan.schedule in ("1f1b", "zb-h1")
     return not (is_plain and count * plan.num_stages <= UNCUT)
-
-
-def _has_chunks(plan: Plan) -> bool:
-    return plan.schedule == "interleaved-1f1b"
 
 
 def _run(plan: Plan, seconds: PlanSeconds, rules: StepRules, count: int) -> float:

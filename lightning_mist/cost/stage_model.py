@@ -196,11 +196,7 @@ class StageCostModel(PlanCosts):
     @property
     def whole(self) -> MemoryModel:
         """What the network holds and does where nothing is split."""
-        return self.rank_memory("full")
-
-    def rank_memory(self, checkpointing: CheckpointingKind) -> MemoryModel:
-        """The same with one kind of recomputation."""
-        return self._rank(1, False, checkpointing).memory
+        return self._rank(1, False, "full").memory
 
     def region_seconds(
         self, rows: float, degree: int = 1, sequence: bool = False, checkpointing: CheckpointingKind = "full"

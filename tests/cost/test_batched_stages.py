@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MixedCostModel, StageCostModel, predict_with, predictions, seconds_with
-from lightning_mist.cost.batched_stages import held_of_stages, seconds_of_stages, seconds_of_terms, terms_of_plans
+from lightning_mist.cost.batched_stages import held_of_stages, seconds_of_stages, terms_of_plans
 from lightning_mist.cost.inputs.candidates import (
     OffloadCandidates,
     StageCandidates,
@@ -97,11 +97,9 @@ def test_stages_of_several_plans_are_asked_about_together(monkeypatch):
 def test_terms_together_are_seconds_of_stages():
     model = model_of("cuda")
     plan = pipeline(*SHAPES["moved"], rows=4)
-    seconds = seconds_of_terms(terms_of_plans(model, [plan])[0])
-    for index, placed in enumerate(placed_slots_of(plan, model.cluster)):
-        wanted = model.seconds(*placed)
-        assert seconds.steady_K[index] == pytest.approx(wanted.steady_K[0], rel=1e-12)
-        assert seconds.boundary_K[index] == pytest.approx(wanted.boundary_K[0], rel=1e-12)
+    (terms,) = terms_of_plans(model, [plan])
+    for found, placed in zip(terms, placed_slots_of(plan, model.cluster), strict=True):
+        assert found == pytest.approx(terms_of(model.seconds(*placed)), rel=1e-12)
 
 
 def test_predictions_of_several_plans_are_those_of_each():

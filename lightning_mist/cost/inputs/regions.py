@@ -64,11 +64,6 @@ def part_of_sequence(spec: ModelSpec, degree: int) -> int | None:
     return spec.sequence_length // degree
 
 
-def hidden_state_bytes(costs: "RegionCosts") -> float:
-    """What a layer hands on: one hidden state, and the few small tensors that cross cuts beside it."""
-    return float(max(costs.boundary_B.max(initial=0.0), costs.checkpointed_saved_R[1:-1].max(initial=0.0)))
-
-
 def key_value_bytes(spec: ModelSpec, whole: "RegionCosts") -> FloatArray:
     """Bytes of keys and values of every layer: what its fused attention moves besides queries and results.
 
@@ -81,7 +76,9 @@ def key_value_bytes(spec: ModelSpec, whole: "RegionCosts") -> FloatArray:
     keys_E = np.clip(work.moved_E - 2 * queries_E, 0.0, 2 * queries_E)
     keys_R = work.sums(np.where(is_attention_E, keys_E, 0.0))
     has_attention_R = work.sums(is_attention_E.astype(np.float64)) > 0
-    keys_R = np.where(has_attention_R, keys_R, KEY_VALUE_STATES * hidden_state_bytes(whole))
+    # What a layer hands on: one hidden state, and the few small tensors that cross cuts beside it.
+    handed = max(whole.boundary_B.max(initial=0.0), whole.checkpointed_saved_R[1:-1].max(initial=0.0))
+    keys_R = np.where(has_attention_R, keys_R, KEY_VALUE_STATES * handed)
     keys_R[[0, -1]] = 0.0
     return keys_R
 

@@ -177,7 +177,9 @@ class MemoryModel:
         if key not in self._working:
             exact = is_split and context == 1 and rows == int(rows)
             split_backward = self._exact_split(int(rows)) if exact else None
-            table, sharding = self.holdings.table, self._sharding(degree) if degree > 1 else None
+            table, sharding, is_one_unit = self.holdings.table, None, self.holdings.is_one_unit
+            if degree > 1:
+                sharding = Sharding(gradient_share=1 / degree, trained_R=table.trained_R, is_one_unit=is_one_unit)
             made = self.costs(rows, context), table.single_R, sharding, split_backward
             self._working[key] = WorkingSets(*made, accumulated=Accumulated.of(self.spec.optimizer, table))
         if self._is_variant:
@@ -195,11 +197,6 @@ class MemoryModel:
         more_R = costs.recompute_backward_peak_R - whole.recompute_backward_peak_R
         peak_R = found.peak_R + (costs.backward_peak_R - whole.backward_peak_R)
         return replace(found, peak_R=peak_R, recompute_peak_R=found.recompute_peak_R + more_R)
-
-    def _sharding(self, degree: int) -> Sharding:
-        return Sharding(
-            gradient_share=1 / degree, trained_R=self.holdings.table.trained_R, is_one_unit=self.holdings.is_one_unit
-        )
 
     def shares(self, candidates: StageCandidates, degree: int) -> SharedOut | None:
         """What the fullest rank has, if any candidate deals out anything."""

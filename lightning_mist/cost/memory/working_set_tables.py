@@ -221,7 +221,12 @@ class WorkingSets:
                 self.gradient_factor * sharding.gradient_share,
             )
             reduced_R[..., :-1] = sharding.trained_R[..., 1:]
-            costs = _making_anew(costs)
+            # Every backward makes gradients anew.
+            costs = replace(
+                costs,
+                backward_peak_R=costs.first_backward_peak_R,
+                recompute_backward_peak_R=costs.first_recompute_backward_peak_R,
+            )
         self.costs, self.reduced_R = costs, reduced_R
         layers = (..., slice(1, -1))
         self._saved, self._checkpointed, self._made, self._weight = (
@@ -322,12 +327,3 @@ class WorkingSets:
 
 
 _PEAKS = tuple(name for name in RegionCosts.__slots__ if name.endswith("_peak_R"))
-
-
-def _making_anew(costs: RegionCosts) -> RegionCosts:
-    """Costs whose every backward makes gradients."""
-    return replace(
-        costs,
-        backward_peak_R=costs.first_backward_peak_R,
-        recompute_backward_peak_R=costs.first_recompute_backward_peak_R,
-    )

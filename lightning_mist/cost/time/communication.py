@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_mist.cost.inputs import Crossing, FloatArray, StageCandidates, StageSlot, covered
 from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, Holdings, MemoryModel
@@ -80,21 +79,20 @@ def _outward(cluster: Cluster, slot: StageSlot) -> float:
 
 
 def _over_seam(
-    ends: Sequence[SeamEnd],
-    operation: str,
-    inside_K: npt.ArrayLike,
-    outside: Sequence[npt.ArrayLike],
-    calls_K: npt.ArrayLike = 1,
+    ends: Sequence[SeamEnd], inside_K: FloatArray, outside: Sequence[FloatArray], messages_K: FloatArray
 ) -> FloatArray:
-    """Seconds of something between two devices in unlike parts: those of the slower end.
+    """Seconds of messages between two devices in unlike parts: those of the slower end.
 
     Args:
         inside_K: Bytes that a device sends as fast as it can inside its node, at most.
         outside: Those that it sends at its share of the network of its node, at every end.
     """
     slower_K: FloatArray = np.maximum.reduce(
-        [collective_seconds(profile, operation, 2, 1, inside_K, calls_K) for profile, _ in ends]
-        + [collective_seconds(end[0], operation, 2, 2, item, calls_K) for end, item in zip(ends, outside, strict=True)]
+        [collective_seconds(end, "send_recv", 2, 1, inside_K, messages_K) for end, _ in ends]
+        + [
+            collective_seconds(end, "send_recv", 2, 2, outside_K, messages_K)
+            for (end, _), outside_K in zip(ends, outside, strict=True)
+        ]
     )
     return slower_K
 
@@ -281,7 +279,7 @@ def _crossing_seconds(
     if seam and crossing is None:
         # As many devices use the network of the other end's node.
         loads = [payload_B * min(1.0, slot.devices / per_node) for _, per_node in seam]
-        return _over_seam(seam, "send_recv", payload_B, loads, tensors_B)
+        return _over_seam(seam, payload_B, loads, tensors_B)
     if slot.placement is None or crossing is None:
         return _mean_crossing(profile, cluster, slot, payload_B, tensors_B)
     own = crossing is slot.placement.before
@@ -293,7 +291,7 @@ def _crossing_seconds(
         # Both ends wait for the slower one, on a CPU too.
         share, count = (max(end[place] for end in ends) for place in (0, 1))
         whole_B, messages_B = payload_B / slot.placement.share, tensors_B * count
-        return _over_seam(seam, "send_recv", whole_B * share, [whole_B * end[2] for end in ends], messages_B)
+        return _over_seam(seam, whole_B * share, [whole_B * end[2] for end in ends], messages_B)
     # On a device both ends are busy until the last has what it gets; on a CPU each works for what it moves itself.
     part, messages, load = ends[own] if cluster.device.kind == "cpu" else map(max, *ends)
     whole_B, messages_B = payload_B / slot.placement.share, tensors_B * messages
