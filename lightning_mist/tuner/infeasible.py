@@ -50,11 +50,9 @@ def held_bytes(stages: Stages) -> float:
         if isinstance(stages, MixedStages)
         else ((stages, stages.space.world_size),)
     )
-    return sum(count * (part.memory_limit + _of_host(part)) for part, count in parts)
-
-
-def _of_host(part: IntraStage) -> float:
-    return part.host_limit if part.space.offload_ratios else 0.0
+    return sum(
+        count * (part.memory_limit + (part.host_limit if part.space.offload_ratios else 0.0)) for part, count in parts
+    )
 
 
 def too_large(stages: Stages) -> str | None:

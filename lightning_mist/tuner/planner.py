@@ -200,7 +200,8 @@ class Planner:
             self.spec,
             space,
         )
-        context = _with_context(stages)
+        # Of devices that are all alike some may share rows.
+        context = fastest_with_context(stages) if isinstance(stages, IntraStage) else None
         if outcome.winner is None and context is not None:
             return _shared_rows(stages, context, outcome, began)
         if outcome.winner is None and outcome.is_late:
@@ -292,11 +293,6 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
             *_numbers(intra, plan, *asked),
         ),
     )
-
-
-def _with_context(stages: Stages) -> Plan | None:
-    """The fastest plan whose devices share rows, where such are looked for and fit; on devices that are all alike."""
-    return fastest_with_context(stages) if isinstance(stages, IntraStage) else None
 
 
 def _shared_rows(stages: Stages, plan: Plan, outcome: Outcome, began: float) -> TuneResult:

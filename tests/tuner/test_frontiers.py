@@ -48,9 +48,9 @@ def test_only_places_of_interest_are_looked_at_and_others_when_they_are_asked_fo
     maker.prepare([(0, 2, (), some), (0, 2, (), others)], 4)
     evaluated = maker.evaluated
     for mask in (some, others):
-        maker.frontier(0, 2, 4, among_NL=mask)
+        maker.frontiers([(0, 2, (), mask)], 4)
     assert maker.evaluated == evaluated
-    found, wanted = maker.frontier(0, 2, 4, among_NL=some | others), fresh.frontier(0, 2, 4)
+    (found,), wanted = maker.frontiers([(0, 2, (), some | others)], 4), fresh.frontier(0, 2, 4)
     one_layer, more = (choices.take(choices.layers_K == 1) for choices in (found, wanted))
     same(one_layer, more)
     assert more.offload_KO.any()
@@ -87,7 +87,7 @@ def test_stages_that_differ_in_their_neighbours_parts_alone():
     together, seconds = part().frontiers(wishes, 6), []
     for wish, found in zip(wishes, together, strict=True):
         assert found.offload_KO.any()
-        same(found, part().frontier(*wish[:2], 6, pipeline=wish[2]))
+        same(found, *part().frontiers([wish], 6))
         seconds.append(found.steady_K.min())
     # Seconds are of each one's own neighbours.
     assert len({*np.round(seconds, 9)}) >= 4

@@ -118,24 +118,10 @@ class IntraStage:
         return (self.host_limit,) * plan.num_stages
 
     def frontier(
-        self,
-        stage_index: int,
-        num_stages: int,
-        num_microbatches: int,
-        slowest: float = np.inf,
-        *,
-        pipeline: tuple[int, ...] = (),
-        among_NL: BoolArray | None = None,
+        self, stage_index: int, num_stages: int, num_microbatches: int, slowest: float = np.inf
     ) -> SlotChoices:
-        """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated.
-
-        Args:
-            slowest: The most steady seconds.
-            pipeline: The part of the cluster in which every stage lies, if it has unlike ones.
-            among_NL: Of which numbers of devices and layers choices are of interest; by default of all.
-        """
-        wish = stage_index, num_stages, pipeline, among_NL
-        return self.frontiers([wish], num_microbatches, slowest)[0]
+        """The choices of one slot that fit, take at most ``slowest`` seconds per microbatch and are not dominated."""
+        return self.frontiers([(stage_index, num_stages, (), None)], num_microbatches, slowest)[0]
 
     def frontiers(self, asked: Sequence[Wish], num_microbatches: int, slowest: float = np.inf) -> list[SlotChoices]:
         """The choices of several slots at once, which is faster than one after another; see :meth:`frontier`."""

@@ -14,8 +14,8 @@ assumed, little above the lower bound of all; if nothing is found below it, ever
 slow are never evaluated. Among very many pipelines on unlike devices the cutoff is a little less than the incumbent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -259,7 +259,8 @@ def _attempt(state: SearchState, group: PipelineGroup, counts: list[int], below:
 
 def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
     """Solve groups with all state resident: what is found soon is to be beaten by what offloads."""
-    with _all_resident(state):
+    state.pipelines.try_ratios(())
+    try:
         # Bounds with all state resident are not of the whole space, so that none are raised here.
         for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
             below = min(state.least * min(1.0, state.near), assumed)
@@ -270,13 +271,5 @@ def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
             if family.heads:
                 for count, answer in solve_family(family, below=below, deadline=state.deadline).answers.items():
                     state.meet(group.pipeline(count), Incumbent(problem=family.problem(count), answer=answer))
-
-
-@contextmanager
-def _all_resident(state: SearchState) -> Iterator[None]:
-    """Stages and bounds as if nothing could be offloaded, meanwhile."""
-    state.pipelines.try_ratios(())
-    try:
-        yield
     finally:
         state.pipelines.try_ratios(state.pipelines.space.offload_ratios, state.end)
