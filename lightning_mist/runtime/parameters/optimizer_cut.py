@@ -62,25 +62,26 @@ class OptimizerCut:
     @contextmanager
     def showing(self, keep: Callable[[nn.Parameter], bool]) -> Iterator[None]:
         """Inside, groups have of what the user put there what ``keep`` says; afterwards what they had before."""
-        groups = [group for group, _ in zip(self.optimizer.param_groups, self.groups, strict=False)]
-        before = [(list(group["params"]), list(group.get("param_names", ()))) for group in groups]
-        chosen = [[keep(parameter) for parameter in parameters] for parameters in self.groups]
+        before = [(list(group["params"]), list(group.get("param_names", ()))) for group in self.optimizer.param_groups]
         try:
-            for group, parameters, names, flags in zip(groups, self.groups, self.names, chosen, strict=False):
-                _fill(group, compress(parameters, flags), None if names is None else compress(names, flags))
+            self.show(keep)
             yield
         finally:
             # What is loaded meanwhile puts other groups in their place.
             for group, names, (held, labels) in zip(self.optimizer.param_groups, self.names, before, strict=False):
                 _fill(group, held, None if names is None else labels)
 
+    def show(self, keep: Callable[[nn.Parameter], bool]) -> None:
+        """Let groups have of what the user put there what ``keep`` says; what was added while it trained is left."""
+        for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=False):
+            flags = [keep(parameter) for parameter in parameters]
+            _fill(group, compress(parameters, flags), None if names is None else compress(names, flags))
+
     def restore(self) -> None:
         """Give the optimizer all its parameters back; state stays with those that it updated as a whole."""
         for parameter in self.parts:
             self.optimizer.state.pop(parameter, None)
-        # Groups that were added while it trained are left as they are.
-        for group, parameters, names in zip(self.optimizer.param_groups, self.groups, self.names, strict=False):
-            _fill(group, parameters, names)
+        self.show(lambda _: True)
 
 
 def _fill(group: dict[str, Any], parameters: Iterable[nn.Parameter], names: Iterable[str] | None) -> None:
@@ -104,16 +105,15 @@ def restrict_optimizer(
     keep = set(owned)
     groups = tuple(tuple(group["params"]) for group in optimizer.param_groups)
     names = tuple(tuple(group["param_names"]) if "param_names" in group else None for group in optimizer.param_groups)
-    for group, parameters, labels in zip(optimizer.param_groups, groups, names, strict=True):
-        flags = [parameter in keep for parameter in parameters]
-        _fill(group, compress(parameters, flags), None if labels is None else compress(labels, flags))
+    cut = OptimizerCut(optimizer=optimizer, groups=groups, names=names, owned=keep, parts=parts or {})
+    cut.show(keep.__contains__)
     for parameter in {parameter for group in groups for parameter in group} - keep:
         optimizer.state.pop(parameter, None)
-    for parameter, part in (parts or {}).items():
+    for parameter, part in cut.parts.items():
         if parameter in optimizer.state:
             # Some optimizers (Adagrad) have state from the start, of the parameter as a whole.
             optimizer.state[parameter] = dict(_take_part(optimizer.state[parameter], part))
-    return OptimizerCut(optimizer=optimizer, groups=groups, names=names, owned=keep, parts=parts or {})
+    return cut
 
 
 def own_state_dict(cut: OptimizerCut) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def load_full_optimizer_state(
     state_dict: Mapping[str, Any],
     *,
     apart: Collection[nn.Parameter] = (),
-    loaded: Callable[[nn.Parameter], None] | None = None,
+    loaded: Callable[[list[nn.Parameter]], None] | None = None,
 ) -> None:
     """Load this rank's part of a ``state_dict`` of an optimizer over the whole model, through the optimizer's class.
 
     Args:
         apart: Parameters whose state is not to be on the device all at once.
-        loaded: Called when the state of one of them is there.
+        loaded: Called with each of them when its state is there.
 
     Raises:
         ValueError: If its groups are not those of the optimizer.
@@ -172,7 +172,7 @@ def load_full_optimizer_state(
 
 
 def _load_one_by_one(
-    cut: OptimizerCut, state_dict: Mapping[str, Any], loaded: Callable[[nn.Parameter], None] | None
+    cut: OptimizerCut, state_dict: Mapping[str, Any], loaded: Callable[[list[nn.Parameter]], None] | None
 ) -> None:
     """Load one parameter's state after the other: an optimizer like the user's says where and of which type it is."""
     other: Any = like(cut.optimizer, [])
@@ -189,7 +189,7 @@ def _load_one_by_one(
             other.load_state_dict({**state_dict, "state": {number: state_dict["state"][number]}, "param_groups": [one]})
             cut.optimizer.state[parameter] = other.state[parameter]
             if loaded is not None:
-                loaded(parameter)
+                loaded([parameter])
     # What loading changes of the optimizer itself, it changes once.
     changed = {name: value for name, value in vars(other).items() if before.get(name, before) is not value}
     vars(cut.optimizer).update({key: changed[key] for key in changed if key not in ("state", "param_groups")})
@@ -259,13 +259,12 @@ def gather_optimizer_state(
     cut: OptimizerCut,
     transport: Transport,
     *,
-    destination: int = 0,
     mine: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> Generator[Work, None, dict[str, Any] | None]:
-    """The ``state_dict`` of the whole model on one rank, its tensors in host memory; None on the others.
+    """The ``state_dict`` of the whole model on rank 0, its tensors in host memory; None on the others.
 
-    Every rank calls it. Tensors travel one by one, so no rank but the destination holds more than its own.
+    Every rank calls it. Tensors travel one by one, so no other rank holds more than its own.
 
     Args:
         mine: This rank's state as :func:`own_state_dict` gave it earlier; by default what it is now.
@@ -299,9 +298,9 @@ def gather_optimizer_state(
                 if isinstance(item, _Travelling) and id(item) not in here:
                     tag += 1
                     value = own[item.number] if rank == transport.rank else None
-                    here[id(item)] = yield from _travel(item, value, rank, destination, tag, transport, device)
+                    here[id(item)] = yield from _travel(item, value, rank, tag, transport, device)
             merged[key][index] = rebuild(entry, lambda item, here=here: here.get(id(item)))  # type: ignore[misc]
-    if transport.rank != destination:
+    if transport.rank:
         return None
     in_order = sorted(merged, key=lambda key: key if isinstance(key, int) else math.inf)
     return {**whole, "state": {key: put_together(_join_parts(merged[key], degrees[key][1])) for key in in_order}}
@@ -344,20 +343,14 @@ def agree_on_rest(
 
 
 def _travel(
-    header: "_Travelling",
-    own: Tensor | None,
-    source: int,
-    destination: int,
-    tag: int,
-    transport: Transport,
-    device: torch.device,
+    header: "_Travelling", own: Tensor | None, source: int, tag: int, transport: Transport, device: torch.device
 ) -> Generator[Work, None, Tensor | None]:
-    """One tensor from its source to the destination, where it is returned in host memory."""
-    if own is not None and source == destination:
+    """One tensor from its source to rank 0, where it is returned in host memory."""
+    if own is not None and source == 0:
         return own.detach().contiguous().to("cpu", copy=True)
     if own is not None:
-        yield transport.isend(_as_bytes(own).to(device), destination, tag)
-    elif transport.rank == destination:
+        yield transport.isend(_as_bytes(own).to(device), 0, tag)
+    elif transport.rank == 0:
         received = torch.empty(math.prod(header.shape) * header.dtype.itemsize, dtype=torch.uint8, device=device)
         yield transport.irecv(received, source, tag)
         return received.to("cpu").view(header.dtype).reshape(header.shape)

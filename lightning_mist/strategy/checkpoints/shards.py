@@ -48,10 +48,6 @@ class Shards:
         """The whole tensor's shape."""
         return self._shape
 
-    def on_host(self) -> "Shards":
-        """A copy in host memory."""
-        return Shards(self._shape, {place: copied(value) for place, value in self.pieces.items()})
-
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
         return [
             WriteItem(
@@ -79,8 +75,9 @@ def copied(value: Any) -> Any:
     """A copy in host memory of what is in a checkpoint."""
 
     def copy(node: Any) -> Any:
-        is_shards = isinstance(node, Shards)
-        return node.on_host() if is_shards else node.detach().to("cpu", copy=True) if isinstance(node, Tensor) else None
+        if isinstance(node, Shards):
+            return Shards(node.size(), copied(node.pieces))
+        return node.detach().to("cpu", copy=True) if isinstance(node, Tensor) else None
 
     return rebuild(value, copy)
 

@@ -121,10 +121,8 @@ class OwnedOptimizer:
         if self._offloaded is None:
             load_full_optimizer_state(self.cut, state)
         else:
-            home = self._offloaded.send_home
-            load_full_optimizer_state(
-                self.cut, state, apart=self._offloaded.offloaded, loaded=lambda parameter: home([parameter])
-            )
+            apart, home = self._offloaded.offloaded, self._offloaded.send_home
+            load_full_optimizer_state(self.cut, state, apart=apart, loaded=home)
 
 
 class WholeGradients(ABC):
@@ -279,24 +277,15 @@ class _AgreeingScaler:
         return self._mist_engine.agree_on_overflow(found)
 
 
-def _extend(instance: Any, mixin: type) -> None:
-    cls = type(instance)
-    if not issubclass(cls, mixin):
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        instance.__class__ = type(cls.__name__, (mixin, cls), names)
-
-
-def _put_back(instance: Any, mixin: type) -> None:
-    if isinstance(instance, mixin):
-        instance.__class__ = type(instance).__bases__[1]
-        del instance._mist_engine  # type: ignore[attr-defined]
-
-
 def attach_engine(plugin: Any, engine: WholeGradients | None) -> None:
     """Let a precision plugin (and its gradient scaler) work for an engine, or be as they were for none."""
     for instance, mixin in ((plugin, _Whole), (getattr(plugin, "scaler", None), _AgreeingScaler)):
-        if engine is None:
-            _put_back(instance, mixin)
-        elif instance is not None:
-            _extend(instance, mixin)
+        cls = type(instance)
+        if engine is None and issubclass(cls, mixin):
+            instance.__class__ = cls.__bases__[1]
+            del instance._mist_engine  # type: ignore[union-attr]
+        elif engine is not None and instance is not None:
+            if not issubclass(cls, mixin):
+                names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+                instance.__class__ = type(cls.__name__, (mixin, cls), names)
             instance._mist_engine = engine
