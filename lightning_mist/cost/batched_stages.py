@@ -21,12 +21,11 @@ import numpy as np
 from lightning_mist.cost.inputs import FloatArray, IntArray, Placed, StageCandidates, StageSlot, placed_slots_of
 from lightning_mist.cost.memory import (
     MemoryModel,
-    Phase,
     StageNeeds,
     host_microbatch_bytes,
     host_state_bytes,
     in_flight,
-    stage_phases,
+    phases_of,
 )
 from lightning_mist.cost.mixed_model import CostModel
 from lightning_mist.cost.time import EXCHANGED, StageSeconds
@@ -119,15 +118,11 @@ class Held:
 
     def host_bytes(self, slot: StageSlot) -> FloatArray:
         """Host memory of one device of a slot."""
-        return self.state_K + in_flight(_phases(slot)) * self.microbatch_K
+        return self.state_K + in_flight(phases_of(slot)) * self.microbatch_K
 
     def peaks(self, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
         """Peak bytes of one device of a slot, on the device and on the host, in whole bytes."""
-        return np.rint(self.needs.peaks(_phases(slot))), np.rint(self.host_bytes(slot))
-
-
-def _phases(slot: StageSlot) -> tuple[Phase, ...]:
-    return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+        return np.rint(self.needs.peaks(phases_of(slot))), np.rint(self.host_bytes(slot))
 
 
 def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[Held, ...]:

@@ -73,8 +73,6 @@ from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import CheckpointingKind, Plan, Predicted, ZeroStage
 
-__all__ = ["StageCostModel", "StageCosts", "StageSeconds"]
-
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 

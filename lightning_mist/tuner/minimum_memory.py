@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_mist.cost import StageSlot
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
-from lightning_mist.cost.memory import PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, stage_phases
+from lightning_mist.cost.memory import PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, phases_of
 from lightning_mist.plan import OFFLOADED
 from lightning_mist.tuner.candidates import IntraStage, SlotChoices, Table, may_offload, non_dominated
 from lightning_mist.tuner.space import Role, role_of
@@ -87,7 +87,7 @@ class LeastMemory:
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = self._evaluate(intra, slot)
-        phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+        phases = phases_of(slot)
         peak_J, host_J = found.parts.peaks(phases), found.state_J + in_flight(phases) * found.microbatch_J
         value_J = host_J if self.wanted == "host" else peak_J
         kept_J = np.flatnonzero(

@@ -6,7 +6,7 @@ import pytest
 from lightning_mist.cost import plan_clock as clock
 from lightning_mist.cost import step_seconds
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times, terms_of
-from lightning_mist.cost.stage_model import StageSeconds
+from lightning_mist.cost.time import StageSeconds
 from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.schedule import StepRules
 from tests.specs import cluster

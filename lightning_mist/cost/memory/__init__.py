@@ -8,7 +8,7 @@ from lightning_mist.cost.memory.interleaved_phases import (
     situations_in_order,
     situations_of_groups,
 )
-from lightning_mist.cost.memory.memory_model import BUCKET_BYTES, TERMS, MemoryModel, StageMemory
+from lightning_mist.cost.memory.memory_model import BUCKET_BYTES, TERMS, MemoryModel, StageMemory, phases_of
 from lightning_mist.cost.memory.offload_bytes import (
     BUFFERS,
     host_bytes,

@@ -93,7 +93,8 @@ class StageMemory:
         return sum(value for _, value in self.terms)
 
 
-def _phases(slot: StageSlot) -> tuple[Phase, ...]:
+def phases_of(slot: StageSlot) -> tuple[Phase, ...]:
+    """The situations of the stages of a slot."""
     return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
 
 
@@ -311,7 +312,7 @@ class MemoryModel:
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
         """Peak bytes of each candidate."""
-        return self.needs(slot, candidates).peaks(_phases(slot))
+        return self.needs(slot, candidates).peaks(phases_of(slot))
 
     def breakdown(
         self,
@@ -321,7 +322,7 @@ class MemoryModel:
         host_K: FloatArray | None = None,
     ) -> tuple[StageMemory, ...]:
         """The peak of each candidate, by term; needs and host bytes are theirs, if they are known already."""
-        needs, phases = self.needs(slot, candidates) if needs is None else needs, _phases(slot)
+        needs, phases = self.needs(slot, candidates) if needs is None else needs, phases_of(slot)
         host_K = host_bytes(self, slot, candidates, needs, phases) if host_K is None else host_K
         situations = needs.nearest(phases)
         terms_XTK = np.zeros((len(situations), len(TERMS), len(candidates)))

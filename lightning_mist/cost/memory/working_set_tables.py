@@ -216,10 +216,8 @@ class WorkingSets:
         reduced_R, self.gradient_share, self.sharding = np.zeros_like(single_R), self.gradient_factor, sharding
         if sharding is not None and not sharding.is_one_unit:
             # While a region runs, those of the region above are under way.
-            reduced_R, self.gradient_share = (
-                np.zeros_like(sharding.trained_R),
-                self.gradient_factor * sharding.gradient_share,
-            )
+            self.gradient_share = self.gradient_factor * sharding.gradient_share
+            reduced_R = np.zeros_like(sharding.trained_R)
             reduced_R[..., :-1] = sharding.trained_R[..., 1:]
             # Every backward makes gradients anew.
             costs = replace(

@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
 from lightning_mist.cost.inputs import BoolArray
-from lightning_mist.cost.memory import stage_phases
+from lightning_mist.cost.memory import phases_of, stage_phases
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.candidates.candidate_tables import ROOM, Request, Table, make_tables
 from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds, within
@@ -180,7 +180,7 @@ class IntraStage:
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be without offload, whether it fits or not."""
         table = self.everything(slot)
-        phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+        phases = phases_of(slot)
         return self.inside(slot, table.choices(np.arange(len(table)), table.parts.peaks(phases)))
 
     def everything(self, slot: StageSlot) -> Table:

@@ -335,16 +335,11 @@ def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...
             larger, of whole nodes.
     """
     asked = search.tensor_parallel_degrees
-    near = divisors(devices_per_node)
+    near = {count for count in divisors(devices_per_node) if 1 < count <= _MOST_SHARING}
     if asked is None:
-        return tuple(count for count in near if 1 < count <= _MOST_SHARING)
-    return tuple(
-        sorted({n for n in asked if (1 < n <= _MOST_SHARING and n in near) or _is_whole_nodes(n, devices_per_node)})
-    )
-
-
-def _is_whole_nodes(degree: int, devices_per_node: int) -> bool:
-    return degree > devices_per_node and degree % devices_per_node == 0
+        return tuple(sorted(near))
+    whole_nodes = {count for count in asked if count > devices_per_node and count % devices_per_node == 0}
+    return tuple(sorted(near.intersection(asked) | whole_nodes))
 
 
 def _tensor_kinds(
