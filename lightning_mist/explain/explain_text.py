@@ -15,10 +15,9 @@ from lightning_mist.explain.explanation import (
     WhatIf,
     in_words,
     ranges_of,
-    seconds_of,
 )
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.select import LEAST_SHARE
+from lightning_mist.tuner.select import LEAST_SHARE, step_seconds_of_plan
 from lightning_mist.units import format_bytes, format_seconds
 
 SIMILAR = 0.1
@@ -243,7 +242,7 @@ def _by_which(same: Version | None, least: float, step_seconds: float, other: st
 
 def _other(item: OtherPlan, step_seconds: float) -> str:
     assert item.plan.predicted is not None
-    seconds, peak = seconds_of(item.plan), max(stage.peak_bytes for stage in item.plan.predicted.stages)
+    seconds, peak = step_seconds_of_plan(item.plan), max(stage.peak_bytes for stage in item.plan.predicted.stages)
     change = f"{format_seconds(seconds)} per step ({seconds / step_seconds - 1:+.1%}), peak {format_bytes(peak)}"
     return f"{change}: {', '.join(item.differences)}."
 
@@ -277,7 +276,7 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
         "others": [
             {
                 "plan": as_data(item.plan),
-                "step_seconds": seconds_of(item.plan),
+                "step_seconds": step_seconds_of_plan(item.plan),
                 "differences": list(item.differences),
                 "text": _other(item, step),
             }

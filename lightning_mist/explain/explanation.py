@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_mist.plan import OFFLOADED, Plan
+from lightning_mist.tuner.select import step_seconds_of_plan
 from lightning_mist.units import format_bytes
 
 Limit = Literal["memory", "pace", "boundary", "host memory", "host link", "batch"]
@@ -98,12 +99,6 @@ class Kind:
     schedule: str
 
 
-def seconds_of(plan: Plan) -> float:
-    """Seconds of a step, of a plan with a prediction."""
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds
-
-
 def kind_of(plan: Plan) -> Kind:
     """The kind of a plan."""
     return Kind(
@@ -162,7 +157,7 @@ class Explanation:
     @property
     def step_seconds(self) -> float:
         """Seconds of the plan's step."""
-        return seconds_of(self.plan)
+        return step_seconds_of_plan(self.plan)
 
 
 def differences(kind: Kind, other: Kind) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from lightning_mist.explain.explanation import (
     WhatIf,
     differences,
     kind_of,
-    seconds_of,
 )
 from lightning_mist.explain.findings import batch_finding, findings_of
 from lightning_mist.explain.queries import Asker
@@ -30,7 +29,7 @@ from lightning_mist.explain.what_if import Machine, better_machines
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import COMPARED
-from lightning_mist.tuner.select import TuneResult
+from lightning_mist.tuner.select import TuneResult, step_seconds_of_plan
 
 OTHERS = 3
 """Plans of other kinds that are kept."""
@@ -170,9 +169,9 @@ def _others(asker: Asker, plan: Plan) -> tuple[OtherPlan, ...]:
     mine, best = kind_of(plan), dict[object, Plan]()
     for other in asker.found:
         kind = kind_of(other)
-        if kind != mine and (kind not in best or seconds_of(other) < seconds_of(best[kind])):
+        if kind != mine and (kind not in best or step_seconds_of_plan(other) < step_seconds_of_plan(best[kind])):
             best[kind] = other
-    fastest = sorted(best.values(), key=lambda other: (seconds_of(other), kind_of(other)))[:OTHERS]
+    fastest = sorted(best.values(), key=lambda other: (step_seconds_of_plan(other), kind_of(other)))[:OTHERS]
     return tuple(OtherPlan(plan=other, differences=differences(mine, kind_of(other))) for other in fastest)
 
 
