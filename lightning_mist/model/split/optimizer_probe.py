@@ -172,10 +172,7 @@ class _Trials:
             (self._keeps(made, ended), "keeps what it knows of parameters elsewhere than in its state"),
             (not _same(ended, again), "goes otherwise by the same gradients: by the loss, or by what is no state"),
             (is_random or self._couples(ended), _COUPLES),
-            (
-                _writes(made, [value for value, *_ in ended]),
-                "writes parameters in eval(): a rank those it updates alone",
-            ),
+            (_writes(made, ended), "writes parameters in eval(): a rank those it updates alone"),
         )
         return next((f"{name} {words}" for is_so, words in reasons if is_so), None)
 
@@ -357,8 +354,9 @@ def _step(
             made.step()
 
 
-def _writes(made: Optimizer, values: list[Tensor]) -> bool:
+def _writes(made: Optimizer, ended: list[Any]) -> bool:
     """Whether parameters change when an optimizer is told that training ends, or goes on."""
+    values = [value for value, *_ in ended]
     before = [value.clone() for value in values]
     for way in ("eval", "train", "eval"):
         getattr(made, way, dict)()

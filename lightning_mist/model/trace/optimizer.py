@@ -41,15 +41,6 @@ class _Trial:
     narrow: str
 
 
-def _home(optimizer: _Made) -> tuple[torch.device, torch.dtype]:
-    if isinstance(optimizer, type):
-        return torch.device("cpu"), torch.float32
-    parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    if parameter is None:
-        return torch.device("cpu"), torch.float32
-    return torch.device("cpu") if parameter.is_meta else parameter.device, parameter.dtype
-
-
 class _Trials:
     """Steps of optimizers like one, or of a class, on parameters of ones."""
 
@@ -126,7 +117,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def describe_optimizer(
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
+    optimizer: _Made,
     *,
     device: torch.device | None = None,
     device_kind: str | None = None,
@@ -149,9 +140,10 @@ def describe_optimizer(
         TraceError: If such an optimizer cannot be stepped on gradients alone.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    home = _home(optimizer) if device is None else (device, torch.float32)
-    home = home[0], dtype or home[1]
     groups = [] if isinstance(optimizer, type) else optimizer.param_groups
+    first = next((p for group in groups for p in group["params"]), torch.empty(0, dtype=torch.float32, device="cpu"))
+    its = torch.device("cpu") if first.is_meta else first.device
+    home = (its, dtype or first.dtype) if device is None else (device, dtype or torch.float32)
     sizes: list[Counter[_Shape]] = [Counter() for _ in groups]
     for size, group in zip(sizes, groups, strict=True):
         for parameter in group["params"]:
@@ -170,7 +162,7 @@ def describe_optimizer(
 
 
 def describe_given(
-    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | None, home: torch.device, device_kind: str
+    optimizer: _Made | None, home: torch.device, device_kind: str
 ) -> tuple[OptimizerSpec, tuple[str, ...]]:
     """What an optimizer, AdamW if there is none, keeps and needs, and what was assumed.
 
@@ -195,10 +187,8 @@ _MANUAL = (
 
 
 def optimizer_to_describe(
-    module: nn.Module,
-    given: torch.optim.Optimizer | type[torch.optim.Optimizer] | None,
-    context: Callable[[], AbstractContextManager[Any]],
-) -> tuple[torch.optim.Optimizer | type[torch.optim.Optimizer] | None, tuple[str, ...]]:
+    module: nn.Module, given: _Made | None, context: Callable[[], AbstractContextManager[Any]]
+) -> tuple[_Made | None, tuple[str, ...]]:
     """What is supposed to train a module, and what to say about that.
 
     The module's ``configure_optimizers`` is asked with substitutes without values in its parameters' places, so that

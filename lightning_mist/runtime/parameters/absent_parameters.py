@@ -228,7 +228,6 @@ def _refusal(values: Iterable[Any], name: str) -> str:
     return (
         f"{name} of {parameter} while it is trained: its values are {where}. Read the module after fit, "
         "where it is whole on every rank, save it with trainer.save_checkpoint(path) or fabric.save on every rank, "
-        "or "
-        "train by a plan that leaves every rank all parameters (one stage, zero_stage = 2 or less, "
+        "or train by a plan that leaves every rank all parameters (one stage, zero_stage = 2 or less, "
         "offload.parameters = 0)"
     )

@@ -9,17 +9,6 @@ from torch import Tensor, nn
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.sharding import BUCKET_BYTES, FIRST_BUCKET_BYTES, deal_buckets
 
-__all__ = [
-    "BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
-    "Bucket",
-    "gradient_dtype",
-    "make_buckets",
-    "owned_buckets",
-    "padded_numel",
-    "views_like",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:

@@ -140,12 +140,10 @@ class Checkpoints(PlanInstallation):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights in DDP's layout; complete on global rank 0, or for a directory what each rank writes."""
         assert self.lightning_module is not None
-        if self._engine is None:
-            is_elsewhere = self.global_rank > 0 and empty_parameters.has_empty_parameters(self.lightning_module)
-            if is_elsewhere:
-                return {}
-        else:
+        if self._engine is not None:
             self.refuse_without_the_others("a checkpoint")
+        elif self.global_rank > 0 and empty_parameters.has_empty_parameters(self.lightning_module):
+            return {}
         if self._saves_directories:
             with self.all_take_part():
                 return model_shards(self.lightning_module, self._engine, is_first=self.global_rank == 0)
