@@ -118,6 +118,11 @@ def leaves(node: Any) -> Iterator[Any]:
         yield from leaves(child)
 
 
+def batch_tensors(batch: Any) -> list[Tensor]:
+    """Every tensor of a batch, in order: in mappings, sequences and dataclasses; others' insides are not seen."""
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+
+
 def rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:
     """The same batch in fresh containers, where ``replace`` may give another value for any member (``None``: none)."""
     new = replace(node)

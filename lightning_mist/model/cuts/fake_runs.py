@@ -11,14 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_mist.model.cuts.recorder import Record, Recorder, Refused
 from lightning_mist.model.fakes import (
     address_of,
-    batch_tensors,
     fake_parameters,
     find_obstacle,
     intercepted,
     quiet_fakes,
 )
 from lightning_mist.model.user_code import Generators, ModuleState
-from lightning_mist.tensors import batch_rows
+from lightning_mist.tensors import batch_rows, batch_tensors
 
 Call = Callable[..., Any]
 

@@ -1,6 +1,6 @@
 """Modules and batches without values, on which steps are run to look at them."""
 
-from lightning_mist.model.fakes.batches import batch_tensors, convert_batch, device_of, resize_batch, sequence_length
+from lightning_mist.model.fakes.batches import convert_batch, device_of, resize_batch, sequence_length
 from lightning_mist.model.fakes.fake_modules import (
     address_of,
     become,

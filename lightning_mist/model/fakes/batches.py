@@ -1,23 +1,18 @@
 """Batches of other sizes made from a real one: rows repeated, sequences thinned out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mist.tensors import batch_rows, is_row_list, leaves, rebuild
+from lightning_mist.tensors import batch_rows, batch_tensors, is_row_list, rebuild
 
 
 def convert_batch(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch in containers of its own with every tensor changed."""
     return rebuild(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else None)
-
-
-def batch_tensors(batch: Any) -> Iterator[Tensor]:
-    """Every tensor of a batch, in order: in mappings, sequences and dataclasses."""
-    return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 def sequence_length(batch: Any) -> int | None:

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import (
-    batch_tensors,
     convert,
     intercepted,
     isolated,
@@ -25,7 +24,7 @@ from lightning_mist.model.fakes import (
 from lightning_mist.model.operators import LinearCall, LinearMode
 from lightning_mist.model.trace import Answer, Kinds, group, imitate, module_key, record_answer
 from lightning_mist.plan.calls import call_signature, without_caches
-from lightning_mist.tensors import batch_rows, is_hollow
+from lightning_mist.tensors import batch_rows, batch_tensors, is_hollow
 
 _ROWS = 2  # rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mist.model.fakes import batch_tensors
 from lightning_mist.model.spec import Basis, Coefficients, MisfitError, Point
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
 from lightning_mist.model.trace.ledger import PhaseCount, Storage, Work
+from lightning_mist.tensors import batch_tensors
 
 Sized = Callable[[Point], Any]
 """Makes the batch of a size."""

@@ -10,12 +10,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.device import DeviceOperators
-from lightning_mist.model.fakes import batch_tensors, resize_batch, sequence_length
+from lightning_mist.model.fakes import resize_batch, sequence_length
 from lightning_mist.model.spec import BILINEAR, CONSTANT, QUADRATIC, Basis, MisfitError, Point, TensorSpec
 from lightning_mist.model.trace.block_kinds import Kinds
 from lightning_mist.model.trace.counted_step import Subject, isolated_subject
 from lightning_mist.plan import ModuleMap
-from lightning_mist.tensors import batch_rows
+from lightning_mist.tensors import batch_rows, batch_tensors
 
 Resize = Callable[[Any, int, int | None], Any]
 """``(batch, rows, length)`` to a batch of that size; the length is ``None`` where it is not to be changed."""

@@ -25,11 +25,11 @@ from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
 from lightning_mist.runtime.cutting.portable import portable_entry, portable_values, sizes_by_batch
 from lightning_mist.runtime.cutting.rules import CutRules, Form, ResultKey, Site, given_to, needed, with_weights
 from lightning_mist.runtime.cutting.step_results import Result, best_way, read_results, result_ways
-from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape, batch_tensors
+from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.traced_numbers import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
-from lightning_mist.tensors import batch_rows, slice_rows
+from lightning_mist.tensors import batch_rows, batch_tensors, slice_rows
 
 MOST_ROWS = 5
 """Rows of the batch that is followed: parts of two and three, or of one and four."""

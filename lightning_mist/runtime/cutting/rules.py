@@ -11,9 +11,10 @@ from lightning_mist.runtime.cutting.arguments import leaves_in
 from lightning_mist.runtime.cutting.combination import Way
 from lightning_mist.runtime.cutting.portable import bound_values
 from lightning_mist.runtime.cutting.repairs import Count, Over, Patch, Whole
-from lightning_mist.runtime.cutting.tape import Number, batch_tensors
+from lightning_mist.runtime.cutting.tape import Number
 from lightning_mist.runtime.cutting.tape_replay import Slice, Values
 from lightning_mist.runtime.cutting.traced_numbers import Ref, refs_of
+from lightning_mist.tensors import batch_tensors
 
 ResultKey = tuple[Hashable, ...]
 """``("loss",)``, ``("extra", name, ...)`` or ``("log", name, occurrence)``."""

@@ -29,7 +29,7 @@ from lightning_mist.runtime.cutting.traced_numbers import (
     traced,
 )
 from lightning_mist.runtime.random_state import get_random_state
-from lightning_mist.tensors import leaves
+from lightning_mist.tensors import batch_tensors
 
 Depends = Literal["nothing", "data", "parameters"]
 
@@ -138,11 +138,6 @@ class Tape:
     def depends(self, ref: Ref) -> Depends:
         """What a tensor depends on."""
         return "data" if ref.entry == BATCH else self.kinds[ref]
-
-
-def batch_tensors(batch: Any) -> list[Tensor]:
-    """The tensors of a batch in a fixed order."""
-    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ from lightning_mist.devices import DeviceOps, MemoryUse, ops_of
 from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.host_memory import is_host
 from lightning_mist.runtime.shared_patch import SharedPatch
-from lightning_mist.tensors import leaves
+from lightning_mist.tensors import batch_tensors
 
 
 class MemoryMeter(Protocol):
@@ -168,7 +168,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, then count the storages it got and gave."""
         result = func(*args, **(kwargs or {}))
         self._settle()
-        for tensor in tensors_in((args, kwargs, result)):
+        for tensor in batch_tensors((args, kwargs, result)):
             self._count(tensor)
         self.peak_bytes = max(self.peak_bytes, self._current)
         return result
@@ -243,11 +243,6 @@ def _followed_resizing() -> Iterator[None]:
         yield
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors inside nested mappings, sequences and dataclasses; what is in other objects is not seen."""
-    return (item for item in leaves(value) if isinstance(item, Tensor))
-
-
 def state_tensors(
     module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: Any = None
 ) -> Iterator[Tensor]:
@@ -258,5 +253,5 @@ def state_tensors(
             yield parameter.grad
     yield from module.buffers()
     for optimizer in optimizers:
-        yield from tensors_in(list(optimizer.state.values()))
-    yield from tensors_in(batch)
+        yield from batch_tensors(list(optimizer.state.values()))
+    yield from batch_tensors(batch)

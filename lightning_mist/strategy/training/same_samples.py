@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.fakes import batch_tensors
 from lightning_mist.plan import Plan, loader_of, loader_ranks
 from lightning_mist.runtime.communication import Transport
+from lightning_mist.tensors import batch_tensors
 
 T = TypeVar("T")
 

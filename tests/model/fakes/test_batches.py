@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mist.model.fakes.batches import batch_tensors, resize_batch, sequence_length
+from lightning_mist.model.fakes.batches import resize_batch, sequence_length
 from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.trace.sizes import bases, sized
-from lightning_mist.tensors import batch_rows
+from lightning_mist.tensors import batch_rows, batch_tensors
 
 Pair = namedtuple("Pair", "x y")
 

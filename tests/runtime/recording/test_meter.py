@@ -16,8 +16,8 @@ from lightning_mist.runtime.recording.meter import (
     StorageMeter,
     meter_memory,
     state_tensors,
-    tensors_in,
 )
+from lightning_mist.tensors import batch_tensors
 
 ROWS, WIDTH, HIDDEN = 8, 16, 64
 X, H, W = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN, 4 * WIDTH * HIDDEN  # bytes: input rows, hidden rows, one weight
@@ -30,7 +30,7 @@ def mlp() -> nn.Sequential:
 
 def meter_of(*values: object) -> StorageMeter:
     meter = StorageMeter()
-    meter.observe(tensors_in(values))
+    meter.observe(batch_tensors(values))
     return meter
 
 
