@@ -4,13 +4,6 @@ from lightning_mist.cost.inputs import StageCandidates, StageSlot, compile_expre
 from lightning_mist.cost.interleaved_memory import stage_memory
 from lightning_mist.cost.memory import MemoryModel, StageMemory
 from lightning_mist.cost.mixed_model import CostModel, MixedCostModel, Profiles, cost_model, models_of, profiles_of
-from lightning_mist.cost.prediction import (
-    least_seconds,
-    predict,
-    predict_with,
-    predictions,
-    seconds_with,
-    with_units,
-)
+from lightning_mist.cost.prediction import least_seconds, predict, predict_with, predictions, seconds_with, with_units
 from lightning_mist.cost.stage_model import StageCostModel
 from lightning_mist.cost.step_time import step_seconds, step_seconds_of

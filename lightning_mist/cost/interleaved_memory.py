@@ -101,13 +101,8 @@ class PlanPeaks:
     host_SW: FloatArray
 
 
-def plan_peaks(model: Callable[[StageSlot], MemoryModel], plan: Plan, checkpointed_SW: IntArray) -> PlanPeaks:
-    """Peaks of a plan with other numbers of recomputed layers, in whole bytes."""
-    return plans_peaks(model, [(plan, checkpointed_SW)])[0]
-
-
 def plans_peaks(model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple[Plan, IntArray]]) -> list[PlanPeaks]:
-    """As :func:`plan_peaks`, of several plans in less time."""
+    """Peaks of plans, each with other numbers of recomputed layers, in whole bytes."""
     slots = [
         [_recomputing(placed, count_W) for placed, count_W in zip(slots_of(plan), checkpointed_SW, strict=True)]
         for plan, checkpointed_SW in plans

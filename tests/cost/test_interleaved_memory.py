@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, predict, stage_memory
-from lightning_mist.cost.interleaved_memory import plan_memory, plan_peaks, stage_peaks
+from lightning_mist.cost.interleaved_memory import plan_memory, plans_peaks, stage_peaks
 from lightning_mist.cost.memory.held_parameters import Holdings
 from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from tests.specs import cluster, profile, spec
@@ -106,7 +106,7 @@ def test_peaks_of_all_ways_to_recompute_are_those_of_each(schedule, zero, offloa
     plan = pipeline(*stages, rows=8, microbatches=microbatches, schedule=schedule, **groups)
     model = StageCostModel(network, profile(), cluster(plan.world_size))
     counts_SW = np.array([[0, 1, 3, 2], [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 2]])
-    found = plan_peaks(model.memory, plan, counts_SW)
+    (found,) = plans_peaks(model.memory, [(plan, counts_SW)])
     for index, counts in enumerate(counts_SW.T.tolist()):
         stages = tuple(
             dataclasses.replace(stage, checkpointing=Checkpointing(layers=count))
@@ -133,8 +133,8 @@ def test_a_stage_by_itself_needs_what_it_needs_among_all(at):
     network, plan = spec(6, widths=(3000,)), pipeline(*[{"layers": 2, "data": 2}] * 3, rows=8, schedule="zb-h1")
     model = StageCostModel(network, profile(), cluster(plan.world_size))
     counts_SW = np.array([[0, 1, 2]] * 3)
-    wanted_W = plan_peaks(model.memory, plan, counts_SW).device_SW[at]
+    wanted_W = plans_peaks(model.memory, [(plan, counts_SW)])[0].device_SW[at]
     longer = pipeline({"layers": 6, "data": plan.world_size}, schedule=plan.schedule)
     found_W, other_W = stage_peaks(model.memory, [(plan, counts_SW[at]), (longer, np.array([4]))], at)
     assert found_W.tolist() == wanted_W.tolist()
-    assert other_W.tolist() == plan_peaks(model.memory, longer, np.array([[4]])).device_SW[at].tolist()
+    assert other_W.tolist() == plans_peaks(model.memory, [(longer, np.array([[4]]))])[0].device_SW[at].tolist()

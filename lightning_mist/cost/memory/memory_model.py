@@ -208,6 +208,7 @@ class MemoryModel:
     def runs(self, candidates: StageCandidates, held: HeldBytes, degree: int, shares: SharedOut | None) -> StageRuns:
         """Candidates as runs of layers."""
         low_K, _ = covered(self.spec, candidates.start_K, candidates.end_K)
+        at_K = low_K if candidates.variant_K is None else (candidates.variant_K, low_K)
         imbalance_K, away = np.zeros(len(candidates)), (np.zeros((4, len(candidates))),) * 2
         zero_K = candidates.zero_stage_K
         if shares is not None:
@@ -223,7 +224,7 @@ class MemoryModel:
             gradient_bytes_K=held.trained_K,
             head_gradient_bytes_K=held.head_only_K,
             tail_gradient_bytes_K=held.tail_K,
-            last_gradient_bytes_K=_looked_up(self.holdings.table.trained_R, candidates.variant_K, low_K),
+            last_gradient_bytes_K=self.holdings.table.trained_R[at_K],
             together_gradient_bytes_K=held.together_K,
             imbalance_K=imbalance_K,
             forward_away_AK=away[0],
@@ -390,11 +391,6 @@ def _owned(
     owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
     gradients_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
     return owned_K, gradients_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
-
-
-def _looked_up(values_R: FloatArray, variant_K: IntArray | None, at_K: IntArray) -> FloatArray:
-    """Values at regions: of one row for all, or of each candidate's variant."""
-    return values_R[at_K] if variant_K is None else values_R[variant_K, at_K]
 
 
 def _places(chosen_K: BoolArray) -> IntArray | slice | None:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost import CostModel, predict_with, seconds_with
-from lightning_mist.cost.interleaved_memory import plan_peaks
+from lightning_mist.cost.interleaved_memory import plans_peaks
 from lightning_mist.plan import OffloadRatios, Plan
 
 ALIKE = 1e-2
@@ -149,7 +149,7 @@ def fits_within(
 
     def fits(plan: Plan) -> bool:
         layers_SM = np.array([[stage.checkpointing.layers] for stage in plan.stages])
-        peaks = plan_peaks(model.memory, plan, layers_SM)
+        (peaks,) = plans_peaks(model.memory, [(plan, layers_SM)])
         on_device = bool(np.all(peaks.device_SW[:, 0] <= np.array(limits(plan))))
         return on_device and bool(np.all(peaks.host_SW[:, 0] <= np.array(host_limits(plan))))
 
