@@ -11,7 +11,7 @@ from benchmarks.parity.plans import Group, Layout, make_plan
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.parameters.absent_parameters import AbsentParameter
-from lightning_mist.strategy.training.whole_model import _AgreeingScaler, _extend
+from lightning_mist.strategy.training.whole_model import attach_engine
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.tiers import tiered
 
@@ -49,6 +49,13 @@ OPTIMIZERS = {
 }
 
 
+class Plugin:
+    """Has a scaler, as a precision plugin."""
+
+    def __init__(self, scaler):
+        self.scaler = scaler
+
+
 def make_optimizer(module, name):
     matrices, rest = ([p for p in module.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
     return OPTIMIZERS[name]([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "lr": torch.tensor(3e-3)}])
@@ -82,8 +89,7 @@ def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_non
         rates = torch.optim.lr_scheduler.CyclicLR(made, 1e-4, 1e-2, step_size_up=3, cycle_momentum=False)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
         if scaled:
-            _extend(scaler, _AgreeingScaler)
-            scaler._mist_engine = engine
+            attach_engine(Plugin(scaler), engine)
         losses, seen, skipped = [], [], 0
         for step in range(STEPS):
             for part in range(accumulated):
