@@ -291,7 +291,7 @@ def situation_terms(needs: Mapping[int, StageNeeds], situation: Situation) -> di
 
 
 def update_terms(needs: Mapping[int, StageNeeds]) -> list[tuple[str, dict[str, float]]]:
-    """What comes after the last backward: all chunks' gradients, and the most that one chunk needs beside them."""
+    """What comes after the last backward: all chunks' gradients, and what updates need beside them."""
     each = list(needs.values())
     return [
         (name, {term: _number(value) for term, value in _update(each, name).items()})
@@ -309,7 +309,9 @@ def _update(needs: Sequence[StageNeeds], name: str) -> dict[str, Bytes]:
         rest: Bytes = sum(item.gradients_K for item in needs)
         over = np.maximum.reduce([fill - item.gradients_K for fill, item in zip(working, needs, strict=True)])
         return {"working_bytes": rest + np.maximum(over, 0.0)}
-    return {"gradient_bytes": gradients, "working_bytes": np.maximum.reduce(np.broadcast_arrays(*working))}
+    # The optimizer updates the parameters of all chunks together.
+    combine = np.add if name == "optimizer step" else np.maximum
+    return {"gradient_bytes": gradients, "working_bytes": combine.reduce(np.broadcast_arrays(*working))}
 
 
 def _number(value: object) -> float:

@@ -28,11 +28,13 @@ class SplitBackward:
             behind it have left; gradients of parameters exist already and are not counted.
         recompute_peak_R: The same if layers are recomputed.
         waiting_R: What it leaves behind for the gradients of its weights.
+        before_cast: Bytes of a weight's gradient in the type of the product, per byte of it; 0 if that is its own type.
     """
 
     peak_R: FloatArray
     recompute_peak_R: FloatArray
     waiting_R: FloatArray
+    before_cast: float = 0.0
 
 
 class SplitBackwardModel:
@@ -62,7 +64,13 @@ class SplitBackwardModel:
         recomputed_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
         recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, recomputed_R)
         recompute_peak_R[[0, -1]] = peak_R[[0, -1]]
-        return SplitBackward(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R)
+        shares = (item.made_bytes / item.nbytes for item in self._template.weights if item.made_bytes < item.nbytes)
+        return SplitBackward(
+            peak_R=peak_R,
+            recompute_peak_R=recompute_peak_R,
+            waiting_R=waiting_R,
+            before_cast=max(shares, default=0.0),
+        )
 
 
 def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:

@@ -247,9 +247,10 @@ class StageWorking:
         From ZeRO-2 on all gradients of the stage are made before the first of them is reduced.
         """
         sharding, runs, factor = self.sets.sharding, self._runs, self.sets.gradient_factor
-        # What is added up in a larger type is cast.
+        # What is added up in a larger type is cast, and so is what autocast makes.
+        cast_K = largest_K * self.sets.split_backward.before_cast
         largest_K = largest_K * (1.0 if factor == 1.0 else 1 + factor)
-        waiting_K = self.waiting() + largest_K
+        waiting_K = self.waiting() + largest_K + cast_K
         if sharding is None:
             return waiting_K
         copy_K = runs.gradient_bytes_K
@@ -257,7 +258,9 @@ class StageWorking:
             trained_R = sharding.trained_R
             copy_K = np.maximum(runs.is_first_K * runs.edge(trained_R, 0), runs.is_last_K * runs.edge(trained_R, -1))
         made_K = factor * runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
-        return np.maximum(waiting_K + factor * runs.together_gradient_bytes_K, made_K) + self.pending()
+        # Parameters that were there for what was computed before stay for what is computed next.
+        away_K = np.maximum(runs.forward_away_AK.max(axis=0), runs.backward_away_AK.max(axis=0))
+        return np.maximum(waiting_K + factor * runs.together_gradient_bytes_K, made_K) + self.pending() + away_K
 
     def bucket(self, bucket_K: FloatArray, *, progressive: bool) -> FloatArray:
         """Largest bytes alive when a bucket of gradients is filled in the last backward, gradients included.

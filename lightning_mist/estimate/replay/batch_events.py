@@ -250,7 +250,7 @@ class BatchWalk:
         products = self._waiting.pop(key)
         users = Counter(identity for _, operands in products for identity in operands)
         for item, operands in products:
-            self._gradients.make(item.name, item.nbytes, key)
+            self._gradients.make(item, key)
             for identity in sorted(operands):
                 users[identity] -= 1
                 if not users[identity]:

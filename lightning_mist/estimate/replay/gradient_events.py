@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from lightning_mist.estimate.replay.rank_state import Flat, Held, RankView, UnitKey
-from lightning_mist.model.events import Label, Tape
+from lightning_mist.model.events import Label, Tape, WeightGradient
 from lightning_mist.plan.mesh import sums_wholes
 from lightning_mist.schedule import Action, ActionKind
 
@@ -113,10 +113,13 @@ class Gradients:
             self._ready.add(name)
             self._launch_ready()
 
-    def make(self, name: str, nbytes: int, key: tuple[int, int]) -> None:
-        """The gradient of a weight is made by itself, for a stage and a microbatch."""
-        label = Label("gradient_bytes", f"gradient of {name}", operator="aten.mm.default")
-        self._alone = self._tape.malloc(nbytes, label, *key)
+    def make(self, item: WeightGradient, key: tuple[int, int]) -> None:
+        """The gradient of a weight is made by itself, for a stage and a microbatch, and cast to the weight's type."""
+        label = Label("gradient_bytes", f"gradient of {item.name}", operator="aten.mm.default")
+        self._alone = made = self._tape.malloc(item.made_bytes, label, *key)
+        if item.made_bytes != item.nbytes:
+            self._alone = self._tape.malloc(item.nbytes, label, *key)
+            self._tape.free(made)
 
     def made(self, name: str) -> None:
         """It is added to the weight's gradient, or becomes it."""

@@ -20,6 +20,7 @@ import numpy as np
 from lightning_mist.model.events.event_tape import Chunk, Slots
 from lightning_mist.model.events.part_stack import Born, Stack, StageShape
 from lightning_mist.model.spec import ModelSpec, TensorSpec, bytes_at
+from lightning_mist.plan.mesh import itemsize
 
 WAYS = (True, False)
 """Whether a backward is the first of its batch, which makes the gradients of parameters; the others add to them."""
@@ -49,11 +50,13 @@ class WeightGradient(NamedTuple):
     """The gradient of a weight that is made apart from those of inputs.
 
     Attributes:
+        made_bytes: It in the type of the product, of which it is cast to the weight's: the same where that is one.
         operands: Slots of what it is made of: inputs of products with the weight, and gradients of these products.
     """
 
     name: str
     nbytes: int
+    made_bytes: int
     operands: tuple[int, ...]
     received: bool  # whether what the stage received is among them
 
@@ -271,9 +274,12 @@ class _Laid:
         for item in self._backward_born[way]:
             name = self._found.canonical(item.part, item.allocation.parameter) if item.allocation.parameter else ""
             if name in slots and name not in result:
+                own = itemsize(item.allocation.dtype)
+                of = min((itemsize(self._found.dtype(slot)) for slot in slots[name]), default=own)
                 result[name] = WeightGradient(
                     name=name,
                     nbytes=item.nbytes,
+                    made_bytes=item.nbytes * min(own, of) // own,
                     operands=tuple(slots[name]),
                     received=self._found.parts[0] > 0 and name in received,
                 )

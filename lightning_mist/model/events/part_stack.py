@@ -131,6 +131,11 @@ class Stack:
         self._arriving_labels[len(self._bytes)] = Label("transfer_bytes", "received gradient", dtype=tensor.dtype)
         self._bytes.append(bytes_at(tensor.bytes, self.shape.rows, self.spec.sequence_length or 1))
 
+    def dtype(self, slot: int) -> str:
+        """Of what is in a slot."""
+        found = self._arriving_labels.get(slot)
+        return self.born[slot].allocation.dtype if found is None else found.dtype
+
     def let_go(self, slot: int, *, first: bool) -> Release | None:
         """What the last region does to the gradient that arrives in a slot."""
         handed = self.arriving[slot]

@@ -106,6 +106,7 @@ class Storage:
 
 
 _DEVICE_OF = torch.ops.prim.device.default
+_CAST = torch.ops.aten._to_copy.default
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -128,6 +129,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins = origins
         self._live: dict[int, Storage] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
+        self._operand: tuple[torch.Tensor, int, str] | None = None
         self._readings = 0
         self._is_backward = self._recomputes = False
         self._phase = self.forward[0]
@@ -183,6 +185,28 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None and (part, name) not in found.weights:
             found.weights.append((part, name))
 
+    @contextmanager
+    def multiplying(self, tensor: torch.Tensor, part: int, name: str) -> Iterator[None]:
+        """Inside runs the product whose parameter's gradient is made of a tensor, or of what autocast casts it to."""
+        # Before the product: recomputation ends in the last one, as soon as it has what it was for.
+        self.note_weight(tensor, part, name)
+        self._operand = tensor, part, name
+        try:
+            yield
+        finally:
+            self._operand = None
+
+    def _note_cast(self, source: torch.Tensor, cast: torch.Tensor) -> None:
+        """The operand of the product that runs may be cast: then not it is kept for the gradient, but its copy."""
+        if self._operand is None or storage_key(source) != storage_key(self._operand[0]):
+            return
+        _, part, name = self._operand
+        found = self.find(source)
+        if found is not None:
+            found.weights.remove((part, name))
+        self.note_weight(cast, part, name)
+        self._operand = None
+
     def note_gradient(self, tensor: torch.Tensor, name: str) -> None:
         """A tensor is the gradient of a parameter."""
         found = self.find(tensor)
@@ -230,6 +254,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._recomputes:
             self._phase.repeated.append(work)
         self._take_in(func, inputs, outputs)
+        if func is _CAST:
+            self._note_cast(args[0], result)
         self._use(func, workspace_bytes(func, args, kwargs))
         self._read()
         return result

@@ -31,16 +31,17 @@ class LinearCounter(TorchFunctionMode):
         result = func(*args, **kwargs)
         operands = _operands(func, args, kwargs)
         if operands is not None and id(part_of(operands[1])) in self._trained and isinstance(result, torch.Tensor):
-            self._count(*operands)
+            self._count(*operands, result.dtype)
         return result
 
-    def _count(self, value: torch.Tensor, weight: torch.Tensor, input_dim: int) -> None:
-        """Of a split weight what this rank computes with its part."""
+    def _count(self, value: torch.Tensor, weight: torch.Tensor, input_dim: int, dtype: torch.dtype) -> None:
+        """Of a split weight what this rank computes with its part, in the type of the result."""
         sizes = part_of(weight).shape
         vectors = value.numel() // max(1, value.shape[-1])
-        itemsize = value.element_size()
+        itemsize = dtype.itemsize
         kept = vectors * sizes[1 - input_dim] * itemsize  # the gradient of the output
-        if self._is_new(part_of(value)):  # else another linear operation keeps this input already
+        # Else another linear operation keeps this input already; of what autocast casts each keeps a copy of its own.
+        if value.dtype != dtype or self._is_new(part_of(value)):
             kept += vectors * sizes[input_dim] * itemsize
         self._ledger.note_linear(flops=2 * prod(sizes) * vectors, kept_bytes=kept)
 
@@ -57,8 +58,9 @@ class LinearCounter(TorchFunctionMode):
 class WeightOperands(TorchFunctionMode):
     """Notes of what the gradients of weights are made: inputs of products with them, and gradients of these products.
 
-    A zero-bubble schedule keeps both until it makes the gradients. Which products it takes apart is the runtime's rule:
-    those of an ordinary tensor with a parameter that is a matrix, of tensor-parallel ranks those of their parts.
+    A zero-bubble schedule keeps both until it makes the gradients, in the type of the product: what autocast casts stays
+    as its copy. Which products it takes apart is the runtime's rule: those of an ordinary tensor with a parameter that is
+    a matrix, of tensor-parallel ranks those of their parts.
     """
 
     def __init__(self, ledger: Ledger, names: Mapping[int, str], blocks: Sequence[str]) -> None:
@@ -79,9 +81,8 @@ class WeightOperands(TorchFunctionMode):
             return func(*args, **kwargs)
         part = self._ledger.part
         within = name.removeprefix(f"{self._blocks[part - 1]}.") if 0 < part <= len(self._blocks) else name
-        # Before the product: recomputation ends in the last one, as soon as it has what it was for.
-        self._ledger.note_weight(operands[0], part, within)
-        result = func(*args, **kwargs)
+        with self._ledger.multiplying(operands[0], part, within):
+            result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.requires_grad:
             result.register_hook(partial(self._arrived, part, within))  # type: ignore[no-untyped-call]
         return result

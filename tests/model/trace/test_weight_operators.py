@@ -78,3 +78,63 @@ def test_what_gradients_of_weights_are_made_of():
         "aten.tanh_backward.default": [(1, "fc.weight")],
     }
     WEIGHT.grad = BIAS.grad = None
+
+
+def noted_under_autocast(function):
+    """What is noted of a step under autocast, by operator and type."""
+    ledger = Ledger(3)
+    operands = WeightOperands(ledger, {id(WEIGHT): "blocks.0.fc.weight", id(ACROSS): "blocks.0.across"}, ["blocks.0"])
+    with ledger, operands, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        ledger.enter(1)
+        loss = function(X * 2.0)
+        ledger.enter(1, backward=True)
+        loss.backward()
+    WEIGHT.grad = BIAS.grad = ACROSS.grad = None
+    return [(s.operator, s.dtype, s.weights) for s in ledger.storages if s.weights]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda value: F.linear(value, WEIGHT, BIAS), "fc.weight"),
+        (lambda value: F.linear(input=value, weight=WEIGHT), "fc.weight"),
+        (lambda value: torch.addmm(BIAS, value.view(ROWS, INSIDE), ACROSS), "across"),
+        (lambda value: value @ ACROSS, "across"),
+    ],
+)
+def test_of_what_autocast_casts_its_copy_waits(function, name):
+    noted = noted_under_autocast(lambda value: (function(value).float().tanh() * 3.0).sum())
+    assert len(noted) == 2
+    assert noted[0] == ("aten._to_copy.default", "bfloat16", [(1, name)])
+    assert noted[1][1:] == ("bfloat16", [(1, name)])
+
+
+def test_every_product_casts_a_copy_of_its_own():
+    def both(value):
+        return (F.linear(value, WEIGHT).float() + (value @ ACROSS).float()).tanh().sum()
+
+    noted = noted_under_autocast(both)
+    copies = [weights for operator, _, weights in noted if operator == "aten._to_copy.default"]
+    assert [(1, "fc.weight")] in copies
+    assert [(1, "across")] in copies
+
+
+def test_what_is_in_the_type_of_the_product_waits_itself():
+    def twice(value):
+        narrow = value.to(torch.bfloat16)
+        with torch.autocast("cpu", enabled=False):
+            other = F.linear(value, WEIGHT)
+        return ((narrow @ ACROSS).float() + other).sum()
+
+    noted = {operator: (dtype, weights) for operator, dtype, weights in noted_under_autocast(twice)}
+    assert noted["aten.mul.Tensor"] == ("float32", [(1, "fc.weight")])
+    assert noted["aten._to_copy.default"] == ("bfloat16", [(1, "across")])
+
+
+def test_what_autocast_casts_is_counted_in_the_type_of_the_product():
+    def both():
+        with torch.autocast("cpu", torch.bfloat16):
+            F.linear(X, WEIGHT)
+            X @ ACROSS
+
+    assert counted(both, WEIGHT, ACROSS) == (2 * ONCE[0], 2 * ONCE[1] // 2)
