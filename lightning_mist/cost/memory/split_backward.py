@@ -64,13 +64,9 @@ class SplitBackwardModel:
         recomputed_R = peak_R + costs.saved_R - costs.checkpointed_saved_R
         recompute_peak_R = np.maximum(costs.recompute_backward_peak_R, recomputed_R)
         recompute_peak_R[[0, -1]] = peak_R[[0, -1]]
-        shares = (item.made_bytes / item.nbytes for item in self._template.weights if item.made_bytes < item.nbytes)
-        return SplitBackward(
-            peak_R=peak_R,
-            recompute_peak_R=recompute_peak_R,
-            waiting_R=waiting_R,
-            before_cast=max(shares, default=0.0),
-        )
+        shares = [item.made_bytes / item.nbytes for item in self._template.weights if item.made_bytes < item.nbytes]
+        cast = max(shares, default=0.0)
+        return SplitBackward(peak_R=peak_R, recompute_peak_R=recompute_peak_R, waiting_R=waiting_R, before_cast=cast)
 
 
 def _walk(spec: ModelSpec, template: InputsTemplate, bytes_A: IntArray) -> tuple[FloatArray, FloatArray]:

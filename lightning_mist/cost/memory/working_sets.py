@@ -259,7 +259,7 @@ class StageWorking:
             copy_K = np.maximum(runs.is_first_K * runs.edge(trained_R, 0), runs.is_last_K * runs.edge(trained_R, -1))
         made_K = factor * runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
         # Parameters that were there for what was computed before stay for what is computed next.
-        away_K = np.maximum(runs.forward_away_AK.max(axis=0), runs.backward_away_AK.max(axis=0))
+        away_K: FloatArray = np.maximum(runs.forward_away_AK, runs.backward_away_AK).max(axis=0)
         return np.maximum(waiting_K + factor * runs.together_gradient_bytes_K, made_K) + self.pending() + away_K
 
     def bucket(self, bucket_K: FloatArray, *, progressive: bool) -> FloatArray:

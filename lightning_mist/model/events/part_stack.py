@@ -133,8 +133,7 @@ class Stack:
 
     def dtype(self, slot: int) -> str:
         """Of what is in a slot."""
-        found = self._arriving_labels.get(slot)
-        return self.born[slot].allocation.dtype if found is None else found.dtype
+        return self.born[slot].allocation.dtype if slot < len(self.born) else self._arriving_labels[slot].dtype
 
     def let_go(self, slot: int, *, first: bool) -> Release | None:
         """What the last region does to the gradient that arrives in a slot."""

@@ -198,14 +198,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_cast(self, source: torch.Tensor, cast: torch.Tensor) -> None:
         """The operand of the product that runs may be cast: then not it is kept for the gradient, but its copy."""
-        if self._operand is None or storage_key(source) != storage_key(self._operand[0]):
-            return
-        _, part, name = self._operand
-        found = self.find(source)
-        if found is not None:
-            found.weights.remove((part, name))
-        self.note_weight(cast, part, name)
-        self._operand = None
+        operand = self._operand
+        if operand is not None and storage_key(source) == storage_key(operand[0]):
+            self._operand, found = None, self.find(source)
+            if found is not None:
+                found.weights.remove(operand[1:])
+            self.note_weight(cast, *operand[1:])
 
     def note_gradient(self, tensor: torch.Tensor, name: str) -> None:
         """A tensor is the gradient of a parameter."""

@@ -58,9 +58,9 @@ class LinearCounter(TorchFunctionMode):
 class WeightOperands(TorchFunctionMode):
     """Notes of what the gradients of weights are made: inputs of products with them, and gradients of these products.
 
-    A zero-bubble schedule keeps both until it makes the gradients, in the type of the product: what autocast casts stays
-    as its copy. Which products it takes apart is the runtime's rule: those of an ordinary tensor with a parameter that is
-    a matrix, of tensor-parallel ranks those of their parts.
+    A zero-bubble schedule keeps both until it makes the gradients: of what autocast casts the copy. Which products it
+    takes apart is the runtime's rule: those of an ordinary tensor with a parameter that is a matrix, of tensor-parallel
+    ranks those of their parts.
     """
 
     def __init__(self, ledger: Ledger, names: Mapping[int, str], blocks: Sequence[str]) -> None:
