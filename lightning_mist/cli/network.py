@@ -127,11 +127,11 @@ def trace_network(request: NetworkRequest) -> "ModelSpec":
 
     Found out in a process of its own: it runs the user's code, on tensors without values.
     """
-    from lightning_mist.model.child_process import run_apart
+    from lightning_mist.model.child_process import BUDGET, RunClock, run_apart
 
     with told("looking at the network, in a process of its own"):
         try:
-            return run_apart(_trace, request, tell=say)
+            return run_apart(_trace, request, tell=say, clock=RunClock(4 * BUDGET.most_seconds))
         except (MistError, ValueError):
             raise
         except Exception as error:

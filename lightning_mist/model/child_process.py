@@ -6,10 +6,12 @@ with run in a child, and what ends the child becomes an error here, with the pla
 """
 
 import builtins
+import ctypes
 import faulthandler
 import fcntl
 import gc
 import io
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -17,14 +19,17 @@ import re
 import signal
 import stat
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Literal, TypeVar
 
 from lightning_mist.errors import TraceError
@@ -39,7 +44,130 @@ _WAYS_OUT = (
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 
-_NOT_THE_USERS = ("/torch/", "/lightning_mist/", "/multiprocessing/", "<frozen", "/ctypes/")
+_NOT_THE_USERS = ("/torch/", f"{Path(__file__).parents[1]}/", "/multiprocessing/", "<frozen", "/ctypes/")
+_LIBRARIES = (*_NOT_THE_USERS, "/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialBudget:
+    """What is spent on a trial of the user's code before it is given up.
+
+    Attributes:
+        idle_seconds: How long a child may compute for less than half of the time: a copy of this process then waits
+            for what copies do not have. What is kept from computing by others counts as computing.
+        least_seconds: How long a run of the step without values may take, which computes nothing, and at least any.
+        most_seconds: How long a run on real numbers may take before one has ended, which training would wait for too:
+            steps that take minutes are nothing unusual. So may all that is no run of the step.
+        multiple: How many times as long as the longest on real numbers that has ended a later one may take.
+        rounds: Reads of values at one line in one block, operators between, that are a loop, once there were
+            ``operators``: more than a layer has experts, less than a text has words.
+        most_rounds: The same after however few operators.
+        most_reads: Reads of values at one line that are a loop: ``tolist`` of a batch stays below.
+        operators: Of a run without values behind which a line that reads values may be a loop.
+        most_operators: Of a run without values that reads none: no network of our tests has a tenth of them.
+    """
+
+    idle_seconds: float = 15.0
+    least_seconds: float = 60.0
+    most_seconds: float = 300.0
+    multiple: float = 10.0
+    rounds: int = 200
+    most_rounds: int = 500
+    most_reads: int = 100_000
+    operators: int = 5_000
+    most_operators: int = 200_000
+
+
+BUDGET = TrialBudget()
+
+_POLL_SECONDS = 0.25
+
+
+class Endless(BaseException):
+    """Ends a trial that would not end by itself; passes the user's ``except Exception``."""
+
+
+class RunClock:
+    """Until when a trial must give its next sign of life: a run of user code begins or ends.
+
+    A copy of this process writes what this one reads. Where there is no copy the run is ended by an exception.
+
+    Args:
+        most_seconds: In place of the budget's.
+    """
+
+    def __init__(self, most_seconds: float | None = None) -> None:
+        self._shared = memoryview(mmap.mmap(-1, 16)).cast("d")  # the time, and seconds of the longest run
+        self._most, self._inside = most_seconds, set[int]()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has come."""
+        return monotonic() > self._shared[0]
+
+    def begin(self) -> None:
+        """Something begins of which nothing is known."""
+        self._shared[0] = monotonic() + (self._most or BUDGET.most_seconds)
+
+    @contextmanager
+    def running(self, *, has_values: bool) -> Iterator[None]:
+        """Around a run of the step."""
+        thread, began, longest = threading.get_ident(), monotonic(), self._shared[1]
+        self.begin()
+        if longest or not has_values:
+            self._shared[0] = began + max(BUDGET.least_seconds, BUDGET.multiple * longest * has_values)
+        self._inside.add(thread)
+        try:
+            yield
+        finally:
+            self._inside.discard(thread)
+            if has_values:
+                self._shared[1] = max(longest, monotonic() - began)
+            self.begin()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Inside, what this process runs is ended when the time has come; raises :class:`Endless` then."""
+        owner, stopped, end = threading.get_ident(), threading.Event(), ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+        def watch() -> None:
+            while not stopped.wait(_POLL_SECONDS):
+                for thread in (tuple(self._inside) or (owner,)) if self.is_over else ():
+                    end(ctypes.c_ulong(thread), ctypes.py_object(Endless))
+
+        self.begin()
+        watcher = threading.Thread(target=watch, name="lightning-mist-trials", daemon=True)
+        watcher.start()
+        try:
+            yield
+        except Endless as error:
+            frames = [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)]
+            raise Endless(str(error) or _overdue(frames[::-1])) from None
+        finally:
+            stopped.set()
+            watcher.join()
+            end(ctypes.c_ulong(owner), None)  # what has not arrived does not any more
+
+
+def _overdue(frames: Sequence[str]) -> str:
+    return f"a trial before training did not end{_users(frames)} within the time it has, and was given up"
+
+
+def _waiting(frames: Sequence[str], how: str) -> str:
+    return (
+        f"a trial before training waits{_users(frames)}{how} and was given up: it runs in a process of its own, which "
+        "has no threads of this one, and which other processes do not answer"
+    )
+
+
+def _users(frames: Sequence[str]) -> str:
+    """Where the innermost frame of the user's is, in words; frames begin with the innermost."""
+    sites = [f"{path}/" for path in sys.path if path and any(Path(path).glob("*.dist-info"))]
+    for others in ((*_LIBRARIES, *sites), _NOT_THE_USERS):
+        for frame in frames:
+            if not any(part in frame for part in others):
+                return f" at {frame}"
+    return ""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - it is where an error comes from, not what went wrong
@@ -66,7 +194,7 @@ def run_apart(
     /,
     *args: Any,
     tell: Tell | None = None,
-    limit_seconds: float | None = None,
+    clock: RunClock | None = None,
     method: Literal["fork", "spawn"] | None = None,
     muted: bool = False,
     **kwargs: Any,
@@ -77,18 +205,20 @@ def run_apart(
         function: Anything where this process can be copied; otherwise a function of a module, with arguments that can
             be pickled. Its result must be picklable.
         tell: Called here with every text that the function says, which then gets a keyword argument ``tell`` to say it.
-        limit_seconds: After this time the child is ended.
+        clock: Says when the child is ended that has not told anything.
         method: How the process is made; by default a copy of this one where that is safe, else a new one.
         muted: Whether nothing that the other process writes is to arrive anywhere.
 
     Raises:
-        TraceError: If the child ends without a result, does not end in time, or its result cannot be sent.
+        TraceError: If the child ends without a result, does not end in time or waits in vain, or its result cannot be
+            sent.
         Exception: What the function raised, with the child's traceback as its cause; a :class:`TraceError` with its
             text if it cannot be sent.
     """
     context = multiprocessing.get_context(method or ("fork" if can_fork() else "spawn"))
     ours, theirs = context.Pipe(duplex=False)
-    name = getattr(function, "__qualname__", repr(function))
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    (clock := clock or RunClock()).begin()
     with tempfile.TemporaryDirectory() as directory:
         last_words = Path(directory, "traceback")
         process: Any = context.Process(  # type: ignore[attr-defined]
@@ -100,9 +230,11 @@ def run_apart(
             _start(process, name)
             # From here on the pipe ends with the child.
             theirs.close()
-            kind, content = _answer(ours, process, tell, limit_seconds, last_words)
+            kind, content = _answer(ours, process, tell, clock, last_words)
         finally:
             if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
                 process.kill()
                 process.join()
                 process.close()
@@ -149,13 +281,33 @@ def _child(
     gc.freeze()
     if collects:
         gc.enable()
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        # A group of its own is not ended with that of its parent; 1 is the signal that tells of the parent's end.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     with last_words.open("w") as file:
         # Where it is on already it takes another file, but not the signals back that somebody took from it.
         faulthandler.disable()
         faulthandler.enable(file, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=False)
+        _refuse_lone_waits()
         if muted:
             mute(keep=(pipe.fileno(), file.fileno()))
         _work(pipe, function, args, kwargs, tells)
+
+
+def _refuse_lone_waits() -> None:
+    """Let nothing wait for another thread where there is none: queues, events, and results of pools do."""
+    waits: Any = threading.Condition
+    original = waits.wait
+
+    def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout is None and threading.active_count() == 1:
+            frames = [f"{each.filename}:{each.lineno}" for each in traceback.extract_stack()[::-1]]
+            raise Endless(_waiting(frames, " for another thread"))
+        return bool(original(condition, timeout))
+
+    waits.wait = wait
 
 
 def _work(pipe: Connection, function: Callable[..., Any], args: Any, kwargs: Any, tells: bool) -> None:
@@ -167,8 +319,8 @@ def _work(pipe: Connection, function: Callable[..., Any], args: Any, kwargs: Any
         kwargs = {**kwargs, "tell": lambda text: pipe.send(("told", text))}
     try:
         result = function(*args, **kwargs)
-    except Exception as error:
-        _send_error(pipe, error)
+    except (Exception, Endless) as error:
+        _send_error(pipe, error if isinstance(error, Exception) else TraceError(str(error)))
         return
     try:
         content = pickle.dumps(("result", result))
@@ -189,18 +341,19 @@ def _send_error(pipe: Connection, error: Exception) -> None:
     pipe.send_bytes(content)
 
 
-def _answer(
-    pipe: Connection, process: Any, tell: Tell | None, limit_seconds: float | None, last_words: Path
-) -> tuple[str, Any]:
-    end = None if limit_seconds is None else monotonic() + limit_seconds
+def _answer(pipe: Connection, process: Any, tell: Tell | None, clock: RunClock, last_words: Path) -> tuple[str, Any]:
+    idle, computed = monotonic(), 0.0
     while True:
-        ready = wait([pipe, process.sentinel], None if end is None else max(0.0, end - monotonic()))
+        ready = wait([pipe, process.sentinel], _POLL_SECONDS)
         if not ready:
-            raise TraceError(
-                f"{process.name} has not ended within {limit_seconds} s and was given up: {_WAYS_OUT}, or allow more "
-                "time"
-            )
-        if pipe in ready:
+            now, computes = monotonic(), _computed(process.pid)
+            if computes is None or abs(computes - computed) > 0.5 * (now - idle):
+                idle, computed = now, computes or 0.0
+            if clock.is_over:
+                raise TraceError(_overdue(_frames(process, last_words)))
+            if now - idle > BUDGET.idle_seconds:
+                raise TraceError(_waiting(_frames(process, last_words), f" for {now - idle:.0f} s"))
+        elif pipe in ready:
             try:
                 kind, content = _read(pipe)
             except EOFError:
@@ -208,10 +361,35 @@ def _answer(
                 raise _end_of(process, last_words) from None
             if kind != "told":
                 return kind, content
+            clock.begin()
             if tell is not None:
                 tell(content)
         else:
             raise _end_of(process, last_words)
+
+
+def _computed(pid: int) -> float | None:
+    """Seconds that a process and those that it started have computed, or could have; ``None`` if that is not known."""
+    try:
+        found = [Path(f"/proc/{pid}/task/{task}") for task in os.listdir(f"/proc/{pid}/task")]
+        if any((task / "stat").read_text().rpartition(")")[2].split()[0] == "D" for task in found):
+            return None  # it reads a disk
+        times = [sum(map(int, (task / "schedstat").read_text().split()[:2])) / 1e9 for task in found]
+        children = [int(child) for task in found for child in (task / "children").read_text().split()]
+    except OSError:
+        return None
+    return sum(times) + sum(_computed(child) or 0.0 for child in children)
+
+
+def _frames(process: Any, last_words: Path) -> list[str]:
+    """The frames in which a child is, the innermost first."""
+    text, until = "", monotonic() + 1.0
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGUSR1)
+    while monotonic() < until and (not text or text != last_words.read_text()):
+        sleep(0.02)
+        text = last_words.read_text() if last_words.exists() else ""
+    return [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(text)]
 
 
 def _read(pipe: Connection) -> tuple[str, Any]:
@@ -227,8 +405,7 @@ def _end_of(process: Any, last_words: Path) -> TraceError:
     process.join()
     text = last_words.read_text() if last_words.exists() else ""
     frames = [f"{found['file']}:{found['line']}" for found in _FRAME.finditer(text)]
-    place = next((frame for frame in frames if not any(part in frame for part in _NOT_THE_USERS)), None)
-    error = TraceError(_how_it_ended(process.name, process.exitcode, "" if place is None else f" at {place}"))
+    error = TraceError(_how_it_ended(process.name, process.exitcode, _users(frames)))
     if text:
         error.__cause__ = RemoteTraceback(text)
     return error

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_mist.devices import HostOps, MemoryUse, ops_of, read, used_generators
-from lightning_mist.model.child_process import run_apart
+from lightning_mist.model.child_process import RunClock, run_apart
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("ended_streams")
@@ -89,7 +89,7 @@ def test_what_work_raises_reaches_who_waits(how):
 def test_a_copy_of_the_process_does_not_wait_for_streams_that_it_has_not():
     ops = HostOps()
     stream = ops.stream()
-    assert run_apart(ops.synchronize, method="fork", limit_seconds=20.0) is None
+    assert run_apart(ops.synchronize, method="fork", clock=RunClock(20.0)) is None
     assert stream.works
 
 

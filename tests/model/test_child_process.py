@@ -2,10 +2,14 @@ import ctypes
 import faulthandler
 import gc
 import os
+import queue
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.model import trace_model
-from lightning_mist.model.child_process import RemoteTraceback, can_fork, run_apart
+from lightning_mist.model import child_process, trace_model
+from lightning_mist.model.child_process import BUDGET, Endless, RemoteTraceback, RunClock, can_fork, run_apart
 
 
 def step_gradients(size: int) -> torch.Tensor:
@@ -52,8 +56,6 @@ def fail(how: str, **kwargs: Any) -> Any:
         sys.exit(3)
     if how == "leave":
         os._exit(4)
-    if how == "hang":
-        threading.Event().wait()
     return lambda: None
 
 
@@ -140,7 +142,7 @@ def test_the_copy_leaves_the_garbage_of_this_process_alone(tmp_path: Path, enabl
         leave_a_group_as_garbage(tmp_path)
         if enabled:
             gc.enable()
-        assert run_apart(collect, limit_seconds=60) is enabled
+        assert run_apart(collect, clock=RunClock(60.0)) is enabled
         assert gc.isenabled() is enabled
         assert gc.get_freeze_count() == 0
     finally:
@@ -148,11 +150,121 @@ def test_the_copy_leaves_the_garbage_of_this_process_alone(tmp_path: Path, enabl
         (gc.enable if before else gc.disable)()
 
 
+def spin(**kwargs: Any) -> None:
+    """Compute for ever, and give no sign of it but one."""
+    if kwargs:
+        kwargs["tell"]("begun")
+    while True:
+        pass
+
+
 def test_what_does_not_end_is_given_up() -> None:
-    started = time.monotonic()
-    with pytest.raises(TraceError, match=r"fail has not ended within 0.2 s"):
-        run_apart(fail, "hang", limit_seconds=0.2)
-    assert time.monotonic() - started < 60
+    heard: list[str] = []
+    with pytest.raises(TraceError, match=r"^a trial before training did not end at .*_process.py:\d+ within the time"):
+        run_apart(spin, clock=RunClock(0.2), tell=heard.append)
+    assert heard == ["begun"]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: threading.Event().wait(),
+        lambda: queue.Queue[int]().get(),
+        lambda: futures.Future[int]().result(),
+        lambda: threading.Semaphore(0).acquire(),
+    ],
+)
+def test_what_waits_for_another_thread_is_given_up_at_once(wait: Callable[[], Any]) -> None:
+    with pytest.raises(TraceError, match=r"^a trial before training waits at .*_process.py:\d+ for another thread"):
+        run_apart(wait, method="fork")
+
+
+def polled() -> None:
+    while True:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("wait", [lambda held: held.acquire(), lambda held: queue.SimpleQueue[int]().get(), polled])
+def test_what_waits_in_vain_is_given_up_and_says_where(
+    wait: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BUDGET, "idle_seconds", 0.5)
+    held = threading.Lock()
+    held.acquire()
+    work = wait if wait is polled else partial(wait, held)
+    with pytest.raises(TraceError, match=r"^a trial before training waits at .*_process.py:\d+ for \d+ s"):
+        run_apart(work, method="fork")
+
+
+def test_what_computes_is_not_given_up_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BUDGET, "idle_seconds", 0.3)
+
+    def compute() -> bool:
+        started = time.process_time()
+        while time.process_time() - started < 0.5:
+            pass
+        return True
+
+    assert run_apart(compute, method="fork", clock=RunClock())
+
+
+def test_what_it_has_started_ends_with_it() -> None:
+    reading, writing = os.pipe()
+
+    def work() -> None:
+        if os.fork() == 0:
+            signal.pause()
+        spin()
+
+    with pytest.raises(TraceError, match="given up"):
+        run_apart(work, method="fork", clock=RunClock(0.3))
+    os.close(writing)
+    assert os.read(reading, 1) == b""  # nobody has the other end any more
+    os.close(reading)
+
+
+def test_runs_have_the_time_that_runs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(child_process, "monotonic", lambda: now)
+    clock, least, most = RunClock(), BUDGET.least_seconds, BUDGET.most_seconds
+
+    def allowed(*, has_values: bool, takes: float = 0.0) -> float:
+        nonlocal now
+        with clock.running(has_values=has_values):
+            began = now
+            while not clock.is_over:
+                now += 1.0
+            found, now = now - 1.0 - began, began + takes
+        return found
+
+    assert (allowed(has_values=False), allowed(has_values=True)) == (least, most)
+    # Nothing is known of real runs by those without values; a step may be slow by nature.
+    assert allowed(has_values=True, takes=most - 1.0) == most
+    assert allowed(has_values=True) == BUDGET.multiple * (most - 1.0)
+    assert allowed(has_values=False) == least
+    assert not clock.is_over
+
+
+def test_here_too_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BUDGET, "most_seconds", 0.1)
+    clock, left = RunClock(), []
+
+    def stubborn() -> None:
+        with clock.running(has_values=True):
+            while True:
+                try:
+                    left.append(spin())
+                except Exception:
+                    left.append(None)
+
+    with (
+        pytest.raises(Endless, match=r"did not end at .*_process.py:\d+ within the time it has"),
+        clock.ending(),
+    ):
+        stubborn()
+    assert not left
+    with clock.ending():
+        assert threading.active_count() > 1
 
 
 def test_where_no_copy_can_be_made_the_function_must_be_picklable() -> None:

@@ -32,6 +32,7 @@ from lightning_mist.model.fakes import (
     guess_read,
     state_of,
     storage_of,
+    too_many,
 )
 from lightning_mist.plan.calls import (
     ValueNames,
@@ -97,9 +98,12 @@ _DATA = vars(torch._C.TensorBase)["data"]  # sets values where no version counte
 class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_random = False
+        self.is_random, self.count = False, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if endless := too_many(self.count):
+            raise Refused(endless)
         if func.namespace in ("c10d", "_c10d_functional"):
             raise Refused(
                 f"the step talks to other processes itself ({func._schema.name} at {user_line()}): the stages of a "
@@ -275,7 +279,7 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._use(tensor)
         self._note_read(name, "parameters", None)
-        endless = self._guesses.note(len(self.record.values))
+        endless = self._guesses.note(self._operators.count, self._region)
         if endless:
             raise Refused(endless)
         return guess_read(name, args, tensors[0], truth=self._guess, number=1.0 + self._attempt / 4)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mist.model.child_process import BUDGET
 from lightning_mist.plan.calls import user_line
 
 _TRUTHS = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__contains__"))
@@ -47,34 +48,41 @@ def guess_read(name: str, args: tuple[Any, ...], tensor: Tensor, *, truth: bool,
     return answer
 
 
-_MOST_READS = 100_000  # reads at one line after which it is taken for a loop: ``tolist`` of a batch stays below
-_MOST_ROUNDS = 2_000  # reads at one line, with operators between each and the next, after which it is taken for a loop
-
-
 class Guesses:
     """Counts the numbers that had to be guessed, by the line that read them."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, tuple[int, int, int]] = {}
-        """By line: reads, rounds of operators and reads, operators that had run at the last read."""
+        self._counts: dict[tuple[str, int], tuple[int, int, int]] = {}
+        """By line and block: reads, rounds of operators and reads, operators that had run at the last read."""
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
         """How often each line read a number, in the order of the first reads."""
-        return tuple((line, reads) for line, (reads, _, _) in self._counts.items())
+        found: dict[str, int] = {}
+        for (line, _), (reads, _, _) in self._counts.items():
+            found[line] = found.get(line, 0) + reads
+        return tuple(found.items())
 
-    def note(self, operators: int) -> str:
+    def note(self, operators: int, block: int = 0) -> str:
         """Count a read by the user's line that is running; why the line can only be a loop, if so, else nothing."""
         line = user_line()
-        reads, rounds, before = self._counts.get(line, (0, 0, -1))
+        reads, rounds, before = self._counts.get((line, block), (0, 0, -1))
         reads, rounds = reads + 1, rounds + (before != operators)
-        self._counts[line] = reads, rounds, operators
-        if reads <= _MOST_READS and rounds <= _MOST_ROUNDS:
+        self._counts[line, block] = reads, rounds, operators
+        most = BUDGET.rounds if operators > BUDGET.operators else BUDGET.most_rounds
+        if reads <= BUDGET.most_reads and rounds <= most:
             return ""
         return (
             f"the step has read values into Python {reads} times at {line}: a loop that ends by a value has no fixed "
             "cost, and no end without values; let it end after a number of rounds"
         )
+
+
+def too_many(operators: int) -> str:
+    """Why a run without values that has come so far has no end, if so, else nothing."""
+    if operators <= BUDGET.most_operators:
+        return ""
+    return f"the step has run {operators} operators without an end; the last is at {user_line()}"
 
 
 def guess(dtype: torch.dtype) -> bool | int | float:

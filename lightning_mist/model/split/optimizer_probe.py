@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mist.errors import TraceError
 from lightning_mist.model.user_code import Generators
 from lightning_mist.optimizers import fewer, is_torchs, like, looks_around, options_of, tensors_within, within
 from lightning_mist.plan import ParameterSplit
+from lightning_mist.plan.calls import user_line
 
 _ENTRYWISE = frozenset(
     {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop"}
@@ -114,9 +117,13 @@ def examine_optimizer(optimizer: Optimizer, *, dtype: torch.dtype | None = None)
         return OptimizerRule(name=name, groups=(GroupRule(),) * len(optimizer.param_groups))
     if (reason := looks_around(optimizer)) is not None:
         return OptimizerRule(name=name, coupled=reason)
-    trials = _Trials(optimizer, dtype)
+    trials, talk = _Trials(optimizer, dtype), _Talk()
     try:
-        coupled = trials.coupled()
+        with talk:
+            coupled = trials.coupled()
+        if talk.said:
+            reason = f"{name} shares its step with other processes: it calls {talk.said}"
+            return OptimizerRule(name=name, coupled=reason)
         # None of torch's own that comes so far couples parameters; that for sparse gradients cannot be tried.
         if coupled is not None and not is_known:
             return OptimizerRule(name=name, coupled=coupled)
@@ -124,6 +131,20 @@ def examine_optimizer(optimizer: Optimizer, *, dtype: torch.dtype | None = None)
         return OptimizerRule(name=name, groups=tuple(rules[kind] for kind in trials.kinds), counted=counted)
     finally:
         generators.restore()
+
+
+class _Talk(TorchDispatchMode):
+    """Inside, nothing is said to other processes, which would not answer; keeps what was to be said first."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.said = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.said = self.said or f"{func._schema.name} at {user_line()}"
+            raise TraceError(self.said)
+        return func(*args, **(kwargs or {}))
 
 
 _Item = tuple[int, list[Any]]

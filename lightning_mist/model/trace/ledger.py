@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import NOWHERE, Guesses, Origin, Origins, guess
+from lightning_mist.model.fakes import NOWHERE, Guesses, Origin, Origins, guess, too_many
 from lightning_mist.model.operators import (
     computes,
     flops,
@@ -228,10 +228,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # As the tensor itself would answer, which torch asks twice per operator.
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            endless = self.guesses.note(self._readings)
+            endless = self.guesses.note(self._readings, self.part)
             if endless:
                 raise TraceError(endless)
             return guess(args[0].dtype)
+        if endless := too_many(self._readings):
+            raise TraceError(endless)
         if self._origins is not None:
             self._origins.note_operator()
         result = func(*args, **kwargs)

@@ -8,6 +8,7 @@ import collections
 import copy
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
@@ -30,6 +31,8 @@ FOREIGN_PACKAGES = (
     "lightning_mist", "logging", "threading", "pandas",
 )  # fmt: skip
 """Packages whose objects are compared by identity only: they refer to the whole world (the trainer, for example)."""
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Thread)
 
 _CONTAINERS = (dict, list, set, collections.deque)
 SIMPLE = (type(None), bool, int, float, complex, str, bytes)
@@ -118,7 +121,12 @@ class Contents:
             return self._container(value, depth)
         if isinstance(value, tuple):
             return tuple, tuple(self.freeze(item, depth - 1) for item in value)
-        return ("object", id(value), self.freeze(vars(value), depth - 1)) if is_users_object(value) else None
+        if not is_users_object(value):
+            return None
+        # What threads share, such as a queue, goes on meanwhile: it is looked at, and not put back under their hands.
+        is_shared = any(isinstance(item, _LOCKS) for item in vars(value).values())
+        keeper = Contents(with_tensors=False) if is_shared else self
+        return "object", id(value), keeper.freeze(vars(value), depth - 1)
 
     def _drawn(self, value: Any) -> Any:
         numpy = sys.modules.get("numpy")

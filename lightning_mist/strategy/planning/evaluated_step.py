@@ -63,7 +63,7 @@ def look_at_step(
 
     try:
         with recorded_logs(module), torch.compiler.set_stance("force_eager"):
-            return tried(look, device)
+            return tried(look, device, clock=step.clock)
     except MistError as error:
         return EvaluatedStep(failure=str(error))
 

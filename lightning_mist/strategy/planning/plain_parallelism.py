@@ -20,6 +20,7 @@ from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, l
 from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
 from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
 from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.planning.manual_step import MANUAL
 from lightning_mist.strategy.planning.trial_step import tried
 from lightning_mist.units import format_seconds
@@ -253,8 +254,22 @@ def optimizer_rule(optimizer: Any, device: torch.device, dtype: torch.dtype | No
     """What an optimizer looks at together, on parameters of a type if they will have another than now."""
     known = _RULES.setdefault(optimizer, {})
     if dtype not in known:
-        known[dtype] = tried(lambda: examine_optimizer(optimizer, dtype=dtype), device)
+        with torch.compiler.set_stance("force_eager"):
+            known[dtype] = tried(lambda: _examined(optimizer, dtype), device)
     return known[dtype]
+
+
+def _examined(optimizer: Any, dtype: torch.dtype | None) -> OptimizerRule:
+    said: dict[Talk, str] = {}
+
+    def notice(kind: Talk, what: str) -> bool:
+        said.setdefault(kind, f"asks which process it runs in ({what})" if kind == "rank" else f"calls {what}")
+        return True
+
+    with watched_processes(notice):
+        rule = examine_optimizer(optimizer, dtype=dtype)
+    what = said.get("collective") or said.get("rank")
+    return replace(rule, coupled=f"{rule.name} shares its step with other processes: it {what}") if what else rule
 
 
 def optimizer_exclusions(rule: OptimizerRule) -> tuple[Exclusion, ...]:

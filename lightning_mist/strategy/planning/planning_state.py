@@ -105,7 +105,7 @@ class Planner:
 
     def tried(self, work: Callable[..., T], *, tell: Callable[[str], None] | None = None) -> T:
         """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
-        return tried(self.call.around(work), self.strategy.root_device, tell=tell)
+        return tried(self.call.around(work), self.strategy.root_device, clock=self.call.clock, tell=tell)
 
     def plain_is_enough(self, reduction: float = 0.0) -> str | None:
         """Why nothing needs to be searched, if so, where reductions take so many seconds per byte; on rank 0."""
@@ -167,7 +167,7 @@ class Planner:
             smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
             made = partial(map_module, self.module, call, self.batch, second_batch=smaller, step=call.name)
             made = partial(made, blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
-            found, told = tried(partial(call.learn, made), self.strategy.root_device)
+            found, told = tried(partial(call.learn, made), self.strategy.root_device, clock=call.clock)
             call.know(told)
             if found.writes == "" and ("data" in call.reach.names or call.name == "forward"):
                 found = replace(found, writes="maybe")  # of a loop nothing is seen but the module's call

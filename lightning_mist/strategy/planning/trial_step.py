@@ -6,6 +6,8 @@ there it runs here, isolated as far as a process can be.
 
 A step that talks to other processes talks to nobody while it is tried: ranks try it at other times and more or less
 often than each other, some not at all.
+
+Every trial has an end: what does not keep within :class:`~lightning_mist.model.child_process.TrialBudget` is given up.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_mist.attributes import replaced
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model import run_apart
-from lightning_mist.model.child_process import can_fork
+from lightning_mist.model.child_process import Endless, RunClock, can_fork
 from lightning_mist.model.user_code import Generators, Reach, Surroundings, is_users
 from lightning_mist.plan import Feature, ModuleMap
 from lightning_mist.plan.module_map import OFFLOADS
@@ -32,29 +35,37 @@ from lightning_mist.strategy.user_code import Survey, changed, exclusions_of
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 600.0
-"""After so long a trial is given up: the largest networks of our tests take a fifth of it."""
-
 CALLS = 8
 """How often the user's step may be called beside training where that leaves traces."""
 
 
-def tried(work: Callable[..., T], device: torch.device, *, tell: Callable[[str], None] | None = None) -> T:
+def tried(
+    work: Callable[..., T],
+    device: torch.device,
+    *,
+    clock: RunClock | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> T:
     """What some work of ours on the user's code gives, tried in a copy of this process if that is possible.
 
     Args:
         work: What to do; its result must be picklable.
+        clock: Told when the user's step runs, if the work knows.
         tell: Told what the work says with its argument ``tell``; only where it runs in a copy.
 
     Raises:
-        TraceError: If the work fails with anything but an error of this package, whose cause it then is.
+        TraceError: If the work does not end, or fails with anything but an error of this package, its cause then.
     """
+    clock = clock or RunClock()
     try:
         if leaves_no_trace(device):
-            return run_apart(work, method="fork", muted=True, tell=tell, limit_seconds=PATIENCE_SECONDS)
-        return work()
+            return run_apart(work, method="fork", muted=True, tell=tell, clock=clock)
+        with clock.ending():
+            return work()
     except MistError:
         raise
+    except Endless as error:
+        raise TraceError(str(error)) from error
     except Exception as error:
         raise TraceError(
             f"trying it before training failed: {type(error).__name__}: {error}. A plan is made for a step that runs "
@@ -130,6 +141,7 @@ class TriedStep:
     Attributes:
         is_automatic: Whether a run of the step is all that a batch's gradients need.
         calls: The calls of metrics in the last run, inside :meth:`keeping_calls`.
+        clock: Told of every run.
     """
 
     def __init__(
@@ -141,7 +153,7 @@ class TriedStep:
         name: str = "training_step",
         records_metrics: bool = False,
     ) -> None:
-        self.records_metrics, self.calls = records_metrics, list[MetricCall]()
+        self.records_metrics, self.calls, self.clock = records_metrics, list[MetricCall](), RunClock()
         self._keeps_calls = False
         # Ranks that share layers are threads here, of which each may be in the middle of a run.
         self._standing_in = SharedPatch(lambda: standing_in(named_metrics(module).values()))
@@ -159,15 +171,16 @@ class TriedStep:
 
     def __call__(self, batch: Any) -> Any:
         """Run the step."""
-        around = self._surroundings
-        if around is None:
-            return self._run(batch)
-        around.begin_run()
-        try:
-            with seen_backward(self._saw_backward):
+        around, first = self._surroundings, next(self._module.parameters(), None)
+        with self.clock.running(has_values=not isinstance(first, FakeTensor)):
+            if around is None:
                 return self._run(batch)
-        finally:
-            around.end_run()
+            around.begin_run()
+            try:
+                with seen_backward(self._saw_backward):
+                    return self._run(batch)
+            finally:
+                around.end_run()
 
     def _run(self, batch: Any) -> Any:
         if not self.records_metrics:

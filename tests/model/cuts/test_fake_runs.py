@@ -1,10 +1,12 @@
 import random
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_mist.model.child_process import BUDGET
 from lightning_mist.model.cuts.fake_runs import run_twice
 
 BLOCKS = ("blocks.0", "blocks.1")
@@ -101,3 +103,43 @@ def test_writes_into_a_batch_are_noticed_and_stay_in_a_copy(writes):
 
     assert run(module, step, batches).batch_changed is writes
     assert all(batch.all() for batch in batches)
+
+
+class Loops(nn.Module):
+    """Ends by what it has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def by_value(self, batch):
+        old, new = 2 * batch, batch
+        while not (new - old).abs().max() < 1e-3:
+            old, new = new, 0.5 * self.blocks[0](new).tanh()
+        return new.sum()
+
+    def by_number(self, batch):
+        now, length = 0.0, 1.0
+        while now < 1.0:
+            length = 0.5 * length if float((length * self.blocks[0](batch)).norm()) > 0.1 else length
+            now += 0.0 if length < 0.1 else length
+        return batch.sum()
+
+    def silently(self, batch):
+        while not isinstance(batch, float):
+            batch = self.blocks[0](batch)
+
+
+@pytest.mark.parametrize("way", ["by_value", "by_number", "silently"])
+def test_a_loop_without_an_end_is_given_up_and_named(way, monkeypatch):
+    monkeypatch.setattr(BUDGET, "rounds", 8)
+    monkeypatch.setattr(BUDGET, "operators", 100)
+    monkeypatch.setattr(BUDGET, "most_operators", 1_000)
+    module = Loops()
+    runs = run(module, lambda batch: (getattr(module, way)(batch), getattr(module, way)(-batch)))
+    if way == "by_value":  # which ends if its condition holds
+        assert runs.failure == ""
+    else:
+        first = getattr(Loops, way).__code__.co_firstlineno
+        line = int(re.search(rf"{re.escape(__file__)}:(\d+)", runs.failure)[1])
+        assert first < line <= first + 4, runs.failure

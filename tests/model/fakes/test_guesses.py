@@ -1,5 +1,6 @@
 import torch
 
+from lightning_mist.model.child_process import BUDGET
 from lightning_mist.model.fakes.reads import Guesses, describe_guesses, guess
 
 
@@ -19,6 +20,17 @@ def test_reading_many_numbers_is_no_loop_but_computing_between_reads_is() -> Non
         endless = guesses.note(operators)
     assert "3000 times" in endless
     assert len(guesses.reads) == 2
+
+
+def test_a_loop_of_many_operators_is_known_sooner() -> None:
+    guesses = Guesses()
+    found = [guesses.note(100 * number) for number in range(500)]
+    first = next(number for number, endless in enumerate(found) if endless)
+    assert BUDGET.rounds <= first <= 2 * BUDGET.rounds
+    assert f"{first + 1} times at {__file__}" in found[first]
+    # A large network that reads a value in every layer is none.
+    guesses = Guesses()
+    assert not any(guesses.note(100 * number) for number in range(BUDGET.rounds - 1))
 
 
 def test_reads_in_words() -> None:

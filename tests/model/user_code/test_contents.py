@@ -1,4 +1,5 @@
 import itertools
+import queue
 import random
 
 import numpy as np
@@ -94,3 +95,17 @@ def test_iterators_are_found_where_they_are_held():
     assert found == {(id(space), "a"), (id(space["b"]), 0), (id(space["c"]), "d"), (id(vars(held)), "numbers")}
     assert not is_iterator([1])
     assert not is_iterator(held)
+
+
+def test_what_threads_share_is_seen_and_goes_on():
+    events, shared = queue.Queue(), Held()
+    shared.events, shared.own = events, [0]
+    contents = Contents(with_tensors=True)
+    before = contents.freeze(shared)
+    events.put(1)
+    shared.own.append(1)
+    assert Contents(with_tensors=False).freeze(shared) != before
+    contents.restore()
+    # A thread may have taken it meanwhile, and say so.
+    assert (events.get(), shared.own) == (1, [0])
+    events.task_done()

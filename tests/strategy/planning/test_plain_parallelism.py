@@ -1,14 +1,19 @@
 """When plain data parallelism is enough."""
 
 import math
+import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model import LayerSeconds
+from lightning_mist.model.child_process import BUDGET
 from lightning_mist.plan import LiveTensor, ModuleMap, Predicted, PredictedStage
 from lightning_mist.strategy.planning.plain_parallelism import (
     at_once_reason,
@@ -16,6 +21,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     gains_too_little,
     is_free,
     most_to_save,
+    optimizer_reason,
     plain_plan,
     saves_too_little,
     saves_too_small_a_share,
@@ -185,3 +191,51 @@ def test_plain_plans_are_plain():
         assert plan.global_batch_size == 3 * (rows or 1)
     assert is_free(SearchSpace())
     assert not is_free(SearchSpace(zero_stages=(0,)))
+
+
+class Sharing(torch.optim.SGD):
+    """Talks to other processes in its step."""
+
+    def __init__(self, parameters, way):
+        super().__init__(parameters, lr=1.0)
+        self.way = way
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            try:
+                self.way(parameter.detach())
+            except Exception:  # and is not stopped by an error
+                continue
+
+
+WAYS = {
+    "rank": lambda p: dist.get_rank(),
+    "gather": lambda p: dist.all_gather([torch.empty_like(p)], p),
+    "later": lambda p: dist.all_reduce(p, async_op=True).wait(),
+    "object": lambda p: dist.broadcast_object_list([1]),
+    "functional": lambda p: functional.all_reduce(p, "sum", dist.group.WORLD),
+    "direct": lambda p: dist.group.WORLD.allreduce([p]).wait(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_that_talks_to_other_processes_is_named(way):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = Sharing([torch.nn.Parameter(torch.ones(8, 4)) for _ in range(2)], WAYS[way])
+        reason = optimizer_reason([optimizer], torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert reason is not None
+    assert re.match(rf"Sharing shares its step with other processes: it (calls|asks) .*{__file__}:\d+", reason)
+
+
+def test_an_optimizer_that_waits_in_vain_is_named(monkeypatch):
+    monkeypatch.setattr(BUDGET, "idle_seconds", 0.5)
+    held = threading.Lock()
+    held.acquire()
+    optimizer = Sharing([torch.nn.Parameter(torch.ones(8, 4))], lambda p: held.acquire())
+    reason = optimizer_reason([optimizer], torch.device("cpu"))
+    assert f"a trial before training waits at {__file__}:" in reason
+    assert "tensor(" not in reason

@@ -1,12 +1,17 @@
 """Trying the user's code leaves nothing behind."""
 
 import itertools
+import re
 import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
 
 from lightning_mist.errors import PlanError, TraceError
+from lightning_mist.model.child_process import BUDGET
+from lightning_mist.strategy.planning import trial_step
 from lightning_mist.strategy.planning.trial_step import progress_through, told, tried
 
 HOST = torch.device("cpu")
@@ -83,3 +88,24 @@ def test_progress_arrives_from_a_copy():
     assert heard == [("timing the layers", 0.5)]
     progress_through(None, lambda text, fraction: heard.append(text))("here", 1.0)
     assert heard[-1] == "here"
+
+
+class Spins:
+    """Never ends."""
+
+    def __init__(self):
+        self.data = torch.ones(100)
+
+    def __call__(self):
+        while True:
+            self.data.add_(1.0)
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_what_does_not_end_is_given_up_in_a_line_without_data(is_apart, monkeypatch):
+    monkeypatch.setattr(BUDGET, "most_seconds", 0.3)
+    monkeypatch.setattr(trial_step, "leaves_no_trace", lambda device: is_apart)
+    with pytest.raises(TraceError) as caught:
+        tried(partial(Spins()), HOST)
+    assert re.fullmatch(rf"a trial before training did not end at {__file__}:\d+ within .* given up", str(caught.value))
+    assert threading.active_count() == 1
