@@ -21,6 +21,7 @@ from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
 from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime.stage import Talk, watched_processes
+from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.planning.manual_step import MANUAL
 from lightning_mist.strategy.planning.trial_step import tried
 from lightning_mist.units import format_seconds
@@ -62,6 +63,8 @@ def at_once_reason(trainer: Any) -> str | None:
             return f"{name}={getattr(trainer, name)}"
     if trainer.limit_train_batches == 0:
         return "limit_train_batches=0"
+    if _hooked(trainer.lightning_module, recurse=False):
+        return "a hook on the LightningModule itself runs around each of its steps, which only its own wrapper calls"
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _CALLBACKS_THAT_TRAIN:
@@ -222,11 +225,30 @@ def whole_module_reason(
     reason = optimizer_reason(optimizers, device, may_be_several=is_manual)
     if reason is not None:
         return reason
+    if _hooked(trainer.lightning_module, recurse=False):
+        return "a hook on the LightningModule itself runs around each of its steps, which only its own wrapper calls"
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _WHOLE_MODULE_CALLBACKS:
                 return f"callback {type(callback).__name__}: {_WHOLE_MODULE_CALLBACKS[cls.__name__]}"
     return None
+
+
+def _hooked(module: Any, *, recurse: bool = True) -> list[str]:
+    """The modules with hooks around their calls, by name, each as often as it has some."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    parts = module.named_modules() if recurse else [("", module)]
+    return [name for name, part in parts for kind in kinds for _ in getattr(part, kind)]
+
+
+def uneven_hooks(module: Any) -> tuple[Exclusion, ...]:
+    """What hooks rule out that are not on the same modules of all ranks; called on all at once."""
+    first, *others = of_all_ranks(_hooked(module))
+    if all(other == first for other in others):
+        return ()
+    reason = "modules have hooks on some ranks only, as a logger's watch puts there, and others do not wait for those"
+    features: tuple[Feature, ...] = ("pipeline", "tensor", "context", "sharded_parameters", "offloaded_parameters")
+    return tuple(Exclusion(feature=feature, reason=reason) for feature in features)
 
 
 def optimizer_reason(optimizers: list[Any], device: torch.device, *, may_be_several: bool = False) -> str | None:

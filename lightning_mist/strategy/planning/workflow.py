@@ -42,7 +42,7 @@ from lightning_mist.strategy.planning.memory_budget import (
     lack_for_whole,
     unless_out_of_memory,
 )
-from lightning_mist.strategy.planning.plain_parallelism import is_free, plain_plan
+from lightning_mist.strategy.planning.plain_parallelism import is_free, plain_plan, uneven_hooks
 from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.trial_step import TriedStep
 from lightning_mist.strategy.progress import Progress
@@ -166,6 +166,7 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
     is_fixed = planner.initial is not None or planner.request.master_weights
     is_alone = is_auto and planner.strategy.world_size == 1 and not is_fixed
     found = everywhere(planner.map)
+    found = replace(found, exclusions=(*found.exclusions, *uneven_hooks(planner.module)))
     found = planner.with_writes(same_everywhere(call.rule_out(found)))
     plan, made, found = _plan(planner, found)
     _check(planner, found, plan)
