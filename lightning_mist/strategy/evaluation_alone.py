@@ -13,7 +13,7 @@ import torch
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, Plan, check_plan, of_whole_batches
 from lightning_mist.runtime.forward_pass import is_whole, without_training
-from lightning_mist.strategy.all_ranks import any_reason, same_start
+from lightning_mist.strategy.all_ranks import any_reason, of_all_ranks, same_start
 from lightning_mist.strategy.empty_parameters import device_limit, initial_values
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.planning import given_plan, is_map_of, refuse_whole_alone, splits_of_evaluated
@@ -60,7 +60,8 @@ class EvaluationAlone(PlanInstallation):
     def _plan_outside(self, module: Any) -> tuple[Plan | None, ModuleMap | None]:
         """The plan to evaluate by, if there is one, and what is known of the module's step from its fit."""
         decision = self._decision
-        if decision is not None and is_map_of(decision.module_map, module):
+        is_known = decision is not None and is_map_of(decision.module_map, module)
+        if all(of_all_ranks(is_known)) and decision is not None:
             return decision.plan, decision.module_map
         return (None if self._request.plan == "auto" else given_plan(self._request.plan)), None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mist.devices import Homeward, ops_of
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.model.initialization import InitialValues
+from lightning_mist.model.initialization import InitialValues, empty_out
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values, process_groups, talking_groups
 from lightning_mist.plan.messages import message_pairs
@@ -256,8 +256,17 @@ class Engine(WholeGradients):
         """At the end: give rank 0 all values in host memory, and free those of the others."""
         values = self.module_values()
         self._unguard()
+        for name, part in self.parts.items():  # what has no values has the shape of the whole all the same
+            self.stages.every[name].data = self.stages.every[name].new_empty(()).expand(part.shape)
         leave_on_rank_zero(self.module, values)
         self.is_filled = True
+
+    @works
+    def abandon(self) -> None:
+        """Leave no part of a parameter that this rank has not whole: another fit must not take it for all of it."""
+        for name in self._absent():
+            empty_out(self.stages.every[name])
+        self._unguard()
 
     @contextmanager
     def parts_may_leave(self) -> Iterator[None]:
