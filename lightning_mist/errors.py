@@ -36,3 +36,18 @@ class PeerError(MistError):
 
 class CheckpointError(MistError):
     """A checkpoint could not be written or read, or is another module's."""
+
+
+def caught_as(error: object, said: MistError) -> MistError:
+    """An error that says this, and is caught also where the other error would be, if that is one that may be."""
+    kind, own = type(error), type(said)
+    if not isinstance(error, Exception):
+        return said
+    try:
+        body = {"__module__": kind.__module__, "__str__": lambda self: str(said)}
+        made = type(kind.__name__, (kind,) if issubclass(kind, own) else (kind, own), body)
+        like: MistError = made.__new__(made, *error.args)
+        vars(like).update(vars(error))
+    except Exception:  # of a class that cannot be derived from
+        return said
+    return like

@@ -12,7 +12,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning_mist.errors import InfeasibleError
+from lightning_mist.errors import InfeasibleError, caught_as
 from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
 from lightning_mist.runtime.parameters import at_work
 from lightning_mist.strategy.planning import Decision, is_out_of_memory, remember_limit
@@ -153,7 +153,8 @@ class FirstSteps:
         decision = self._strategy._decision
         self._remember(_tighter(decision))
         rank = self._strategy.global_rank
-        return InfeasibleError(f"rank {rank} ran out of memory in its first steps ({error}){self._asking(decision)}")
+        said = f"rank {rank} ran out of memory in its first steps ({error}){self._asking(decision)}"
+        return caught_as(error, InfeasibleError(said))
 
     def _asking(self, decision: Decision) -> str:
         limit = _tighter(decision)
