@@ -222,6 +222,8 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
                     engine.fill(torch.device("cpu"))
                 else:
                     engine.leave_on_rank_zero()
+            elif not engine.is_filled:
+                engine.abandon()
             # An evaluation after a fit has no optimizer, and leaves the fit's state as it is.
             self._states_afterwards = engine.release_optimizers(self._timeout) or self._states_afterwards
             if is_well:
@@ -333,7 +335,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         """Wait for the last checkpoint, and say how predicted and measured compare."""
         super().on_train_end()
         self.finish_saving()
-        if self._monitor is not None:
+        if self._monitor is not None and (self._watcher is None or self._watcher.all_end()):
             self._monitor.finish()
 
     @classmethod

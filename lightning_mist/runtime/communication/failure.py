@@ -2,30 +2,49 @@
 
 A rank that raises, or whose process ends, while others wait for it in a collective leaves them waiting: gloo notices
 when a connection breaks (not if a loader's worker still holds it), NCCL after its timeout of many minutes. So every
-process has a thread that listens to the other ranks. A rank that fails tells them what happened; the others have some
-seconds to end by themselves (a broken connection gives them a traceback of their own), then their watchers end them.
+process has a thread that listens to the other ranks. A rank that fails tells them what happened. Once it has left the
+fit, those that wait for it are cut off from it: what they wait in raises, the error of the rank that failed is raised
+there, and a program may handle it on all ranks and fit again, on process groups made anew. A rank that waits on is
+ended. So it goes too where ranks that have not failed wait for each other, or for one that has left.
 A process that ends without a word is a failure unless it has said that its part of this fit is done.
 """
 
+import base64
+import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_mist.errors import PeerError, caught_as
 from lightning_mist.runtime.communication.peers import Peers
 
 POLL_SECONDS = 0.5
 """Time between looks at what has been heard."""
 
-GRACE_SECONDS = 15.0
-"""Time for a rank to end by itself once another one has failed: gloo's broken connections took 7 to 11 seconds to end
-all of two and four processes."""
+GRACE_SECONDS = 10.0
+"""How long a rank may wait once it has been cut off from one that has failed or left, or was told to end."""
+
+CUT_SECONDS = 1.0
+"""How long a rank waits for one that has failed and left before it is cut off from it: it may be about to fail too."""
+
+STUCK_SECONDS = 4.0
+"""Ranks that all wait for so long, while nothing arrives, wait for each other."""
+
+_COLLECTIVES = (
+    *("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py"),
+    *("torch/futures/__init__.py", "runtime/communication/transport.py", "runtime/communication/peers.py"),
+)
+"""Where a thread is that waits for other ranks; in backward it may."""
 
 PATIENCE_SECONDS = 600.0
 """Time for a rank that has failed itself to end, which may be writing a checkpoint that others no longer wait for."""
@@ -51,6 +70,10 @@ def _end_process(report: str) -> None:
     print(report, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
+
+
+def _are_at_one(places: dict[int, str]) -> bool:
+    return len(set(places.values())) == 1 and "" not in places.values()
 
 
 class FailureWatcher:
@@ -83,6 +106,8 @@ class FailureWatcher:
         self._stopped = threading.Event()
         self._has_failed = False
         self._agreed: bool | None = None
+        self._cut: str | None = None
+        self._used = 0.0
         self._process, self._main = os.getpid(), threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning-mist-failures", daemon=True)
         self._thread.start()
@@ -106,7 +131,10 @@ class FailureWatcher:
             return
         self._has_failed = True
         text = _shortened("".join(traceback.format_exception(error)))
-        self._peers.say("place", self._number, "" if place is None else f"at {place}")
+        with suppress(Exception):  # not every error can travel
+            self._peers.say("error", self._number, base64.b64encode(pickle.dumps(error)).decode())
+        self._peers.say("place", self._number, "" if place is None or self._cut else f"at {place}")
+        self._say_connections()
         self._peers.say("failure", self._number, text, wait_seconds=2.0)
 
     def all_failed_together(self) -> bool:
@@ -126,13 +154,13 @@ class FailureWatcher:
         while True:
             places = self._peers.said("place", self._number)
             if len(places) == self._peers.world_size:
-                return len(set(places.values())) == 1 and "" not in places.values() and not self._is_apart()
+                return _are_at_one(places) and not self._is_apart()
             if self._is_apart() or "" in places.values() or time.monotonic() > until:
                 return False
             time.sleep(0.05)
 
     def _is_apart(self) -> bool:
-        return bool(self._peers.said("apart", self._number) or self._peers.gone)
+        return bool(self._peers.said("apart", self._number) or self._left())
 
     def told_together(self, number: int) -> None:
         """Return once every rank has been told to end; if only some have been, end this process.
@@ -160,8 +188,7 @@ class FailureWatcher:
             self._peers.say("told", self._number)
 
     def _all_told(self) -> bool:
-        heard = {*self._peers.said("told", self._number), *self._peers.said("done", self._number)}
-        return len(heard) == self._peers.world_size
+        return len(self._left().union(self._peers.said("told", self._number))) == self._peers.world_size
 
     # Others fail -------------------------------------------------------------------------------------------------
 
@@ -171,21 +198,47 @@ class FailureWatcher:
             if rank != self._rank:
                 return f"rank {rank}: {text}"
         for rank in self._peers.gone:
-            if not self._is_done(rank):
+            if rank not in self._peers.said("done", self._number):
                 return f"rank {rank}: its process has ended without a word: killed, or left by os._exit"
         return None
 
-    def cause(self, error: BaseException, wait_seconds: float = 1.0) -> str | None:
-        """What failed on another rank before this error did here, if it may have come of that."""
-        if self._has_failed or not isinstance(error, RuntimeError):
+    def cause(self, error: BaseException, wait_seconds: float = 1.0) -> Exception | None:
+        """What is to be raised in place of an error that came of another rank's failing or leaving."""
+        is_broken = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if self._has_failed or not is_broken or not isinstance(error, RuntimeError):
             return None
         until = time.monotonic() + wait_seconds
-        while (found := self.failure()) is None and time.monotonic() < until:
+        while (found := self.failure() or self._cut) is None and time.monotonic() < until:
             time.sleep(0.02)
-        return found
+        errors = self._peers.said("error", self._number)
+        rank = next((rank for rank in self._peers.said("failure", self._number) if rank != self._rank), None)
+        if found is None or rank not in errors:
+            return None if found is None else PeerError(found)
+        original = None
+        with suppress(Exception):  # it is of a class that is not known here
+            original = pickle.loads(base64.b64decode(errors[rank]))
+        last = found.strip().rpartition("\n")[2].removeprefix(f"rank {rank}: ")
+        caused = caught_as(original, PeerError(f"rank {rank} failed, and rank {self._rank} waited for it: {last}"))
+        caused.__cause__ = PeerError(found)
+        return caused
 
-    def _is_done(self, rank: int) -> bool:
-        return rank in self._peers.said("done", self._number)
+    def all_end(self) -> bool:
+        """Whether all ranks come to the end of training, where this one is; waits for those that are on their way."""
+        self._peers.say("ended", self._number)
+        while missing := self._others() - self._peers.said("ended", self._number).keys():
+            if self.failure() is not None or missing <= self._left() | self._stuck():
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _others(self) -> set[int]:
+        return set(range(self._peers.world_size)) - {self._rank}
+
+    def _left(self) -> set[int]:
+        return {*self._peers.said("done", self._number), *self._peers.gone}
+
+    def _stuck(self) -> set[int]:
+        return {rank for rank, text in self._peers.said("stuck", self._number).items() if text}
 
     def stop(self) -> None:
         """Watch no longer; this rank has ended what the others could wait for, or has failed itself."""
@@ -193,25 +246,78 @@ class FailureWatcher:
             return
         self._stopped.set()
         self._peers.hear_signals(None)
+        if self._stuck():
+            self._say_connections()
         self._peers.say("done", self._number, wait_seconds=2.0)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _watch(self) -> None:
-        since: float | None = None
+        since, moved = None, time.monotonic()
         while not self._stopped.wait(self._poll_seconds):
-            failure = self.failure()
-            if failure is None:
+            now, is_waiting = time.monotonic(), self._is_waiting()
+            moved = now if is_waiting is False else moved
+            self._say_stuck(is_waiting is True and now - moved >= STUCK_SECONDS)
+            trouble = self._trouble()
+            if trouble is None:
+                since = None
                 continue
-            since = time.monotonic() if since is None else since
+            since = now if since is None else since
+            known, waited = now - since, now - max(since, moved)
             is_writing = self._has_failed and not (self._agreed and self._is_apart())
+            is_lost = waited >= CUT_SECONDS and self._nobody_comes()
+            if not self._has_failed and self._cut is None and (is_lost or known >= self._grace_seconds):
+                self._cut_off(trouble)
+                since = now  # from here on it has time to end by itself
+                continue
             limit = PATIENCE_SECONDS if is_writing else self._grace_seconds
-            if time.monotonic() - since >= limit:
+            if max(waited, known - PATIENCE_SECONDS + limit) >= limit:
                 self._end(
-                    f"lightning-mist: {failure}\nlightning-mist: rank {self._rank} was still waiting "
+                    f"lightning-mist: {trouble}\nlightning-mist: rank {self._rank} was still waiting "
                     f"{limit:.0f} s later, here, and ends now:\n{self._whereabouts()}"
                 )
                 return
+
+    def _trouble(self) -> str | None:
+        """Why what this rank may wait for may never come."""
+        if (failure := self.failure()) is not None or self._rank not in self._stuck():
+            return failure
+        if self._rank in self._peers.said("told", self._number):
+            return f"rank {self._rank} was told to end"
+        left = sorted(self._left())
+        who = f"ranks {left} have left the fit" if left else "every rank waits for another"
+        why = f"{who}, and rank {self._rank} waits: do all have equally many batches, and take the same branches?"
+        return why if self._nobody_comes() else None
+
+    def _nobody_comes(self) -> bool:
+        failed = self._peers.said("failure", self._number).keys() - {self._rank}
+        return bool(failed & self._left()) or self._others() <= self._left() | self._stuck()
+
+    def _cut_off(self, trouble: str) -> None:
+        """Let what this rank waits in raise."""
+        self._cut = trouble
+        self._peers.say("place", self._number, "")
+        self._peers.cut(self._number)
+        for group in list(dist.distributed_c10d._world.pg_map):
+            group.abort()  # nothing under gloo, which its connections wake
+
+    def _say_connections(self) -> None:
+        self._peers.say("connections", self._number, json.dumps([*self._peers.connections()]))
+
+    def _say_stuck(self, is_stuck: bool) -> None:
+        is_stuck = is_stuck and min(self._peers.connections().values(), default=0.0) >= STUCK_SECONDS
+        if is_stuck != (self._rank in self._stuck()):
+            self._say_connections()
+            self._peers.say("stuck", self._number, "here" if is_stuck else "")
+
+    def _is_waiting(self) -> bool | None:
+        """Whether the main thread waits for other ranks; ``None`` where that is not to be seen."""
+        is_on_host = not dist.is_initialized() or dist.get_backend() == "gloo"
+        if not is_on_host or not hasattr(time, "pthread_getcpuclockid"):
+            return None  # who waits for a device may use a processor
+        before, self._used = self._used, time.clock_gettime(time.pthread_getcpuclockid(self._main))
+        frame: Any = sys._current_frames().get(self._main)
+        return frame is not None and frame.f_code.co_filename.endswith(_COLLECTIVES) and self._used == before
 
     def _whereabouts(self) -> str:
         frame: Any = sys._current_frames().get(self._main)
@@ -223,7 +329,34 @@ class _Started:
 
     store: Any = None
     peers: Peers | None = None
+    watcher: FailureWatcher | None = None
     count: int = 0
+
+
+def begin_anew(timeout: timedelta | None) -> None:
+    """Once all ranks have left the fit before: make process groups anew where it may have broken them."""
+    peers, number = _Started.peers, _Started.count
+    if peers is None or not dist.is_initialized() or _Started.store is not dist.distributed_c10d._get_default_store():
+        return
+    if _Started.watcher is not None:
+        _Started.watcher.stop()
+    if not peers.is_whole:
+        return
+    while missing := set(range(peers.world_size)) - peers.said("done", number).keys():
+        if gone := missing & set(peers.gone):
+            raise PeerError(f"the processes of ranks {sorted(gone)} have ended, and this takes all ranks: start again")
+        time.sleep(0.02)
+    places = peers.said("place", number)
+    if not places or (len(places) == peers.world_size and _are_at_one(places)):
+        return
+    peers.cut(number)  # what is left in them must not wait for the end of the others
+    backend, device = dist.get_backend(), getattr(dist.group.WORLD, "bound_device_id", None)
+    dist.destroy_process_group()
+    store = dist.PrefixStore(f"lightning_mist/again/{number}", _Started.store)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, store=store, rank=peers.rank, world_size=peers.world_size, timeout=timeout, device_id=device
+    )
+    _Started.store = dist.distributed_c10d._get_default_store()
 
 
 def start_watcher(*, is_one_machine: bool = True, **options: Any) -> FailureWatcher | None:
@@ -238,4 +371,5 @@ def start_watcher(*, is_one_machine: bool = True, **options: Any) -> FailureWatc
         _Started.peers = Peers(store, dist.get_rank(), dist.get_world_size(), is_one_machine=is_one_machine)
         _Started.store, _Started.count = store, 0
     _Started.count += 1
-    return FailureWatcher(_Started.peers, _Started.count, **options)
+    _Started.watcher = FailureWatcher(_Started.peers, _Started.count, **options)
+    return _Started.watcher

@@ -14,13 +14,16 @@ import secrets
 import selectors
 import signal
 import socket
+import stat
+import struct
 import threading
 import time
 import uuid
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +37,16 @@ _ARRIVE_SECONDS = 40.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 """A machine that goes without closing anything is noticed after 45 seconds of silence."""
 
+_ARRIVED = 52
+"""Where in Linux's ``struct tcp_info`` ``tcpi_last_data_recv`` is (include/uapi/linux/tcp.h)."""
+
 _every: "weakref.WeakSet[Peers]" = weakref.WeakSet()
+
+
+def _innermost(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return store
 
 
 def second_connection(store: Any) -> Any:
@@ -44,9 +56,7 @@ def second_connection(store: Any) -> Any:
     are returned as they are.
     """
     stores: Any = dist  # whose stubs do not name what it exports
-    inner = store
-    while isinstance(inner, stores.PrefixStore):
-        inner = inner.underlying_store
+    inner = _innermost(store)
     if not isinstance(inner, stores.TCPStore):
         return store
     # What the prefixes are torch does not tell: a name of these keys, from whoever comes first, stands for them.
@@ -83,6 +93,7 @@ class Peers:
         self._wake_number = self._wake.fileno()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._links: dict[socket.socket, _Link] = {}
+        self._ports = {getattr(_innermost(store), "port", None)}  # of what must outlive a failure
         self._server: socket.socket | None = None
         self._is_open = True
         # Fits on the same store follow each other: each process counts for itself, and all count alike.
@@ -100,12 +111,12 @@ class Peers:
     # What others may ask -----------------------------------------------------------------------------------------
 
     def say(self, kind: str, number: int, text: str = "", *, wait_seconds: float = 0.0) -> None:
-        """Let all ranks know something; this rank knows it at once.
+        """Let all ranks know something, in place of what was said of it before; this rank knows it at once.
 
         Args:
             wait_seconds: How long to wait until it has left this process.
         """
-        self._notes.setdefault((kind, number), {}).setdefault(self.rank, text)
+        self._notes.setdefault((kind, number), {})[self.rank] = text
         sent = threading.Event()
         self._outbox.append((_line(self.rank, kind, number, text), sent))
         if self._is_open:
@@ -121,6 +132,35 @@ class Peers:
     def gone(self) -> tuple[int, ...]:
         """Ranks whose processes have ended, the first one first."""
         return tuple(self._gone)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks have come to be connected, so far as is known."""
+        return not any(self._store.check([f"{self._prefix}/apart/{rank}"]) for rank in range(self.world_size))
+
+    def connections(self, cut: Collection[str] = ()) -> dict[str, float]:
+        """Seconds since something last arrived (0 if unknown), by both ends of this process's other TCP connections.
+
+        Args:
+            cut: Names that another rank gave them: these are shut down, and nobody waits in them any longer.
+        """
+        found = {}
+        for number in map(int, os.listdir("/dev/fd")):
+            with suppress(OSError):  # closed by now, or not connected
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    with socket.socket(fileno=os.dup(number)) as end:
+                        own, other = end.getsockname()[:2], end.getpeername()[:2]
+                        is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
+                        if is_tcp and self._ports.isdisjoint((own[1], other[1])):
+                            found[f"{own} {other}"] = _silence(end)
+                            if f"{other} {own}" in cut:
+                                end.shutdown(socket.SHUT_RDWR)
+        return found
+
+    def cut(self, number: int) -> None:
+        """Shut down what connects this process to others by what these said of it."""
+        told = self.said("connections", number).items()
+        self.connections([name for rank, text in told if rank != self.rank for name in json.loads(text)])
 
     def close(self) -> None:
         """End the connection, as the end of the process does."""
@@ -176,11 +216,13 @@ class Peers:
         server.setblocking(False)
         self._server = server
         self._selector.register(server, selectors.EVENT_READ)
+        self._ports.add(server.getsockname()[1])
         self._key = secrets.token_hex(16)
         store.set(prefix, json.dumps({"hosts": hosts, "port": server.getsockname()[1], "key": self._key}))
 
     def _connect(self, store: Any, prefix: str) -> None:
         found = json.loads(store.get(prefix).decode())
+        self._ports.add(found["port"])
         hosts = [*found["hosts"]]
         if hosts != ["127.0.0.1"] and os.environ.get("MASTER_ADDR"):
             hosts.insert(0, os.environ["MASTER_ADDR"])  # where rank 0 is reached already
@@ -276,7 +318,7 @@ class Peers:
         if note["kind"] == "gone":
             self._gone.setdefault(note["rank"])
         else:
-            self._notes.setdefault((note["kind"], note["number"]), {}).setdefault(note["rank"], note["text"])
+            self._notes.setdefault((note["kind"], note["number"]), {})[note["rank"]] = note["text"]
         if self._server is not None:
             self._pass_on(line + b"\n", but=link)
 
@@ -338,6 +380,14 @@ class _Link:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
+
+
+def _silence(end: socket.socket) -> float:
+    """Seconds since something last arrived; 0 where the system does not tell."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0.0
+    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ARRIVED + 4)
+    return float(struct.unpack_from("I", info, _ARRIVED)[0]) / 1000
 
 
 def _line(rank: int, kind: str, number: int, text: str) -> bytes:

@@ -5,7 +5,7 @@ own :func:`complete` runs it by blocking; tests run the generators of many ranks
 """
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
@@ -88,14 +88,18 @@ class ObjectWork(Work, Protocol):
 
 def complete(run: Iterator[Work]) -> Any:
     """Run a generator of pending works to its end by blocking on each, and give what it returns."""
-    while True:
-        try:
-            work = next(run)
-        except StopIteration as stop:
-            return stop.value
-        work.wait()
-        # A work may hold the tensor it moved; the next one may be long in coming.
-        del work
+    try:
+        while True:
+            try:
+                work = next(run)
+            except StopIteration as stop:
+                return stop.value
+            work.wait()
+            # A work may hold the tensor it moved; the next one may be long in coming.
+            del work
+    finally:
+        if isinstance(run, Generator):
+            run.close()  # what it has changed for its time is as before also where a peer does not answer
 
 
 def check_contiguous(tensor: Tensor, what: str) -> Tensor:

@@ -8,14 +8,14 @@ itself, and while this rank fails nothing waits for ranks that may be gone.
 import gc
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.errors import PeerError
-from lightning_mist.runtime.communication import FailureWatcher, start_watcher
+from lightning_mist.runtime.communication import FailureWatcher, begin_anew, start_watcher
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -45,9 +45,11 @@ class Watched:
             return self._function(*args, **kwargs)
         except BaseException as error:
             # Lightning's tuners end a trial of theirs so, on all ranks.
-            if type(error).__name__ != "_TunerExitException":
-                self._strategy.failing(error)
-            raise
+            is_over = type(error).__name__ == "_TunerExitException"
+            caused = None if is_over else self._strategy.failing(error)
+            if caused is None:
+                raise
+            raise caused.with_traceback(error.__traceback__)  # noqa: B904  what caused it is known
 
 
 def _launch(launcher: Any, strategy: "EndsTogether", function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +64,7 @@ class EndsTogether(_Base):
     _begun: int = 0
     _ended: int = 0
     _is_told: bool = False
+    _timeout: timedelta | None
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -71,6 +74,7 @@ class EndsTogether(_Base):
 
     def setup_environment(self) -> None:
         """Make the process group, and watch for failures of other ranks from now on."""
+        begin_anew(self._timeout)
         super().setup_environment()
         self.stop_watching()  # where an earlier fit was never torn down
         self._begun = self._ended = 0
@@ -95,14 +99,13 @@ class EndsTogether(_Base):
         super().on_exception(exception)
         self.failing(exception)
 
-    def failing(self, error: BaseException) -> None:
-        """Tell the other ranks that this one fails, and the user what failed before it elsewhere."""
+    def failing(self, error: BaseException) -> Exception | None:
+        """Tell the other ranks that this one fails; what is to be raised in its place if another one made it fail."""
         if self._watcher is None or self._watcher.has_failed:
-            return
-        cause = self._watcher.cause(error)
-        if cause is not None:
-            print(f"lightning-mist: before rank {self.global_rank} failed, {cause}", file=sys.stderr, flush=True)
-        self._watcher.report(error, self._place())
+            return None
+        caused = self._watcher.cause(error)
+        self._watcher.report(caused or error, None if caused else self._place())
+        return caused
 
     # While this rank fails ---------------------------------------------------------------------------------------
 

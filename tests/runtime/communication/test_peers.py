@@ -42,11 +42,11 @@ def test_what_one_says_all_hear(store, connect, is_one_machine):
     assert ranks[0].said("word", 2) == {}
 
 
-def test_only_what_was_said_first_stays(store, connect):
+def test_only_what_was_said_last_stays(store, connect):
     first, _ = connect(store, 2)
     first.say("word", 1, "first")
     first.say("word", 1, "second")
-    assert first.said("word", 1) == {0: "first"}
+    assert first.said("word", 1) == {0: "second"}
 
 
 def test_what_was_said_last_is_known_before_the_end(store, connect):
