@@ -1,8 +1,97 @@
-"""Attributes that have other values for a while."""
+"""Attributes of the user's objects as they are stored, and attributes that have other values for a while.
 
+Whoever reads what the user's code can reach looks through here: nothing of the user's runs (``__getattr__``,
+properties, ``__class__``, ``__eq__``, ``__iter__``), which may fail, take long, or change something.
+"""
+
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
+
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+
+
+def is_a(value: Any, kinds: Any) -> bool:
+    """Whether a value is of a class, or of one of several, whatever it says of its own class."""
+    return issubclass(type(value), kinds)
+
+
+def of_class(value: Any, name: str) -> Any:
+    """What the class of a value, or a class itself, has under a name, as it is stored; None if nothing."""
+    classes = (value if is_a(value, type) else type(value)).__mro__
+    return next((vars(base)[name] for base in classes if name in vars(base)), None)
+
+
+def own(value: Any) -> Any:
+    """The dictionary of an object's own attributes, itself; None if it has none."""
+    place = next((vars(base)["__dict__"] for base in type(value).__mro__ if "__dict__" in vars(base)), None)
+    found = place.__get__(value) if isinstance(place, (GetSetDescriptorType, MemberDescriptorType)) else None
+    return found if is_a(found, dict) else None
+
+
+def stored(value: Any, name: str) -> Any:
+    """What an object, or its class, has under a name, as it is stored; None if nothing."""
+    found = own(value)
+    return of_class(value, name) if found is None or name not in dict.keys(found) else dict.__getitem__(found, name)
+
+
+def held(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of an object's own attributes, those in slots too."""
+    yield from entries(own(value) or {})
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            if type(slot) is MemberDescriptorType and slot.__objclass__ is base:
+                with suppress(AttributeError):  # not yet set
+                    yield name, slot.__get__(value)
+
+
+def container(value: Any) -> Any:
+    """The standard class that a container is of, whose methods tell and change what it holds; None if it is none."""
+    return next((kind for kind in _CONTAINERS if is_a(value, kind)), None)
+
+
+def entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Keys, or positions, and items of a container, whatever its class makes of them."""
+    kind = container(value)
+    yield from kind.items(value) if issubclass(kind, dict) else enumerate(kind.__iter__(value))
+
+
+def size(value: Any) -> int:
+    """How many items a container holds."""
+    return int(container(value).__len__(value))
+
+
+def referent(value: Any) -> Any:
+    """What a weak proxy stands for, None if that is gone; anything else itself."""
+    try:
+        return value.__init__.__self__ if type(value) in ProxyTypes else value
+    except ReferenceError:
+        return None
+
+
+def unwrapped(function: Any) -> Any:
+    """The function inside a method and inside those that ``functools.wraps`` has made; anything else itself."""
+    seen = set[int]()
+    while id(function) not in seen:
+        seen.add(id(function))
+        function = function.__func__ if is_a(function, (MethodType, staticmethod, classmethod)) else function
+        function = dict.get(own(function) or {}, "__wrapped__", function)
+    return function
+
+
+def package_of(item: Any) -> str:
+    """The package of a module, a class, a function (the one whose globals it uses), or of anything else's class."""
+    if is_a(item, ModuleType):
+        return str(dict.get(own(item) or {}, "__name__")).partition(".")[0]
+    item = item.__func__ if is_a(item, MethodType) else item
+    if is_a(item, FunctionType):
+        name = item.__globals__.get("__name__", item.__module__)
+    else:
+        name = (item if is_a(item, (type, BuiltinFunctionType)) else type(item)).__module__
+    return str(name).partition(".")[0]
 
 
 @contextmanager

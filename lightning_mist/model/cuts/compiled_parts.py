@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_mist.attributes import is_a, of_class, stored
 from lightning_mist.plan.module_map import Exclusion, Feature
 from lightning_mist.plan.plan_tables import ranges
 
@@ -38,7 +39,7 @@ def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[
 
 def is_compiled_block(block: nn.Module) -> bool:
     """Whether calling a block runs compiled code."""
-    return _is_compiled(block) or getattr(block, "_compiled_call_impl", None) is not None
+    return _is_compiled(block) or stored(block, "_compiled_call_impl") is not None
 
 
 def compiled_text(module: nn.Module, blocks: Sequence[str]) -> str:
@@ -49,7 +50,7 @@ def compiled_text(module: nn.Module, blocks: Sequence[str]) -> str:
 
 def _compiled(module: nn.Module) -> Iterator[str]:
     # What Lightning keeps of ``torch.compile(module)``: its steps compiled, and this mark.
-    is_whole = getattr(module, "_compiler_ctx", None) is not None
+    is_whole = stored(module, "_compiler_ctx") is not None
     if is_whole:
         yield "the module"
     seen: set[type] = set()
@@ -70,13 +71,13 @@ def _of_class(cls: type) -> Iterator[str]:
     for key, value in vars(cls).items():
         if _is_compiled(value):
             yield f"{cls.__name__}.{key}"
-        elif isinstance(value, types.FunctionType):
+        elif is_a(value, types.FunctionType):
             for name in value.__code__.co_names:
                 if _is_compiled(value.__globals__.get(name)):
                     yield f"{name}, which {cls.__name__}.{key} calls,"
 
 
 def _is_compiled(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return hasattr(type(value), "_opt_mod_attributes") or type(value).__name__ == "OptimizedModule"
-    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
+    if is_a(value, nn.Module):
+        return of_class(value, "_opt_mod_attributes") is not None or type(value).__name__ == "OptimizedModule"
+    return callable(value) and stored(value, "_torchdynamo_orig_callable") is not None

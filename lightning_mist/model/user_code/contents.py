@@ -5,17 +5,18 @@ iterators. What an iterator has given can be had again, so that trying a step ta
 """
 
 import collections
-import copy
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_mist.attributes import container, entries, is_a, of_class, own, package_of, size
 
 DEPTH = 4
 """How deep containers and objects are looked into."""
@@ -35,7 +36,7 @@ FOREIGN_PACKAGES = (
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Thread)
 
 _CONTAINERS = (dict, list, set, collections.deque)
-SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+_SIMPLE: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
 
 
 class Replayed:
@@ -85,8 +86,8 @@ class Contents:
 
     def restore(self) -> None:
         """Put everything that was frozen or kept back as it was."""
-        for container, contents in self._copies.values():
-            _refill(container, contents)
+        for value, contents in self._copies.values():
+            _refill(value, contents)
         for _, reset in self._resets.values():
             reset()
         with torch.no_grad():
@@ -98,7 +99,7 @@ class Contents:
     def keep_container(self, value: Any) -> None:
         """Remember what is in a container, but nothing of its items."""
         if id(value) not in self._copies:
-            self._copies[id(value)] = (value, copy.copy(value))
+            self._copies[id(value)] = (value, list(entries(value)))
 
     def keep_tensor(self, tensor: Tensor) -> None:
         """Remember the contents of a tensor, if tensors are kept."""
@@ -109,43 +110,47 @@ class Contents:
 
     def freeze(self, value: Any, depth: int = DEPTH) -> Any:
         """Something that compares equal as long as the value has not changed."""
-        if isinstance(value, SIMPLE):
-            return type(value), repr(value)
-        state = self._drawn(value) or self._array(value)
-        if state is None and depth and not isinstance(value, nn.Module):
+        if (known := simple(value)) is not None:
+            return known
+        try:
+            state = self._drawn(value) or self._array(value)
+        except Exception:  # what a class of the user's makes of a generator or an array
+            state = None
+        if state is None and depth and not is_a(value, nn.Module):
             state = self._inside(value, depth)
         return ("object", id(value)) if state is None else state
 
     def _inside(self, value: Any, depth: int) -> Any:
-        if isinstance(value, _CONTAINERS):
+        if is_a(value, _CONTAINERS):
             return self._container(value, depth)
-        if isinstance(value, tuple):
-            return tuple, tuple(self.freeze(item, depth - 1) for item in value)
+        if is_a(value, tuple):
+            return tuple, tuple(self.freeze(item, depth - 1) for _, item in entries(value))
         if not is_users_object(value):
             return None
         # What threads share, such as a queue, goes on meanwhile: it is looked at, and not put back under their hands.
-        is_shared = any(isinstance(item, _LOCKS) for item in vars(value).values())
+        attributes = own(value)
+        is_shared = any(is_a(item, _LOCKS) for item in attributes.values())
         keeper = Contents(with_tensors=False) if is_shared else self
-        return "object", id(value), keeper.freeze(vars(value), depth - 1)
+        return "object", id(value), keeper.freeze(attributes, depth - 1)
 
     def _drawn(self, value: Any) -> Any:
         numpy = sys.modules.get("numpy")
         state: Any = None
-        if isinstance(value, Replayed):
+        if is_a(value, Replayed):
             state = value.given
             self._reset(value, partial(value.rewind, state))
-        elif isinstance(value, torch.Generator):
+        elif is_a(value, torch.Generator):
             torch_state = value.get_state()
             state = bytes(torch_state.numpy())
             self._reset(value, partial(value.set_state, torch_state))
-        elif isinstance(value, random.Random):
+        elif is_a(value, random.Random):
             state = value.getstate()
             self._reset(value, partial(value.setstate, state))
-        elif numpy is not None and isinstance(value, numpy.random.Generator):
+        elif numpy is not None and is_a(value, numpy.random.Generator):
             bits = value.bit_generator.state
             state = repr(bits)
             self._reset(value, partial(setattr, value.bit_generator, "state", bits))
-        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        elif numpy is not None and is_a(value, numpy.random.RandomState):
             drawn = value.get_state()
             state = repr(drawn)
             self._reset(value, partial(value.set_state, drawn))
@@ -153,11 +158,11 @@ class Contents:
 
     def _array(self, value: Any) -> Any:
         """What is in a tensor or an array; ``None`` for anything else."""
-        if isinstance(value, Tensor):
+        if is_a(value, Tensor):
             self.keep_tensor(value)
             return "tensor", id(value), -1 if value.is_inference() else value._version
         numpy = sys.modules.get("numpy")
-        if numpy is None or not isinstance(value, numpy.ndarray) or value.nbytes > MOST_BYTES or value.dtype.hasobject:
+        if numpy is None or not is_a(value, numpy.ndarray) or value.nbytes > MOST_BYTES or value.dtype.hasobject:
             return None
         if value.flags.writeable and self._with_tensors:
             self._reset(value, partial(numpy.copyto, value, value.copy()))
@@ -168,12 +173,11 @@ class Contents:
 
     def _container(self, value: Any, depth: int) -> Any:
         self.keep_container(value)
-        if len(value) > _MOST_ITEMS:
-            return type(value), id(value), len(value)
-        is_keyed = isinstance(value, (dict, set))
-        keys = tuple(key if isinstance(key, SIMPLE) else id(key) for key in value) if is_keyed else ()
-        items = value.values() if isinstance(value, dict) else () if isinstance(value, set) else value
-        return type(value), id(value), keys, tuple(self.freeze(item, depth - 1) for item in items)
+        if size(value) > _MOST_ITEMS:
+            return id(value), size(value)
+        if is_a(value, set):
+            return id(value), tuple(token(item) for _, item in entries(value))
+        return id(value), tuple((token(key), self.freeze(item, depth - 1)) for key, item in entries(value))
 
 
 def address_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -182,44 +186,58 @@ def address_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr() if has_memory else None, tensor.dtype, tuple(tensor.shape)
 
 
+def simple(value: Any) -> tuple[str, Any] | None:
+    """The class and the text of a plain value, such as a number, whatever its class makes of it; None of any other."""
+    kind = next((kind for kind in _SIMPLE if is_a(value, kind)), None)
+    if kind is None:
+        return None
+    return type(value).__name__, value if type(value) in (str, bytes) else kind.__repr__(value)
+
+
+def token(value: Any) -> Any:
+    """What tells one plain value, such as a number, from another; of anything else which one it is."""
+    return id(value) if (known := simple(value)) is None else known
+
+
+def is_code(value: Any) -> bool:
+    """Whether something is a class, a module of torch, or what classes make methods and properties of."""
+    return is_a(value, (type, nn.Module)) or of_class(value, "__get__") is not None
+
+
 def is_users_object(value: Any) -> bool:
     """Whether something is an instance of a class of the user's, whose attributes may change."""
     return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (type, FunctionType, nn.Module))
-        and type(value).__module__.partition(".")[0] not in FOREIGN_PACKAGES
-        and not isinstance(value, type(sys))
+        not is_a(value, (type, FunctionType, nn.Module, ModuleType))
+        and package_of(type(value)) not in FOREIGN_PACKAGES
+        and own(value) is not None
     )
 
 
 def is_iterator(value: Any) -> bool:
     """Whether something can be asked for its next item and keeps its position where nobody sees it."""
-    return hasattr(type(value), "__next__") and not isinstance(value, Replayed) and not is_users_object(value)
+    is_one = not is_a(value, type) and of_class(value, "__next__") is not None
+    return is_one and not is_a(value, Replayed) and not is_users_object(value)
 
 
 def held_iterators(holder: Any, names: Iterator[Any], depth: int = 2) -> Iterator[tuple[Any, Any]]:
     """The dictionaries and lists that hold iterators, and under which key, down to a depth."""
     for name in names:
-        value = holder[name]
+        value = container(holder).__getitem__(holder, name)
         if is_iterator(value):
             yield holder, name
-        elif depth and isinstance(value, (dict, list)) and len(value) <= _MOST_ITEMS:
-            keys = iter(list(value)) if isinstance(value, dict) else iter(range(len(value)))
-            yield from held_iterators(value, keys, depth - 1)
+        elif depth and is_a(value, (dict, list)) and size(value) <= _MOST_ITEMS:
+            yield from held_iterators(value, iter([key for key, _ in entries(value)]), depth - 1)
         elif depth and is_users_object(value):
-            space = vars(value)
-            yield from held_iterators(space, iter(list(space)), depth - 1)
+            yield from held_iterators(own(value), iter([key for key, _ in entries(own(value))]), depth - 1)
 
 
-def _refill(container: Any, contents: Any) -> None:
-    if isinstance(container, dict):
-        if container.keys() != contents.keys() or any(container[k] is not v for k, v in contents.items()):
-            container.clear()
-            container.update(contents)
-    elif isinstance(container, set):
-        if container != contents:
-            container.clear()
-            container.update(contents)
-    elif len(container) != len(contents) or any(a is not b for a, b in zip(container, contents, strict=True)):
-        container.clear()
-        container.extend(contents)
+def _refill(value: Any, contents: list[tuple[Any, Any]]) -> None:
+    kind, now = container(value), list(entries(value))
+    is_keyed = issubclass(kind, dict)
+    if [(is_keyed and id(key), id(item)) for key, item in now] != [(is_keyed and id(k), id(v)) for k, v in contents]:
+        kind.clear(value)
+        for key, item in contents:
+            if is_keyed:
+                kind.__setitem__(value, key, item)
+            else:
+                (kind.add if issubclass(kind, set) else kind.append)(value, item)

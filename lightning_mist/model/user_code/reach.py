@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_mist.attributes import entries, is_a, of_class, own, package_of, stored
 from lightning_mist.model.user_code.contents import is_users_object
 
 _FOREIGN = frozenset(
@@ -30,6 +31,9 @@ _MAKING = ("__init__", "__new__", "__post_init__", "__init_subclass__")
 """Methods that run when an object or a class is made."""
 
 
+_OF_MODULES = frozenset(vars(ModuleType(""))) | {"__file__", "__path__", "__cached__", "__builtins__", "__module__"}
+"""Names by which modules are imported, which code does not change."""
+
 _Roots = Mapping[str, tuple[dict[str, Any], frozenset[str]]]
 
 
@@ -45,11 +49,7 @@ class Space:
     def values(self) -> Mapping[str, Any]:
         """What it holds now."""
         if isinstance(self.holder, CellType):
-            (name,) = self.only or ("",)
-            try:
-                return {name: self.holder.cell_contents}
-            except ValueError:  # not yet set
-                return {}
+            return dict(zip(self.only or (), contents_of(self.holder), strict=False))
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
     def put(self, name: str, value: Any) -> None:
@@ -92,9 +92,10 @@ class Reach:
                 self._add(Space(f"module {name}" if name else "the module", vars(child), is_module=True))
         self._visit(step)
         for child in module.modules():
-            self._visit(type(child).forward)
-            for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values()):
-                self._visit(hook)
+            self._visit(of_class(child, "forward"))
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                for _, hook in entries(stored(child, name) or {}):
+                    self._visit(hook)
             if any(is_users(cls) for cls in type(child).__mro__):
                 for value in list(vars(child).values()):
                     self._visit(value)
@@ -111,7 +112,8 @@ class Reach:
         """Names and values of a space that the code mentions."""
         values = space.values()
         for name in values.keys() & (self.names if space.only is None else space.only):
-            yield name, values[name]
+            if name not in _OF_MODULES or space.is_module:
+                yield name, values[name]
 
     def has(self, name: str, space: Space) -> bool:
         """Whether the code can get at a name of a space."""
@@ -142,29 +144,33 @@ class Reach:
                 return
 
     def _visit_member(self, value: Any) -> None:
-        if isinstance(value, property):
+        if is_a(value, property):
             for function in (value.fget, value.fset):
                 self._visit(function)
-        elif isinstance(value, functools.cached_property):
+        elif is_a(value, functools.cached_property):
             self._visit(value.func)
         else:
-            self._visit(getattr(value, "__func__", value))
+            self._visit(value.__func__ if is_a(value, (staticmethod, classmethod)) else value)
 
     def _visit(self, value: Any) -> None:
-        if isinstance(value, MethodType):
+        if is_a(value, MethodType):
             value = value.__func__
-        if isinstance(value, functools.partial):
+        if is_a(value, functools.partial):
             for item in (value.func, *value.args, *value.keywords.values()):
                 self._visit(item)
             return
-        inner = getattr(value, "__wrapped__", None)
-        if isinstance(inner, (FunctionType, MethodType)) and inner is not value:
+        inner = dict.get(own(value) or {}, "__wrapped__")
+        if is_a(inner, (FunctionType, MethodType)) and inner is not value:
             self._visit(inner)
-        if isinstance(value, FunctionType):
-            if id(value) not in self._seen and is_users(value):
+        if is_a(value, FunctionType):
+            if id(value) not in self._seen:
                 self._seen.add(id(value))
-                self._waiting.append(value)
-        elif isinstance(value, type):
+                if is_users(value):
+                    self._waiting.append(value)
+                elif inner is not None:  # a library's decorator around a function of the user's
+                    for cell in value.__closure__ or ():
+                        self._visit(next(iter(contents_of(cell)), None))
+        elif is_a(value, type):
             self._add_class(value)
         elif is_users_object(value):
             self._add_class(type(value))
@@ -175,11 +181,13 @@ class Reach:
         self.names |= names
         if vars(function):
             self._add(Space(f"function {function.__qualname__}", vars(function)))
-        self._add(Space(f"globals of {function.__module__}", function.__globals__))
+        self._add(
+            Space(f"globals of {function.__globals__.get('__name__', function.__module__)}", function.__globals__)
+        )
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             space = Space(f"closure of {function.__qualname__}", cell, frozenset((name,)))
             self._add(space)
-            for value in space.values().values():
+            for value in contents_of(cell):
                 self._visit(value)
         defaults = _defaults(function)
         if defaults:
@@ -187,13 +195,22 @@ class Reach:
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             self._visit(value)
-            if isinstance(value, FunctionType) and is_users(value):
+            if is_a(value, FunctionType) and is_users(value):
                 # Functions may have attributes of their own, now or later.
                 self._add(Space(f"function {value.__qualname__}", vars(value)))
-            if isinstance(value, ModuleType) and is_users(value):
-                self._add(Space(f"globals of {value.__name__}", vars(value)))
-                for inner in names & vars(value).keys():
-                    self._visit(vars(value)[inner])
+            if is_a(value, ModuleType) and is_users(value):
+                space = own(value)
+                self._add(Space(f"globals of {space.get('__name__')}", space))
+                for inner in names & space.keys():
+                    self._visit(space[inner])
+
+
+def contents_of(cell: CellType) -> tuple[Any, ...]:
+    """What the cell of a closure holds; nothing if it is not yet set."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
 def _defaults(function: FunctionType) -> dict[str, Any]:
@@ -203,7 +220,7 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
     return {
         name: value
         for name, value in every.items()
-        if isinstance(value, (list, dict, set)) or hasattr(value, "__next__")
+        if is_a(value, (list, dict, set)) or of_class(value, "__next__") is not None
     }
 
 
@@ -221,6 +238,5 @@ def _names_of(code: CodeType) -> Iterator[str]:
 
 def is_users(item: Any) -> bool:
     """Whether a function, class or module is the user's own, or a library's that is no part of the machinery."""
-    name = item.__name__ if isinstance(item, ModuleType) else getattr(item, "__module__", None)
-    top = str(name).partition(".")[0]
+    top = package_of(item)
     return top not in _FOREIGN and (top not in sys.stdlib_module_names or top in ("__main__", "__mp_main__"))

@@ -6,9 +6,8 @@ Counters on classes, globals, closures, the trainer and its callbacks, arrays, r
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
-from lightning_mist.model.user_code.contents import MOST_BYTES, Contents, Replayed, held_iterators
+from lightning_mist.attributes import container
+from lightning_mist.model.user_code.contents import MOST_BYTES, Contents, Replayed, held_iterators, is_code
 from lightning_mist.model.user_code.reach import Reach, Space
 
 _Place = tuple[int, str]  # number of a space and a name in it
@@ -24,7 +23,7 @@ class Snapshot:
         self.frozen: dict[_Place, Any] = {}
         for number, space in enumerate(reach.spaces):
             for name, value in reach.named(space):
-                if not _is_code(value):
+                if not is_code(value):
                     self.values[number, name] = value
                     self.frozen[number, name] = self._contents.freeze(value)
 
@@ -37,7 +36,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back as it was."""
         for number, space in enumerate(self._reach.spaces):
-            now = {name: value for name, value in self._reach.named(space) if not _is_code(value)}
+            now = {name: value for name, value in self._reach.named(space) if not is_code(value)}
             for name in now.keys() - {name for of, name in self.values if of == number}:
                 space.remove(name)
         for (number, name), value in self.values.items():
@@ -46,12 +45,6 @@ class Snapshot:
             if name not in held or held[name] is not value:
                 space.put(name, value)
         self._contents.restore()
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (type, nn.Module, property, staticmethod, classmethod)) or callable(
-        getattr(value, "__get__", None)
-    )
 
 
 class Surroundings:
@@ -85,7 +78,7 @@ class Surroundings:
             if isinstance(holder, Space):
                 holder.put(key, iterator.release())
             else:
-                holder[key] = iterator.release()
+                container(holder).__setitem__(holder, key, iterator.release())
         self._start, self._iterators = None, []
 
     def begin_run(self) -> None:
@@ -120,10 +113,11 @@ class Surroundings:
     def _hold_iterators(self, space: Space) -> None:
         values = dict(self.reach.named(space))
         for holder, key in list(held_iterators(values, iter(values))):
-            replayed = Replayed(holder[key])
+            kind = container(holder)
+            replayed = Replayed(kind.__getitem__(holder, key))
             if holder is values:
                 space.put(key, replayed)
                 self._iterators.append((space, key, replayed))
             else:
-                holder[key] = replayed
+                kind.__setitem__(holder, key, replayed)
                 self._iterators.append((holder, key, replayed))

@@ -3,23 +3,29 @@
 Known from what objects hold, without running anything.
 """
 
-import functools
-import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import container, entries, held, is_a, of_class, own, referent, unwrapped
 from lightning_mist.strategy.user_code.function_code import is_library, is_lightnings
 
 _DEPTH = 4
 """How deep containers and objects are looked into."""
 
 _MOST_ENTRIES = 10_000
+
+ROUTINES = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType, types.MethodWrapperType,
+)  # fmt: skip
+"""What is called without further ado; methods that are bound to an object hold it beside."""
 
 _NOTHING = (bool, int, float, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
@@ -59,7 +65,7 @@ class FitObjects:
 
     def __init__(self, trainer: Any, optimizers: Iterable[Any]) -> None:
         self.trainer, self.module = trainer, trainer.lightning_module
-        self.strategy = getattr(trainer, "strategy", None)
+        self.strategy = trainer.strategy
         self.optimizers = list(optimizers)
         parameters = self.module.parameters() if isinstance(self.module, nn.Module) else ()
         self._parameters = {id(parameter) for parameter in parameters}
@@ -76,40 +82,29 @@ class FitObjects:
 
     def is_optimizer(self, value: Any) -> bool:
         """Whether a value is one of the optimizers, perhaps as Lightning wraps them."""
-        inner = getattr(value, "_optimizer", value)
-        return isinstance(inner, torch.optim.Optimizer)
+        inner = dict.get(own(value) or {}, "_optimizer", value)  # of what Lightning wraps it in
+        return is_a(inner, torch.optim.Optimizer)
 
     def _holds(self, value: Any, depth: int, seen: set[int]) -> bool:
-        if value is None or isinstance(value, _NOTHING) or id(value) in seen:
+        value = referent(value)
+        if value is None or is_a(value, _NOTHING) or id(value) in seen:
             return False
         seen.add(id(value))
         if value is self.trainer or value is self.strategy:
             return True
-        if isinstance(value, Tensor):
+        if is_a(value, Tensor):
             return id(value) in self._parameters or id(value._base) in self._parameters
-        if isinstance(value, nn.Module):
-            return any(id(parameter) in self._parameters for parameter in value.parameters())
+        if is_a(value, nn.Module):
+            return any(id(parameter) in self._parameters for parameter in nn.Module.parameters(value))
         return depth > 0 and any(self._holds(item, depth - 1, seen) for item in self._contents(value))
 
     def _contents(self, value: Any) -> Iterable[Any]:
         if self.is_optimizer(value):
             return [parameter for group in value.param_groups for parameter in group["params"]]
-        if isinstance(value, types.MethodType):
-            return [value.__self__]
-        if isinstance(value, weakref.ref):
-            return [value()]
-        if isinstance(value, dict):
-            return list(value.values())[:_MOST_ENTRIES]
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return list(value)[:_MOST_ENTRIES]
-        return _attributes(value)
-
-
-def _attributes(value: Any) -> Iterable[Any]:
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    own = getattr(value, "__dict__", {})
-    return [item for name, item in own.items() if name not in ("trainer", "_trainer", "_fabric")]
+        if is_a(value, weakref.ref):
+            return [weakref.ref.__call__(value)]
+        found = [item for name, item in held(value) if name not in ("trainer", "_trainer", "_fabric")]
+        return found + ([item for _, item in islice(entries(value), _MOST_ENTRIES)] if container(value) else [])
 
 
 def _words(text: str) -> frozenset[str]:
@@ -165,18 +160,18 @@ class Resolver:
         return self._of_known(base, name) if isinstance(base, Known) else None
 
     def _of_known(self, base: Known, name: str) -> Any:
-        value = base.value
+        value = referent(base.value)
         if value is self._all.trainer:
             return self._of_trainer(name)
         if value is self._all.strategy:
             return self._of_strategy(name)
         if self._all.is_optimizer(value) and self._all.holds(value):
             return self._of_optimizer(base, name)
-        if isinstance(value, Tensor) and self._all.holds(value):
+        if is_a(value, Tensor) and self._all.holds(value):
             return _only(name, _PARAMETER_NAMES)
-        if isinstance(value, types.ModuleType):
-            return Known(vars(value)[name]) if name in vars(value) else None
-        return self._of_object(base, name)
+        if is_a(value, types.ModuleType):
+            return Known(own(value)[name]) if name in own(value) else None
+        return self._of_object(Known(value), name)
 
     def _of_trainer(self, name: str) -> Any:
         if name.startswith("_") or name in _CLOSED:
@@ -198,35 +193,35 @@ class Resolver:
 
     def _of_object(self, base: Known, name: str) -> Any:
         value = base.value
-        own = getattr(value, "__dict__", {})
         if name == "__dict__":
-            return Known(own)
-        if isinstance(value, nn.Module):
+            return Known(own(value))
+        known = dict(held(value))
+        if is_a(value, nn.Module):
             if name == "trainer":
                 return Known(self._all.trainer)
-            if value is self._all.module and name == "module" and not hasattr(value, name):
+            known = {**value._modules, **value._parameters, **dict.fromkeys(value._buffers), **known}
+            if value is self._all.module and name == "module" and name not in known and of_class(value, name) is None:
                 return base  # What DDP wraps.
-            own = {**value._modules, **value._parameters, **dict.fromkeys(value._buffers), **own}
-        if name in own:
-            return None if own[name] is None else Known(own[name])
+        if name in known:
+            return None if known[name] is None else Known(known[name])
         return self._of_class(base, name)
 
     def _of_class(self, base: Known, name: str) -> Any:
         value = base.value
-        found = inspect.getattr_static(value if isinstance(value, type) else type(value), name, None)
-        getter = getattr(found, "fget", None) or getattr(found, "func", None)
-        if getter is not None and not inspect.isroutine(found):
-            return self._of_property(base, name, getter)
-        if isinstance(found, staticmethod):
+        found = of_class(value, name)
+        if is_a(found, staticmethod):
             return Known(found.__func__)
-        if isinstance(found, classmethod) or inspect.isroutine(found):
-            return Method(value, getattr(found, "__func__", found))
+        if is_a(found, (classmethod, *ROUTINES)):
+            return Method(value, found.__func__ if is_a(found, classmethod) else found)
+        if of_class(found, "__get__") is not None and not is_a(found, type):
+            inner = dict(held(found))
+            return self._of_property(base, name, inner.get("func") if inner.get("fget") is None else inner["fget"])
         return None if found is None else Known(found)
 
     def _of_property(self, base: Known, name: str, getter: Any) -> Any:
         if not is_lightnings(getter) and not is_library(getter):
             return self._call(getter, base.value)
-        if isinstance(base.value, nn.Module) and self._all.holds(base):
+        if is_a(base.value, nn.Module) and self._all.holds(base):
             return _only(name, _MODULE_PROPERTIES)
         return None
 
@@ -246,4 +241,4 @@ def _only(name: str, allowed: frozenset[str]) -> None:
 
 
 def _is_same(item: Any, function: Any) -> bool:
-    return inspect.unwrap(getattr(item, "__func__", item)) is function if callable(item) else False
+    return unwrapped(item) is function

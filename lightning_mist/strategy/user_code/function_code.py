@@ -2,7 +2,6 @@
 
 import ast
 import dis
-import inspect
 import linecache
 import sys
 import sysconfig
@@ -10,6 +9,8 @@ import types
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
+
+from lightning_mist.attributes import is_a, own, package_of, stored, unwrapped
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -61,13 +62,18 @@ def loaded_names(code: types.CodeType) -> set[str]:
 
 def is_lightnings(item: Any) -> bool:
     """Whether a function or class is Lightning's own."""
-    cls = item if isinstance(item, type) or inspect.isroutine(item) else type(item)
-    return str(getattr(cls, "__module__", "")).partition(".")[0] in _LIGHTNING
+    return package_of(unwrapped(item)) in _LIGHTNING
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """The code that a function runs, or the one inside what ``functools.wraps`` has made; None of anything else."""
+    inner = unwrapped(function)
+    return inner.__code__ if is_a(inner, types.FunctionType) else None
 
 
 def is_library(function: Any) -> bool:
     """Whether a function belongs to an installed package or to Python, and not to the user's project."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = code_of(function)
     if code is None:
         return True
     name = code.co_filename
@@ -76,11 +82,10 @@ def is_library(function: Any) -> bool:
 
 def mentions_gradients(function: Any, owner: Any = None) -> bool:
     """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
-    waiting, seen = [(inspect.unwrap(function), 4)], set()
+    waiting, seen = [(unwrapped(function), 4)], set()
     while waiting:
         item, depth = waiting.pop()
-        code = getattr(item, "__code__", None)
-        if code is None or code in seen:
+        if not is_a(item, types.FunctionType) or (code := item.__code__) in seen:
             continue
         seen.add(code)
         if len(seen) > 400:
@@ -94,17 +99,18 @@ def mentions_gradients(function: Any, owner: Any = None) -> bool:
         left = min(depth - 1, 1) if is_library(item) else depth - 1
         for name in names:
             called = (item.__globals__.get(name), _of_class(owner, name), _of_modules(item, name, names))
-            waiting += [(found, left) for found in called if found is not None and not _is_torchs(found)]
+            waiting += [(found, left) for found in map(unwrapped, called) if not _is_torchs(found)]
     return False
 
 
 def _is_torchs(item: Any) -> bool:
-    return str(getattr(item, "__module__", "")).partition(".")[0] in ("torch", *_LIGHTNING)
+    return package_of(item) in ("torch", *_LIGHTNING)
 
 
 def names_of(function: Any) -> frozenset[str]:
     """The names that a function's code uses."""
-    return frozenset(_names(inspect.unwrap(function).__code__))
+    code = code_of(function)
+    return frozenset(() if code is None else _names(code))
 
 
 def _names(code: types.CodeType) -> Iterable[str]:
@@ -118,18 +124,15 @@ def _names(code: types.CodeType) -> Iterable[str]:
 
 
 def _of_class(owner: Any, name: str) -> Any:
-    found = inspect.getattr_static(owner, name, None) if owner is not None else None
-    if isinstance(found, (staticmethod, classmethod)):
-        found = found.__func__
-    return inspect.unwrap(found) if inspect.isfunction(found) else None
+    return stored(owner, name) if owner is not None else None
 
 
 def _of_modules(function: Any, name: str, names: set[str]) -> Any:
     """A function that is called as an attribute of an imported module."""
     for other in names:
         module = function.__globals__.get(other)
-        if isinstance(module, types.ModuleType) and module is sys.modules.get(module.__name__):
-            found = vars(module).get(name)
-            if inspect.isfunction(found):
-                return inspect.unwrap(found)
+        if is_a(module, types.ModuleType) and module is sys.modules.get(str(stored(module, "__name__"))):
+            found = own(module).get(name)
+            if is_a(found, types.FunctionType):
+                return found
     return None

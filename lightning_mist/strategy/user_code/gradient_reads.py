@@ -1,14 +1,13 @@
 """Code that runs while a batch is trained, and by what names it gets at gradients of single parameters."""
 
 import dis
-import inspect
 from collections.abc import Iterator, Mapping
-from inspect import getattr_static
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
+from lightning_mist.attributes import is_a, of_class, own, unwrapped
 from lightning_mist.strategy.user_code.function_code import is_library
 
 _MOST_FUNCTIONS = 400
@@ -32,12 +31,11 @@ def read_in_step(module: Any) -> tuple[str, str, str] | None:
 
     What it calls is looked for in the module, in its submodules and in what else it has as attributes.
     """
-    step = getattr(module.training_step, "__func__", module.training_step)
     holders = {type(item): item for item in (*vars(module).values(), *module.modules(), module)}
     for what, wanted in (("gradients", _OF_GRADIENTS), ("optimizer state", _OF_STATE)):
-        function = inspect.unwrap(step)
-        found = _read_in([(function.__code__, function.__globals__, tuple(holders.values()), True)], wanted)
-        if found is not None:
+        function = unwrapped(module.training_step)
+        waiting = [(function.__code__, function.__globals__, tuple(holders.values()), True)]
+        if (found := _read_in(waiting, wanted)) is not None:
             return what, *found
     return None
 
@@ -90,22 +88,22 @@ def _reads_gradient(code: CodeType) -> bool:
 def _called(value: Any, names: set[str]) -> Iterator[Code]:
     """A function of the user's, or what code with such names may call of a class, an object or a module."""
     owners: tuple[type, ...] = ()
-    if isinstance(value, (FunctionType, MethodType)):
+    members: list[Any]
+    if is_a(value, (FunctionType, MethodType)):
         members = [value]
-    elif inspect.ismodule(value):
-        named = [member for name, member in vars(value).items() if name in names]
-        members = [member for member in named if not inspect.ismodule(member)]
+    elif is_a(value, ModuleType):
+        named = [member for name, member in own(value).items() if name in names]
+        members = [member for member in named if not is_a(member, ModuleType)]
         # Of a.b.c it is c that is called.
-        inner = [item for item in named if inspect.ismodule(item) and item is not value and not is_known(vars(item))]
+        inner = [item for item in named if is_a(item, ModuleType) and item is not value and not is_known(own(item))]
         for module in inner:
-            members += [member for name, member in vars(module).items() if name in names]
+            members += [member for name, member in own(module).items() if name in names]
     else:
-        cls = value if inspect.isclass(value) else type(value)
+        cls = value if is_a(value, type) else type(value)
         if issubclass(cls, torch.optim.Optimizer):
             return  # it is stepped on gradients wherever these are
-        members, owners = [getattr_static(cls, name, None) for name in (*names, "__init__", "__call__")], (cls,)
+        members, owners = [of_class(cls, name) for name in (*names, "__init__", "__call__")], (cls,)
     for member in members:
-        plain = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        function = inspect.unwrap(plain) if callable(plain) else None
-        if isinstance(function, FunctionType) and not is_known(function.__globals__):
+        function = unwrapped(member.fget if is_a(member, property) else member)
+        if is_a(function, FunctionType) and not is_known(function.__globals__):
             yield function.__code__, function.__globals__, owners, not is_library(function)

@@ -13,8 +13,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from lightning_mist.attributes import entries, is_a, of_class, unwrapped
 from lightning_mist.strategy.user_code.fit_objects import (
     MODULE_METHODS,
+    ROUTINES,
     FitObjects,
     Groups,
     Known,
@@ -23,12 +25,15 @@ from lightning_mist.strategy.user_code.fit_objects import (
     Super,
     UnreadableError,
 )
-from lightning_mist.strategy.user_code.function_code import body_of, is_library, is_lightnings, loaded_names
+from lightning_mist.strategy.user_code.function_code import body_of, code_of, is_library, is_lightnings, loaded_names
 
 _MOST_FUNCTIONS = 200
 
 _HARMLESS = (isinstance, type, id, hasattr, callable, issubclass, bool, len)
 """Functions that give nothing of what they are called with."""
+
+
+_SUBSCRIPTED: tuple[Any, ...] = (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class ReachedError(Exception):
@@ -53,11 +58,10 @@ class Reader:
         Raises:
             ReachedError: If it reaches parameters, or it cannot be told.
         """
-        function = inspect.unwrap(function)
-        code = getattr(function, "__code__", None)
+        function, code = unwrapped(function), code_of(function)
         values = ([] if owner is None else [Known(owner)]) + list(arguments)
         if code is None:
-            raise ReachedError(f"{getattr(function, '__name__', type(function).__name__)}", function)
+            raise ReachedError(_name_of(function), function)
         key = (code, id(owner))
         if key in self._open:
             return None
@@ -182,8 +186,8 @@ class _Walk:
         if isinstance(found, Groups) and not found.is_one and isinstance(target, ast.Name):
             self._names[target.id] = Groups(is_one=True)
             return
-        if isinstance(found, Known) and isinstance(found.value, (list, tuple)) and isinstance(target, ast.Name):
-            held = [item for item in found.value if self._all.holds(item)]
+        if isinstance(found, Known) and is_a(found.value, (list, tuple)) and isinstance(target, ast.Name):
+            held = [item for _, item in entries(found.value) if self._all.holds(item)]
             if held and all(self._all.is_optimizer(item) for item in held):
                 self._names[target.id] = Known(held[0])
                 return
@@ -260,7 +264,7 @@ class _Walk:
             self._test(node.operand)
         else:
             found = self.value(node)
-            if isinstance(_plain(found), Tensor):
+            if is_a(_plain(found), Tensor):
                 self._refuse(found, node)
 
     def _refuse(self, value: Any, node: ast.AST) -> None:
@@ -302,9 +306,11 @@ class _Walk:
             self._reached(node, is_state=True)
         if not isinstance(base, Known):
             return None
-        if isinstance(base.value, (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)) and key is not None:
+        kind = next((kind for kind in _SUBSCRIPTED if is_a(base.value, kind)), None)
+        # Of other classes it is theirs to say what they give.
+        if key is not None and kind is not None and of_class(base.value, "__getitem__") is vars(kind)["__getitem__"]:
             try:
-                return Known(base.value[key])
+                return Known(kind.__getitem__(base.value, key))
             except (KeyError, IndexError, TypeError):
                 pass
         self._refuse(base, node)
@@ -322,22 +328,22 @@ class _Walk:
         if _is_super(node):
             return Super(self._owner, self._function)
         callee = self.value(node.func)
-        target = callee.value if isinstance(callee, Known) else None
+        target: Any = callee.value if isinstance(callee, Known) else None
         arguments, keywords = self._arguments(node)
         if target is getattr and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
             return self._attribute(arguments[0], str(node.args[1].value), node)
         if any(target is item for item in _HARMLESS):
             return None
-        if inspect.ismethod(target):
+        if is_a(target, types.MethodType):
             callee = Method(target.__self__, target.__func__)
         if isinstance(callee, Method):
             return self._method(node, callee, arguments, keywords)
-        if inspect.isfunction(target) and not is_library(target):
+        if is_a(target, types.FunctionType) and not is_library(target):
             return self._reader.call(target, None, arguments, keywords)
         held = [value for value in (*arguments, *keywords.values()) if value is not None and self._all.holds(value)]
         if held:
             self._reached(node, target, is_state=self._is_state(*held))
-        self._refuse(None if inspect.isfunction(target) else callee, node)
+        self._refuse(None if is_a(target, types.FunctionType) else callee, node)
         return None
 
     def _arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
@@ -346,25 +352,25 @@ class _Walk:
         for item in node.args:
             found = self.value(item.value if isinstance(item, ast.Starred) else item)
             handed = _plain(found)
-            is_handed = isinstance(item, ast.Starred) and isinstance(handed, (list, tuple))
-            arguments += [Known(value) for value in handed] if is_handed else [found]
+            is_handed = isinstance(item, ast.Starred) and is_a(handed, (list, tuple))
+            arguments += [Known(value) for _, value in entries(handed)] if is_handed else [found]
         keywords: dict[str, Any] = {}
         for keyword in node.keywords:
             found = self.value(keyword.value)
             handed = _plain(found)
-            if keyword.arg is None and isinstance(handed, dict):
-                keywords |= {str(key): Known(value) for key, value in handed.items()}
+            if keyword.arg is None and is_a(handed, dict):
+                keywords |= {key: Known(value) for key, value in entries(handed) if type(key) is str}
             else:
                 keywords[str(keyword.arg)] = found
         return arguments, keywords
 
     def _method(self, node: ast.Call, callee: Method, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         owner, function = callee.owner, callee.function
-        name = getattr(function, "__name__", "")
-        if inspect.isfunction(inspect.unwrap(function)) and not is_library(function):
+        name = _name_of(function)
+        if code_of(function) is not None and not is_library(function):
             return self._reader.call(function, owner, arguments, keywords)
         is_above = isinstance(node.func, ast.Attribute) and _is_super(node.func.value)
-        is_modules = isinstance(owner, nn.Module) and self._all.holds(owner)
+        is_modules = is_a(owner, nn.Module) and self._all.holds(owner)
         if (is_above and (is_lightnings(function) or owner is None)) or (is_modules and name == "clip_gradients"):
             return None
         if is_modules and name == "optimizers":
@@ -374,6 +380,10 @@ class _Walk:
         if held or (name not in MODULE_METHODS if is_modules else self._all.holds(owner)):
             self._reached(node, function, is_state=self._is_state(*held))
         return None
+
+
+def _name_of(function: Any) -> str:
+    return str(function.__name__) if is_a(function, ROUTINES) else type(function).__name__
 
 
 def _is_super(node: ast.expr) -> bool:

@@ -6,19 +6,19 @@ does, not by its name: a hook that only looks at a loss rules nothing out
 (:mod:`lightning_mist.strategy.user_code.hook_analysis`).
 """
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 from torch import nn
 
+from lightning_mist.attributes import is_a, of_class, stored
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.strategy.user_code.fit_objects import FitObjects, Known
-from lightning_mist.strategy.user_code.function_code import is_lightnings, mentions_gradients, names_of
+from lightning_mist.strategy.user_code.function_code import code_of, is_lightnings, mentions_gradients, names_of
 from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader
 
 PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")
@@ -147,16 +147,16 @@ def _looks(trainer: Any, objects: FitObjects) -> Reasons:
 
 def _look(item: Any, name: str, objects: FitObjects) -> tuple[str, str] | None:
     """What of the whole module a hook may use, if it is not Lightning's own, and the code that does and its place."""
-    hook = getattr(item, name, None)
-    function = getattr(hook, "__func__", hook)
-    if not callable(function) or is_lightnings(inspect.unwrap(function)):
+    hook: Any = None if stored(item, name) is None else getattr(item, name)
+    function = hook.__func__ if is_a(hook, MethodType) else hook
+    if not callable(function) or is_lightnings(function):
         return None
-    owner, given = getattr(hook, "__self__", None), _arguments(item, name, objects)
-    if isinstance(function, partial):
+    owner, given = hook.__self__ if is_a(hook, MethodType) else None, _arguments(item, name, objects)
+    if is_a(function, partial):
         owner, given = None, [*(Known(value) for value in function.args), *given]
         function = function.func
-    elif not inspect.isfunction(inspect.unwrap(function)):
-        owner, function = function, inspect.getattr_static(type(function), "__call__")
+    elif code_of(function) is None:
+        owner, function = function, of_class(function, "__call__")
     reader = Reader(objects)
     try:
         reader.call(function, owner, given)
@@ -173,7 +173,7 @@ def _kind(error: ReachedError, reader: Reader, name: str) -> str:
     if any(mentions_gradients(function, owner) for function, owner in reader.read):
         return "gradients"
     if error.callee is not None:
-        is_opaque = not hasattr(inspect.unwrap(error.callee), "__code__") and not isinstance(error.callee, nn.Module)
+        is_opaque = code_of(error.callee) is None and not is_a(error.callee, nn.Module)
         if mentions_gradients(error.callee) or (is_opaque and name in _AT_GRADIENTS):
             return "gradients"
     if any("register_hook" in names_of(function) for function, _ in reader.read):
@@ -183,7 +183,7 @@ def _kind(error: ReachedError, reader: Reader, name: str) -> str:
 
 def _arguments(item: Any, name: str, objects: FitObjects) -> list[Any]:
     """What Lightning calls a hook with, as far as it reaches anything."""
-    is_module = isinstance(item, nn.Module) or not hasattr(item, "on_sanity_check_start")
+    is_module = is_a(item, nn.Module) or stored(item, "on_sanity_check_start") is None
     first = [] if is_module else [Known(objects.trainer), Known(objects.module)]
     optimizer = Known(objects.optimizers[0]) if objects.optimizers else None
     if name in ("on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping"):

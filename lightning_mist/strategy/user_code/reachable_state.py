@@ -10,13 +10,16 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import islice
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import container, entries, is_a, own, size
 from lightning_mist.devices import read
-from lightning_mist.model.user_code import SIMPLE, Reach, Replayed, Space, is_iterator, is_users_object
+from lightning_mist.model.user_code import Reach, Replayed, Space, is_code, is_iterator, is_users_object, simple, token
 
 _ITEMS = 32
 """Entries of a container that are looked at."""
@@ -39,7 +42,7 @@ class Survey:
         self, reach: Reach, without: Iterable[Any] = (), beside: Callable[[], Mapping[str, Any]] | None = None
     ) -> None:
         self._reach, self._beside = reach, beside or dict
-        self._without = {id(vars(item)) for item in without}
+        self._without = {id(own(item)) for item in without}
         self._sums: dict[int, tuple[int, Tensor, int]] = {}
 
     def look(self) -> dict[str, Hashable]:
@@ -50,7 +53,10 @@ class Survey:
         """A number for each name whose values can be compared between processes."""
         found = {}
         for key, value in self._values():
-            portable = self._portable(value, _DEPTH)
+            try:
+                portable = self._portable(value, _DEPTH)
+            except Exception:  # what a class of the user's makes of a tensor or an array
+                continue
             if portable is not None:
                 found[key] = _digest(portable)
         return found
@@ -64,23 +70,24 @@ class Survey:
             if id(space.holder) in self._without:
                 continue
             for name, value in self._reach.named(space):
-                if not isinstance(value, (type, nn.Module, property)) and not hasattr(value, "__get__"):
+                if not is_code(value):
                     yield _key(space, name), value
 
     def _portable(self, value: Any, depth: int) -> Hashable:
         """What can be compared of a value; ``None`` if nothing."""
-        if isinstance(value, SIMPLE):
-            return type(value).__name__, repr(value)
-        if isinstance(value, Tensor):
-            return None if isinstance(value, nn.Parameter) or value.is_meta else self._sum(value)
+        if (known := simple(value)) is not None:
+            return known
+        if is_a(value, Tensor):
+            return None if is_a(value, nn.Parameter) or value.is_meta else self._sum(value)
         if depth == 0:
             return None
-        if isinstance(value, (list, tuple, deque)):
-            return len(value), tuple(self._portable(item, depth - 1) for item in list(value)[:_ITEMS])
-        entries = value if isinstance(value, dict) else vars(value) if is_users_object(value) else None
-        if entries is not None:
-            names = sorted(name for name in entries if isinstance(name, str) and name in self._reach.names)
-            return tuple((name, self._portable(entries[name], depth - 1)) for name in names[:_ITEMS])
+        if is_a(value, (list, tuple, deque)):
+            items = (item for _, item in islice(entries(value), _ITEMS))
+            return size(value), tuple(self._portable(item, depth - 1) for item in items)
+        named = value if is_a(value, dict) else own(value) if is_users_object(value) else None
+        if named is not None:
+            found = {name: item for name, item in entries(named) if type(name) is str and name in self._reach.names}
+            return tuple((name, self._portable(found[name], depth - 1)) for name in sorted(found)[:_ITEMS])
         return _array(value)
 
     def _sum(self, tensor: Tensor) -> Hashable:
@@ -111,11 +118,14 @@ def _digest(value: Hashable) -> int:
 
 def _token(value: Any, depth: int) -> Hashable:
     """Something that is equal as long as the value has not changed."""
-    if isinstance(value, SIMPLE):
-        return value if value == value else "not a number"  # noqa: PLR0124
-    if isinstance(value, Tensor):
+    if (known := simple(value)) is not None:
+        return known
+    if is_a(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
-    drawn = _drawn(value)
+    try:
+        drawn = _drawn(value)
+    except Exception:  # what a class of the user's makes of a generator, an array or an iterator
+        drawn = None
     if drawn is None and depth:
         drawn = _inside(value, depth)
     return id(value), drawn
@@ -123,30 +133,26 @@ def _token(value: Any, depth: int) -> Hashable:
 
 def _drawn(value: Any) -> Hashable:
     """How far something that is drawn from has come; ``None`` for anything else."""
-    if isinstance(value, torch.Generator):
+    if is_a(value, torch.Generator):
         return bytes(value.get_state().numpy())
-    if isinstance(value, random.Random):
+    if is_a(value, random.Random):
         return hash(value.getstate())
-    if is_iterator(value) or isinstance(value, Replayed):
+    if is_iterator(value) or is_a(value, Replayed):
         return _position(value)
     return _array(value)
 
 
 def _inside(value: Any, depth: int) -> Hashable:
     """What a container or an object of the user's holds; ``None`` for anything else."""
-    if isinstance(value, (tuple, list, deque)):
-        last = [value[-1 - number] for number in range(min(len(value), _ITEMS))]
-        return len(value), tuple(_token(item, depth - 1) for item in last)
-    if isinstance(value, dict):
-        pairs = zip(value.items(), range(_ITEMS), strict=False)
-        return len(value), tuple((_name(key), _token(item, depth - 1)) for (key, item), _ in pairs)
-    if isinstance(value, set):
-        return len(value)
-    return _inside(vars(value), depth) if is_users_object(value) else None
-
-
-def _name(key: Any) -> Hashable:
-    return key if isinstance(key, SIMPLE) else id(key)
+    if is_a(value, (tuple, list, deque)):
+        kind = container(value)
+        last = [kind.__getitem__(value, -1 - number) for number in range(min(size(value), _ITEMS))]
+        return size(value), tuple(_token(item, depth - 1) for item in last)
+    if is_a(value, dict):
+        return size(value), tuple((token(k), _token(item, depth - 1)) for k, item in islice(entries(value), _ITEMS))
+    if is_a(value, set):
+        return size(value)
+    return _inside(own(value), depth) if is_users_object(value) else None
 
 
 def _array(value: Any) -> Hashable:
@@ -154,11 +160,11 @@ def _array(value: Any) -> Hashable:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
-    if isinstance(value, numpy.random.Generator):
+    if is_a(value, numpy.random.Generator):
         return repr(value.bit_generator.state)
-    if isinstance(value, numpy.random.RandomState):
+    if is_a(value, numpy.random.RandomState):
         return repr(value.get_state())
-    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+    if is_a(value, numpy.ndarray) and not value.dtype.hasobject:
         part = value if value.nbytes <= _BYTES else value.reshape(-1)[: _BYTES // value.itemsize]
         return value.shape, hashlib.blake2b(part.tobytes(), digest_size=8).hexdigest()
     return None
@@ -166,11 +172,11 @@ def _array(value: Any) -> Hashable:
 
 def _position(iterator: Any) -> Hashable:
     """Where an iterator stands, as far as it shows."""
-    if isinstance(iterator, Replayed):
+    if is_a(iterator, Replayed):
         return iterator.position, _position(iterator.inner)
-    frame = getattr(iterator, "gi_frame", None)
+    frame = iterator.gi_frame if type(iterator) is GeneratorType else None
     if frame is not None:
         inner = [_position(item) for item in frame.f_locals.values() if is_iterator(item)]
-        return frame.f_lasti, repr([item for item in frame.f_locals.values() if isinstance(item, SIMPLE)]), tuple(inner)
+        return frame.f_lasti, repr([simple(item) for item in frame.f_locals.values()]), tuple(inner)
     left = operator.length_hint(iterator, -1)
     return left if left >= 0 else repr(iterator)
