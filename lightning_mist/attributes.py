@@ -94,6 +94,30 @@ def package_of(item: Any) -> str:
     return str(name).partition(".")[0]
 
 
+class StandIn:
+    """Has the attributes of what it stands for."""
+
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):  # asked of a copy that is yet to be filled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+@contextmanager
+def set_on_class(cls: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class has something under a name: its objects, and what is copied or saved of them, have no more."""
+    before = vars(cls).get(name)
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        delattr(cls, name)
+        if before is not None:
+            setattr(cls, name, before)
+
+
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Inside, attributes of an object, or of a module, have other values; behind it those that they had."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_mist.attributes import StandIn
 from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import of_whole_batches, replica_ranks
 from lightning_mist.runtime.communication import complete
@@ -18,23 +19,20 @@ from lightning_mist.strategy.training import FINISHED, Evaluator, StepGuard, wit
 from lightning_mist.strategy.user_code import whole_in_validation
 
 
-class _Waiting:
+class _Waiting(StandIn):
     """A loop's fetcher that waits for other ranks where a loader ends; everything else is the fetcher's own."""
 
     def __init__(self, fetcher: Any, wait: Callable[[int], None]) -> None:
-        self._fetcher, self._wait = fetcher, wait
+        self.inner, self._wait = fetcher, wait
 
     def __next__(self) -> Any:
         try:
-            item = next(self._fetcher)
+            item = next(self.inner)
         except StopIteration:
             self._wait(FINISHED)
             raise
         self._wait(item[2])
         return item
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fetcher, name)
 
 
 class PlanEvaluation(EvaluationAlone):

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import replaced, set_on_class
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization import InitialValues
@@ -214,14 +214,24 @@ class PlanInstallation(EndsTogether):
 @contextmanager
 def as_wrapped(module: nn.Module) -> Iterator[None]:
     """Inside, a module is its own ``module``, so that ``trainer.model.module`` is the user's as where DDP wraps it."""
-    if hasattr(module, "module"):
-        yield
-        return
-    vars(module)["module"] = module
     try:
+        has_one = hasattr(module, "module")
+    except Exception:  # what its own __getattr__ makes of that
+        has_one = True
+    with nullcontext() if has_one else set_on_class(type(module), "module", _Itself(id(module))):
         yield
-    finally:
-        vars(module).pop("module", None)
+
+
+class _Itself:
+    """Gives one object of a class itself; others have no such attribute."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if id(instance) != self._number:
+            raise AttributeError
+        return instance
 
 
 def refuse_unreduced(model: Any) -> None:

@@ -244,11 +244,12 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             raise SystemExit(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: processes that would be asked for the optimizer's state, or reduce, a copy has not."""
+        """What is pickled: a copy has no engine, and no processes that would reduce or be asked for the state."""
         return {
             **super().__getstate__(),
-            **dict.fromkeys(("_one_of_each", "_pending", "_writers")),
+            **dict.fromkeys(("_one_of_each", "_pending", "_writers", "_engine", "_masters", "_watcher")),
             "_states_afterwards": (),
+            "_fitting": ExitStack(),
         }
 
     @contextmanager

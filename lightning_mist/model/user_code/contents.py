@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.attributes import container, entries, is_a, of_class, own, package_of, size
+from lightning_mist.attributes import StandIn, container, entries, is_a, of_class, own, package_of, size
 
 DEPTH = 4
 """How deep containers and objects are looked into."""
@@ -39,7 +39,7 @@ _CONTAINERS = (dict, list, set, collections.deque)
 _SIMPLE: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
 
 
-class Replayed:
+class Replayed(StandIn):
     """An iterator whose items can be had again, until it is released."""
 
     def __init__(self, inner: Any) -> None:
@@ -61,9 +61,6 @@ class Replayed:
             self._items.append(next(self.inner))
         self.given += 1
         return self._items[self.given - 1]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def rewind(self, given: int = 0) -> None:
         """Give items again from a position on."""

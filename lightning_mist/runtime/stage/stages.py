@@ -1,12 +1,15 @@
 """The stages that one rank runs, over one copy of the module: one, or its chunks under an interleaved schedule."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_mist.attributes import set_on_class
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.mesh import make_mesh
@@ -101,16 +104,22 @@ def no_caches(module: nn.Module, module_map: ModuleMap) -> Iterator[None]:
     """Inside, the blocks of a module get no empty key-value caches while gradients are wanted.
 
     Models of transformers make such caches by default, and each block then keeps a copy of its keys and values until
-    the step has ended. Parts of a cut module never get any; this is for one that runs as a whole.
+    the step has ended. Parts of a cut module never get any; this is for one that runs as a whole. It is their classes
+    that do so: modules, and what is copied or saved of them, are as the user made them.
     """
+    blocks = [module.get_submodule(name) for name in module_map.blocks if "transformers.cache_utils" in sys.modules]
+    numbers = {id(block) for block in blocks}
 
-    def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return without_caches(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+    def dropping(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def drop(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(block) in numbers and torch.is_grad_enabled():
+                args, kwargs = without_caches(args, kwargs)
+            return call(block, *args, **kwargs)
 
-    blocks = [module.get_submodule(name) for name in module_map.blocks]
-    handles = [block.register_forward_pre_hook(drop, with_kwargs=True) for block in blocks]
-    try:
+        return drop
+
+    with ExitStack() as stack:
+        for cls in {type(block) for block in blocks}:
+            stack.enter_context(set_on_class(cls, "__call__", dropping(cls.__call__)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

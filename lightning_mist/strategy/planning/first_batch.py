@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_unflatten
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import StandIn, replaced
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model.fakes import isolated
 from lightning_mist.model.user_code import Generators
@@ -29,11 +29,11 @@ from lightning_mist.strategy.planning.plain_parallelism import at_once_reason
 from lightning_mist.strategy.training import check_same_samples, digest_of
 
 
-class PutBack:
+class PutBack(StandIn):
     """An iterator with what was taken from it in front again; everything else is the iterator's own."""
 
     def __init__(self, taken: list[Any], rest: Any, on_fetch: Callable[[], None]) -> None:
-        self._taken, self._rest = taken, rest
+        self._taken, self.inner = taken, rest
         self._on_fetch: Callable[[], None] | None = on_fetch
 
     def __iter__(self) -> "PutBack":
@@ -43,29 +43,23 @@ class PutBack:
         if self._on_fetch is not None:
             on_fetch, self._on_fetch = self._on_fetch, None
             on_fetch()
-        return self._taken.pop(0) if self._taken else next(self._rest)
+        return self._taken.pop(0) if self._taken else next(self.inner)
 
     def __len__(self) -> int:
-        return len(self._rest)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rest, name)
+        return len(self.inner)
 
 
-class _Iterated:
+class _Iterated(StandIn):
     """A loader for its fetcher, which asks it for iterators where they are there already."""
 
     def __init__(self, loader: Any, fetcher: Any, iterators: list[Callable[[], None]]) -> None:
-        self._loader, self._fetcher, self._iterators = loader, fetcher, iterators
+        self.inner, self._fetcher, self._iterators = loader, fetcher, iterators
 
     def __iter__(self) -> Any:
         self._iterators.pop(0)()
         if not self._iterators:
-            self._fetcher._combined_loader = self._loader
-        return self._loader  # which is its own iterator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+            self._fetcher._combined_loader = self.inner
+        return self.inner  # which is its own iterator
 
 
 class _Asked:

@@ -242,10 +242,20 @@ def gradients_are_about_to_go(module: Any) -> bool:
     return all(is_lightnings(hook) for hook in [*hooks, own])
 
 
-class _Whole:
-    """Gradients made, and clipped, over all stages and shards; mixed into the plugin's class."""
+class _Mixed:
+    """What is mixed into the class of an object while it works for an engine, for which no copy of it works."""
 
     _mist_engine: WholeGradients | None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        get = getattr(self, "__getstate__", None)
+        state = {**(vars(self) if get is None else get())}
+        del state["_mist_engine"]
+        return object.__new__, (type(self).__bases__[1],), state
+
+
+class _Whole(_Mixed):
+    """Gradients made, and clipped, over all stages and shards; mixed into the plugin's class."""
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._mist_engine is None else self._mist_engine.around_backward():
@@ -264,10 +274,8 @@ class _Whole:
             self._mist_engine.clip_by_value(optimizer, clip_val)
 
 
-class _AgreeingScaler:
+class _AgreeingScaler(_Mixed):
     """Every rank skips a step if any rank saw a gradient that is not finite; mixed into the scaler's class."""
-
-    _mist_engine: WholeGradients | None
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, *args: Any, **kwargs: Any) -> Any:
         if self._mist_engine is None:
