@@ -4,6 +4,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_mist.attributes import is_a, of_class, stored
@@ -12,6 +13,8 @@ from lightning_mist.plan.plan_tables import ranges
 
 _ANYWHERE: tuple[Feature, ...] = ("pipeline", "tensor", "sequence")
 _INSIDE: tuple[Feature, ...] = ("microbatches", "sharded_parameters")
+
+_SCRIPTED: tuple[Feature, ...] = ("pipeline", "sharded_parameters", "offloaded_parameters")
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_mist")
 
@@ -26,15 +29,23 @@ def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[
     found = [(place, _ANYWHERE) for place in places[:1]]
     around = ("the module", *(place for place in places if any(block.startswith(f"{place}.") for block in blocks)))
     found += [(place, _INSIDE) for place in [place for place in places if place not in around][:1]]
-    return tuple(
-        Exclusion(
-            feature=feature,
-            reason=f"{place} is compiled by torch.compile, whose code runs as a whole, on tensors as it knows them: "
-            "leave torch.compile out for such plans",
+    reasons = [
+        (
+            f"{place} is compiled by torch.compile, whose code runs as a whole, on tensors as it knows them: leave "
+            "torch.compile out for such plans",
+            features,
         )
         for place, features in found
-        for feature in features
-    )
+    ]
+    scripted = [
+        name
+        for name, part in module.named_modules()
+        if is_a(part, torch.jit.ScriptModule) and any(True for _ in part.parameters())
+    ]
+    if scripted:
+        where = f"{scripted[0]} is TorchScript, whose code reads parameters where nobody sees it"
+        reasons.append((f"{where}: leave torch.jit out for such plans", _SCRIPTED))
+    return tuple(Exclusion(feature=feature, reason=reason) for reason, features in reasons for feature in features)
 
 
 def is_compiled_block(block: nn.Module) -> bool:

@@ -6,7 +6,9 @@ from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.strategy.training import NOT_AVERAGED
@@ -52,7 +54,10 @@ def rehearse(trainer: Any, strategy: Any, call: Callable[[Any], Any], batch: Any
         raise TraceError(NOT_AVERAGED)
 
     instead = {"backward": backward, "optimizer_step": optimizer_step, "block_backward_sync": block_backward_sync}
-    with _unchanged(trainer):
+    # Torch's clipping by value expects that there is a gradient; by norm it does not.
+    grouped = vars(clip_grad)["_group_tensors_by_device_and_dtype"]
+    grouping = replaced(clip_grad, _group_tensors_by_device_and_dtype=lambda kinds: grouped(kinds) if kinds[0] else {})
+    with _unchanged(trainer), grouping:
         vars(strategy).update(instead)
         try:
             output = call(batch)

@@ -125,7 +125,9 @@ _OPTIMIZER_NAMES = _words("step zero_grad defaults toggle_model __class__")
 _STRATEGY_NAMES = _words(
     "barrier broadcast reduce all_gather reduce_boolean_decision root_device is_global_zero global_rank local_rank"
     " world_size num_nodes precision_plugin precision accelerator checkpoint_io parallel_devices"
-    " plan report estimate is_planning cluster_environment"
+    " plan report estimate is_planning cluster_environment num_processes node_rank strategy_name process_group_backend"
+    " distributed_sampler_kwargs is_distributed handles_gradient_accumulation batch_to_device process_dataloader"
+    " restore_checkpoint_after_setup lightning_restore_optimizer launcher num_loaders __class__"
 )
 _PARAMETER_NAMES = _words("shape device dtype requires_grad ndim numel size is_cuda dim __class__")
 _CLOSED = _words("fit_loop callbacks")

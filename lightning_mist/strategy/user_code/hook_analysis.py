@@ -9,6 +9,7 @@ import builtins
 import inspect
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -87,7 +88,11 @@ class Reader:
         if body is None:
             used = [names.get(name, Known(function.__globals__.get(name))) for name in loaded_names(function.__code__)]
             if any(value is not None and self._all.holds(value) for value in used):
-                raise ReachedError(f"{function.__name__}, whose source is not at hand", function)
+                code = function.__code__
+                why = "is not at hand"
+                if Path(code.co_filename).exists():
+                    why = f"is not what {code.co_filename}:{code.co_firstlineno} says: has the file changed meanwhile?"
+                raise ReachedError(f"{function.__name__}, whose source {why}", function)
         return body or []
 
 
@@ -161,6 +166,13 @@ class _Walk:
         if len(targets) == 1 and isinstance(targets[0], ast.Name) and node.value is not None:
             self._names[targets[0].id] = self.value(node.value)
             return
+        is_pairs = len(targets) == 1 and isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+        if is_pairs and all(isinstance(item, ast.Name) for item in targets[0].elts):  # type: ignore[attr-defined]
+            names = [item.id for item in targets[0].elts]  # type: ignore[attr-defined]
+            found = [self.value(item) for item in node.value.elts]  # type: ignore[union-attr]
+            if len(names) == len(found):
+                self._names.update(zip(names, found, strict=True))
+                return
         if node.value is not None:
             self._plainly(node.value)
         for target in targets:
@@ -325,8 +337,8 @@ class _Walk:
     # Calls -------------------------------------------------------------------------------------------------------
 
     def _on_call(self, node: ast.Call) -> Any:
-        if _is_super(node):
-            return Super(self._owner, self._function)
+        if _is_super(node) or self._asks_group(node):
+            return Super(self._owner, self._function) if _is_super(node) else None
         callee = self.value(node.func)
         target: Any = callee.value if isinstance(callee, Known) else None
         arguments, keywords = self._arguments(node)
@@ -345,6 +357,17 @@ class _Walk:
             self._reached(node, target, is_state=self._is_state(*held))
         self._refuse(None if is_a(target, types.FunctionType) else callee, node)
         return None
+
+    def _asks_group(self, node: ast.Call) -> bool:
+        """Whether a call is that of a parameter group for something beside its parameters, such as its rate."""
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in ("get", "setdefault", "pop"):
+            return False
+        if not node.args or not isinstance(key := node.args[0], ast.Constant) or key.value == "params":
+            return False
+        base = self.value(node.func.value)
+        for item in node.args[1:] if isinstance(base, Groups) and base.is_one else ():
+            self._plainly(item)
+        return isinstance(base, Groups) and base.is_one
 
     def _arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
         """What is known of a call's arguments, those handed on as a list or a dictionary among them."""
