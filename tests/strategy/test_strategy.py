@@ -1,5 +1,7 @@
 """One process: what a plan without stages does to an ordinary project, and what is refused or left to DDP."""
 
+import copy
+import io
 import json
 import pickle
 import shutil
@@ -323,6 +325,50 @@ def test_a_module_that_no_device_holds_is_not_evaluated_whole(tmp_path):
     )
     with pytest.raises(InfeasibleError, match=r"memory_limit is 64 B .*there is no plan.*MistStrategy\(plan=\.\.\.\)"):
         trainer.test(Net(), loader(), verbose=False)
+
+
+class Copies(pl.Callback):
+    """Copies and saves what hooks are given, in every place of training."""
+
+    def __init__(self):
+        self.copies = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.keep(trainer, pl_module)
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if trainer.global_step == 0:
+            self.copies.append(pickle.loads(pickle.dumps(trainer.precision_plugin)))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.keep(trainer, pl_module)
+        assert trainer.model.module is pl_module or trainer.model is pl_module
+
+    def keep(self, trainer, pl_module):
+        whole = io.BytesIO()
+        torch.save(pl_module, whole)
+        assert b"lightning_mist." not in whole.getvalue()
+        self.copies += [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
+        for item in (trainer.strategy, trainer.optimizers, trainer):
+            pickle.loads(pickle.dumps(item))
+            copy.deepcopy(item)
+
+
+@pytest.mark.parametrize("plan", ["auto", one_stage(microbatches=2), one_stage(checkpointed=1)])
+def test_what_hooks_copy_and_save_is_the_users_own(tmp_path, plan, profiles):
+    seen = Copies()
+    before = {name: set(vars(part)) for name, part in Net().named_modules()}
+    strategy = MistStrategy(plan=plan, profile_directory=profiles)
+    _, module = train(tmp_path, strategy, callbacks=[seen], epochs=1)
+    assert len(seen.copies) == 5
+    for copied in seen.copies:
+        if isinstance(copied, nn.Module):
+            for name, part in copied.named_modules():
+                assert set(vars(part)) - {"_trainer", "_fabric"} == before[name] - {"_trainer", "_fabric"}
+                assert not part._forward_pre_hooks
+        else:
+            assert type(copied) is pl.plugins.Precision
+    assert_equal(values(module), values(train(tmp_path, "ddp", epochs=1)[1]))
 
 
 @pytest.mark.parametrize("plan", [one_stage(), one_stage(microbatches=2)], ids=["plain", "engine"])

@@ -37,11 +37,8 @@ def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[
         )
         for place, features in found
     ]
-    scripted = [
-        name
-        for name, part in module.named_modules()
-        if is_a(part, torch.jit.ScriptModule) and any(True for _ in part.parameters())
-    ]
+    parts = [item for item in module.named_modules() if is_a(item[1], torch.jit.ScriptModule)]
+    scripted = [name for name, part in parts if any(True for _ in part.parameters())]
     if scripted:
         where = f"{scripted[0]} is TorchScript, whose code reads parameters where nobody sees it"
         reasons.append((f"{where}: leave torch.jit out for such plans", _SCRIPTED))
