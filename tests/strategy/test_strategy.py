@@ -327,6 +327,10 @@ def test_a_module_that_no_device_holds_is_not_evaluated_whole(tmp_path):
         trainer.test(Net(), loader(), verbose=False)
 
 
+LIGHTNINGS = {"_trainer", "_fabric", "_hparams", "forward"}
+"""Attributes of modules that Lightning sets in a fit."""
+
+
 class Copies(pl.Callback):
     """Copies and saves what hooks are given, in every place of training."""
 
@@ -364,7 +368,7 @@ def test_what_hooks_copy_and_save_is_the_users_own(tmp_path, plan, profiles):
     for copied in seen.copies:
         if isinstance(copied, nn.Module):
             for name, part in copied.named_modules():
-                assert set(vars(part)) - {"_trainer", "_fabric"} == before[name] - {"_trainer", "_fabric"}
+                assert set(vars(part)) - LIGHTNINGS == before[name] - LIGHTNINGS
                 assert not part._forward_pre_hooks
         else:
             assert type(copied) is pl.plugins.Precision

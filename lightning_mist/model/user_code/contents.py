@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
@@ -212,7 +213,7 @@ def is_users_object(value: Any) -> bool:
 
 def is_iterator(value: Any) -> bool:
     """Whether something can be asked for its next item and keeps its position where nobody sees it."""
-    is_one = not is_a(value, type) and of_class(value, "__next__") is not None
+    is_one = not is_a(value, (type, *ProxyTypes)) and of_class(value, "__next__") is not None
     return is_one and not is_a(value, Replayed) and not is_users_object(value)
 
 

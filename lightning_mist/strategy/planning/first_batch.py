@@ -136,27 +136,27 @@ def _iterators(
 
 def _give(loader: Any, iterator: Any, item: Any, states: Any, on_iterate: Any, on_fetch: Callable[[], None]) -> None:
     """Let a loader have an iterator with its first item in front, and until that is fetched the states before it."""
-
-    def fetch() -> None:
-        on_fetch()
-        vars(loader).pop("_state_dicts", None)
-
     if on_iterate is not None:
         on_iterate()
-    loader._iterator = PutBack([] if item is None else [item], iterator, fetch)
-    vars(loader)["_state_dicts"] = lambda: states
+    loader._iterator = PutBack([] if item is None else [item], iterator, partial(_fetch, loader, on_fetch))
+    vars(loader)["_state_dicts"] = partial(copy.copy, states)
+
+
+def _fetch(loader: Any, on_fetch: Callable[[], None]) -> None:
+    on_fetch()
+    vars(loader).pop("_state_dicts", None)
 
 
 def _when_set_up(loop: Any, work: Callable[[], None]) -> None:
     """Do something where the loop itself would make its loaders, once."""
+    loop.__dict__["setup_data"] = partial(_set_up, loop, work)
 
-    def setup_data() -> None:
-        del loop.__dict__["setup_data"]
-        loop._combined_loader_states_to_load = []  # given to the loader in the look already
-        work()
-        loop.setup_data()
 
-    loop.__dict__["setup_data"] = setup_data
+def _set_up(loop: Any, work: Callable[[], None]) -> None:
+    del loop.__dict__["setup_data"]
+    loop._combined_loader_states_to_load = []  # given to the loader in the look already
+    work()
+    loop.setup_data()
 
 
 def forget_first_batch(trainer: Any) -> None:

@@ -146,3 +146,56 @@ def test_what_only_constructors_mention_is_not_reached():
     reach = Reach(module, module.training_step, {})
     assert "used" in reach.names
     assert "kept" not in reach.names
+
+
+F = {"count": 0}
+
+
+@torch.no_grad()
+def entropy(logits):
+    return logits.sum() + OTHER["count"]
+
+
+def counted(function):
+    """A decorator of the user's own, with a name that the step reads, too."""
+    calls = {"count": 0}
+
+    @functools.wraps(function)
+    def inner(*args):
+        calls["count"] += 1
+        return function(*args)
+
+    return inner
+
+
+@counted
+def scaled(values):
+    return values
+
+
+@functools.singledispatch
+def described(value):
+    return HELD["count"]
+
+
+class Decorated(nn.Module):
+    @torch.inference_mode()
+    def measure(self, batch):
+        return entropy(batch) + scaled(batch) + described(batch)
+
+    def training_step(self, batch, batch_idx):
+        return F, self.measure(batch), __file__, __name__, __spec__
+
+
+def test_decorated_functions_are_followed_in_the_namespace_that_they_come_from():
+    found = places(reach_of(Decorated()))
+    here = f"globals of {__name__}"
+    assert {(here, "F"), (here, "OTHER"), (here, "HELD"), ("closure of counted.<locals>.inner", "calls")} <= found
+    assert not [label for label, _ in found if "torch" in label or "functools" in label]
+    spaces = [space for space in reach_of(Decorated()).spaces if space.label == here]
+    assert [space.holder["F"] for space in spaces] == [F]
+
+
+def test_names_that_modules_have_from_being_imported_are_no_state():
+    names = {name for _, name in places(reach_of(Decorated()))}
+    assert not names & {"__file__", "__name__", "__spec__", "__builtins__", "__doc__"}

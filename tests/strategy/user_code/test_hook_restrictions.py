@@ -336,3 +336,47 @@ def test_hooks_on_parameters_see_parts_of_gradients():
     assert found(module=net)[0] == {"pipeline", "tensor", "microbatches"}
     net.head.bias.register_post_accumulate_grad_hook(print)
     assert set(GRADIENTS_AWAY) < found(module=net)[0]
+
+
+class Asks(Callback):
+    """Asks strategy, groups and optimizer for what every rank has."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        strategy, rank = trainer.strategy, trainer.global_rank
+        strategy.barrier("here")
+        if rank == 0 and strategy.num_processes > 1 and trainer.strategy.node_rank == 0:
+            print(strategy.reduce(outputs), trainer.strategy.strategy_name)
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = group.get("initial_lr", 0.1) * group.get("lr_scale", 1.0)
+            group.setdefault("lr_scale", group.pop("other", 1.0))
+
+
+def test_what_every_rank_has_may_be_asked():
+    assert found(Asks()) == (set(), "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "strategy, rank = trainer.strategy, 0; print(strategy.model)",
+        "strategy = trainer.strategy; strategy.lightning_module_state_dict()",
+        "[print(group.get('params')) for group in trainer.optimizers[0].param_groups]",
+        "group = trainer.optimizers[0].param_groups[0]; print(group.get(self.name))",
+        "module, rank = pl_module, 0; print(list(module.parameters()))",
+    ],
+)
+def test_what_reaches_parameters_is_seen_by_any_name(body, tmp_path):
+    file, space = tmp_path / "hook.py", {"Callback": Callback}
+    code = f"class Hook(Callback):\n    def on_train_epoch_end(self, trainer, pl_module):\n        {body}\n"
+    file.write_text(code)
+    exec(compile(code, str(file), "exec"), space)
+    assert "on_train_epoch_end of Hook" in found(space["Hook"]())[1]
+
+
+def test_it_is_said_that_a_file_has_changed_or_that_there_is_none(tmp_path):
+    code = "class Hook(Callback):\n    def on_train_epoch_end(self, trainer, pl_module):\n        print(1)\n"
+    for name, told in ((str(tmp_path / "hook.py"), "has the file changed"), ("<string>", "is not at hand")):
+        (tmp_path / "hook.py").write_text("# edited while it planned\n")
+        space = {"Callback": Callback}
+        exec(compile(code, name, "exec"), space)
+        assert told in found(space["Hook"]())[1]

@@ -1,5 +1,6 @@
 """Objects of the user's that answer nothing are asked nothing, wherever the user's code reaches them."""
 
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ def refusing(error, *names):
     def refuse(self, *_):
         raise error
 
-    return type("Refusing", (), {name: refuse for name in names})
+    return type("Refusing", (), dict.fromkeys(names, refuse))
 
 
 class Config(dict):
@@ -89,17 +90,23 @@ class Slotted:
 
 
 def gone():
-    return weakref.proxy(SimpleNamespace())
+    return weakref.proxy(Attributes())
+
+
+def scripted(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        return torch.jit.script(module)
 
 
 SPECIAL = ("__eq__", "__hash__", "__len__", "__bool__", "__iter__", "__repr__", "__str__", "__contains__")
 OBJECTS = {
     "key": lambda: Config(scale=1.0),
-    "runtime": lambda: refusing(RuntimeError("frozen"), "__getattr__")(),
-    "system exit": lambda: refusing(ZeroDivisionError(), "__getattribute__")(),
-    "special": lambda: refusing(TypeError("no"), *SPECIAL)(),
-    "next": lambda: refusing(TypeError("no"), "__next__", "__length_hint__", "__len__", "__repr__")(),
-    "called": lambda: refusing(KeyError("no"), "__call__", "__getattr__")(),
+    "runtime": refusing(RuntimeError("frozen"), "__getattr__"),
+    "system exit": refusing(ZeroDivisionError(), "__getattribute__"),
+    "special": refusing(TypeError("no"), *SPECIAL),
+    "next": refusing(TypeError("no"), "__next__", "__length_hint__", "__len__", "__repr__"),
+    "called": refusing(KeyError("no"), "__call__", "__getattr__"),
     "attributes": lambda: Attributes(items=1, keys=2, values=3, copy=4),
     "pretends": Pretends,
     "dead": gone,
@@ -109,7 +116,7 @@ OBJECTS = {
     "slotted": Slotted,
     "ordered": lambda: OrderedDict(a=[1]),
     "queue": lambda: deque([Config(a=1)]),
-    "scripted": lambda: torch.jit.script(nn.Linear(2, 2)),
+    "scripted": lambda: scripted(nn.Linear(2, 2)),
     "nested": lambda: {"a": [gone(), Pretends(), {"b": Config()}]},
 }
 
@@ -117,7 +124,11 @@ OBJECTS = {
 class Net(pl.LightningModule):
     def __init__(self, held):
         super().__init__()
-        self.layer, self.held = nn.Linear(2, 2), held
+        self.layer = nn.Linear(2, 2)
+        if issubclass(type(held), nn.Module):
+            self.held = held
+        else:
+            vars(self)["held"] = held  # nn.Module asks for its class
 
     def training_step(self, batch, batch_idx):
         return self.held, HELD.value, self.layer(batch).sum()
@@ -154,8 +165,8 @@ def test_what_a_step_reaches_is_looked_at_and_put_back(held):
     roots = {"callback": (vars(callback), frozenset(("batch",)))}
     reach = Reach(module, module.training_step, roots)
     around, survey = Surroundings(reach), Survey(reach)
-    around.hold()
     before = survey.look()
+    around.hold()
     around.begin_run()
     around.end_run()
     assert around.settle() == ()
@@ -235,6 +246,6 @@ def test_parameters_are_reached_through_slots_and_lazy_properties_of_the_users_o
 
 
 def test_scripted_parts_with_parameters_rule_out_that_these_are_away():
-    module = Net(torch.jit.script(nn.Linear(2, 2)))
+    module = Net(scripted(nn.Linear(2, 2)))
     assert all("held is TorchScript" in item.reason for item in compiled_exclusions(module))
-    assert compiled_exclusions(Net(torch.jit.script(nn.ReLU()))) == ()
+    assert compiled_exclusions(Net(scripted(nn.ReLU()))) == ()
