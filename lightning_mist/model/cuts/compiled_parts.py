@@ -14,6 +14,11 @@ from lightning_mist.plan.plan_tables import ranges
 _ANYWHERE: tuple[Feature, ...] = ("pipeline", "tensor", "sequence")
 _INSIDE: tuple[Feature, ...] = ("microbatches", "sharded_parameters")
 
+_COMPILED = (
+    "is compiled by torch.compile, whose code runs as a whole, on tensors as it knows them: leave torch.compile out "
+    "for such plans"
+)
+_TORCHSCRIPT = "is TorchScript, whose code reads parameters where nobody sees it: leave torch.jit out for such plans"
 _SCRIPTED: tuple[Feature, ...] = ("pipeline", "sharded_parameters", "offloaded_parameters")
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_mist")
@@ -29,19 +34,10 @@ def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[
     found = [(place, _ANYWHERE) for place in places[:1]]
     around = ("the module", *(place for place in places if any(block.startswith(f"{place}.") for block in blocks)))
     found += [(place, _INSIDE) for place in [place for place in places if place not in around][:1]]
-    reasons = [
-        (
-            f"{place} is compiled by torch.compile, whose code runs as a whole, on tensors as it knows them: leave "
-            "torch.compile out for such plans",
-            features,
-        )
-        for place, features in found
-    ]
     parts = [item for item in module.named_modules() if is_a(item[1], torch.jit.ScriptModule)]
     scripted = [name for name, part in parts if any(True for _ in part.parameters())]
-    if scripted:
-        where = f"{scripted[0]} is TorchScript, whose code reads parameters where nobody sees it"
-        reasons.append((f"{where}: leave torch.jit out for such plans", _SCRIPTED))
+    reasons = [(f"{place} {_COMPILED}", features) for place, features in found]
+    reasons += [(f"{name} {_TORCHSCRIPT}", _SCRIPTED) for name in scripted[:1]]
     return tuple(Exclusion(feature=feature, reason=reason) for reason, features in reasons for feature in features)
 
 

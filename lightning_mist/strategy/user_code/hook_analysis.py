@@ -88,10 +88,9 @@ class Reader:
         if body is None:
             used = [names.get(name, Known(function.__globals__.get(name))) for name in loaded_names(function.__code__)]
             if any(value is not None and self._all.holds(value) for value in used):
-                code = function.__code__
-                why = "is not at hand"
-                if Path(code.co_filename).exists():
-                    why = f"is not what {code.co_filename}:{code.co_firstlineno} says: has the file changed meanwhile?"
+                place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+                is_there = Path(function.__code__.co_filename).exists()
+                why = f"is not at {place}: has the file changed meanwhile?" if is_there else "is not at hand"
                 raise ReachedError(f"{function.__name__}, whose source {why}", function)
         return body or []
 

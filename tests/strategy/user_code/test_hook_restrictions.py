@@ -374,7 +374,7 @@ def test_what_reaches_parameters_is_seen_by_any_name(body, tmp_path):
 
 
 def test_it_is_said_that_a_file_has_changed_or_that_there_is_none(tmp_path):
-    code = "class Hook(Callback):\n    def on_train_epoch_end(self, trainer, pl_module):\n        print(1)\n"
+    code = "class Hook(Callback):\n    def on_train_epoch_end(self, trainer, _):\n        print(trainer.global_step)\n"
     for name, told in ((str(tmp_path / "hook.py"), "has the file changed"), ("<string>", "is not at hand")):
         (tmp_path / "hook.py").write_text("# edited while it planned\n")
         space = {"Callback": Callback}
