@@ -463,3 +463,23 @@ def test_an_optimizer_of_whole_parameters_rules_out_tensor_parallelism(tmp_path,
     trainer, _ = train(tmp_path, MistStrategy(plan=one_stage(microbatches=2)), module=Net(optimizer=optimizer))
     reasons = trainer.strategy._decision.module_map.excludes("tensor")
     assert any("Adafactor needs whole parameters" in reason for reason in reasons) == is_excluded
+
+
+class ClipsByValue(Net):
+    def __init__(self):
+        super().__init__(automatic=False)
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self(batch[0]).pow(2).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        optimizer.step()
+
+
+def test_manual_steps_clip_by_value(tmp_path):
+    plan, module = one_stage(checkpointed=1), ClipsByValue()
+    twin = copy.deepcopy(module)
+    train(tmp_path, MistStrategy(plan=plan), module, epochs=1)
+    train(tmp_path, "ddp", twin, epochs=1)
+    assert_equal(values(module), values(twin))
