@@ -86,6 +86,11 @@ def _items(state: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """What :meth:`Wrapping.around` makes a tensor of a class of its own from."""
+    return dict(_items(tensor) or [("values", tensor.detach().as_subclass(Tensor))])
+
+
 def take_apart(state: Any, each: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
     """State in fresh containers of plain tensors, what is left of other classes under :data:`CLASS`.
 
@@ -99,8 +104,8 @@ def take_apart(state: Any, each: Callable[[Tensor], Any] = lambda tensor: tensor
             return None
         if not is_plain(node):
             with torch._C.DisableTorchFunctionSubclass():
-                inner = _items(node) or [("values", node.detach().as_subclass(Tensor))]
-            return {**{name: rebuild(item, replace) for name, item in inner}, CLASS: Wrapping(node)}
+                inner = inner_tensors(node)
+            return {**{name: rebuild(item, replace) for name, item in inner.items()}, CLASS: Wrapping(node)}
         if id(node) not in known:
             known[id(node)] = node, each(node)  # the tensor too: while it is there no other has its id
         return known[id(node)][1]

@@ -1,20 +1,22 @@
 """A user's batch as rows of tensors: cut, varied and told apart, alike for the planner and the runtime.
 
-A batch is any nesting of mappings, lists, tuples and dataclasses. *Rows* run along dimension 0 of its tensors and numpy
-arrays, and along lists that hold no tensors (text, ids) and are as long. What has no rows (numbers, text, ``None``,
-0-dimensional tensors) belongs to every row. Where it is not certain what a row is, the batch has no rows and is used
-whole.
+A batch is any nesting of mappings, lists, tuples, dataclasses and what torch's pytree registry knows. *Rows* run along
+dimension 0 of its tensors and numpy arrays, and along lists that hold no tensors (text, ids) and are as long. What has
+no rows (numbers, text, ``None``, 0-dimensional tensors) belongs to every row. Where it is not certain what a row is,
+the batch has no rows and is used whole.
 """
 
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import SUPPORTED_NODES
 
 Batch = TypeVar("Batch")
 
@@ -25,6 +27,18 @@ _ARRAYS = (Tensor, np.ndarray)
 def is_hollow(tensor: Tensor) -> bool:
     """Whether a tensor has a shape, but less memory than its elements take; True on the meta device too."""
     return tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory with sizes and strides: neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _sizes(tensor: Tensor) -> Hashable:
+    """All sizes that others may follow from: the shape, or shapes of rows of a nested one; of a sparse one, entries."""
+    if tensor.is_nested:
+        return tuple(tuple(row.shape) for row in tensor.unbind())
+    return tuple(tensor.shape) if is_dense(tensor) else (*tensor.shape, tensor._nnz())
 
 
 def batch_rows(batch: Any) -> int | None:
@@ -38,7 +52,7 @@ def batch_rows(batch: Any) -> int | None:
     sizes = set()
     for leaf in leaves(batch):
         if isinstance(leaf, _ARRAYS):
-            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            if isinstance(leaf, Tensor) and not is_dense(leaf):
                 return None
             if leaf.ndim:
                 sizes.add(int(leaf.shape[0]))
@@ -73,10 +87,41 @@ def slice_rows(batch: Batch, first: int, end: int) -> Batch:
     return result
 
 
-def copy_batch(batch: Batch) -> Batch:
-    """The same batch in fresh containers, tensors shared, so that a step may pop keys and run again."""
-    result: Batch = rebuild(batch, lambda node: None)
-    return result
+def copy_batch(batch: Batch, *, with_tensors: bool = False) -> Batch:
+    """The same batch in fresh containers of any class, so that a step may pop keys and run again; tensors are shared.
+
+    Args:
+        with_tensors: Whether tensors are copied too.
+
+    Raises:
+        Exception: Of any kind, by what cannot be copied: locks, open files, tensors that have a graph.
+    """
+    with _Copies(with_tensors):
+        return copy.deepcopy(batch)
+
+
+class _Copies(TorchFunctionMode):
+    """What ``copy.deepcopy`` makes of tensors: torch itself copies few that are not dense ones of its own class."""
+
+    def __init__(self, with_tensors: bool) -> None:
+        super().__init__()
+        self._with_tensors = with_tensors
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or (self._with_tensors and type(args[0]) is Tensor and is_dense(args[0])):
+            return func(*args, **(kwargs or {}))
+        return _cloned(args[0]) if self._with_tensors else args[0]
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    if not tensor.is_leaf:
+        raise RuntimeError("a tensor that has a graph")
+    with torch._C.DisableTorchFunctionSubclass():
+        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if type(made) is not type(tensor):
+            made = made.as_subclass(type(tensor))
+            made.__dict__.update(copy.deepcopy(vars(tensor)))
+    return made
 
 
 def is_row_list(node: Any, rows: int) -> bool:
@@ -105,7 +150,8 @@ def _children(node: Any) -> list[Any] | None:
         return list(node)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return [getattr(node, field.name) for field in dataclasses.fields(node)]
-    return None
+    known = SUPPORTED_NODES.get(type(node))
+    return None if known is None else list(known.flatten_fn(node)[0])
 
 
 def leaves(node: Any) -> Iterator[Any]:
@@ -128,23 +174,37 @@ def rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:
     new = replace(node)
     if new is not None:
         return new
-    if isinstance(node, Mapping):
-        # copy.copy keeps what else a mapping of its own class knows (transformers' BatchEncoding).
-        result = copy.copy(node)
-        for key, value in node.items():
-            result[key] = rebuild(value, replace)  # type: ignore[index]
-        return result
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(rebuild(item, replace) for item in node))
-    if isinstance(node, (list, tuple)):
-        return type(node)(rebuild(item, replace) for item in node)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        # Not made anew: its constructor may want what no field keeps (``InitVar``), or compute fields itself.
-        record = copy.copy(node)
-        for field in dataclasses.fields(node):
-            object.__setattr__(record, field.name, rebuild(getattr(node, field.name), replace))
-        return record
-    return node
+    children = _children(node)
+    return node if children is None else _like(node, [rebuild(child, replace) for child in children])
+
+
+def _like(node: Any, items: list[Any]) -> Any:
+    """A container like another around other members.
+
+    Not made anew where that can be: a constructor may want other things. ``copy.copy`` keeps what else an object of its
+    own class knows (transformers' BatchEncoding).
+    """
+    made: Any
+    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+        made = type(node)(dict(zip(node, items, strict=True)))  # type: ignore[call-arg]
+    elif isinstance(node, tuple):
+        try:
+            made = tuple.__new__(type(node), items)
+            getattr(made, "__dict__", {}).update(getattr(node, "__dict__", {}))
+        except TypeError:  # torch.Size and what torch.max returns have constructors in C, which take a sequence
+            made = type(node)(items)
+    elif isinstance(node, (MutableMapping, list)):
+        made = copy.copy(node)
+        for key, item in zip(node if isinstance(node, Mapping) else range(len(items)), items, strict=True):
+            made[key] = item
+    elif dataclasses.is_dataclass(node):
+        made = copy.copy(node)
+        for field, item in zip(dataclasses.fields(node), items, strict=True):
+            object.__setattr__(made, field.name, item)
+    else:
+        known = SUPPORTED_NODES[type(node)]
+        made = known.unflatten_fn(items, known.flatten_fn(node)[1])
+    return made
 
 
 _DEPTH = 16
@@ -162,7 +222,7 @@ def batch_signature(value: Any) -> Hashable:
 
 def _signature(value: Any, *, depth: int, is_item: bool) -> Hashable:
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.device.type
+        return _sizes(value), value.dtype, value.device.type
     if value is None or isinstance(value, (bool, int, torch.Size)) or (isinstance(value, (str, bytes)) and not is_item):
         return type(value), value
     kind: Any = type(value)

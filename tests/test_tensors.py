@@ -1,11 +1,18 @@
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
-from lightning_mist.tensors import batch_rows, copy_batch, is_hollow, slice_rows
+from lightning_mist.tensors import batch_rows, batch_signature, copy_batch, is_hollow, leaves, rebuild, slice_rows
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR"),
+]
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -102,6 +109,104 @@ def test_copies_can_be_emptied():
     again.pop("x")
     assert set(batch) == {"x", "inner"}
     assert set(batch["inner"]) == {"y"}
+
+
+class Looks(namedtuple("Looks", ["x", "y"])):
+    """Its constructor looks at members."""
+
+    def __new__(cls, x, y):
+        assert x.device == y.device
+        return super().__new__(cls, x, y)
+
+
+class Pairs(list):
+    def __init__(self, x, y):
+        super().__init__([x, y])
+
+
+class Joined(tuple):
+    def __new__(cls, x, y):
+        made = super().__new__(cls, (x, y))
+        made.name = "joined"
+        return made
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Looks(x(), x()),
+        Pairs(x(), x()),
+        Joined(x(), x()),
+        MappingProxyType({"x": x()}),
+        deque([x(), x()]),
+        torch.max(x(), 0),
+        pack_sequence([x(3), x(2)]),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_containers_are_made_again_without_their_constructors(batch):
+    again = rebuild(batch, lambda leaf: "there" if isinstance(leaf, torch.Tensor) else None)
+    assert type(again) is type(batch)
+    assert vars(again) == vars(batch) if isinstance(batch, Joined) else True
+    assert {leaf for leaf in leaves(again) if leaf is not None} == {"there"}
+
+
+class Store:
+    """No container that anybody knows; it holds values in a dictionary."""
+
+    def __init__(self):
+        self.held = {"x": x(), "y": x()}
+
+
+def test_copies_of_objects_can_be_emptied():
+    batch = {"graph": Store()}
+    again = copy_batch(batch)
+    tensor = again["graph"].held.pop("x")
+    assert tensor is batch["graph"].held["x"]
+
+
+class Carries(torch.Tensor):
+    pass
+
+
+def carries():
+    made = x().double().as_subclass(Carries)
+    made.meta = {"name": "a"}
+    return made
+
+
+UNUSUAL = {
+    "jagged": lambda: torch.nested.nested_tensor([x(2).double(), x(3).double()], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor([x(2).double(), x(3).double()]),
+    "sparse": lambda: x().double().to_sparse(),
+    "sparse rows": lambda: x().double().to_sparse_csr(),
+    "subclass": carries,
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_tensors_are_copied_and_have_no_rows_unless_dense(kind):
+    batch = {"x": UNUSUAL[kind]()}
+    again = copy_batch(batch, with_tensors=True)["x"]
+    assert type(again) is type(batch["x"])
+    assert again is not batch["x"]
+    assert again.layout == batch["x"].layout
+    assert vars(again).get("meta") == vars(batch["x"]).get("meta")
+    assert batch_rows(batch) == (4 if kind == "subclass" else None)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_ragged_batches_are_told_apart_by_their_rows(layout):
+    def ragged(*sizes):
+        return batch_signature({"x": torch.nested.nested_tensor([torch.ones(n, 3) for n in sizes], layout=layout)})
+
+    assert ragged(2, 3) == ragged(2, 3)
+    assert len({ragged(2, 3), ragged(1, 4), ragged(2, 3, 4)}) == 3
+
+
+def test_a_tensor_with_a_graph_is_not_copied():
+    with pytest.raises(RuntimeError):
+        copy_batch([torch.ones(2, requires_grad=True) * 2], with_tensors=True)
 
 
 def test_what_has_less_memory_than_its_elements_take_is_hollow():

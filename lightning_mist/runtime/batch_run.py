@@ -1,6 +1,5 @@
 """One batch on its way through the actions of one rank: what is received, computed, kept and sent."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from lightning_mist.runtime.random_state import get_random_state, seed_random, s
 from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, StageOutput, UnitRunner
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import INPUT_BACKWARDS
-from lightning_mist.tensors import batch_signature
+from lightning_mist.tensors import batch_signature, copy_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,7 +362,7 @@ class BatchRun:
 
 def _copied(microbatch: Microbatch) -> Microbatch:
     """A microbatch on which a step may run although it will run again: it may pop entries or write into tensors."""
-    return replace(microbatch, value=copy.deepcopy(microbatch.value))
+    return replace(microbatch, value=copy_batch(microbatch.value, with_tensors=True))
 
 
 def _loss_of(output: Any) -> Tensor | None:

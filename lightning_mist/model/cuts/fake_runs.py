@@ -1,6 +1,5 @@
 """Running the user's step twice on fake parameters, and putting everything back."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from lightning_mist.model.fakes import (
     quiet_fakes,
 )
 from lightning_mist.model.user_code import Generators, ModuleState
-from lightning_mist.tensors import batch_rows, batch_tensors
+from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch
 
 Call = Callable[..., Any]
 
@@ -91,7 +90,7 @@ def _attempt(
         recorder = Recorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
         recorder.know_storages(module.parameters())
         recorders.append(recorder)
-        own = copy.deepcopy(batch)
+        own = copy_batch(batch, with_tensors=True)
         versions = [(tensor, tensor._version) for tensor in batch_tensors(own)]
         failure = _run(module, call, own, recorder, candidates, kept)
         if failure:

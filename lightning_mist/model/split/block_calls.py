@@ -1,6 +1,5 @@
 """How a step calls its blocks: the arguments of one call of every kind, on a batch as small as it will take."""
 
-import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from lightning_mist.model.fakes import (
 from lightning_mist.model.operators import LinearCall, LinearMode
 from lightning_mist.model.trace import Answer, Kinds, group, imitate, module_key, record_answer
 from lightning_mist.plan.calls import call_signature, without_caches
-from lightning_mist.tensors import batch_rows, batch_tensors, is_hollow
+from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch, is_hollow
 
 _ROWS = 2  # rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast
 
@@ -112,7 +111,7 @@ def _call_blocks(module: nn.Module, call: Call, batch: Any, names: tuple[str, ..
         torch.manual_seed(0)
         # Blocks that others answer for do not run; the first of every kind does, its hollow layers aside.
         with intercepted(blocks, handler), torch.enable_grad(), _HollowLinears(parameters), suppress(_Over):
-            call(copy.deepcopy(batch))
+            call(copy_batch(batch, with_tensors=True))
     if len(keys) < len(blocks):
         raise TraceError(f"the step called {len(keys)} of {len(blocks)} blocks")
     kinds = group([type(block).__name__ for block in blocks], [keys[i] for i in range(len(blocks))])

@@ -3,7 +3,6 @@
 Found by watching the step, blocks answering without running; checked by running head and tail shared out and whole.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +40,7 @@ from lightning_mist.model.trace import echo, loss_of
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import SplitContext, TensorGroup, enter_sequence, leaving
+from lightning_mist.tensors import copy_batch
 
 _LOSSES = (functional.cross_entropy, functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
 """What compares the entries of a row of logits with each other; has a rule for logits in parts."""
@@ -99,7 +99,7 @@ def find_tables(
         shown = {id(tensors): name for name, (tensors, _) in slots_of(module).items()}
         mode = _Tables({key: tensor for key, tensor in parameters.items() if key not in inside})
         with intercepted(blocks, _handler(calls, _as_given, answer=answer)), torch.enable_grad(), mode:
-            call(copy.deepcopy(calls.batch))
+            call(copy_batch(calls.batch, with_tensors=True))
     tables: dict[str, Table] = {}
     for linear in mode.heads.values():
         rows, columns = linear.weight.shape[linear.output_dim], linear.width
@@ -187,7 +187,7 @@ def _run(
     torch.manual_seed(0)
     with torch.enable_grad():
         with WithoutDropout() as mode, without_hooks(context):
-            output = call(copy.deepcopy(batch))
+            output = call(copy_batch(batch, with_tensors=True))
         loss = loss_of(output if context is None else leaving(output, context))
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
     gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)

@@ -27,6 +27,7 @@ from lightning_mist.strategy.planning.decision import PlannedStep
 from lightning_mist.strategy.planning.manual_step import manual_exclusions, rehearse
 from lightning_mist.strategy.planning.plain_parallelism import at_once_reason
 from lightning_mist.strategy.training import check_same_samples, digest_of
+from lightning_mist.tensors import copy_batch
 
 
 class PutBack(StandIn):
@@ -216,7 +217,7 @@ def _copied(batch: Any) -> Any:
         TraceError: If it holds what cannot be copied.
     """
     try:
-        return copy.deepcopy(batch)
+        return copy_batch(batch, with_tensors=True)
     except Exception as error:  # whatever the classes of its members make of it
         raise TraceError(
             f"the first batch cannot be copied ({type(error).__name__}: {error}), and is tried before it is trained: "
@@ -244,6 +245,7 @@ def step_function(
         )
 
     def call(batch: Any) -> Any:
+        batch = copy_batch(batch)  # from which the step may take what another trial needs
         with context():
             return module.training_step(batch, 0) if takes_index else module.training_step(batch)
 

@@ -68,7 +68,9 @@ def _source(cls: type) -> str:
 def _sizes(value: Any) -> Any:
     """A batch's structure and types, its rows exactly, and its other sizes roughly."""
     if isinstance(value, Tensor):
-        return value.dtype, value.shape[:1], tuple(round(math.log(max(size, 1), _STEP)) for size in value.shape[1:])
+        # Nested ones have no shape in numbers.
+        rows, *sizes = (value.size(0), value.numel()) if value.is_nested else (value.shape or (1,))
+        return value.dtype, rows, tuple(round(math.log(max(size, 1), _STEP)) for size in sizes)
     if isinstance(value, dict):
         return tuple((str(name), _sizes(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
 """What one planning works with: the module, its batch, and ways to ask the user's step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from lightning_mist.model import (
 from lightning_mist.model.cuts import compiled_exclusions
 from lightning_mist.model.initialization import InitialValues, blocks_alike
 from lightning_mist.model.trace import step_bytes
-from lightning_mist.plan import Exclusion, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
+from lightning_mist.plan import Exclusion, Feature, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.monitoring import Basis, with_corrections
@@ -55,6 +55,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
 from lightning_mist.strategy.planning.plan_cache import cache_key, cache_path, cache_plan, cached_plan, remembered_limit
 from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, progress_through, timed_apart, told, tried
 from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.training import take_apart
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
 from lightning_mist.tuner import TuneResult
@@ -62,6 +63,9 @@ from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes
 
 T = TypeVar("T")
+
+SHARED_BATCHES: tuple[Feature, ...] = ("pipeline", "tensor", "context")
+"""What lets ranks compute on batches that others load."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,7 +176,8 @@ class Planner:
             if found.writes == "" and ("data" in call.reach.names or call.name == "forward"):
                 found = replace(found, writes="maybe")  # of a loop nothing is seen but the module's call
         plain = self.plain
-        extra = [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
+        extra = list(self._stays())
+        extra += [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
         extra += compiled_exclusions(self.module, found.blocks)
         for _, rule in self._optimizers():
             extra += optimizer_exclusions(rule)
@@ -181,6 +186,15 @@ class Planner:
             extra += user_exclusions(self.trainer, self.strategy.optimizers, master_weights=masters)
             extra += self.restrictions()
         return replace(found, exclusions=(*found.exclusions, *extra))
+
+    def _stays(self) -> Iterator[Exclusion]:
+        """What is ruled out if batches cannot go to other processes."""
+        try:
+            take_apart(self.batch, self.strategy.root_device)
+        except ValueError as error:
+            reason = f"batches cannot go to the ranks that would share them ({error})"
+            for feature in SHARED_BATCHES:
+                yield Exclusion(feature=feature, reason=reason)
 
     def with_writes(self, found: ModuleMap) -> ModuleMap:
         """The map, without sharding where the step writes other values into weights on each rank; all take part."""

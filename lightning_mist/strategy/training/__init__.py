@@ -1,5 +1,6 @@
 """One Lightning batch through a plan, and what user code sees of it."""
 
+from lightning_mist.strategy.training.batch_exchange import take_apart
 from lightning_mist.strategy.training.batch_results import BatchResult
 from lightning_mist.strategy.training.engine import Engine, module_state, start_engine
 from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, without_values

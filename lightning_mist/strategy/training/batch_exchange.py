@@ -7,12 +7,12 @@ Nothing is exchanged between replicas, nor where every rank computes on its own 
 those that feed the replica give their batches to all others of it, one after another.
 """
 
-import copy
 import hashlib
+import io
 import pickle
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from lightning_mist.devices import packed, unpacked
 from lightning_mist.errors import PlanError
+from lightning_mist.leaves import Wrapping, inner_tensors, is_plain
 from lightning_mist.plan import Plan, RowSlice, feeders, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.communication import Microbatch, Transport, Work
-from lightning_mist.tensors import batch_rows, rebuild, slice_rows
+from lightning_mist.tensors import batch_rows, is_dense, slice_rows
 from lightning_mist.tensors import leaves as leaves_of
 
 _NUMBERS = struct.Struct("<QQ?")
@@ -69,52 +70,61 @@ class _Notice:
         return cls(seed=seed, note=note, is_new=is_new, random_state=buffer[_NUMBERS.size :].clone())
 
 
-def _take_apart(batch: Any, device: torch.device) -> tuple[list[Tensor], Any]:
-    """The tensors of a batch, and the batch with a :class:`_Leaf` in place of each.
+class _Pickler(pickle.Pickler):
+    """Takes dense tensors out of whatever it pickles, wherever they are in it."""
 
-    Mappings, lists, tuples and dataclasses are looked into, whatever their class.
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: dict[int, tuple[int, Tensor]] = {}
+
+    def persistent_id(self, node: Any) -> int | None:
+        if not isinstance(node, Tensor) or not is_plain(node) or not is_dense(node):
+            return None
+        return self.tensors.setdefault(id(node), (len(self.tensors), node))[0]
+
+    def reducer_override(self, node: Any) -> Any:
+        if not isinstance(node, Tensor) or is_plain(node) or not is_dense(node):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return Wrapping(node).around, (inner_tensors(node),)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, text: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(text))
+        self._tensors = tensors
+
+    def persistent_load(self, key: int) -> Tensor:
+        return self._tensors[key]
+
+
+def take_apart(batch: Any, device: torch.device) -> tuple[list[Tensor], bytes]:
+    """The dense tensors of a batch of any class, and what puts it together around others like them.
+
+    Args:
+        device: Where it is.
+
+    Raises:
+        ValueError: Why it cannot go to other processes.
     """
-    tensors: list[Tensor] = []
-
-    def replace(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            tensors.append(node)
-            return _leaf_of(node, device)
-        # What is pickled on one device comes out on the device of the same number. Some move in place: a copy does.
-        return copy.copy(node).to("cpu") if device.type != "cpu" and _moves(node) else None
-
-    return tensors, rebuild(batch, replace)
-
-
-def _moves(node: Any) -> bool:
-    """Whether something that is no tensor knows how to move to a device (a graph, say)."""
-    is_container = isinstance(node, (Mapping, list, tuple)) or is_dataclass(node)
-    return not is_container and callable(getattr(node, "to", None))
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(batch)
+    except Exception as error:  # whatever the classes of its members make of it
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    tensors = [tensor for _, tensor in pickler.tensors.values()]
+    if any(tensor.is_meta and device.type != "meta" for tensor in tensors):
+        raise ValueError("a tensor on device meta")
+    if any(tensor.requires_grad for tensor in tensors):
+        # Where it arrives it would take part in no backward, and ranks that share layers would not run the same one.
+        raise ValueError("a tensor that requires a gradient")
+    return tensors, file.getvalue()
 
 
 def _leaf_of(tensor: Tensor, device: torch.device) -> _Leaf:
     is_on_host = tensor.device.type == "cpu" != device.type
     return _Leaf(shape=tuple(tensor.shape), dtype=tensor.dtype, is_on_host=is_on_host)
-
-
-def _hindrance(tensor: Tensor, device: torch.device) -> str:
-    """Why a tensor of a batch cannot go to other ranks; empty if it can."""
-    if tensor.layout is not torch.strided or (tensor.is_meta and device.type != "meta"):
-        return f"a tensor of layout {tensor.layout} on device {tensor.device}"
-    # Where it arrives it would take part in no backward, and ranks that share layers would not run the same one.
-    return "a tensor that requires a gradient" if tensor.requires_grad else ""
-
-
-def _put_together(skeleton: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    """The batch again; what came with the skeleton and knows how to move (a graph, say) moves to this device."""
-    left = iter(tensors)
-
-    def replace(node: Any) -> Any:
-        if isinstance(node, _Leaf):
-            return next(left)
-        return node.to(device) if _moves(node) else None
-
-    return rebuild(skeleton, replace)
 
 
 def _drawn_seed(number: int) -> int:
@@ -253,9 +263,16 @@ class BatchExchange:
     def _exchange(
         self, batch: Any, random_state: Tensor, seed: int, note: int, received: dict[int, tuple[Any, Any, int]]
     ) -> Iterator[Work]:
-        tensors, skeleton = _take_apart(batch, self.device)
+        try:
+            tensors, skeleton = take_apart(batch, self.device)
+        except ValueError as error:
+            raise PlanError(
+                f"the batch of rank {self.rank} cannot go to the ranks that it is shared out to ({error}): give "
+                "batches of tensors with values and without a graph, numbers and text, or use a plan with one stage "
+                "and tensor_parallel_degree = 1"
+            ) from error
         leaves = tuple(_leaf_of(tensor, self.device) for tensor in tensors)
-        structure = self._structure(tensors, (skeleton, leaves))
+        structure = pickle.dumps((skeleton, leaves))
         notice = _Notice(
             seed=seed,
             note=note,
@@ -285,26 +302,8 @@ class BatchExchange:
             value = batch
             if owner != self.rank:
                 parts = [iter(part) for part in values[owner]]
-                value = _put_together(skeleton, [next(parts[leaf.is_on_host]) for leaf in leaves], self.device)
+                value = _Unpickler(skeleton, [next(parts[leaf.is_on_host]) for leaf in leaves]).load()
             received[owner] = (value, notices[owner].random_state, notices[owner].seed)
-
-    def _structure(self, tensors: Sequence[Tensor], parts: Any) -> bytes:
-        """What other ranks need beside values to put this rank's batch together.
-
-        Raises:
-            PlanError: If it holds what cannot go to another process.
-        """
-        what = next(filter(None, (_hindrance(tensor, self.device) for tensor in tensors)), "")
-        try:
-            if not what:
-                return pickle.dumps(parts)
-        except Exception as error:  # whatever the classes of its members make of it
-            what = f"{type(error).__name__}: {error}"
-        raise PlanError(
-            f"the batch of rank {self.rank} cannot go to the ranks that it is shared out to ({what}): give batches of "
-            "dense tensors with values and without a graph, numbers and text, or use a plan with one stage and "
-            "tensor_parallel_degree = 1"
-        )
 
     def _gather(
         self,

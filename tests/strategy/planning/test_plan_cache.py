@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -46,6 +47,22 @@ def test_the_same_question_has_the_same_key_and_others_have_others():
         key(net=Other),
     ]
     assert len(set(different)) == len(different)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided, torch.sparse_coo, torch.sparse_csr])
+def test_batches_of_tensors_without_a_plain_shape_have_keys(layout):
+    def key_of(rows):
+        parts = [torch.ones(2 + row, 3) for row in range(rows)]
+        is_nested = layout in (torch.jagged, torch.strided)
+        x = (
+            torch.nested.nested_tensor(parts, layout=layout)
+            if is_nested
+            else torch.ones(rows, 3).to_sparse(layout=layout)
+        )
+        return cache_key(Net(), {"x": x, "none": torch.ones(())}, [], ())
+
+    assert key_of(2) == key_of(2) != key_of(3)
 
 
 def test_a_kept_plan_comes_back_and_a_broken_one_is_said(tmp_path):
