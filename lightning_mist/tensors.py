@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import SUPPORTED_NODES
 
@@ -27,6 +27,13 @@ _ARRAYS = (Tensor, np.ndarray)
 def is_hollow(tensor: Tensor) -> bool:
     """Whether a tensor has a shape, but less memory than its elements take; True on the meta device too."""
     return tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size()
+
+
+def substitute(parameter: nn.Parameter, data: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter of other data with the attributes of the user's: code reads them (scales of packed weights)."""
+    made = nn.Parameter(data, requires_grad=requires_grad)
+    made.__dict__.update((name, value) for name, value in vars(parameter).items() if not name.startswith("_"))
+    return made
 
 
 def is_dense(tensor: Tensor) -> bool:

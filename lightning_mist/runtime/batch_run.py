@@ -230,6 +230,8 @@ class BatchRun:
         with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, inputs):
             self._start_runner()
             output = part_of_module.forward(lambda: self._step(microbatch), inputs)
+            if stage < self._last:
+                part_of_module.check_form(output, (batch_signature(microbatch.value), self._keeps_graph))
         self._context.casts.look(stage, (output.tensors, output.value))
         if runner is not None:
             self._markers[key] = runner.take_marker()

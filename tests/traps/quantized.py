@@ -141,7 +141,7 @@ def _packed(name: str, *plans: str, then: tuple[str, ...] = ("save",)) -> Trap:
 
 
 TRAPS = {
-    "four bits": Trap(module=FourBits, plans=("auto", "zero3", "pp2"), equal=("auto",), reason="quant_state"),
+    "four bits": Trap(module=FourBits, plans=PLANS, equal=_ALL_BUT_TENSOR),
     "eight bits": Trap(module=EightBits, plans=PLANS, equal=PLANS),
     "subclass": Trap(module=Subclass, plans=PLANS, equal=_ALL_BUT_TENSOR, reason="AffineQuantized"),
     # Lightning itself does not read a file in which a tensor is of a class of its own.

@@ -79,8 +79,10 @@ def _reads(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
     last = len(runs.records[0].order) - 1
     for record in runs.records:
         for read in record.reads:
+            # Where it decides about nothing but what a layer does inside, the stage that runs the layer has values.
+            is_closed = read.is_inner and read.region not in record.leaking
             is_last = read.region == last and not read.is_inner
-            if read.source == "parameters" and not is_last:
+            if read.source == "parameters" and not is_last and not is_closed:
                 yield (
                     f"{read.function} at {read.line} reads a value that depends on parameters {_place(read)}",
                     _PIPELINE,
@@ -135,6 +137,11 @@ def _attributes(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
         is_inner = any(owner == block or owner.startswith(f"{block}.") for block in blocks)
         features: tuple[Feature, ...] = _ALL if is_inner else (*_SHARED, "microbatches")
         yield f"the step changes the attribute {name} of the module, which would happen on one stage only", features
+    for name, child in modules.items():
+        if _is_metric(child) and any(True for _ in child.parameters()):
+            # It runs beside the layers, where a stage may be left and where nothing is gathered.
+            features = ("pipeline", "sharded_parameters", "offloaded_parameters")
+            yield f"the metric {name} has parameters, which must be whole on every rank", features
     for name in sorted(metrics):
         yield f"the step updates the metric {name}, whose state would live on one stage only", _SHARED
 

@@ -23,13 +23,11 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_mist.attributes import replaced
 from lightning_mist.model.fakes import (
-    READS,
     Guesses,
     Read,
     address_of,
     become,
     fake_like,
-    guess_read,
     state_of,
     storage_of,
     too_many,
@@ -46,6 +44,7 @@ from lightning_mist.plan.calls import (
     without_caches,
 )
 from lightning_mist.plan.module_map import BlockOutput
+from lightning_mist.without_values import READS, guess_read, is_read, some_places
 
 _INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
 _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
@@ -189,9 +188,9 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", type(func).__name__)
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(t, FakeTensor) for t in tensors)
-        if name in READS or (name == "where" and len(args) == 1):
+        if is_read(name, args, kwargs):
             if is_fake:
-                return self._guessed(name, args, tensors)
+                return self._guessed(name, args, kwargs, tensors)
             if any(id(t) in self._random for t in tensors):
                 return self._read_random(name, func, args, kwargs, tensors)
         if is_fake:
@@ -275,14 +274,15 @@ class Recorder(TorchFunctionMode):
         self._note_read(name, "random numbers", shown)
         return output
 
-    def _guessed(self, name: str, args: Any, tensors: list[Tensor]) -> Any:
+    def _guessed(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         for tensor in tensors:
             self._use(tensor)
         self._note_read(name, "parameters", None)
         endless = self._guesses.note(self._operators.count, self._region)
         if endless:
             raise Refused(endless)
-        return guess_read(name, args, tensors[0], truth=self._guess, number=1.0 + self._attempt / 4)
+        number, every = 1.0 + self._attempt / 4, 1 + self._attempt
+        return guess_read(name, args, kwargs, tensors[0], truth=self._guess, number=number, every=every)
 
     def _index(self, name: str, func: Any, args: Any) -> tuple[Any, Any]:
         """An indexing with its masks as positions: those of a known mask, or all of them where it is not known."""
@@ -297,7 +297,7 @@ class Recorder(TorchFunctionMode):
         else:
             self.record.indexes_by_mask = True
         known = tuple(
-            torch.ones(i.shape, dtype=torch.bool) if _is_mask(i) and self._is_unknown(i) else i for i in items
+            some_places(i.shape, 1 + self._attempt) if _is_mask(i) and self._is_unknown(i) else i for i in items
         )
         args = (args[0], known if isinstance(args[1], tuple) else known[0], *args[2:])
         return select(name, func, args, lambda item: _is_mask(item) and not isinstance(item, FakeTensor))

@@ -14,7 +14,7 @@ from lightning_mist.model.fakes.fake_modules import (
 )
 from lightning_mist.model.fakes.isolate import intercepted, isolated, substitute_parameters
 from lightning_mist.model.fakes.origins import NOWHERE, Origin, Origins
-from lightning_mist.model.fakes.reads import READS, Guesses, Read, describe_guesses, guess, guess_read, too_many
+from lightning_mist.model.fakes.reads import Guesses, Read, describe_guesses, guess, too_many
 from lightning_mist.model.fakes.trace_failures import find_obstacle, refusal
 from lightning_mist.model.fakes.trial_values import (
     Slot,

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lightning_mist.attributes import replaced
 from lightning_mist.model.operators import memory_rules
 from lightning_mist.plan.calls import is_simple
-from lightning_mist.tensors import is_hollow
+from lightning_mist.tensors import is_hollow, substitute
 
 
 def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
@@ -34,7 +34,7 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[
         data = [form_of(parameter, parameter.device) for *_, parameter in found]
     slots: dict[int, tuple[str, str]] = {}
     for (module_name, child, name, parameter), tensor in zip(found, data, strict=True):
-        fake = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        fake = substitute(parameter, tensor, requires_grad=parameter.requires_grad)
         child._parameters[name] = fake
         slots[id(fake)] = (module_name, name)
     renew_flat_weights(module)

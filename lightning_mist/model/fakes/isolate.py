@@ -12,6 +12,7 @@ from lightning_mist.model.fakes.fake_modules import form_of, renew_flat_weights
 from lightning_mist.model.user_code import Generators, ModuleState
 from lightning_mist.plan import calls
 from lightning_mist.recomputation import neutral_checkpointing
+from lightning_mist.tensors import substitute
 
 _HOST = torch.device("cpu")
 
@@ -62,7 +63,7 @@ def substitute_parameters(
             key = (id(parameter), owners.get((name, attribute)))
             if key not in made:
                 data = _fake_like(parameter, mode, home) if mode is not None else parameter.detach()
-                made[key] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                made[key] = substitute(parameter, data, requires_grad=parameter.requires_grad)
             item._parameters[attribute] = made[key]
         if mode is not None:
             for attribute, buffer in item._buffers.items():

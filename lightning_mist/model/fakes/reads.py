@@ -4,16 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_mist.model.child_process import BUDGET
 from lightning_mist.plan.calls import user_line
-
-_TRUTHS = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__contains__"))
-_NUMBERS = frozenset(("item", "__float__", "__int__", "__index__", "__complex__"))
-
-READS = _TRUTHS | _NUMBERS | {"tolist", "numpy", "__array__", "__format__", "nonzero", "argwhere"}
-"""Functions that turn a tensor's values into Python values or sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +19,6 @@ class Read:
     is_inner: bool
     source: str  # what the value depends on: ``"parameters"`` or ``"random numbers"``
     value: Any
-
-
-def guess_read(name: str, args: tuple[Any, ...], tensor: Tensor, *, truth: bool, number: float) -> Any:
-    """Something of the type that reading ``tensor`` by the function ``name`` gives."""
-    value: Any = truth if tensor.dtype == torch.bool else 1
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        value = number
-    full = torch.full(tensor.shape, value, dtype=tensor.dtype)
-    if name in _TRUTHS:
-        answer: Any = truth
-    elif name in _NUMBERS:
-        answer = {"item": type(value), "__float__": float, "__complex__": complex}.get(name, int)(value)
-    elif name == "__format__":
-        answer = format(value, args[1]) if tensor.ndim == 0 else "tensor"
-    elif name in ("nonzero", "argwhere", "where"):
-        everywhere = torch.ones(tensor.shape, dtype=torch.bool)
-        answer = everywhere.nonzero(as_tuple=True) if name == "where" else everywhere.nonzero()
-    else:
-        answer = full.tolist() if name == "tolist" else full.numpy()
-    return answer
 
 
 class Guesses:

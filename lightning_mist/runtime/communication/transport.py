@@ -98,8 +98,9 @@ def complete(run: Iterator[Work]) -> Any:
             # A work may hold the tensor it moved; the next one may be long in coming.
             del work
     finally:
+        # Where a wait fails, what it holds in place of parameters goes before anybody looks at them.
         if isinstance(run, Generator):
-            run.close()  # what it has changed for its time is as before also where a peer does not answer
+            run.close()
 
 
 def check_contiguous(tensor: Tensor, what: str) -> Tensor:

@@ -172,6 +172,7 @@ class Recorder(TorchFunctionMode):
         self._alive: list[Tensor] = []
         self._counts: dict[Hashable, int] = {}
         self._is_quiet = False
+        self._read: set[int] = set()
         for leaf, tensor in enumerate(batch_tensors(batch)):
             self._bind(tensor, Ref(BATCH, leaf))
 
@@ -198,6 +199,7 @@ class Recorder(TorchFunctionMode):
     def _custom(self, kind: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Take down a custom autograd function as one call."""
         if self._is_quiet:
+            self._read.update(map(id, tensors_in((args, kwargs))))
             return apply(*args, **kwargs)
         with replaced(self, _is_quiet=True):
             return self._called(kind.__name__, apply, args, kwargs)
@@ -205,6 +207,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_quiet:
+            self._read.update(map(id, tensors_in((args, kwargs))))
             return func(*args, **kwargs)
         name = name_of(func)
         is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
@@ -260,8 +263,17 @@ class Recorder(TorchFunctionMode):
             autocast=(torch.is_autocast_enabled(self._device.type), torch.get_autocast_dtype(self._device.type)),
             block=block,
         )
-        before = get_random_state(self._device)
+        before, self._read = get_random_state(self._device), set()
         output = func(*args, **kwargs)
+        if block is not None:
+            # An argument that the layer lets lie is none.
+            read = self._read.union(map(id, tensors_in(output)))
+            entry.args, entry.kwargs = rebuilt(
+                (args, kwargs),
+                lambda path, leaf: (
+                    Fixed(leaf) if isinstance(leaf, Tensor) and id(leaf) not in read else encode(path, leaf)
+                ),
+            )
         entry.is_random = not torch.equal(before, get_random_state(self._device)) or draws_for_itself(kwargs)
         return self._finish(entry, args, output)
 

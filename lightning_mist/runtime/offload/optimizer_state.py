@@ -142,8 +142,9 @@ class OffloadedState:
             return
         self._todo.remove(action)
         key = action.stage, action.unit
-        # Wherever it happens, the user's precision is for the user's step.
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+        # Wherever it happens, the user's precision and inference mode are for the user's step.
+        own = torch.inference_mode(mode=False), torch.no_grad(), torch.autocast(self._device.type, enabled=False)
+        with own[0], own[1], own[2]:
             if action.kind is ActionKind.STORE_PARAMETERS:
                 self.arrived(key)
             self._do[action.kind](key)

@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.plan.module_map import ModuleMap
-from lightning_mist.tensors import is_hollow
+from lightning_mist.tensors import is_hollow, substitute
 
 
 class FakeParameters:
@@ -69,7 +69,7 @@ def _fake_of(parameter: nn.Parameter, shape: tuple[int, ...], mode: FakeTensorMo
             data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         else:
             data = torch.empty_strided(shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-    return nn.Parameter(data, requires_grad=False)
+    return substitute(parameter, data, requires_grad=False)
 
 
 def free_parameters(parameters: Iterable[nn.Parameter]) -> None:

@@ -105,6 +105,7 @@ class PipelineStage:
             index > 0 and module_map.indexes_by_mask
         )
         self._specs: dict[Hashable, tuple[InputSpec, ...]] = {}
+        self._forms: dict[Hashable, list[torch.Size]] = {}
         self._is_attached = False
         self._run: StepRun | None = None
 
@@ -168,6 +169,22 @@ class PipelineStage:
             specs = tuple(self._spec(live, run.objects[live.key]) for live in self._receives)
             self._specs[key] = specs
         return specs
+
+    def check_form(self, output: StageOutput, signature: Hashable) -> None:
+        """See that what is sent has the form that the next stage expects, which remembers it for batches of a form.
+
+        Raises:
+            TraceError: If it has another.
+        """
+        shapes = [tensor.shape for tensor in output.tensors]
+        for live, shape, known in zip(self._sends, shapes, self._forms.setdefault(signature, shapes), strict=True):
+            if shape != known:
+                raise TraceError(
+                    f"stage {self.index}: the {describe_value(live.key)} has shape {tuple(shape)} and had "
+                    f"{tuple(known)} for a batch of the same form: sizes that follow from something else than the "
+                    "batch (a step count) are unknown to other stages; cut sequences in the loader, or use a plan with "
+                    "one stage"
+                )
 
     def _spec(self, live: LiveTensor, tensor: Tensor) -> InputSpec:
         return InputSpec(

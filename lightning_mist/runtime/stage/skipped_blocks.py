@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from lightning_mist.plan.calls import call_signature, is_simple
+from lightning_mist.plan.calls import call_signature, is_simple, leaves_of, select
+from lightning_mist.runtime.stage.step_run import INDEXING, is_known_mask
+from lightning_mist.without_values import guess_read, is_read, memory_rules, some_places
 
 _MAX_RECIPES = 4096
 """Remembered answers, about 1 KB each; forgotten all at once beyond this."""
@@ -21,6 +24,29 @@ class _Recipe:
 
     leaves: tuple[tuple[Any, ...], ...]
     structure: TreeSpec | None
+
+
+class _Guessed(TorchFunctionMode):
+    """Reads of values that a skipped block does not have: what it returns has the same form whatever they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        tensor = next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, FakeTensor)), None)
+        if tensor is not None and is_read(name, args, kwargs):
+            return guess_read(name, args, kwargs, tensor)
+        if name in INDEXING and isinstance(args[0], FakeTensor):
+            known = tree_map_only(FakeTensor, _everywhere, args[1])
+            func, args = select(name, func, (args[0], known, *args[2:]), is_known_mask)
+        return func(*args, **kwargs)
+
+
+def _run(block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _Guessed(), memory_rules():
+        return block(*args, **kwargs)
+
+
+def _everywhere(tensor: Tensor) -> Tensor:
+    return some_places(tensor.shape, 1) if tensor.dtype == torch.bool else tensor
 
 
 class SkippedBlocks:
@@ -54,16 +80,16 @@ class SkippedBlocks:
             context: What else its output's form depends on (autocast, training).
         """
         if position in self._leaking:
-            return original(*args, **kwargs)
+            return _run(original, args, kwargs)
         inputs, form = tree_flatten((args, kwargs))
         signature = (call_signature(inputs), form, context)
         recipe = self._recipes.get((self._kinds.get(position), signature))
         if recipe is None:
-            output = original(*args, **kwargs)
+            output = _run(original, args, kwargs)
             self._remember(position, signature, _recipe(output, inputs))
             return output
         if recipe.structure is None:
-            return original(*args, **kwargs)
+            return _run(original, args, kwargs)
         return tree_unflatten([self._leaf(leaf, inputs) for leaf in recipe.leaves], recipe.structure)
 
     def _remember(self, position: int, signature: Hashable, recipe: _Recipe) -> None:

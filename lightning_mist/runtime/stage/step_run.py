@@ -46,7 +46,7 @@ class StageOutput:
     lengths: tuple[int, ...] = ()
 
 
-_INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
+INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
 
 
 class StepExit(BaseException):
@@ -106,8 +106,8 @@ class Watcher(TorchFunctionMode):
         if run.is_quiet:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", type(func).__name__)
-        if name in _INDEXING and isinstance(args[0], FakeTensor):
-            func, args = select(name, func, args, _is_known_mask)
+        if name in INDEXING and isinstance(args[0], FakeTensor):
+            func, args = select(name, func, args, is_known_mask)
         output = func(*args, **kwargs)
         made = [leaf for leaf in results(name, args, output) if isinstance(leaf, Tensor)]
         if made:
@@ -119,7 +119,8 @@ class Watcher(TorchFunctionMode):
         return output
 
 
-def _is_known_mask(item: Any) -> bool:
+def is_known_mask(item: Any) -> bool:
+    """Whether an index is a mask with values."""
     return isinstance(item, Tensor) and item.dtype == torch.bool and not isinstance(item, FakeTensor)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.model.fakes.reads import READS, guess_read
+from lightning_mist.without_values import READS, guess_read
 
 
 @pytest.mark.parametrize("name", sorted(READS - {"__array__", "__contains__", "__index__"}))
@@ -10,7 +10,7 @@ def test_guesses_have_the_type_of_answers(name, dtype):
     tensor = torch.ones(1, dtype=dtype)[0] if name in ("__format__", "__bool__") else torch.ones(1, dtype=dtype)
     args = {"__format__": (tensor, ""), "equal": (tensor, tensor), "allclose": (tensor, tensor)}.get(name, (tensor,))
     owner = torch if name in ("equal", "allclose", "is_nonzero") else torch.Tensor
-    answer, guess = getattr(owner, name)(*args), guess_read(name, args, tensor, truth=True, number=1.25)
+    answer, guess = getattr(owner, name)(*args), guess_read(name, args, {}, tensor, truth=True, number=1.25)
     assert type(guess) is type(answer)
     if isinstance(answer, torch.Tensor):
         assert guess.dtype == answer.dtype
@@ -19,6 +19,6 @@ def test_guesses_have_the_type_of_answers(name, dtype):
 
 def test_positions_by_where():
     tensor = torch.ones(2, 3)
-    guess = guess_read("where", (tensor,), tensor, truth=True, number=1.0)
+    guess = guess_read("where", (tensor,), {}, tensor)
     assert len(guess) == 2
     assert all(part.shape == (6,) for part in guess)

@@ -4,8 +4,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.operators.workspace_rules import register_memory_rule
 from lightning_mist.model.trace.ledger import Ledger
+from lightning_mist.without_values import register_memory_rule
 
 
 def test_peak_and_saved_bytes_of_a_chain_computed_by_hand() -> None:

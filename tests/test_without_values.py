@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 import lightning_mist
 from lightning_mist.model import MICROBATCH, trace_model
-from lightning_mist.model.operators.workspace_rules import memory_rules, register_memory_rule, workspace_bytes
 from lightning_mist.model.sources.reference_decoder import hollow
+from lightning_mist.without_values import memory_rules, register_memory_rule, workspace_bytes
 from tests.model.fake_steps import fakes
 
 
@@ -76,7 +76,7 @@ def test_the_last_rule_holds_and_rules_end() -> None:
     assert workspace_bytes(operator, (x,), {}) == 0
     with memory_rules():
         assert x.nonzero().shape == (3,)
-    from lightning_mist.model.operators import workspace_rules as module
+    from lightning_mist import without_values as module
 
     module._RULES.clear()
     with memory_rules(), pytest.raises(Exception, match="nonzero"):

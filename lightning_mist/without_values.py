@@ -1,16 +1,19 @@
-"""What operators return that torch cannot run without values, by the word of whoever uses them.
+"""What operators and reads return in runs on tensors without values, alike in the trace and in stages that run.
 
-A trace sees shapes only. An operator without a kernel for fake tensors, or whose result is as large as the values of
-its input say, stops it; a rule says which shapes to plan for.
+Such runs see shapes only. An operator without a kernel for fake tensors, or whose result is as large as the values of
+its input say, stops them; a rule says which shapes to go on with, by the word of whoever uses it. What reads values
+into Python is answered by a guess.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +33,29 @@ class MemoryRule:
     result: Result
     workspace: Workspace | None
 
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    """With bins for all that there may be; torch knows no size at all."""
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    return x.new_empty(minlength, dtype=dtype) if minlength else NotImplemented
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Any:
+    """In all types: torch's kernel for fakes takes bfloat16 only, devices take others too."""
+    if a.dtype == torch.bfloat16:
+        return NotImplemented
+    # Along the dimension that is summed over there is a result for each group.
+    groups = (a.shape[0],) if a.ndim == 3 else () if offs is None or b.ndim == 3 else (len(offs),)
+    return a.new_empty(*(groups if a.ndim == b.ndim else ()), a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+
+_BUILT_IN = {
+    name: MemoryRule(operator=name, result=result, workspace=None)
+    for name, result in {"aten::bincount": _bincount, "aten::_grouped_mm": _grouped_mm}.items()
+}
+"""Rules that hold where nobody has given another; ``NotImplemented`` leaves an operator to torch."""
 
 _RULES: dict[str, list[MemoryRule]] = {}  # the rules of each operator; the last one holds
 
@@ -87,12 +113,11 @@ def register_memory_rule(operator: str, result: Result, *, workspace: Workspace 
 
 def rule_of(operator: Any, args: Any, kwargs: Any) -> MemoryRule | None:
     """The rule for a call of an operator, if there is one and values are missing."""
-    if not _RULES:
+    name = operator.name()
+    found = (_RULES.get(name) or [_BUILT_IN.get(name)])[-1]
+    if found is None or not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
         return None
-    found = _RULES.get(operator.name())
-    if not found or not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
-        return None
-    return found[-1]
+    return found
 
 
 def workspace_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -109,14 +134,58 @@ class _Rules(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         fake = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
         with fake.fake_mode, torch.no_grad():
-            return rule.result(*args, **kwargs)
+            result = rule.result(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 @contextmanager
 def memory_rules() -> Iterator[None]:
     """Inside, operators on fake tensors follow the rules that there are."""
-    if not _RULES:
-        yield
-        return
     with _Rules():  # type: ignore[no-untyped-call]
         yield
+
+
+_TRUTHS = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__contains__"))
+_NUMBERS = frozenset(("item", "__float__", "__int__", "__index__", "__complex__"))
+
+READS = _TRUTHS | _NUMBERS | {"tolist", "numpy", "__array__", "__format__", "nonzero", "argwhere"}
+"""Functions that turn a tensor's values into Python values or sizes."""
+
+
+def is_read(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function turns values of its tensor into Python values or sizes."""
+    return name in READS or (name == "where" and len(args) + len(kwargs) == 1)
+
+
+def guess_read(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensor: Tensor,
+    *,
+    truth: bool = False,
+    number: float = 1.0,
+    every: int = 1,
+) -> Any:
+    """Something of the type that reading ``tensor`` by the function ``name`` gives; of places one of ``every``."""
+    value: Any = truth if tensor.dtype == torch.bool else 1
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        value = number
+    full = torch.full(tensor.shape, value, dtype=tensor.dtype)
+    if name in _TRUTHS:
+        answer: Any = truth
+    elif name in _NUMBERS:
+        answer = {"item": type(value), "__float__": float, "__complex__": complex}.get(name, int)(value)
+    elif name == "__format__":
+        answer = format(value, args[1]) if tensor.ndim == 0 else "tensor"
+    elif name in ("nonzero", "argwhere", "where"):
+        as_tuple = name == "where" or kwargs.get("as_tuple", False)
+        answer = some_places(tensor.shape, every).nonzero(as_tuple=as_tuple)
+    else:
+        answer = full.tolist() if name == "tolist" else full.numpy()
+    return answer
+
+
+def some_places(shape: Sequence[int], every: int) -> Tensor:
+    """A mask with one place of ``every`` that a mask without values may choose."""
+    return (torch.arange(math.prod(shape)) % every == 0).view(tuple(shape))
