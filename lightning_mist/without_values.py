@@ -52,8 +52,8 @@ def _grouped_mm(
 
 
 _BUILT_IN = {
-    name: MemoryRule(operator=name, result=result, workspace=None)
-    for name, result in {"aten::bincount": _bincount, "aten::_grouped_mm": _grouped_mm}.items()
+    "aten::bincount": MemoryRule(operator="aten::bincount", result=_bincount, workspace=None),
+    "aten::_grouped_mm": MemoryRule(operator="aten::_grouped_mm", result=_grouped_mm, workspace=None),
 }
 """Rules that hold where nobody has given another; ``NotImplemented`` leaves an operator to torch."""
 
@@ -114,7 +114,7 @@ def register_memory_rule(operator: str, result: Result, *, workspace: Workspace 
 def rule_of(operator: Any, args: Any, kwargs: Any) -> MemoryRule | None:
     """The rule for a call of an operator, if there is one and values are missing."""
     name = operator.name()
-    found = (_RULES.get(name) or [_BUILT_IN.get(name)])[-1]
+    found = _RULES[name][-1] if name in _RULES else _BUILT_IN.get(name)
     if found is None or not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
         return None
     return found
