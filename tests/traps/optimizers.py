@@ -100,6 +100,43 @@ def _with(make: Any, project: Any = Project) -> Any:
     return WithOptimizer
 
 
+class _OwnRate(Project):
+    """Lowers its rate by what one rank sees of its own rows: ranks have other rates from then on."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        rises = (batch["index"] % 2).double().mean() * self.current_epoch
+        self.log("seen", loss.detach() * (1 + 2 * rises), on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "seen"}}
+
+
+class _OwnMomentum(Project):
+    """Sets an option by the loss of its own rows, in a hook."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 3:
+            self.optimizers().param_groups[0]["betas"] = (float(outputs["loss"]) / 20, 0.99)
+
+
+class _SameRate(Project):
+    """Sets options in every way, alike on all ranks: nothing to be afraid of."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1), momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def on_train_epoch_end(self):
+        self.optimizers().param_groups[0]["weight_decay"] = 0.01 * self.current_epoch
+
+
 _PUT = "step was put on the AdamW object in place of its class's own"
 
 TRAPS = {
@@ -144,6 +181,22 @@ TRAPS = {
     ),
     "twice": Trap(module=_with(lambda m: _Twice(m.parameters(), lr=1e-2)), plans=("zero1", "pp2"), reason="closure"),
     "hooked": Trap(module=_with(_hooked), plans=("zero1", "pp2"), reason="hooks run around the steps of SGD"),
+    "own-rate": Trap(
+        module=_OwnRate,
+        trainer={"max_epochs": 3},
+        plans=("zero1", "zero3", "pp2", "tp2", "movedstate", "plain", "checkpointed"),
+        equal=("plain", "checkpointed"),
+        reason="'lr' of parameter group 0 was set to another value on one rank",
+    ),
+    "own-rate-at-first": Trap(
+        module=_with(lambda m: torch.optim.SGD(m.parameters(), lr=0.1 / (1 + m.global_rank))),
+        plans=("zero1", "pp2", "tp2"),
+        reason="parameter group",
+    ),
+    "own-momentum": Trap(
+        module=_OwnMomentum, plans=("zero1", "pp2", "tp2", "plain"), equal=("plain",), reason="'betas' of parameter"
+    ),
+    "same-rate": Trap(module=_SameRate, plans=_EVERYWHERE, equal=_EVERYWHERE),
     "lamb": Trap(
         module=_with(lambda m: Lamb(m.parameters(), lr=1e-2)),
         plans=("zero1", "zero3", "pp2", "tp2"),

@@ -6,7 +6,7 @@ from tests.tiers import asked_for
 from tests.traps import optimizers
 from tests.traps.run import cases, check, run_apart
 
-FIRST = ("put-step", "put-in-training", "eight", "late-norm")
+FIRST = ("put-step", "put-in-training", "eight", "late-norm", "own-rate")
 
 
 @pytest.fixture(scope="module")

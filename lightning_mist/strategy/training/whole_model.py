@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class OwnedOptimizer:
             compare = partial(executor.written.compare, executor.transport)
             # Before that of an update by units, which begins behind the closure.
             self._hooks.append(optimizer.register_step_pre_hook(lambda _, args, kw: behind_closure(args, kw, compare)))
+        shares = any(stage.zero_stage or stage.mesh.num_row_peers > 1 for stage in mesh.plan.stages)
+        if shares or mesh.plan.num_stages > 1:
+            told = _GroupOptions(optimizer, executor.transport)
+            before = optimizer.register_step_pre_hook(lambda _, args, kw: behind_closure(args, kw, told.compare))
+            self._hooks += [before, optimizer.register_step_post_hook(told.keep)]
         self._offloaded = offload_optimizer_state(
             *(optimizer, mesh, module_map, parameters, executor.streams, executor.state_pool, executor.shards),
             *(executor.gradients, executor.transport),
@@ -123,6 +129,42 @@ class OwnedOptimizer:
         else:
             apart, home = self._offloaded.offloaded, self._offloaded.send_home
             load_full_optimizer_state(self.cut, state, apart=apart, loaded=home)
+
+
+class _GroupOptions:
+    """Sees that options of an optimizer's groups change alike on all ranks, but for what a step changes itself."""
+
+    def __init__(self, optimizer: Any, transport: Transport) -> None:
+        self._optimizer, self._transport = optimizer, transport
+        self._kept: dict[tuple[int, str], str] = {}
+
+    def _found(self) -> dict[tuple[int, str], str]:
+        return {
+            (place, key): repr(value.tolist() if isinstance(value, Tensor) else value)
+            for place, group in enumerate(self._optimizer.param_groups)
+            for key, value in group.items()
+            # What is on a device would have to be waited for.
+            if isinstance(value, (int, float, tuple)) or (isinstance(value, Tensor) and value.is_cpu)
+        }
+
+    def keep(self, *_: Any) -> None:
+        """A step is over: a rank that updates nothing of a group may have counted otherwise."""
+        self._kept = self._found()
+
+    def compare(self) -> None:
+        """Raise PlanError, on all ranks, if what was changed since the last step is not the same on all."""
+        every = tuple(range(self._transport.world_size))
+        changed = self._found().items() - self._kept.items()
+        digest = blake2b(repr(sorted(changed)).encode(), digest_size=7).digest()
+        noted = self._transport.all_gather(torch.tensor([int.from_bytes(digest, "little")]), every).result()
+        if len(set(noted.flatten().tolist())) > 1:
+            found = self._transport.all_gather_object(changed, every).result()
+            (place, key), _ = min(set().union(*found) - set.intersection(*found))
+            raise PlanError(
+                f"{key!r} of parameter group {place} was set to another value on one rank than on others, which under "
+                "data parallelism would go on with weights of their own, where this plan has ranks update for one "
+                "another: decide by what all have, such as a value logged with sync_dist=True, or use strategy='ddp'"
+            )
 
 
 class WholeGradients(ABC):
