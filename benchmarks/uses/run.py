@@ -22,7 +22,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,11 +168,14 @@ class Work:
         folder: Where.
         again: Whether cells are made again.
         patience_seconds: After which a use hangs.
+        plans: By the names that :meth:`cells` gets.
     """
 
-    def __init__(self, folder: Path, *, again: bool, patience_seconds: float) -> None:
+    def __init__(
+        self, folder: Path, *, again: bool, patience_seconds: float, plans: Mapping[str, Plan | str] = PLANS
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._patience_seconds = folder, patience_seconds
+        self._folder, self._patience_seconds, self._plans = folder, patience_seconds, plans
         self._path, self._ddp_path = folder / "cells.json", folder / "ddp.pickle"
         self._cells: dict[str, list[str]] = {}
         self._ddp: dict[str, tuple[Any, ...]] = {}
@@ -203,7 +206,7 @@ class Work:
         return found
 
     def _attempts(self, uses: Sequence[Use], plan: str | None) -> Iterator[tuple[Use, Result]]:
-        given = None if plan is None else PLANS[plan]
+        given = None if plan is None else self._plans[plan]
         return attempts(uses, given, self._folder / "fit", patience_seconds=self._patience_seconds)
 
 
@@ -214,13 +217,15 @@ def portable(text: str) -> str:
     return " ".join(text.split())
 
 
-def rows_of(uses: Sequence[Use], found: dict[tuple[str, str], Cell]) -> tuple[list[Sample], str]:
+def rows_of(
+    uses: Sequence[Use], found: Mapping[tuple[str, str], Cell], columns: Mapping[str, str] = COLUMNS
+) -> tuple[list[Sample], str]:
     """The table, and below it the reasons of what is not the same."""
     rows: list[Sample] = []
     reasons: dict[str, list[str]] = {}
     for use in uses:
         row: Sample = {"of": use.theme, "use": use.name}
-        for column, plan in COLUMNS.items():
+        for column, plan in columns.items():
             cell = found.get((use.key, plan))
             if cell is None:
                 continue

@@ -106,6 +106,8 @@ class Session:
         """A new strategy; DDP's as it is when parameters may be unused, which plans find out."""
         if self.plan is None:
             return "ddp_find_unused_parameters_true"
+        if self.plan == "auto":
+            return "mist"
         return MistStrategy(plan=self.plan, plan_path=str(self.folder / "plan.json"))
 
     def trainer(self, *, callbacks: Any = (), **options: Any) -> Any:

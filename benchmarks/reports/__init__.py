@@ -1,0 +1,1 @@
+"""Public reports of strategies that trained wrongly, hung or refused, each rebuilt as a small project."""
