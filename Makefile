@@ -82,6 +82,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.parity.fabric
 	$(BIN)/python -m benchmarks.parity.steps
 	$(BIN)/python -m benchmarks.uses.run
+	$(BIN)/python -m benchmarks.reports.run
 	$(BIN)/python -m benchmarks.report README.md docs/*.md
 
 # Needs an environment whose torch has CUDA: GPU_PYTHON=python takes what is installed. Writes a record, also of what
