@@ -126,6 +126,14 @@ class _OwnMomentum(Project):
             self.optimizers().param_groups[0]["betas"] = (float(outputs["loss"]) / 20, 0.99)
 
 
+class _OwnRateByHand(Manual):
+    """Steps its optimizer itself, at a rate of each rank's own from some step on."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 3:
+            self.optimizers().param_groups[0]["lr"] = 0.01 * (1 + self.global_rank)
+
+
 class _SameRate(Project):
     """Sets options in every way, alike on all ranks: nothing to be afraid of."""
 
@@ -196,6 +204,7 @@ TRAPS = {
     "own-momentum": Trap(
         module=_OwnMomentum, plans=("zero1", "pp2", "tp2", "plain"), equal=("plain",), reason="'betas' of parameter"
     ),
+    "own-rate-by-hand": Trap(module=_OwnRateByHand, plans=("zero1", "zero2"), reason="'lr' of parameter group"),
     "same-rate": Trap(module=_SameRate, plans=_EVERYWHERE, equal=_EVERYWHERE),
     "lamb": Trap(
         module=_with(lambda m: Lamb(m.parameters(), lr=1e-2)),
