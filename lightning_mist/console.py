@@ -1,5 +1,9 @@
-"""Tables and sentences for people, as text of a width."""
+"""Tables and sentences for people, as text of a width; and who may print them."""
 
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 
 from rich.console import Console
@@ -42,3 +46,24 @@ class TextConsole(Console):
     def _natural_width(self, table: Table) -> int:
         """Columns of text that a table takes if it may."""
         return self.measure(table, options=self.options.update(width=10_000)).maximum
+
+
+@contextmanager
+def printed_aside() -> Iterator[int]:
+    """Send what C libraries and child processes print to standard error; gives standard output's own descriptor."""
+    for number in (1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # closed by whoever started this
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    # What C's library holds back it writes to whatever is standard output by then.
+    flush = ctypes.CDLL(None).fflush if os.name == "posix" else bool
+    flush(None)
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield kept
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -18,6 +18,7 @@ import docstring_parser
 from jsonargparse import ArgumentParser
 
 from lightning_mist.cli.estimate_command import estimate
+from lightning_mist.cli.output import answers_alone
 from lightning_mist.cli.plan_command import plan
 from lightning_mist.cli.profile_command import profile
 from lightning_mist.cli.show_command import show
@@ -70,10 +71,8 @@ def _keep_freed_memory() -> None:
 def _run(name: str, function: Callable[..., None], values: Mapping[str, Any]) -> None:
     """Run a command; its errors end the process in one line."""
     try:
-        _call(function, values)
-    except BrokenPipeError:  # Whoever reads has read enough, as head does.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        with answers_alone():
+            _call(function, values)
     except (MistError, ValueError, OSError) as error:
         print(f"lightning-mist {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -1,7 +1,6 @@
 """``lightning-mist plan --compare``: the plan beside what people would have chosen."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from textwrap import fill
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from lightning_mist.cli.output import say, terminal_width
+from lightning_mist.cli.output import answer, has_colors, say, terminal_width
 from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan, to_json
 from lightning_mist.plan.plan_tables import per_second
@@ -71,8 +70,8 @@ def compare_with_others(
 
 def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
     """Print a comparison as a table, with what to know of it."""
-    print()
-    print(render_comparison(items, comparison_notes(items, spec), width=terminal_width(), color=sys.stdout.isatty()))
+    text = render_comparison(items, comparison_notes(items, spec), width=terminal_width(), color=has_colors())
+    answer(f"\n{text}")
 
 
 def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tuple[str, ...]:

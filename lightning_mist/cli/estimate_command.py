@@ -1,13 +1,12 @@
 """``lightning-mist estimate``: what a plan needs of every device's memory, before anything runs."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mist.cli.cluster_input import oldest_capability, open_cluster, precision_of
 from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
-from lightning_mist.cli.output import say, terminal_width
+from lightning_mist.cli.output import answer, has_colors, say, terminal_width
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import CheckpointingKind, OffloadRatios, Plan, ScheduleName, load, plan_of
 
@@ -318,9 +317,9 @@ def _print_estimate(estimator: "Estimator", plan: Plan, as_json: bool, picture: 
 
     found = estimate_plan(estimator, plan)
     if as_json:
-        sys.stdout.write(estimate_to_json(found))
+        answer(estimate_to_json(found), end="")
     else:
-        print(render_estimate(found, width=terminal_width(), color=sys.stdout.isatty()))
+        answer(render_estimate(found, width=terminal_width(), color=has_colors()))
     if found.verdict != "fits" and not estimator.spec.splits and _could_share(estimator):
         say("devices that share layers were not looked at, which takes a longer trace: try --tensor-parallel-degree 2")
     if picture is not None:
@@ -350,6 +349,6 @@ def _print_sweep(points: list["SweepPoint"], as_json: bool) -> None:
     from lightning_mist.estimate import render_sweep, sweep_to_json
 
     if as_json:
-        sys.stdout.write(sweep_to_json(points))
+        answer(sweep_to_json(points), end="")
     else:
-        print(render_sweep(points, width=terminal_width(), color=sys.stdout.isatty()))
+        answer(render_sweep(points, width=terminal_width(), color=has_colors()))

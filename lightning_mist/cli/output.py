@@ -1,15 +1,18 @@
 """What commands print: results on stdout, progress on stderr."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict
 from textwrap import fill
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
+from lightning_mist.console import printed_aside
 from lightning_mist.plan import Plan, render, step_rates, to_json
 from lightning_mist.units import format_seconds
 
@@ -18,33 +21,75 @@ if TYPE_CHECKING:
     from lightning_mist.tuner import Planner, TuneResult
 
 
+_OUTPUT: ContextVar[tuple[TextIO, int] | None] = ContextVar("_OUTPUT", default=None)
+"""Where a command's answer goes, and how many columns there are; standard output itself is others' meanwhile."""
+
+
+@contextmanager
+def answers_alone() -> Iterator[None]:
+    """Let :func:`answer` alone print on standard output.
+
+    What libraries and the user's own code print there, from Python, from C or from processes that they start, goes to
+    standard error: programs read the answer.
+    """
+    is_replaced = sys.stdout is not sys.__stdout__
+    print(end="", flush=True)
+    with printed_aside() as kept:
+        own, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+        stream = own if is_replaced else os.fdopen(kept, "w", encoding=own.encoding, errors=own.errors, closefd=False)
+        token = _OUTPUT.set((stream, terminal_width()))
+        sys.stdout = sys.stderr
+        try:
+            yield
+        except BrokenPipeError:  # Whoever reads has read enough, as head does.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), kept)
+            raise SystemExit(1) from None
+        finally:
+            sys.stdout = own
+            _OUTPUT.reset(token)
+
+
+def answer(text: str = "", end: str = "\n") -> None:
+    """Print what was asked for."""
+    print(text, end=end, file=_output()[0], flush=True)
+
+
+def has_colors() -> bool:
+    """Whether answers are shown on a terminal."""
+    return _output()[0].isatty()
+
+
 def terminal_width() -> int:
     """Columns of text that a table may take."""
-    return max(80, shutil.get_terminal_size(fallback=(120, 24)).columns)
+    return _output()[1]
+
+
+def _output() -> tuple[TextIO, int]:
+    return _OUTPUT.get() or (sys.stdout, max(80, shutil.get_terminal_size(fallback=(120, 24)).columns))
 
 
 def show_plan(found: Plan, devices: Sequence[str] = ()) -> None:
     """Print a plan as a table."""
-    print(render(found, width=terminal_width(), color=sys.stdout.isatty(), devices=devices))
+    answer(render(found, width=terminal_width(), color=has_colors(), devices=devices))
 
 
 def show_sections(sections: "Sequence[Section]") -> None:
     """Print titles with sentences, those without any left out."""
     from lightning_mist.explain import render_sections
 
-    print(render_sections(sections, width=terminal_width(), color=sys.stdout.isatty()))
+    answer(render_sections(sections, width=terminal_width(), color=has_colors()))
 
 
 def show_text(text: str) -> None:
     """Print a sentence or more, broken where the terminal ends."""
-    print(fill(text, terminal_width(), break_long_words=False, break_on_hyphens=False))
+    answer(fill(text, terminal_width(), break_long_words=False, break_on_hyphens=False))
 
 
 def print_json(found: Plan, **more: object) -> None:
     """Print a plan, what it achieves by its prediction, and whatever else there is to say, as JSON."""
     rates = None if found.predicted is None else step_rates(found, found.predicted.step_seconds)
     document = {"plan": json.loads(to_json(found)), "rates": None if rates is None else asdict(rates), **more}
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    answer(json.dumps(document, indent=1))
 
 
 def say(text: str) -> None:
@@ -79,4 +124,4 @@ def show_explanation(explanation: "Explanation") -> None:
     """Print why a plan was chosen."""
     from lightning_mist.explain import render_explanation
 
-    print(render_explanation(explanation, width=terminal_width(), color=sys.stdout.isatty()))
+    answer(render_explanation(explanation, width=terminal_width(), color=has_colors()))

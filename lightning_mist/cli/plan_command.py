@@ -22,6 +22,7 @@ from lightning_mist.cli.found_plan import FoundPlan, memory_words
 from lightning_mist.cli.html_output import check_html, check_target, write_html
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import (
+    answer,
     explanation_of,
     print_json,
     say,
@@ -239,7 +240,7 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
         print_json(found.plan, memory=found.memory, search=_search_data(found.result), notes=notes, **more)
         return
     if not explain:
-        print(short_text(found, main_reasons(why), width=min(SHORT_COLUMNS, terminal_width())))
+        answer(short_text(found, main_reasons(why), width=min(SHORT_COLUMNS, terminal_width())))
         if found.compared is not None:
             print_comparison(found.compared, found.spec)
         return
@@ -248,11 +249,11 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
     show_plan(found.plan, devices_of(found.plan, found.planner.cluster))
     for line in (found.memory, *_not_executed(found)):
         show_text(line)
-    print()
+    answer()
     show_explanation(why)
     if found.compared is not None:
         print_comparison(found.compared, found.spec)
-    print()
+    answer()
     show_sections(
         (
             ("how sure it is that this plan is the best", (*found.result.proof, CLOSED_FORM_AND_CLOCK)),

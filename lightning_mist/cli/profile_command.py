@@ -2,12 +2,11 @@
 
 import json as json_format
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning_mist.cli.output import say, terminal_width
+from lightning_mist.cli.output import answer, has_colors, say, terminal_width
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
@@ -45,14 +44,14 @@ def profile(
         write_profile(found.profile, Path(out), cluster=found.cluster)
     if json:
         document = {**asdict(found), "kept": str(found.kept)}
-        sys.stdout.write(json_format.dumps(document, indent=1) + "\n")
+        answer(json_format.dumps(document, indent=1))
         return
     from lightning_mist.hardware.profile_tables import render_profile
 
-    print(render_profile(found.cluster, found.profile, width=terminal_width(), color=sys.stdout.isatty()))
-    print(f"measured in {format_seconds(found.seconds)}; kept for later runs in {found.kept}")
+    answer(render_profile(found.cluster, found.profile, width=terminal_width(), color=has_colors()))
+    answer(f"measured in {format_seconds(found.seconds)}; kept for later runs in {found.kept}")
     if out is not None:
-        print(f"profile written to {out}; use it with lightning-mist plan --cluster {out}")
+        answer(f"profile written to {out}; use it with lightning-mist plan --cluster {out}")
 
 
 def _measure(devices: int | None, precision: str, accelerator: Accelerator) -> "Measured | None":

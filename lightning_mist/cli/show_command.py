@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_mist.cli.output import print_json, say, show_plan
+from lightning_mist.cli.output import answer, print_json, say, show_plan
 from lightning_mist.plan import Plan, describe_changes, load
 from lightning_mist.plan.plan_tables import ranges
 from lightning_mist.units import format_bytes, format_seconds, parse_bytes
@@ -47,7 +47,7 @@ def show(
     else:
         show_plan(first)
         if changes is not None:
-            print(f"\nfrom {plan} to {against}:\n{changes}")
+            answer(f"\nfrom {plan} to {against}:\n{changes}")
     tell: Callable[[str], None] = say if json else _print_below
     if timeline is not None:
         tell(_draw_timeline(first, timeline))
@@ -56,7 +56,7 @@ def show(
 
 
 def _print_below(text: str) -> None:
-    print(f"\n{text}")
+    answer(f"\n{text}")
 
 
 def _check(*paths: str | None) -> None:

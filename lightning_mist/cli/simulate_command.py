@@ -1,10 +1,9 @@
 """``lightning-mist simulate``: a plan's schedule on a clock, as text."""
 
 import json as json_text
-import sys
 from dataclasses import asdict
 
-from lightning_mist.cli.output import terminal_width
+from lightning_mist.cli.output import answer, has_colors, terminal_width
 from lightning_mist.plan import load
 
 
@@ -19,7 +18,7 @@ def simulate(plan: str, /, json: bool = False) -> None:
 
     found = clock(load(plan))
     if not json:
-        print(render_clock(found, width=terminal_width(), color=sys.stdout.isatty()))
+        answer(render_clock(found, width=terminal_width(), color=has_colors()))
         return
     path = found.path
     document = {
@@ -37,4 +36,4 @@ def simulate(plan: str, /, json: bool = False) -> None:
             ],
         },
     }
-    sys.stdout.write(json_text.dumps(document, indent=1) + "\n")
+    answer(json_text.dumps(document, indent=1))

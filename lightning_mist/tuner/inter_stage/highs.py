@@ -11,6 +11,7 @@ from typing import Any, Literal
 import highspy
 import numpy as np
 
+from lightning_mist.console import printed_aside
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 
 Status = Literal["optimal", "infeasible", "time limit"]
@@ -129,7 +130,8 @@ class Program:
         Raises:
             SolverError: If HiGHS ends in any other way.
         """
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        with printed_aside():  # HiGHS 1.16 prints its name and licence before it can be told not to
+            solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (
             ("output_flag", False),
             ("time_limit", float(time_limit)),

@@ -1,3 +1,6 @@
+import os
+
+import highspy
 import numpy as np
 import pytest
 
@@ -49,3 +52,14 @@ def test_a_scale_is_positive(scale):
 def test_says_nothing(capfd):
     knapsack().solve(time_limit=10)
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_solver_says_of_itself_is_no_part_of_a_program_s_output(capfd, monkeypatch):
+    class Loud(highspy.Highs):
+        def __init__(self):
+            os.write(1, b"Running HiGHS 1.16.0\n")
+            super().__init__()
+
+    monkeypatch.setattr(highspy, "Highs", Loud)
+    assert knapsack().solve(time_limit=10).status == "optimal"
+    assert capfd.readouterr().out == ""
