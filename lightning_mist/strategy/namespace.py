@@ -1,6 +1,7 @@
 """Lightning comes as ``lightning.pytorch`` and as ``pytorch_lightning``: separate modules with separate classes."""
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,15 @@ class Namespace:
     fitting: Any
     ends_quietly: Any
     set_sampler_epoch: Any
+
+
+def refuse_unknown(given: Mapping[str, Any], *harmless: str) -> None:
+    """Refuse what only later versions of Lightning pass, where it would have to be honoured here."""
+    if unknown := sorted(given.keys() - {*harmless}):
+        raise TypeError(
+            f"Lightning passes {', '.join(unknown)}, of which this version of lightning-mist does not know what it is "
+            "to change: take Lightning 2.6, or a later lightning-mist"
+        )
 
 
 def fabric_ddp_strategy(root: str) -> Any:

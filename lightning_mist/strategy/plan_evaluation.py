@@ -55,34 +55,34 @@ class PlanEvaluation(EvaluationAlone):
 
     # Lightning's hooks -------------------------------------------------------------------------------------------
 
-    def on_validation_start(self) -> None:
+    def on_validation_start(self, **more: Any) -> None:
         """From here on the plan's forwards run, or every rank gets the whole module."""
-        super().on_validation_start()
+        super().on_validation_start(**more)
         self._begin_evaluation()
 
-    def on_test_start(self) -> None:
+    def on_test_start(self, **more: Any) -> None:
         """From here on the plan's forwards run."""
-        super().on_test_start()
+        super().on_test_start(**more)
         self._begin_evaluation()
 
-    def on_predict_start(self) -> None:
+    def on_predict_start(self, **more: Any) -> None:
         """From here on the plan's forwards run."""
-        super().on_predict_start()
+        super().on_predict_start(**more)
         self._begin_evaluation()
 
-    def on_validation_end(self) -> None:
+    def on_validation_end(self, **more: Any) -> None:
         """Training goes on with this rank's part."""
-        super().on_validation_end()
+        super().on_validation_end(**more)
         self._end_evaluation()
 
-    def on_test_end(self) -> None:
+    def on_test_end(self, **more: Any) -> None:
         """Ranks need not wait for each other any more."""
-        super().on_test_end()
+        super().on_test_end(**more)
         self._end_evaluation()
 
-    def on_predict_end(self) -> None:
+    def on_predict_end(self, **more: Any) -> None:
         """Ranks need not wait for each other any more."""
-        super().on_predict_end()
+        super().on_predict_end(**more)
         self._end_evaluation()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

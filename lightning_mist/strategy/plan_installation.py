@@ -188,23 +188,23 @@ class PlanInstallation(EndsTogether):
 
     # The whole module, as under DDP ------------------------------------------------------------------------------
 
-    def on_train_start(self) -> None:
+    def on_train_start(self, **more: Any) -> None:
         """From here on each rank has its part; until here, and while a fit is prepared, it has the whole module."""
-        super().on_train_start()
+        super().on_train_start(**more)
         if self._engine is not None and not self._engine.has_begun:
             self._engine.begin(None)
 
-    def post_backward(self, closure_loss: Tensor) -> None:
+    def post_backward(self, closure_loss: Tensor, **more: Any) -> None:
         """See that DDP's reductions came to their end, which of several backwards only the last one may bring."""
-        super().post_backward(closure_loss)
+        super().post_backward(closure_loss, **more)
         if self.lightning_module is not None and self.lightning_module.automatic_optimization:
             refuse_unreduced(self.model)
 
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self, **more: Any) -> Iterator[None]:
         """Around batches whose gradients are only accumulated: the forward after them finds buffers as they are."""
         if self._engine is None:
-            with super().block_backward_sync():
+            with super().block_backward_sync(**more):
                 yield
         else:
             with self._engine.buffers.accumulating():

@@ -74,18 +74,18 @@ class SharedLoaders(_Base):
             metric.process_group = None
         self._metrics = ()
 
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", **more: Any) -> Any:
         """Reduce over one rank of each loader; has the arguments of Lightning's."""
-        return super().reduce(tensor, self._among(group), reduce_op)
+        return super().reduce(tensor, self._among(group), reduce_op, **more)
 
-    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False, **more: Any) -> Any:
         """Gather from one rank of each loader; has the arguments of Lightning's."""
-        return super().all_gather(tensor, self._among(group), sync_grads)
+        return super().all_gather(tensor, self._among(group), sync_grads, **more)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+    def reduce_boolean_decision(self, decision: bool, all: bool = True, **more: Any) -> bool:
         """Whether all ranks, or any, decided so."""
         with replaced(self, _counts_all=True):
-            return super().reduce_boolean_decision(decision, all)
+            return super().reduce_boolean_decision(decision, all, **more)
 
     def _among(self, group: Any | None) -> Any | None:
         is_everybody = group is None or group is dist.group.WORLD

@@ -208,7 +208,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
             manual = MANUAL  # ranks share batches, or hold less than the module
         return whole_module_reason(trainer, self.optimizers, self.root_device, manual=manual)
 
-    def teardown(self) -> None:
+    def teardown(self, **more: Any) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""
         (engine, initial), self._engine, self._initial = (self._engine, self._initial), None, None
         trainer = getattr(self.lightning_module, "_trainer", None)
@@ -237,7 +237,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         self.end_sharing()
         if self.lightning_module is not None:
             empty_parameters.hollow_on_host(self.lightning_module)
-        super().teardown()
+        super().teardown(**more)
         self.stop_watching()
         is_over, self._is_over = self._is_over, False
         if is_over:
@@ -326,15 +326,15 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         self._monitor.after_step()
         return output
 
-    def on_train_start(self) -> None:
+    def on_train_start(self, **more: Any) -> None:
         """Write the plan, if it was made here: loggers have their directories now."""
-        super().on_train_start()
+        super().on_train_start(**more)
         if self._decision is not None and self._decision.plan_path is not None:
             write_plan(self._decision.plan, self._decision.plan_path)
 
-    def on_train_end(self) -> None:
+    def on_train_end(self, **more: Any) -> None:
         """Wait for the last checkpoint, and say how predicted and measured compare."""
-        super().on_train_end()
+        super().on_train_end(**more)
         self.finish_saving()
         if self._monitor is not None and (self._watcher is None or self._watcher.all_end()):
             self._monitor.finish()

@@ -34,6 +34,7 @@ from lightning_mist.strategy.checkpoints.shards import (
     optimizer_shards,
     saved_parts,
 )
+from lightning_mist.strategy.namespace import refuse_unknown
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.training import module_state
 
@@ -59,7 +60,7 @@ class Checkpoints(PlanInstallation):
             )
         self._saves_directories, self._saves_asynchronously = choice, asynchronously
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None, **more: Any) -> None:
         """Write a checkpoint so that its name never stands for a part of it."""
         if self._saves_directories:
             if storage_options is not None:
@@ -67,11 +68,12 @@ class Checkpoints(PlanInstallation):
                     f"storage_options={storage_options!r} with save_distributed_checkpoint=True: directories are not "
                     "written by the CheckpointIO that takes them; leave them out, or save single files"
                 )
+            refuse_unknown(more)
             self.refuse_without_the_others("a checkpoint directory")
             # Names hold metrics, which may differ between ranks.
             self._save_directory(checkpoint, self._local(self.broadcast(filepath)))
-        elif not self._writes_itself or storage_options is not None or _is_remote(filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif not self._writes_itself or storage_options is not None or more or _is_remote(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options, **more)
         elif self.is_global_zero:
             save_file(checkpoint, Path(filepath))
 
@@ -123,12 +125,12 @@ class Checkpoints(PlanInstallation):
         if group is not None:
             dist.destroy_process_group(group)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: Any, **more: Any) -> None:
         """Remove a checkpoint, all of it at once; not before the one that is being written is there."""
         if self._pending is not None:
             self._superseded += (filepath,)
-        elif not (self._writes_itself or self._saves_directories) or _is_remote(filepath):
-            super().remove_checkpoint(filepath)
+        elif not (self._writes_itself or self._saves_directories) or more or _is_remote(filepath):
+            super().remove_checkpoint(filepath, **more)
         elif self.is_global_zero:
             discard(Path(filepath))
 
@@ -169,11 +171,12 @@ class Checkpoints(PlanInstallation):
 
     # Loading -----------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **more: Any) -> dict[str, Any]:
         """Read a checkpoint; for a module without values its tensors stay in a file until they are needed."""
         self.finish_saving()
         if not (self._writes_itself or self._saves_directories) or _is_remote(checkpoint_path):
-            return self._load_file(checkpoint_path, weights_only)
+            return self._load_file(checkpoint_path, weights_only, **more)
+        refuse_unknown(more, "state")  # which may be filled in place: what is returned counts
         module, path, content = self.lightning_module, Path(checkpoint_path), None
         if path.is_dir():
             return read_directory(path, weights_only)
@@ -181,14 +184,14 @@ class Checkpoints(PlanInstallation):
             if module is not None and empty_parameters.has_empty_parameters(module):
                 content = empty_parameters.mapped_checkpoint(path, weights_only)
             if content is None:
-                content = self._load_file(path, weights_only)
+                content = self._load_file(path, weights_only, **more)
         check_content(path, content)
         return content
 
-    def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    def _load_file(self, path: Any, weights_only: bool | None, **more: Any) -> dict[str, Any]:
         given = () if weights_only is None else (weights_only,)  # which Lightning knows since 2.6
         try:
-            return super().load_checkpoint(path, *given)
+            return super().load_checkpoint(path, *given, **more)
         except RuntimeError as error:
             # Lightning says where tensors go by a function, and torch wants a name for those of classes of their own.
             if _is_remote(path) or "Callable map_location" not in str(error):
@@ -196,18 +199,19 @@ class Checkpoints(PlanInstallation):
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only)
             return content
 
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **more: Any) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
         module, engine = self.lightning_module, self._engine
         assert module is not None
         with _loading(module):
             if engine is None and empty_parameters.has_empty_parameters(module):
+                refuse_unknown(more)
                 load_hollow(module, checkpoint["state_dict"], strict=strict)
             elif engine is None or engine.is_filled:
-                super().load_model_state_dict(checkpoint, strict)
+                super().load_model_state_dict(checkpoint, strict, **more)
             else:
                 engine.fill()
-                super().load_model_state_dict(checkpoint, strict)
+                super().load_model_state_dict(checkpoint, strict, **more)
                 engine.hollow()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:

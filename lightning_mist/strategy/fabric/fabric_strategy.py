@@ -18,7 +18,7 @@ from lightning_mist.strategy.fabric.loop_checkpoints import LoopCheckpoints
 from lightning_mist.strategy.fabric.outputs import Arrival
 from lightning_mist.strategy.fabric.planned_module import PlannedModule
 from lightning_mist.strategy.given_arguments import check_arguments, size_limit
-from lightning_mist.strategy.namespace import fabric_ddp_strategy
+from lightning_mist.strategy.namespace import fabric_ddp_strategy, refuse_unknown
 from lightning_mist.strategy.plan_installation import refuse_unreduced
 from lightning_mist.strategy.planning import PlanRequest, searched_with
 
@@ -165,23 +165,26 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
+        **more: Any,
     ) -> Tensor:
         """Clip by the norm of the whole model's gradients."""
         if self._engine is None:
             clipped: Tensor = super().clip_gradients_norm(
-                module, optimizer, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+                module, optimizer, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite, **more
             )
             return clipped
+        refuse_unknown(more)
         self.precision.unscale_gradients(optimizer)
         return self._engine.clip_by_norm(
             optimizer, float(max_norm), norm_type=float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
 
-    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float, **more: Any) -> None:
         """Clamp every entry of gradients."""
         if self._engine is None:
-            super().clip_gradients_value(module, optimizer, clip_val)
+            super().clip_gradients_value(module, optimizer, clip_val, **more)
             return
+        refuse_unknown(more)
         self.precision.unscale_gradients(optimizer)
         self._engine.clip_by_value(optimizer, float(clip_val))
 

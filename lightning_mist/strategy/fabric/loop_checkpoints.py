@@ -38,22 +38,22 @@ class LoopCheckpoints(LoopTraining):
         return self._engine.optimizer_state()
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None, **more: Any
     ) -> dict[str, Any]:
         """Read a checkpoint; of an optimizer's state each rank takes its part."""
         engine, given = self._engine, () if weights_only is None else (weights_only,)  # which Lightning knows since 2.6
         is_ours = engine is not None and isinstance(state, (dict, type(self.optimizers[0])))
         if not is_ours:
-            found: dict[str, Any] = super().load_checkpoint(path, state, strict, *given)
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict, *given, **more)
             return found
         assert engine is not None
         optimizer = self.optimizers[0]
         if state is optimizer:
-            engine.load_optimizer_state(super().load_checkpoint(path, None, strict, *given))
+            engine.load_optimizer_state(super().load_checkpoint(path, None, strict, *given, **more))
             return {}
         own = [name for name, value in state.items() if value is optimizer]
         rest = {name: value for name, value in state.items() if name not in own}
-        remainder: dict[str, Any] = super().load_checkpoint(path, rest, strict, *given)
+        remainder: dict[str, Any] = super().load_checkpoint(path, rest, strict, *given, **more)
         state.update(rest)
         for name in own:
             if name in remainder:

@@ -66,16 +66,16 @@ class EndsTogether(_Base):
     _is_told: bool = False
     _timeout: timedelta | None
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
+    def _configure_launcher(self, **more: Any) -> None:
+        super()._configure_launcher(**more)
         launcher: Any = self._launcher
         # Lightning asks what class a launcher is of, so it stays the one that it was.
         launcher.launch = partial(_launch, launcher, self)
 
-    def setup_environment(self) -> None:
+    def setup_environment(self, **more: Any) -> None:
         """Make the process group, and watch for failures of other ranks from now on."""
         begin_anew(self._timeout)
-        super().setup_environment()
+        super().setup_environment(**more)
         self.stop_watching()  # where an earlier fit was never torn down
         self._begun = self._ended = 0
         if self.world_size > 1:
@@ -94,9 +94,9 @@ class EndsTogether(_Base):
         if trainer is not None:
             vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
 
-    def on_exception(self, exception: BaseException) -> None:
+    def on_exception(self, exception: BaseException, **more: Any) -> None:
         """Tell the other ranks, which may be waiting for this one where nothing would ever wake them."""
-        super().on_exception(exception)
+        super().on_exception(exception, **more)
         self.failing(exception)
 
     def failing(self, error: BaseException) -> Exception | None:
@@ -150,9 +150,9 @@ class EndsTogether(_Base):
         if not self._is_failing:
             super().barrier(*args, **kwargs)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: Any, src: int = 0, **more: Any) -> Any:
         """Give all ranks what one has; while this rank fails it keeps its own."""
-        return obj if self._is_failing else super().broadcast(obj, src)
+        return obj if self._is_failing else super().broadcast(obj, src, **more)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Reduce over all ranks."""

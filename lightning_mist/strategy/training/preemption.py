@@ -28,9 +28,9 @@ class Preemption(_Base):
     _asked_by: int | None = None
     _asking: Any = None
 
-    def setup_environment(self) -> None:
+    def setup_environment(self, **more: Any) -> None:
         """Make the process group, and hear SLURM's signal in Lightning's place."""
-        super().setup_environment()
+        super().setup_environment(**more)
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         environment: Any = self.cluster_environment
         # Lightning's own name of it; other environments have no such thing.
@@ -52,7 +52,7 @@ class Preemption(_Base):
         signal.signal(number, signal.SIG_DFL)
         type(connector).register_signal_handlers(connector)
 
-    def teardown(self) -> None:
+    def teardown(self, **more: Any) -> None:
         """Leave Lightning's handlers as they were."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None:
@@ -66,17 +66,17 @@ class Preemption(_Base):
         if self._asking is not None:
             dist.destroy_process_group(self._asking)
             self._asking = None
-        super().teardown()
+        super().teardown(**more)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int, *args: Any, **more: Any) -> None:
         """Save, and have the job requeued, if any rank was told to since the update before."""
-        super().on_train_batch_start(batch, batch_idx)
+        super().on_train_batch_start(batch, batch_idx, *args, **more)
         if not self._is_within_a_step(batch_idx):
             self.save_if_asked()
 
-    def on_train_end(self) -> None:
+    def on_train_end(self, **more: Any) -> None:
         """Save if any rank was told to in the last step."""
-        super().on_train_end()
+        super().on_train_end(**more)
         self.save_if_asked()
 
     def save_if_asked(self, *, is_over: bool = False) -> None:

@@ -36,6 +36,7 @@ from lightning_mist.runtime.parameters import (
     restrict_optimizer,
     works,
 )
+from lightning_mist.strategy.namespace import refuse_unknown
 from lightning_mist.strategy.user_code import is_lightnings
 
 
@@ -303,16 +304,18 @@ class _Whole(_Mixed):
         with nullcontext() if self._mist_engine is None else self._mist_engine.around_backward():
             return super().backward(*args, **kwargs)  # type: ignore[misc]
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float, **more: Any) -> None:
         if self._mist_engine is None:
-            super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
+            super().clip_grad_by_norm(optimizer, clip_val, **more)  # type: ignore[misc]
         else:
+            refuse_unknown(more, "module")
             self._mist_engine.clip_by_norm(optimizer, clip_val)
 
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float, **more: Any) -> None:
         if self._mist_engine is None:
-            super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
+            super().clip_grad_by_value(optimizer, clip_val, **more)  # type: ignore[misc]
         else:
+            refuse_unknown(more, "module")
             self._mist_engine.clip_by_value(optimizer, clip_val)
 
 
