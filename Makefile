@@ -3,6 +3,9 @@
 #   make test    the tests that every change runs, with a quarter of the random instances
 #   make test-all  all tests with all instances
 #   make test-compat  optimizers of other libraries, in an environment of its own (.venv-compat), some minutes
+#   make test-oldest  what users do, with the lowest versions that setup.cfg promises, in an environment of its own
+#                     (.venv-oldest: 6 GB, since torch of that age brings what it needs of CUDA)
+#   make test-newest  the same with the newest versions that are published (.venv-newest)
 #   make lint    formatting, types, import contracts
 #   make docs    the documents as a site, in site/
 #   make bench   the benchmarks that run on a CPU
@@ -15,20 +18,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= dev
+PINNED ?= -c constraints.txt
 
 # Two processes on a small machine: more threads than cores make every operator slower, not faster.
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test test-all test-compat lint docs bench gpu gpu-offload clean
+.PHONY: install demo test test-all test-compat test-oldest test-newest lint docs bench gpu gpu-offload clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
 
 $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet $(PINNED) 'setuptools>=77'
+	$(BIN)/python -m pip install --quiet $(PINNED) --no-build-isolation -e '.[$(EXTRAS)]'
 	touch $@
 
 demo: $(INSTALLED)
@@ -49,6 +53,24 @@ COMPAT := .venv-compat
 test-compat:
 	$(MAKE) VENV=$(COMPAT) EXTRAS=dev,compat install
 	$(COMPAT)/bin/python -m pytest tests/compat
+
+# Each with an interpreter of its age, if there is one; the floors are in setup.cfg and nowhere else.
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
+OLDEST_PYTHON ?= $(or $(shell for minor in 10 11 12 13; do python3.$$minor -V >/dev/null 2>&1 && echo python3.$$minor && break; done),$(PYTHON))
+NEWEST_PYTHON ?= $(or $(shell for minor in 14 13 12 11 10; do python3.$$minor -V >/dev/null 2>&1 && echo python3.$$minor && break; done),$(PYTHON))
+
+test-oldest:
+	mkdir -p $(OLDEST)
+	$(PYTHON) -m benchmarks.versions.floors > $(OLDEST)/floors.txt
+	rm -f $(OLDEST)/.installed
+	$(MAKE) VENV=$(OLDEST) EXTRAS=test PYTHON=$(OLDEST_PYTHON) PINNED='-c $(OLDEST)/floors.txt' install
+	$(OLDEST)/bin/python -m benchmarks.versions.run oldest
+
+test-newest:
+	rm -f $(NEWEST)/.installed
+	$(MAKE) VENV=$(NEWEST) EXTRAS=test PYTHON=$(NEWEST_PYTHON) PINNED='--upgrade --upgrade-strategy eager' install
+	$(NEWEST)/bin/python -m benchmarks.versions.run newest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
