@@ -282,12 +282,14 @@ def _mapped(path: Path, reader: FileSystemReader, index: Metadata, key: str) -> 
     file = path / place.relative_path
     with open(file, "rb") as stream, FakeTensorMode():
         fake: Tensor = torch.load(reader._slice_file(stream, place), map_location="cpu", weights_only=True)
-    storage = fake.untyped_storage()
-    offset: int | None = getattr(storage, "_checkpoint_offset", None)
-    if offset is None or not storage.nbytes() or fake.shape != stored.size:
+    offset: int | None = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
+    if offset is None or not fake.numel() or fake.shape != stored.size:
         return None
+    # Not what its storage says, which torch 2.8 multiplies by the size of an entry once too often.
+    last = fake.storage_offset() + sum((n - 1) * step for n, step in zip(fake.size(), fake.stride(), strict=True))
+    length = int(last + 1) * fake.element_size()
     # Copy on write: who changes a loaded checkpoint does not change the file.
-    values = np.memmap(file, dtype=np.uint8, mode="c", offset=place.offset + offset, shape=(storage.nbytes(),))
+    values = np.memmap(file, dtype=np.uint8, mode="c", offset=place.offset + offset, shape=(length,))
     flat = torch.from_numpy(values).view(fake.dtype)
     return flat.as_strided(fake.size(), fake.stride(), fake.storage_offset())
 
