@@ -54,6 +54,8 @@ _PASSES = 8
 _CALLBACKS_THAT_TRAIN = ("LearningRateFinder", "BatchSizeFinder")
 """Of Lightning's own: they run parts of training inside of the fit, from loaders made anew."""
 
+_HOOKED = "a hook on the LightningModule itself runs around each of its steps, which only its own wrapper calls"
+
 
 def at_once_reason(trainer: Any) -> str | None:
     """Why this run is trained plainly without looking at a batch, if so."""
@@ -64,7 +66,7 @@ def at_once_reason(trainer: Any) -> str | None:
     if trainer.limit_train_batches == 0:
         return "limit_train_batches=0"
     if _hooked(trainer.lightning_module, recurse=False):
-        return "a hook on the LightningModule itself runs around each of its steps, which only its own wrapper calls"
+        return _HOOKED
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _CALLBACKS_THAT_TRAIN:
@@ -226,7 +228,7 @@ def whole_module_reason(
     if reason is not None:
         return reason
     if _hooked(trainer.lightning_module, recurse=False):
-        return "a hook on the LightningModule itself runs around each of its steps, which only its own wrapper calls"
+        return _HOOKED
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _WHOLE_MODULE_CALLBACKS:

@@ -97,7 +97,7 @@ def planner_for(module, *, is_crowded):
         progress=SimpleNamespace(say=said.append),
         plain=None,
         batch=None,
-        call=SimpleNamespace(around=lambda work: work),
+        call=SimpleNamespace(around=lambda work: work, clock=None),
         initial=None,
         cluster=SimpleNamespace(kind="cpu", parts=[SimpleNamespace(device=SimpleNamespace(memory_bytes=2000))]),
     )

@@ -37,6 +37,7 @@ def trainer(*, epochs=0, loaded=None, callbacks=(), **options):
     return SimpleNamespace(
         fit_loop=SimpleNamespace(epoch_progress=progress),
         callbacks=list(callbacks),
+        lightning_module=torch.nn.Identity(),
         _checkpoint_connector=SimpleNamespace(_loaded_checkpoint=loaded),
         **(defaults | options),
     )

@@ -49,7 +49,7 @@ def test_the_same_question_has_the_same_key_and_others_have_others():
     assert len(set(different)) == len(different)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided, torch.sparse_coo, torch.sparse_csr])
 def test_batches_of_tensors_without_a_plain_shape_have_keys(layout):
     def key_of(rows):

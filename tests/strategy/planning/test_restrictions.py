@@ -12,7 +12,9 @@ SGD = torch.optim.SGD([PARAMETER], lr=0.1)
 
 
 def trainer(*callbacks, automatic=True, module=None):
-    module = module or SimpleNamespace(automatic_optimization=automatic)
+    if module is None:
+        module = torch.nn.Identity()
+        module.automatic_optimization = automatic
     return SimpleNamespace(lightning_module=module, callbacks=[ModelCheckpoint(), *callbacks])
 
 
