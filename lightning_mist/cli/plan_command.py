@@ -130,7 +130,7 @@ def plan(*, request: PlanRequest, options: SearchSpace) -> None:
         written.append(f"plan written to {request.out}")
     _show(found, why, json=request.json, explain=request.explain)
     for line in written:
-        (say if request.json else print)(line)
+        (say if request.json else answer)(line)
 
 
 def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
