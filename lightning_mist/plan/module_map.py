@@ -123,7 +123,7 @@ class ModuleMap:
             block ``k``, in order of definition.
         leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
-        leaves_out: Whether a trained parameter took no part in any one run of the step that was looked at.
+        leaves_out: Whether a trained parameter would get no gradient from any one run of the step that was looked at.
         writes: Whether the step was ``"seen"`` to write into a parameter, ``"maybe"`` does unseen, or has no means to.
         splits: How the module may be split over tensor-parallel ranks, one entry per degree that was checked.
         unsplit: Degrees that were tried in vain, and why.

@@ -115,7 +115,7 @@ def _without_blocks(
 
 def _leaves_out(module: nn.Module, slots: Slots, records: tuple[Record, ...]) -> bool:
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return any(not trained <= {slots[slot] for slot in record.parameter_uses} for record in records)
+    return any(not trained <= {slots[slot] for slot in record.differentiated} for record in records)
 
 
 def _parameter_uses(module: nn.Module, slots: Slots, records: tuple[Record, ...]) -> tuple[ParameterUse, ...]:

@@ -9,9 +9,11 @@ Where a fake's value is read into Python the run goes on with a guess. Whether t
 happened: the stage that computes what comes after the last block has the real values.
 """
 
+import gc
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
 _EFFECTS = frozenset(("__set__", "backward"))
 """Functions that use their arguments though they return no tensor, besides reads and item assignment."""
 
+_CACHE = type(lru_cache(len))
 _AUGMENTED = ("iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 _IN_PLACE = frozenset(f"__{name}__" for name in _AUGMENTED) | {"__setitem__"}
 
@@ -78,6 +81,7 @@ class Record:
     outputs: list[BlockOutput] = field(default_factory=list)
     values: dict[Hashable, Value] = field(default_factory=dict)
     parameter_uses: dict[tuple[str, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    differentiated: set[tuple[str, str]] = field(default_factory=set)
     leaking: set[int] = field(default_factory=set)
     reads: list[Read] = field(default_factory=list)
     buffers: dict[str, str] = field(default_factory=dict)
@@ -141,6 +145,7 @@ class Recorder(TorchFunctionMode):
         self._keys: dict[int, Hashable] = {}
         self._blocks: dict[int, int | None] = {}
         self._random: set[int] = set()
+        self._constants: dict[int, tuple[Tensor, bool]] = {}
         self._arguments: set[int] = set()
         self._kept: list[Any] = []
         self._became: list[tuple[Tensor, Tensor]] = []
@@ -156,11 +161,13 @@ class Recorder(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._operators.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def finish(self, output: Any) -> Record:
-        """Count what the step returned as used, and hand over the record."""
+    def finish(self, output: tuple[Any, Any]) -> Record:
+        """Count what the step returned, and what is kept of it, as used, and hand over the record."""
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor):
                 self._use(leaf)
+        loss = output[0].get("loss", output[0]) if isinstance(output[0], dict) else output[0]
+        self.record.differentiated = {self._slots[id(p)] for p in _behind(loss) if id(p) in self._slots}
         for value in self.record.values.values():
             value.requires_grad = value.tensor.requires_grad
             value.storage = storage_of(value.tensor)
@@ -254,7 +261,8 @@ class Recorder(TorchFunctionMode):
             self.record.stray_parameters.setdefault(self._originals[id(tensor)], user_line())
             return
         home = self._blocks.get(id(tensor), self._inside)
-        if self._inside is not None and home != self._inside and id(tensor) not in self._arguments:
+        is_other = home != self._inside and id(tensor) not in self._arguments
+        if self._inside is not None and is_other and not self._is_constant(tensor):
             self.record.closures.setdefault(self.record.order[self._inside], user_line())
         key = self._keys.get(id(tensor))
         if key is None:
@@ -267,6 +275,14 @@ class Recorder(TorchFunctionMode):
         value.last_used = max(value.last_used, self._region)
         if home is not None and home != self._inside:
             self.record.leaking.add(home)
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether a layer that is recomputed finds a tensor that it did not make as it was."""
+        if self._is_unknown(tensor):
+            return False
+        if id(tensor) not in self._constants:
+            self._constants[id(tensor)] = tensor, _is_cached(tensor)
+        return self._constants[id(tensor)][1]
 
     def _read_random(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         output = self._call(name, func, args, kwargs, tensors)
@@ -382,6 +398,39 @@ class Recorder(TorchFunctionMode):
             if isinstance(leaf, Tensor) and id(leaf) not in passed and self._is_unknown(leaf):
                 self._define(leaf, block_value(position, index))
         return output
+
+
+def _behind(value: Any) -> Iterator[Tensor]:
+    """The leaves to which a backward from a nesting of tensors would bring gradients."""
+    nodes: list[Any] = [leaf.grad_fn for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            if type(node).__name__ == "AccumulateGrad":
+                yield node.variable
+
+
+def _is_cached(tensor: Tensor) -> bool:
+    """Whether ``functools.lru_cache`` gives a tensor, or a tuple with it: a layer that runs again gets the same."""
+    is_frozen = gc.get_freeze_count() > 0  # as in copies of a process, whose caches were made before
+    gc.unfreeze()
+    caches = [item for item in gc.get_objects() if type(item) is _CACHE]
+    if is_frozen:
+        gc.freeze()
+    return any(item is tensor for cache in caches for item in _given_by(cache))
+
+
+def _given_by(cache: Any) -> Iterator[Any]:
+    """What a cache holds of results, beside what else it holds; never what it was asked with."""
+    held = gc.get_referents(cache)
+    tables = [item for item in held if type(item) is dict]
+    keys = {id(key) for table in tables for key in table}
+    for item in (*held, *(value for table in tables for value in table.values())):
+        if id(item) not in keys:
+            yield from item if type(item) is tuple else (item,)
 
 
 def _is_mask(item: Any) -> bool:
