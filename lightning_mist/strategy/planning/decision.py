@@ -132,6 +132,7 @@ class PlannedStep:
         restrictions: What this rank knows of the code around the step that rules plans out; asked once.
         hint: What to do if all processes load the same batch.
         records_metrics: Whether calls of the module's metrics may be made after the step.
+        prepare: Does what comes before the step with a batch, for good; only in a copy of this process.
     """
 
     name: str
@@ -141,6 +142,7 @@ class PlannedStep:
     restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
     hint: str = ""
     records_metrics: bool = False
+    prepare: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

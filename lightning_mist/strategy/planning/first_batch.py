@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 from lightning_mist.attributes import StandIn, replaced
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.model.fakes import isolated
-from lightning_mist.model.user_code import Generators
+from lightning_mist.model.user_code import Generators, is_users
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.planning.decision import PlannedStep
@@ -273,6 +273,15 @@ def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:
     return everywhere(look)
 
 
+def _run_hooks(trainer: Any, module: Any, batch: Any) -> None:
+    """Run the user's hooks that come before the first step, as Lightning does."""
+    own = [callback for callback in trainer.callbacks if is_users(type(callback))]
+    for name, given in (("on_train_start", ()), ("on_train_epoch_start", ()), ("on_train_batch_start", (batch, 0))):
+        for callback in own:
+            getattr(callback, name)(trainer, module, *given)
+        getattr(module, name)(*given)
+
+
 def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | None) -> PlannedStep:
     """``training_step`` of the module that a trainer fits, with the first batch of its loaders.
 
@@ -295,6 +304,7 @@ def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | N
         # Where the module steps by itself a limit of memory is held against nothing.
         at_once=at_once_reason(trainer) if is_automatic else plain,
         records_metrics=True,
+        prepare=partial(_run_hooks, trainer, module),
         restrictions=tuple if is_automatic else partial(manual_exclusions, module),
         hint="; a project that looks for 'ddp' in the strategy's name shares out its data under strategy=\"ddp_mist\"",
     )

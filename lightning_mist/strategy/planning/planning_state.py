@@ -82,6 +82,7 @@ class Planner:
     initial: InitialValues | None
     cluster: AnyCluster
     restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
+    prepare: Callable[[Any], None] | None = None
     spec: ModelSpec | None = None
     basis: Basis | None = None
     cached_at: Path | None = None
@@ -167,11 +168,13 @@ class Planner:
         if self.plain is not None and not self.call.is_automatic:
             found = ModuleMap(step=self.call.name, blocks=(), outputs=(), cuts=(), parameters=())
         else:
-            call, rows = self.call, batch_rows(self.batch)
-            smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
-            made = partial(map_module, self.module, call, self.batch, second_batch=smaller, step=call.name)
-            made = partial(made, blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
-            found, told = tried(partial(call.learn, made), self.strategy.root_device, clock=call.clock)
+            call, device = self.call, self.strategy.root_device
+            call.batch, call.before = self.batch, None
+            found, told = tried(partial(call.learn, self._mapped), device, clock=call.clock)
+            if self.prepare is not None and found.writes == "maybe":
+                # It cannot be traced. It may use what hooks make, which are not run without need.
+                call.before = partial(self.prepare, self.batch)
+                found, told = tried(partial(call.learn, self._mapped), device, clock=call.clock)
             call.know(told)
             if found.writes == "" and ("data" in call.reach.names or call.name == "forward"):
                 found = replace(found, writes="maybe")  # of a loop nothing is seen but the module's call
@@ -186,6 +189,12 @@ class Planner:
             extra += user_exclusions(self.trainer, self.strategy.optimizers, master_weights=masters)
             extra += self.restrictions()
         return replace(found, exclusions=(*found.exclusions, *extra))
+
+    def _mapped(self) -> ModuleMap:
+        call, rows = self.call, batch_rows(self.batch)
+        smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
+        made = partial(map_module, self.module, call, self.batch, second_batch=smaller, step=call.name)
+        return made(blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
 
     def _stays(self) -> Iterator[Exclusion]:
         """What is ruled out if batches cannot go to other processes."""
@@ -270,7 +279,7 @@ class Planner:
 
     def _timed(self, found: ModuleMap, rows: int, sizes: Sequence[int]) -> tuple[LayerSeconds, ...]:
         """Measured seconds of the layers for parts of so many rows."""
-        is_apart = timed_apart(self.strategy.root_device)
+        is_apart = timed_apart(self.strategy.root_device) or self.call.before is not None
 
         def measure(tell: Callable[[str], None] | None = None) -> tuple[LayerSeconds, ...]:
             return time_layers(

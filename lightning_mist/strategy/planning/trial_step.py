@@ -11,7 +11,7 @@ Every trial has an end: what does not keep within :class:`~lightning_mist.model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
 from lightning_mist.strategy.all_ranks import any_reason, of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, standing_in
 from lightning_mist.strategy.user_code import Survey, changed, exclusions_of
+from lightning_mist.tensors import is_hollow
 
 T = TypeVar("T")
 
@@ -67,10 +68,8 @@ def tried(
     except Endless as error:
         raise TraceError(str(error)) from error
     except Exception as error:
-        raise TraceError(
-            f"trying it before training failed: {type(error).__name__}: {error}. A plan is made for a step that runs "
-            "on the first batch: see that it does; strategy='ddp' shows the error where it is made"
-        ) from error
+        text = f"trying it before training failed: {type(error).__name__}: {error}"
+        raise TraceError(vars(error).get("explained_by_trial", text)) from error
 
 
 def leaves_no_trace(device: torch.device) -> bool:
@@ -112,6 +111,8 @@ _ENGINE: tuple[Feature, ...] = (*_ONCE, "checkpointing", "sharded_gradients", *O
 _BEHIND: tuple[Feature, ...] = ("sharded_parameters", "offloaded_parameters", "offloaded_activations")
 """What is not on the device any more when a layer's forward is over, where a backward inside the step asks for it."""
 
+_OWN_BACKWARD = "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)"
+
 _LOGGED = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_LOCALID")
 
@@ -142,7 +143,12 @@ class TriedStep:
         is_automatic: Whether a run of the step is all that a batch's gradients need.
         calls: The calls of metrics in the last run, inside :meth:`keeping_calls`.
         clock: Told of every run.
+        batch: What is planned for, if that is known.
+        before: Does what comes before the step, in copies of this process.
     """
+
+    batch: Any = None
+    before: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -254,12 +260,34 @@ class TriedStep:
         def held(*args: Any, **kwargs: Any) -> T:
             with self._held() as around:
                 around.settle()
-                return work(*args, **kwargs)
+                try:
+                    return work(*args, **kwargs)
+                except MistError:
+                    raise
+                except Exception as error:
+                    vars(error)["explained_by_trial"] = self._explained(error)
+                    raise
 
         return held
 
+    def _explained(self, error: Exception) -> str:
+        """What a trial of the step that failed says: whose error it is."""
+        text = f"trying it before training failed: {type(error).__name__}: {error}. "
+        if self._told.differentiates:
+            return f"{_OWN_BACKWARD}, which does not reach through layers that run apart: use a plan with one stage"
+        if any(map(is_hollow, self._module.parameters())):
+            return text
+        try:
+            self(self.batch)
+        except Exception:
+            return f"{text}A plan is made for a step that runs: strategy='ddp' shows the error where it is made"
+        return f"{text}The step itself runs on the first batch; layers or rows of it run apart do not"
+
     @contextmanager
     def _held(self) -> Iterator[Surroundings]:
+        if self.before is not None:
+            with self.clock.running(has_values=False), watched_processes(lambda *_: True), suppress(Exception):
+                self.before()
         around = Surroundings(self.reach)
         around.is_steady = self._told.is_steady
         around.hold()
@@ -289,7 +317,7 @@ class TriedStep:
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
                 yield f"{name} (sparse=True) has sparse gradients, which only plain data parallelism reduces", _ENGINE
         if self._told.differentiates:
-            yield "the step runs a backward of its own (torch.autograd.grad or Tensor.backward)", _BEHIND
+            yield _OWN_BACKWARD, _BEHIND
         if refusal := any_reason(self._told.metrics):
             self.records_metrics = False
             yield refusal, (*_ONCE, "checkpointing") if "inside a layer" in refusal else _ONCE

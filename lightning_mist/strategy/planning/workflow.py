@@ -44,7 +44,7 @@ from lightning_mist.strategy.planning.memory_budget import (
 )
 from lightning_mist.strategy.planning.plain_parallelism import is_free, plain_plan, uneven_hooks
 from lightning_mist.strategy.planning.planning_state import Planner
-from lightning_mist.strategy.planning.trial_step import TriedStep
+from lightning_mist.strategy.planning.trial_step import TriedStep, leaves_no_trace
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import recorded_logs
 from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
@@ -140,6 +140,7 @@ def _decided(
         batch=step.batch(),
         call=call,
         restrictions=step.restrictions,
+        prepare=step.prepare if leaves_no_trace(strategy.root_device) else None,
         initial=initial,
         cluster=local_machine.cluster_for(request.cluster, strategy),
     )
@@ -338,14 +339,17 @@ def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
         planner.progress.say("the cut module is not compared with the whole before training: no device holds the whole")
         return
     rows = batch_rows(planner.batch)
-    small = planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))
+
+    def small() -> Any:
+        return planner.batch if rows is None else slice_rows(planner.batch, 0, min(rows, 2))
+
     planner.progress.say("checking the cut module against the whole")
     splits, device = plan.schedule == "zb-h1", planner.strategy.root_device
     ways = on_rank_zero(lambda: [keeps for keeps in (False, True) if keeps or not planner.room.is_crowded()])
 
     def compared(keeps_at_home: bool) -> bool:
         check = partial(check_stages, splits_backwards=splits, divided=divided, keeps_at_home=keeps_at_home)
-        planner.tried(lambda: check(planner.module, found, plan.bounds, planner.call, small))
+        planner.tried(lambda: check(planner.module, found, plan.bounds, planner.call, small()))
         return True
 
     for keeps_at_home in ways:

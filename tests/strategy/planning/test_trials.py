@@ -5,14 +5,16 @@ import re
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model.child_process import BUDGET
 from lightning_mist.strategy.planning import trial_step
-from lightning_mist.strategy.planning.trial_step import progress_through, told, tried
+from lightning_mist.strategy.planning.trial_step import TriedStep, progress_through, told, tried
 
 HOST = torch.device("cpu")
 
@@ -109,3 +111,53 @@ def test_what_does_not_end_is_given_up_in_a_line_without_data(is_apart, monkeypa
         tried(partial(Spins()), HOST)
     assert re.fullmatch(rf"a trial before training did not end at {__file__}:\d+ within .* given up", str(caught.value))
     assert threading.active_count() == 1
+
+
+class Stepping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch["x"]).sum() * batch["scale"]
+
+
+def explained(batch, work, *, before=None):
+    module = Stepping()
+    step = TriedStep(SimpleNamespace(callbacks=[], datamodule=None), module, module.training_step)
+    step.batch, step.before = batch, before
+    with pytest.raises(TraceError) as caught:
+        tried(step.around(partial(work, step)), HOST, clock=step.clock)
+    return str(caught.value)
+
+
+def test_that_ddp_shows_an_error_is_said_of_steps_that_fail_by_themselves():
+    whole = {"x": torch.ones(4, 2), "scale": 0.5}
+    shows = "strategy='ddp' shows the error"
+    assert shows in explained({"x": torch.ones(4, 2)}, lambda step: step(step.batch))
+    for part in ({"x": torch.ones(4, 2)}, {"x": torch.ones(4, 3), "scale": 0.5}, None):
+        text = explained(whole, lambda step, part=part: step(part))
+        assert shows not in text
+        assert "The step itself runs on the first batch" in text
+
+
+def test_steps_that_differentiate_by_themselves_are_refused_for_that():
+    def work(step):
+        step._saw_backward()
+        raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph")
+
+    text = explained({"x": torch.ones(4, 2), "scale": 0.5}, work)
+    assert text.startswith("the step runs a backward of its own")
+    assert "graph" not in text
+
+
+def test_what_comes_before_a_step_is_done_in_the_copy_only():
+    batch = {"x": torch.ones(4, 2)}
+
+    def work(step):
+        assert batch["scale"] == 0.5
+        raise ValueError(float(step(batch).detach()) != 0)
+
+    assert "ValueError: True" in explained(batch, work, before=lambda: batch.update(scale=0.5))
+    assert "KeyError: 'scale'" in explained(batch, lambda step: step(batch), before=lambda: batch["y"])
+    assert "scale" not in batch
