@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import is_a
 from lightning_mist.tensors import rebuild
 
 CLASS = "__tensor_class__"
@@ -55,7 +56,7 @@ def plain_leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     if items is not None:
         for key, item in items:
             yield from plain_leaves(item, (*path, key))
-    elif isinstance(state, Tensor):
+    elif is_a(state, Tensor):
         yield path, state
 
 
@@ -67,9 +68,9 @@ def with_leaves(state: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
     changed = {key: inner[key] for key, item in _items(state) or () if inner[key] is not item}
     if not changed:
         return state
-    if isinstance(state, Tensor):
+    if is_a(state, Tensor):
         return Wrapping(state).around(inner)
-    if isinstance(state, tuple):
+    if is_a(state, tuple):
         return type(state)(*inner.values()) if hasattr(state, "_fields") else type(state)(inner.values())
     for key, item in changed.items():
         state[key] = item
@@ -77,11 +78,11 @@ def with_leaves(state: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def _items(state: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(state, Mapping):
+    if is_a(state, Mapping):
         return list(state.items())
-    if isinstance(state, (list, tuple)):
+    if is_a(state, (list, tuple)):
         return list(enumerate(state))
-    if isinstance(state, Tensor) and hasattr(state, "__tensor_flatten__"):
+    if is_a(state, Tensor) and hasattr(state, "__tensor_flatten__"):
         return [(name, getattr(state, name)) for name in state.__tensor_flatten__()[0]]
     return None
 
@@ -100,7 +101,7 @@ def take_apart(state: Any, each: Callable[[Tensor], Any] = lambda tensor: tensor
     known: dict[int, tuple[Tensor, Any]] = {}
 
     def replace(node: Any) -> Any:
-        if not isinstance(node, Tensor):
+        if not is_a(node, Tensor):
             return None
         if not is_plain(node):
             with torch._C.DisableTorchFunctionSubclass():
@@ -117,7 +118,7 @@ def put_together(state: Any) -> Any:
     """The inverse of :func:`take_apart`, from tensors."""
 
     def replace(node: Any) -> Any:
-        if isinstance(node, Mapping) and isinstance(node.get(CLASS), Wrapping):
+        if is_a(node, Mapping) and is_a(node.get(CLASS), Wrapping):
             return node[CLASS].around({key: put_together(item) for key, item in node.items() if key != CLASS})
         return None
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import SUPPORTED_NODES
 
+from lightning_mist.attributes import is_a
+
 Batch = TypeVar("Batch")
 
 _ROWLESS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype, np.generic)
@@ -58,12 +60,12 @@ def batch_rows(batch: Any) -> int | None:
     """
     sizes = set()
     for leaf in leaves(batch):
-        if isinstance(leaf, _ARRAYS):
-            if isinstance(leaf, Tensor) and not is_dense(leaf):
+        if is_a(leaf, _ARRAYS):
+            if is_a(leaf, Tensor) and not is_dense(leaf):
                 return None
             if leaf.ndim:
                 sizes.add(int(leaf.shape[0]))
-        elif not isinstance(leaf, _ROWLESS):
+        elif not is_a(leaf, _ROWLESS):
             return None
     if len(sizes) != 1:
         return None
@@ -86,7 +88,7 @@ def slice_rows(batch: Batch, first: int, end: int) -> Batch:
         raise ValueError(f"rows {first} to {end} of a batch of {rows} rows: they must lie within 0 and {rows}")
 
     def cut(node: Any) -> Any:
-        if isinstance(node, _ARRAYS):
+        if is_a(node, _ARRAYS):
             return node[first:end] if node.ndim else node
         return type(node)(node[first:end]) if is_row_list(node, rows) else None
 
@@ -137,13 +139,13 @@ def is_row_list(node: Any, rows: int) -> bool:
 
 
 def _holds_arrays(node: Any) -> bool:
-    return any(isinstance(leaf, _ARRAYS) and leaf.ndim for leaf in leaves(node))
+    return any(is_a(leaf, _ARRAYS) and leaf.ndim for leaf in leaves(node))
 
 
 def _ambiguous(node: Any, rows: int) -> bool:
     """Whether some list may be either one container per row or a container of tensors that have rows."""
     if type(node) in (list, tuple) and len(node) == rows:
-        nested = [item for item in node if not isinstance(item, _ARRAYS)]
+        nested = [item for item in node if not is_a(item, _ARRAYS)]
         if nested and any(_holds_arrays(item) for item in nested):
             return True
     return any(_ambiguous(child, rows) for child in _children(node) or ())
@@ -151,11 +153,11 @@ def _ambiguous(node: Any, rows: int) -> bool:
 
 def _children(node: Any) -> list[Any] | None:
     """Members of a container, or ``None`` if this is a leaf."""
-    if isinstance(node, Mapping):
+    if is_a(node, Mapping):
         return list(node.values())
-    if isinstance(node, (list, tuple)):
+    if is_a(node, (list, tuple)):
         return list(node)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+    if not is_a(node, type) and dataclasses.is_dataclass(type(node)):
         return [getattr(node, field.name) for field in dataclasses.fields(node)]
     known = SUPPORTED_NODES.get(type(node))
     return None if known is None else list(known.flatten_fn(node)[0])
@@ -173,7 +175,7 @@ def leaves(node: Any) -> Iterator[Any]:
 
 def batch_tensors(batch: Any) -> list[Tensor]:
     """Every tensor of a batch, in order: in mappings, sequences and dataclasses; others' insides are not seen."""
-    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(batch) if is_a(leaf, Tensor)]
 
 
 def rebuild(node: Any, replace: Callable[[Any], Any]) -> Any:
@@ -192,17 +194,17 @@ def _like(node: Any, items: list[Any]) -> Any:
     own class knows (transformers' BatchEncoding).
     """
     made: Any
-    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-        made = type(node)(dict(zip(node, items, strict=True)))  # type: ignore[call-arg]
-    elif isinstance(node, tuple):
+    if is_a(node, Mapping) and not is_a(node, MutableMapping):
+        made = type(node)(dict(zip(node, items, strict=True)))
+    elif is_a(node, tuple):
         try:
             made = tuple.__new__(type(node), items)
             getattr(made, "__dict__", {}).update(getattr(node, "__dict__", {}))
         except TypeError:  # torch.Size and what torch.max returns have constructors in C, which take a sequence
             made = type(node)(items)
-    elif isinstance(node, (MutableMapping, list)):
+    elif is_a(node, (MutableMapping, list)):
         made = copy.copy(node)
-        for key, item in zip(node if isinstance(node, Mapping) else range(len(items)), items, strict=True):
+        for key, item in zip(node if is_a(node, Mapping) else range(len(items)), items, strict=True):
             made[key] = item
     elif dataclasses.is_dataclass(node):
         made = copy.copy(node)
@@ -228,16 +230,16 @@ def batch_signature(value: Any) -> Hashable:
 
 
 def _signature(value: Any, *, depth: int, is_item: bool) -> Hashable:
-    if isinstance(value, Tensor):
+    if is_a(value, Tensor):
         return _sizes(value), value.dtype, value.device.type
-    if value is None or isinstance(value, (bool, int, torch.Size)) or (isinstance(value, (str, bytes)) and not is_item):
+    if value is None or is_a(value, (bool, int, torch.Size)) or (is_a(value, (str, bytes)) and not is_item):
         return type(value), value
     kind: Any = type(value)
-    if isinstance(value, (str, bytes)) or depth == _DEPTH:
+    if is_a(value, (str, bytes)) or depth == _DEPTH:
         return kind  # type: ignore[no-any-return]
-    if isinstance(value, Mapping):
+    if is_a(value, Mapping):
         return type(value), tuple((str(k), _signature(v, depth=depth + 1, is_item=False)) for k, v in value.items())
-    if isinstance(value, Sequence):
+    if is_a(value, Sequence):
         return type(value), tuple(_signature(item, depth=depth + 1, is_item=True) for item in value)
     fields = {name: getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)}
     fields |= getattr(value, "__dict__", {})

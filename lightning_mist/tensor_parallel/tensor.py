@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map
 
+from lightning_mist.attributes import is_a
 from lightning_mist.errors import TraceError
 from lightning_mist.tensor_parallel import collectives
 from lightning_mist.tensor_parallel.context import SplitContext
@@ -215,7 +216,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def whole(value: Any) -> Any:
     """A nested value with every split tensor gathered; what follows must be computed alike by all ranks."""
-    return tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, SplitTensor) else leaf, value)
+    return tree_map(lambda leaf: gathered(leaf) if is_a(leaf, SplitTensor) else leaf, value)
 
 
 def check_no_function() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_mist.attributes import is_a
 from lightning_mist.errors import TraceError
 
 
@@ -49,11 +50,11 @@ class OutputForm:
 def form_of(output: Any) -> OutputForm:
     """The form of an output; its loss is the only scalar that gradients can come through, or is called so."""
     leaves, spec = tree_flatten(output)
-    differentiable = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    differentiable = tuple(is_a(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     scalars = [index for index, leaf in enumerate(leaves) if differentiable[index] and leaf.ndim == 0]
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+    if is_a(output, Mapping) and is_a(output.get("loss"), Tensor):
         scalars = [index for index in scalars if leaves[index] is output["loss"]]
-    carried = tuple(leaf is None or isinstance(leaf, (Tensor, bool, int, float, str)) for leaf in leaves)
+    carried = tuple(leaf is None or is_a(leaf, (Tensor, bool, int, float, str)) for leaf in leaves)
     loss = scalars[0] if len(scalars) == 1 else None
     return OutputForm(spec=spec, differentiable=differentiable, carried=carried, loss=loss)
 
@@ -103,7 +104,7 @@ class Withheld:
 
 def stand_in_loss(output: Any) -> Tensor | None:
     """A loss that depends on all of an output, for planning where the loop computes the real one; None if none can."""
-    parts = [leaf.sum() for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    parts = [leaf.sum() for leaf in tree_flatten(output)[0] if is_a(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([part.float() for part in parts]).sum() if parts else None
 
 
@@ -177,7 +178,7 @@ def connected(leaves: Sequence[Any], differentiable: Sequence[bool], arrival: Ar
 def connected_output(output: Any, arrival: Arrival) -> Any:
     """An output, whatever its form, as :func:`connected` has it."""
     leaves, spec = tree_flatten(output)
-    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    flags = [is_a(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
     return tree_unflatten(connected(leaves, flags, arrival), spec)
 
 

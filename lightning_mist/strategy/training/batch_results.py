@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_mist.attributes import is_a
 from lightning_mist.devices import to_device
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.communication import Microbatch
@@ -57,7 +58,7 @@ def pieces_by_owner(
         if microbatch.weight == 0.0:
             continue
         output = outputs[microbatch.index]
-        values = dict(output) if isinstance(output, dict) else {"loss": output}
+        values = dict(output) if is_a(output, dict) else {"loss": output}
         loss = values.pop("loss", None)
         piece = Piece(
             index=microbatch.index,
@@ -76,22 +77,22 @@ def pieces_by_owner(
 def results_in(outputs: Sequence[Any], records: Mapping[int, tuple[Record, ...]]) -> Iterator[Tensor]:
     """The tensors of what steps returned and logged."""
     for value in (*outputs, *(record.value for of_one in records.values() for record in of_one)):
-        yield from (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor))
+        yield from (leaf for leaf in leaves(value) if is_a(leaf, Tensor) and not is_a(leaf, FakeTensor))
 
 
 def home(value: Any, copies: Mapping[int, Tensor] = MappingProxyType({})) -> Any:
     """A value as it travels to its owner: tensors without graph, in host memory, in containers of their classes."""
 
     def replace(node: Any) -> Any:
-        if isinstance(node, FakeTensor):
+        if is_a(node, FakeTensor):
             raise TraceError(
                 f"what the step returned or logged (shape {tuple(node.shape)}) depends on a parameter of another stage "
                 "through a value that was not carried, a norm of all weights for example: log it in a hook, or use a "
                 "plan with one stage"
             )
-        if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+        if is_a(node, Mapping) and not is_a(node, MutableMapping):
             return {key: home(item, copies) for key, item in node.items()}  # neither pickled nor made again
-        if not isinstance(node, Tensor):
+        if not is_a(node, Tensor):
             return None
         copy = copies.get(id(node))
         return node.detach().cpu() if copy is None else copy
@@ -108,19 +109,19 @@ def merge_extra(parts: list[tuple[float, Any]]) -> Any:
     values = [value for _, value in parts]
     if len(values) == 1:
         return values[0]
-    if all(isinstance(value, dict) for value in values):
+    if all(is_a(value, dict) for value in values):
         names = dict.fromkeys(name for value in values for name in value)
         return {name: merge_extra([(w, value[name]) for w, value in parts if name in value]) for name in names}
-    if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
+    if all(is_a(value, Tensor) and value.ndim > 0 for value in values):
         return torch.cat(values)
-    if all(isinstance(value, float) or (isinstance(value, Tensor) and value.ndim == 0) for value in values):
+    if all(is_a(value, float) or (is_a(value, Tensor) and value.ndim == 0) for value in values):
         return sum(weight * value for weight, value in parts) / sum(weight for weight, _ in parts)
     return values[-1]
 
 
 def _to(value: Any, device: torch.device) -> Any:
     """A value that came home, with its tensors where the user's step had them."""
-    return rebuild(value, lambda node: to_device(node, device) if isinstance(node, Tensor) else None)
+    return rebuild(value, lambda node: to_device(node, device) if is_a(node, Tensor) else None)
 
 
 def merged(key: ResultKey, parts: list[tuple[float, Any]], ways: Mapping[ResultKey, Way]) -> Any:
@@ -130,9 +131,9 @@ def merged(key: ResultKey, parts: list[tuple[float, Any]], ways: Mapping[ResultK
         return merge_extra(parts)
     if key in ways:
         return together(key, values, [weight for weight, _ in parts], ways[key])
-    if all(isinstance(value, dict) for value in values):
+    if all(is_a(value, dict) for value in values):
         return {name: merged((*key, name), [(w, value[name]) for w, value in parts], ways) for name in values[0]}
-    if all(isinstance(value, (list, tuple)) and len(value) == len(values[0]) for value in values):
+    if all(is_a(value, (list, tuple)) and len(value) == len(values[0]) for value in values):
         items = [merged((*key, index), [(w, v[index]) for w, v in parts], ways) for index in range(len(values[0]))]
         return type(values[0])(*items) if hasattr(values[0], "_fields") else type(values[0])(items)
     return merge_extra(parts)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import is_a, stored
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.cutting import ResultKey, Way, copied, together
 from lightning_mist.strategy.training.metric_calls import (
@@ -67,7 +68,7 @@ class LogRecorder:
         with torch._C.DisableTorchFunction():
             # All tensor-parallel ranks are here at the same time, and only one of them tells later.
             value = whole(value)
-            if isinstance(value, Tensor):
+            if is_a(value, Tensor):
                 value = value.detach().clone()
         copied(original, value)
         self.records.append(LogRecord(name=name, value=value, arguments=tuple(arguments.items())))
@@ -75,7 +76,7 @@ class LogRecorder:
     def log_dict(self, dictionary: Mapping[str, Any], *positional: Any, **arguments: Any) -> None:
         """Record several values with common arguments."""
         # A MetricCollection gives copies unless told otherwise, and Lightning logs the metrics themselves.
-        is_collection = hasattr(dictionary, "_enable_compute_groups")
+        is_collection = stored(dictionary, "_enable_compute_groups") is not None
         items = dictionary.items(keep_base=False, copy_state=False) if is_collection else dictionary.items()  # type: ignore[call-arg]
         for name, value in items:
             self.log(name, value, *positional, **arguments)
@@ -112,7 +113,7 @@ def recorded_logs(
             yield recorder
         return
     recorder = LogRecorder() if recorder is None else recorder
-    inner = module.modules() if isinstance(module, nn.Module) else ()
+    inner = module.modules() if is_a(module, nn.Module) else ()
     loggers = {id(item): item for item in (module, *inner) if hasattr(type(item), "log_dict")}
     before = [(item.__dict__, item.__dict__.get("log"), item.__dict__.get("log_dict")) for item in loggers.values()]
     for item in loggers.values():
@@ -177,7 +178,7 @@ def _logged(
         arguments["batch_size"] = together((*key, "batch_size"), sizes, weights, way)
     values = [record.value for record in records]
     value = values[-1]
-    if len(values) > 1 and all(isinstance(item, (Tensor, int, float)) for item in values):
+    if len(values) > 1 and all(is_a(item, (Tensor, int, float)) for item in values):
         value = together(key, values, weights, ways.get(key, "mean"))
     return replace(records[0], value=value, arguments=tuple(arguments.items()))
 

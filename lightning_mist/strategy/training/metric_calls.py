@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import entries, is_a, own, stored
 from lightning_mist.devices import used_generators
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import inside_block, user_line
@@ -66,14 +67,14 @@ class MetricCall:
     def settled(self) -> "MetricCall":
         """The call with whole tensors without a graph; on all ranks that share rows at once."""
         with torch._C.DisableTorchFunction():
-            given = rebuild(whole(self.value), lambda x: x.detach() if isinstance(x, Tensor) else None)
+            given = rebuild(whole(self.value), lambda x: x.detach() if is_a(x, Tensor) else None)
         return replace(self, value=given)
 
     def made(self, metric: Any, find: Callable[[Any], Any]) -> Any:
         """Make the call; ``find`` gives for what stands for something what it stands for."""
         given = rebuild(self.value, find)
-        args = [value for name, value in given.items() if isinstance(name, int)]
-        return getattr(metric, self.method)(*args, **{k: v for k, v in given.items() if isinstance(k, str)})
+        args = [value for name, value in given.items() if is_a(name, int)]
+        return getattr(metric, self.method)(*args, **{k: v for k, v in given.items() if is_a(k, str)})
 
 
 def combine_calls(calls: Sequence[MetricCall], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> MetricCall:
@@ -92,9 +93,9 @@ def _together(key: ResultKey, values: Sequence[Any], weights: Sequence[float], w
     if key in ways:
         return together(key, values, weights, ways[key])
     first = values[0]
-    if isinstance(first, dict):
+    if is_a(first, dict):
         return {name: _together((*key, name), [v[name] for v in values], weights, ways) for name in first}
-    if isinstance(first, (list, tuple)):
+    if is_a(first, (list, tuple)):
         items = [_together((*key, at), [v[at] for v in values], weights, ways) for at in range(len(first))]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     raise TraceError(f"what the step gives {key[1]} for a whole batch does not follow from its parts. {WAY_OUT}")
@@ -105,9 +106,9 @@ def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any
     metrics, given = functools.cache(lambda: named_metrics(module)), dict[Hashable, Any]()
 
     def found(node: Any) -> Any:
-        if isinstance(node, MetricOf):
+        if is_a(node, MetricOf):
             return metrics()[node.name]
-        if not isinstance(node, OutputOf):
+        if not is_a(node, OutputOf):
             return None
         output = given[node.call]
         if node.entry is None:
@@ -136,11 +137,11 @@ def _drawn() -> list[bytes]:
 def named_metrics(module: Any) -> dict[str, Any]:
     """The metric objects and collections of them that a module holds, also in lists and dictionaries, by name."""
     torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None or not isinstance(module, nn.Module):
+    if torchmetrics is None or not is_a(module, nn.Module):
         return {}
     kinds, found, seen = (torchmetrics.Metric, torchmetrics.MetricCollection), dict[str, Any](), set[int]()
     for name, child in _places(module):
-        if isinstance(child, kinds) and id(child) not in seen:
+        if is_a(child, kinds) and id(child) not in seen:
             seen.add(id(child))
             found[name] = child
     return found
@@ -158,17 +159,17 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, child in modules:
         if type(child).__module__.partition(".")[0] in ("torch", "torchmetrics"):
             continue
-        for attribute, value in list(vars(child).items()):
+        for attribute, value in list(entries(own(child))):
             if attribute not in _REGISTRIES:
                 yield from _held(f"{name}.{attribute}".lstrip("."), value, _DEPTH)
 
 
 def _held(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if type(value) not in (list, tuple, dict):
-        if isinstance(value, nn.Module):
+        if is_a(value, nn.Module):
             yield name, value
         return
-    for key, item in (value.items() if isinstance(value, dict) else enumerate(value)) if depth else ():
+    for key, item in (value.items() if is_a(value, dict) else enumerate(value)) if depth else ():
         yield from _held(f"{name}[{key!r}]", item, depth - 1)
 
 
@@ -194,7 +195,7 @@ class MetricOutput:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = next(leaf for leaf in leaves([*args, *(kwargs or {}).values()]) if isinstance(leaf, cls))
+        own = next(leaf for leaf in leaves([*args, *(kwargs or {}).values()]) if is_a(leaf, cls))
         own._refuse(getattr(func, "__name__", "a function of torch"))
 
 
@@ -309,13 +310,13 @@ class MetricRecorder:
         with torch._C.DisableTorchFunction():
             # All ranks that share rows are here at the same time.
             given = whole(as_place({**dict(enumerate(args)), **kwargs}))
-            tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+            tensors = [leaf for leaf in leaves(given) if is_a(leaf, Tensor) and not leaf.is_inference()]
             self._given += [(tensor, type(tensor), tensor._version, name) for tensor in tensors]
         call = MetricCall(metric=name, method=method, number=number, value=given)
         self._keep(call)
         if method != "forward":
             return None
-        if not hasattr(metric, "_enable_compute_groups"):
+        if not stored(metric, "_enable_compute_groups") is not None:
             return MetricOutput(self, OutputOf(call.key))
         entries = [metric._set_name(key) for key in metric.keys(keep_base=True)]
         return {entry: MetricOutput(self, OutputOf(call.key, entry)) for entry in entries}
@@ -324,7 +325,7 @@ class MetricRecorder:
         """A logged value as it can go to another rank."""
         if id(value) in self._names:
             return MetricOf(self._names[id(value)])
-        if not isinstance(value, MetricOutput) and (isinstance(value, _Recorded) or hasattr(value, "_update_count")):
+        if not is_a(value, MetricOutput) and (is_a(value, _Recorded) or stored(value, "_update_count") is not None):
             self.refuse(f"the step logs a {type(value).__name__} that is not an attribute of the module")
         return as_place(value)
 
@@ -338,10 +339,10 @@ class MetricRecorder:
         if not self._given and not self._counts:
             return output
         self._given = []
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if self._has_loss and isinstance(loss, MetricOutput):
+        loss = output.get("loss") if is_a(output, dict) else output
+        if self._has_loss and is_a(loss, MetricOutput):
             self.refuse(f"the step returns what metric {loss._place.call[1]} gives as its loss")
-        return output if isinstance(output, Tensor) else as_place(output)
+        return output if is_a(output, Tensor) else as_place(output)
 
     def refuse_read(self, metric: Any, what: str) -> NoReturn:
         """Refuse to answer what a metric holds."""
@@ -362,7 +363,7 @@ class MetricRecorder:
 
 def as_place(value: Any) -> Any:
     """A nesting with places in place of what metrics give."""
-    return rebuild(value, lambda node: node._place if isinstance(node, MetricOutput) else None)
+    return rebuild(value, lambda node: node._place if is_a(node, MetricOutput) else None)
 
 
 @contextmanager
