@@ -23,6 +23,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_mist.errors import PeerError, caught_as
@@ -225,11 +226,15 @@ class FailureWatcher:
     def all_end(self) -> bool:
         """Whether all ranks come to the end of training, where this one is; waits for those that are on their way."""
         self._peers.say("ended", self._number)
+        # Who waited for this rank until now, such as for a file that it wrote, takes some time to say that it goes on.
+        until = time.monotonic() + STUCK_SECONDS
         while missing := self._others() - self._peers.said("ended", self._number).keys():
-            if self.failure() is not None or missing <= self._left() | self._stuck():
+            stay_away = self._left() | (self._stuck() if time.monotonic() > until else set())
+            if self.failure() is not None or missing <= stay_away:
+                self._peers.say("ended", self._number, "alone", wait_seconds=2.0)
                 return False
             time.sleep(0.02)
-        return True
+        return not any(self._peers.said("ended", self._number).values())
 
     def _others(self) -> set[int]:
         return set(range(self._peers.world_size)) - {self._rank}
@@ -313,7 +318,7 @@ class FailureWatcher:
     def _is_waiting(self) -> bool | None:
         """Whether the main thread waits for other ranks; ``None`` where that is not to be seen."""
         is_on_host = not dist.is_initialized() or dist.get_backend() == "gloo"
-        if not is_on_host or not hasattr(time, "pthread_getcpuclockid"):
+        if not is_on_host or torch.accelerator.is_available() or not hasattr(time, "pthread_getcpuclockid"):
             return None  # who waits for a device may use a processor
         before, self._used = self._used, time.clock_gettime(time.pthread_getcpuclockid(self._main))
         frame: Any = sys._current_frames().get(self._main)
