@@ -1,5 +1,6 @@
 """Experts: layers whose insides hang on values, in the forms in which people write them."""
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -146,6 +147,46 @@ class Telling(Project):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["y"].flatten())
 
 
+TOLD: ContextVar[list[torch.Tensor]] = ContextVar("told")
+
+
+class Routed(ByWhere):
+    """Tells what the router says, by a hook, to whoever listens: it is made before tokens are chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router.register_forward_hook(lambda module, args, output: TOLD.get([]).append(output))
+
+
+class Loaded(Routed):
+    """Tells it by the last expert's work too, which follows what is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[-1].register_forward_hook(lambda module, args, output: TOLD.get([]).append(output))
+
+
+class Balanced(Project):
+    """Adds to its loss what layers tell."""
+
+    layer: type[nn.Module] = Routed
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.layer() for _ in range(LAYERS)]).double()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        told: list[torch.Tensor] = []
+        token = TOLD.set(told)
+        loss = super().loss(batch)
+        TOLD.reset(token)
+        return loss + 0.1 * sum(item.softmax(-1).mean(0).square().sum() for item in told)
+
+
+class BalancedByLoad(Balanced):
+    layer = Loaded
+
+
 PLANS = ("zero1", "zero3", "pp2")
 
 TRAPS = {
@@ -158,5 +199,7 @@ TRAPS = {
     "skipping": _of(Skipping),
     "grouped": _of(Grouped, single=True),
     "cropping": _of(Cropping, equal=()),
+    "balanced": Trap(module=Balanced, plans=(*PLANS, "checkpointed"), equal=PLANS),
+    "balanced by load": Trap(module=BalancedByLoad, plans=PLANS, equal=("zero1", "zero3"), reason="inside layer"),
     "telling": Trap(module=Telling, plans=PLANS, equal=("zero1", "zero3"), reason="depends on parameters"),
 }

@@ -80,7 +80,7 @@ def _reads(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
     for record in runs.records:
         for read in record.reads:
             # Where it decides about nothing but what a layer does inside, the stage that runs the layer has values.
-            is_closed = read.is_inner and read.region not in record.leaking
+            is_closed = read.is_inner and read.region not in record.guessing
             is_last = read.region == last and not read.is_inner
             if read.source == "parameters" and not is_last and not is_closed:
                 yield (

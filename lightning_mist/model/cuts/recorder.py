@@ -83,6 +83,7 @@ class Record:
     parameter_uses: dict[tuple[str, str], set[int]] = field(default_factory=lambda: defaultdict(set))
     differentiated: set[tuple[str, str]] = field(default_factory=set)
     leaking: set[int] = field(default_factory=set)
+    guessing: set[int] = field(default_factory=set)  # those of them of which what leaks may hang on guesses
     reads: list[Read] = field(default_factory=list)
     buffers: dict[str, str] = field(default_factory=dict)
     written_parameters: dict[str, str] = field(default_factory=dict)
@@ -146,6 +147,8 @@ class Recorder(TorchFunctionMode):
         self._blocks: dict[int, int | None] = {}
         self._random: set[int] = set()
         self._constants: dict[int, tuple[Tensor, bool]] = {}
+        self._guessed_in: set[int | None] = set()
+        self._behind_guess: set[int] = set()
         self._arguments: set[int] = set()
         self._kept: list[Any] = []
         self._became: list[tuple[Tensor, Tensor]] = []
@@ -250,6 +253,8 @@ class Recorder(TorchFunctionMode):
         self._kept.append(tensor)
         self._keys[id(tensor)] = key
         self._blocks[id(tensor)] = self._inside
+        if self._inside in self._guessed_in:
+            self._behind_guess.add(id(tensor))
         self.record.values[key] = Value(tensor, self._region)
 
     def _use(self, tensor: Tensor) -> None:
@@ -274,7 +279,13 @@ class Recorder(TorchFunctionMode):
         value = self.record.values[key]
         value.last_used = max(value.last_used, self._region)
         if home is not None and home != self._inside:
-            self.record.leaking.add(home)
+            self._leaks(home, hangs=id(tensor) in self._behind_guess)
+
+    def _leaks(self, position: int, *, hangs: bool = True) -> None:
+        """Something inside a block is used outside; where it was made before anything was guessed there it is known."""
+        self.record.leaking.add(position)
+        if hangs:
+            self.record.guessing.add(position)
 
     def _is_constant(self, tensor: Tensor) -> bool:
         """Whether a layer that is recomputed finds a tensor that it did not make as it was."""
@@ -294,6 +305,8 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._use(tensor)
         self._note_read(name, "parameters", None)
+        if self._inside is not None:
+            self._guessed_in.add(self._inside)
         endless = self._guesses.note(self._operators.count, self._region)
         if endless:
             raise Refused(endless)
@@ -348,7 +361,7 @@ class Recorder(TorchFunctionMode):
             self.record.buffers.setdefault(self._buffers[address_of(tensor)], user_line())
         elif self._inside is not None:
             # A block that is skipped would not do this to a tensor that others read.
-            self.record.leaking.add(self._inside)
+            self._leaks(self._inside)
 
     def _normalised(self, name: str, args: Any, kwargs: Any) -> None:
         """Batch statistics are written where no version counter shows it."""
@@ -390,9 +403,9 @@ class Recorder(TorchFunctionMode):
         self.record.outputs.append(BlockOutput(signature=call_signature(inputs), leaves=described, structure=structure))
         has_value = any(kind == "value" and rest[0] is not None for kind, *rest in described)
         if [state_of(leaf) for leaf in after] != before or (has_value and len(self.record.reads) > reads):
-            self.record.leaking.add(position)
+            self._leaks(position)
         if any(kind == "opaque" or (kind == "tensor" and not rest[-1]) for kind, *rest in described):
-            self.record.leaking.add(position)
+            self._leaks(position)
         passed = {id(leaf) for leaf in inputs if isinstance(leaf, Tensor)} | self._slots.keys()
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) not in passed and self._is_unknown(leaf):
