@@ -328,7 +328,111 @@ class Penalised(Project):
         return loss + slope.square().sum()
 
 
+class ByPlace(Project):
+    """Layers that read their parameters where modules keep them."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(WIDTH))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + torch.tanh(hidden @ self._parameters["weight"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Layer() for _ in self.blocks]).double()
+
+
+class OwnRecurrence(Project):
+    """A recurrent layer before the others, and one in each, which read their list of weights."""
+
+    class Layer(nn.GRU):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            start = hidden.new_zeros(1, hidden.shape[0], WIDTH)
+            found = torch.gru(hidden, start, self._flat_weights, True, 1, 0.0, self.training, False, True)
+            return hidden + found[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.Layer().double()
+        self.blocks = nn.ModuleList([self.Layer() for _ in self.blocks]).double()
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        return super().hidden(batch) + self.first(self.embed(batch["x"]))
+
+
+KERNELS: dict[Any, Any] = {}
+
+
+class _Prepared(torch.autograd.Function):
+    """Its backward is made for a size when that is first seen, as kernels are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        if x.shape not in KERNELS:
+            KERNELS[x.shape] = torch.ones(x.shape[-1], dtype=x.dtype)
+        return gradient * (KERNELS[x.shape] - x.tanh().square())
+
+
+class FilledInBackward(Project):
+    """A function that keeps, for each size, what its backward needs."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = block(_Prepared.apply(hidden))
+        return hidden
+
+
+class Library:
+    """Loads functions when they are first asked for, as ctypes does."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = object()
+        setattr(self, name, found)
+        return found
+
+
+LIBRARY = Library()
+
+
+class _ByLibrary(_Prepared):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        assert LIBRARY.forwards
+        return _Prepared.forward(ctx, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        assert LIBRARY.backwards
+        (x,) = ctx.saved_tensors
+        return gradient * (1 - x.tanh().square())
+
+
+class LoadedInBackward(Project):
+    """Asks a library for what backward runs in backward."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        for block in self.blocks:
+            hidden = _ByLibrary.apply(block(hidden))
+        return hidden
+
+
 EQUAL = (ByStep, Timed, Cached, Standardised, Focal, WeightNorm, SkipsSteps, Tied, LogsDict)
+EQUAL += (FilledInBackward, LoadedInBackward)
 """Harmless under every plan: what looks like a trap is not to cost reach."""
 
 CAREFUL = (
@@ -336,7 +440,10 @@ CAREFUL = (
     *(Smoothed, Variance, Spectral, StepBuffer, MeanInHook, Adaptive, Decays, Generated, Penalised),
 )
 
+WHOLE = ("zero1", "zero3", "pp2")
+
 TRAPS = {
+    **{kind.__name__: Trap(module=kind, plans=PLANS, equal=WHOLE) for kind in (ByPlace, OwnRecurrence)},
     **{kind.__name__: Trap(module=kind, plans=PLANS, equal=PLANS) for kind in EQUAL},
     **{kind.__name__: Trap(module=kind, plans=PLANS) for kind in CAREFUL},
     "OptimizerState": Trap(callbacks=lambda: [OptimizerState()], plans=PLANS),

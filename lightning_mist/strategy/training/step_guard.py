@@ -68,6 +68,7 @@ class StepGuard:
         ]
         self._batches = 0
         self._seen: set[Hashable] = set()
+        self._is_new = False
         self._grown: dict[str, int] = {}
         self._last: dict[str, Hashable] = {}
         self._stepped: list[str] = []
@@ -80,6 +81,7 @@ class StepGuard:
     def batch(self) -> Iterator[None]:
         """Around a batch; raises PlanError if something that the plan relies on does not hold, inside or afterwards."""
         self._batches += 1
+        self._is_new = False
         self._check_parameters()
         with ExitStack() as stack:
             if self._repeats:
@@ -173,14 +175,15 @@ class StepGuard:
         now = self._look()
         names, self._last = changed(self._last, now), now
         self._stepped += names
-        if names and self._repeats:
-            signature = batch_signature(microbatch.value)
+        # What a backward of new sizes has filled shows behind the next run, whatever the sizes of that are.
+        signature = batch_signature(microbatch.value)
+        self._is_new |= signature not in self._seen
+        if self._repeats:
             for name in names:
-                if signature not in self._seen:
-                    self._grown[name] = self._grown.get(name, 0) + 1
-                if signature in self._seen or self._grown[name] > _PATIENCE:
+                self._grown[name] = self._grown.get(name, 0) + self._is_new
+                if not self._is_new or self._grown[name] > _PATIENCE:
                     raise self._error(f"the step changed {name}, which it did not when the plan was made")
-        self._seen.add(batch_signature(microbatch.value))
+        self._seen.add(signature)
 
     def _find_metrics(self) -> None:
         """Behind a forward, find the metrics that it may have updated: user code may put others in their place."""

@@ -29,6 +29,9 @@ _BYTES = 1 << 16
 
 _DEPTH = 2
 
+_PLACES = frozenset(("_parameters", "_flat_weights"))
+"""Where modules keep parameters: stages put others there while they run, and see to it that none is replaced."""
+
 
 class Survey:
     """Looks at what code can reach.
@@ -70,7 +73,7 @@ class Survey:
             if id(space.holder) in self._without:
                 continue
             for name, value in self._reach.named(space):
-                if not is_code(value):
+                if not (is_code(value) or (space.is_module and name in _PLACES)):
                     yield _key(space, name), value
 
     def _portable(self, value: Any, depth: int) -> Hashable:
