@@ -217,30 +217,33 @@ def _like(node: Any, items: list[Any]) -> Any:
 
 
 _DEPTH = 16
-"""Nesting beyond which an object is told apart by its type only; guards against objects that contain themselves."""
+"""Nesting beyond which a container is told apart by its type only; guards against those that contain themselves."""
 
 
 def batch_signature(value: Any) -> Hashable:
     """Shapes and dtypes of a batch's tensors, its structure, and the plain values that may steer a step.
 
     Integers, booleans and names of entries count with their values, since shapes may follow from them; a text counts
-    unless it is one of a list (data); a float counts with its type only.
+    unless it is one of a list (data); a float counts with its type only. An object that several refer to counts once.
     """
-    return _signature(value, depth=0, is_item=False)
+    return _signature(value, {}, depth=0, is_item=False)
 
 
-def _signature(value: Any, *, depth: int, is_item: bool) -> Hashable:
+def _signature(value: Any, seen: dict[int, Any], *, depth: int, is_item: bool) -> Hashable:
     if is_a(value, Tensor):
         return _sizes(value), value.dtype, value.device.type
     if value is None or is_a(value, (bool, int, torch.Size)) or (is_a(value, (str, bytes)) and not is_item):
         return type(value), value
     kind: Any = type(value)
-    if is_a(value, (str, bytes)) or depth == _DEPTH:
+    if is_a(value, (str, bytes, type)) or depth == _DEPTH or id(value) in seen:
         return kind  # type: ignore[no-any-return]
     if is_a(value, Mapping):
-        return type(value), tuple((str(k), _signature(v, depth=depth + 1, is_item=False)) for k, v in value.items())
+        return type(value), tuple(
+            (str(k), _signature(v, seen, depth=depth + 1, is_item=False)) for k, v in value.items()
+        )
     if is_a(value, Sequence):
-        return type(value), tuple(_signature(item, depth=depth + 1, is_item=True) for item in value)
+        return type(value), tuple(_signature(item, seen, depth=depth + 1, is_item=True) for item in value)
+    seen[id(value)] = value  # kept: no other has its number meanwhile
     fields = {name: getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)}
     fields |= getattr(value, "__dict__", {})
-    return type(value), tuple((str(k), _signature(v, depth=depth + 1, is_item=False)) for k, v in fields.items())
+    return type(value), tuple((str(k), _signature(v, seen, depth=depth + 1, is_item=False)) for k, v in fields.items())

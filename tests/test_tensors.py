@@ -214,3 +214,21 @@ def test_what_has_less_memory_than_its_elements_take_is_hollow():
     assert is_hollow(torch.empty(3, device="meta"))
     assert not is_hollow(torch.zeros(3, 4))
     assert not is_hollow(torch.zeros(4, 4)[1:, ::2])
+
+
+class Node:
+    """Knows its neighbours, and a class, as nodes of graphs and their libraries' batches do."""
+
+    def __init__(self, size=2):
+        self.x, self.near, self.made_by = torch.zeros(size), [], Node
+
+
+def test_the_signature_of_objects_that_know_one_another_and_classes_ends():
+    def linked(*sizes):
+        nodes = [Node(size) for size in sizes]
+        for node in nodes:
+            node.near = nodes
+        return {"nodes": nodes}
+
+    assert batch_signature(linked(*[2] * 8)) == batch_signature(linked(*[2] * 8))
+    assert batch_signature(linked(*[2] * 8)) != batch_signature(linked(*[2] * 7, 3))
