@@ -196,6 +196,8 @@ class Probe:
         inputs = [call.input for call in calls]
         given = [torch.randn(x.shape, dtype=x.dtype, generator=self.generator) * mask for x in inputs]
         wanted = leaves if self.hidden is None else [*leaves, self.hidden]
+        if not wanted:  # one linear layer alone, behind something without parameters
+            return ()
         gradients = torch.autograd.grad(inputs, wanted, given, retain_graph=True, allow_unused=True)
         if self.hidden is not None:
             *gradients, direct = gradients  # type: ignore[assignment]

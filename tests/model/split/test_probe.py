@@ -238,3 +238,9 @@ def test_no_values_of_the_weights_are_needed():
         for layer in (block.up, block.down):
             layer.weight.zero_()
     assert shares(probed(block), 2)
+
+
+def test_a_linear_layer_alone_stays_whole_where_nobody_knows_what_its_block_transforms():
+    block, x = nn.Linear(16, 16), torch.randn(2, 16, requires_grad=True)
+    found = probe(lambda: block(x.relu()), dict(block.named_parameters()), None)
+    assert list(found.layers(2)) == []
