@@ -2,7 +2,7 @@
 #   make demo    train the example with strategy="mist" on two CPU processes
 #   make test    the tests that every change runs, with a quarter of the random instances
 #   make test-all  all tests with all instances
-#   make test-compat  optimizers of other libraries, in an environment of its own (.venv-compat), some minutes
+#   make test-compat  what other libraries bring, in an environment of its own (.venv-compat), some minutes
 #   make test-oldest  what users do, with the lowest versions that setup.cfg promises, in an environment of its own
 #                     (.venv-oldest: 6 GB, since torch of that age brings what it needs of CUDA)
 #   make test-newest  the same with the newest versions that are published (.venv-newest)
