@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 Result = Callable[..., Any]
@@ -23,6 +24,21 @@ Result = Callable[..., Any]
 
 Workspace = Callable[..., int]
 """Called with an operator's arguments; returns the bytes that it needs while it runs, beside its results."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode for tensors without values, which leaves the process one that can be copied."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if getattr(mode, "avoid_device_init", False):
+        _count_devices()
+    return mode
+
+
+@cache
+def _count_devices() -> None:
+    # The first backward makes a thread for each device, and where there is none the mode lets torch find some (2.15).
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,7 +178,10 @@ class RemoteTraceback(Exception):  # noqa: N818 - it is where an error comes fro
 
 
 def can_fork(*, threads: bool = False) -> bool:
-    """Whether a copy of this process can compute: no device is in use, which no fork survives, and no other thread.
+    """Whether a copy of this process can compute: nothing is in use that no fork survives, and no other thread.
+
+    What does not survive are devices, and threads that backward has for them, as soon as torch has found some, also
+    those that stand in for devices that are not there: in a copy every backward is refused then.
 
     Args:
         threads: Whether there may be other threads, of which nothing is needed in the copy.
@@ -186,7 +189,14 @@ def can_fork(*, threads: bool = False) -> bool:
     from lightning_mist.devices import used_generators
 
     is_alone = threads or threading.active_count() == 1
-    return sys.platform == "linux" and is_alone and not used_generators()
+    return sys.platform == "linux" and is_alone and not used_generators() and not _has_backward_threads()
+
+
+def _has_backward_threads() -> bool:
+    tasks = Path("/proc/self/task").iterdir()
+    with suppress(FileNotFoundError):  # a thread that has just ended
+        return any((task / "comm").read_text().startswith("pt_autograd") for task in tasks)
+    return _has_backward_threads()
 
 
 def run_apart(
@@ -259,7 +269,7 @@ def _start(process: Any, name: str) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TraceError(
             f"{name} cannot be run in a new process: {error}. This process cannot be copied (other threads run in it, "
-            "or CUDA is in use), so the function and its arguments must be picklable: give a function of a module"
+            "or a device is in use), so the function and its arguments must be picklable: give a function of a module"
         ) from error
     finally:
         if is_collecting:

@@ -4,6 +4,7 @@ import gc
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -295,3 +296,34 @@ def test_a_trace_comes_back_whole() -> None:
     module, batch = Net(), torch.ones(4, 4)
     here = trace_model(module, batch, optimizer=torch.optim.SGD)
     assert run_apart(trace_model, module, batch, optimizer=torch.optim.SGD) == here
+
+
+def test_a_process_with_threads_for_backward_is_not_copied():
+    started, ended = threading.Event(), threading.Event()
+
+    def wait():
+        Path("/proc/thread-self/comm").write_text("pt_autograd_0")
+        started.set()
+        ended.wait()
+
+    (thread := threading.Thread(target=wait)).start()
+    try:
+        started.wait()
+        assert not can_fork(threads=True)
+        assert run_apart(step_gradients, 2).tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    finally:
+        ended.set()
+        thread.join()
+    assert can_fork(threads=True)
+
+
+def test_tensors_without_values_leave_a_process_that_can_be_copied():
+    """Some versions of torch let a first backward find devices afterwards that are not there, and make threads."""
+    script = (
+        "import torch; from lightning_mist.model.child_process import can_fork, run_apart\n"
+        "from lightning_mist.without_values import fake_mode\n"
+        "def backward(): torch.ones((), requires_grad=True).backward()\n"
+        "with torch.inference_mode(), fake_mode(): torch.ones(2)\n"
+        "backward(); assert can_fork(); run_apart(backward)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

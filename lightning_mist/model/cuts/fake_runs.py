@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.cuts.recorder import Record, Recorder, Refused
 from lightning_mist.model.fakes import (
@@ -17,6 +16,7 @@ from lightning_mist.model.fakes import (
 )
 from lightning_mist.model.user_code import Generators, ModuleState
 from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch
+from lightning_mist.without_values import fake_mode
 
 Call = Callable[..., Any]
 
@@ -82,7 +82,7 @@ def _attempt(
     generators = Generators()
     originals = {id(parameter): name for name, parameter in module.named_parameters()}
     buffers = {address_of(b): name for name, b in module.named_buffers(remove_duplicate=False) if b.numel()}
-    slots = fake_parameters(module, FakeTensorMode(allow_non_fake_inputs=True))
+    slots = fake_parameters(module, fake_mode())
     records: list[Record] = []
     states = [before]
     failure, batch_changed = "", False

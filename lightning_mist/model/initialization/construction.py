@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import become, quiet_fakes
 from lightning_mist.model.operators import written
+from lightning_mist.without_values import fake_mode
 
 RECIPE = "_mist_recipe"
 """Attribute of a parameter without values that says how they are found; it goes where the parameter goes."""
@@ -285,7 +286,7 @@ def deferred_construction(number: int = 0) -> Iterator[None]:
         number: How many such constructions there were before in this process, the same on all ranks.
     """
     recording = Recording(number)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with quiet_fakes(), _Copies(), mode, _Recorder(recording):
         plain = frozenset(vars(torch.empty(0)))
         yield

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
@@ -25,6 +24,7 @@ from lightning_mist.model.spec import LayerSeconds, ModelSpec
 from lightning_mist.model.trace import Kinds, Walk, cost_keys, count_step, group, isolated_subject, loss_of, module_key
 from lightning_mist.plan import ModuleMap
 from lightning_mist.tensors import copy_batch
+from lightning_mist.without_values import fake_mode
 
 _MAX_ROUNDS = 15
 _MIN_ROUNDS = 3
@@ -72,7 +72,7 @@ def _kinds(
     names = [type(block).__name__ for block in blocks]
     if not blocks:
         return Kinds(labels=(), examples=(), of=())
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with isolated_subject(module, call, batch, blocks=module_map.blocks, mode=mode) as subject:
         try:
             count = count_step(subject, batch, twins=(None,) * len(blocks), recompute=False, gradients_exist=True)

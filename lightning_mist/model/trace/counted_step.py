@@ -19,6 +19,7 @@ from lightning_mist.model.trace.part_hooks import InputSignature, Walk, loss_of
 from lightning_mist.model.trace.rank_step import RankView, part_of
 from lightning_mist.model.trace.weight_operators import LinearCounter, WeightOperands
 from lightning_mist.tensors import copy_batch
+from lightning_mist.without_values import fake_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +294,7 @@ def step_bytes(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> int
     Raises:
         TraceError: If the step does not run on fake tensors.
     """
-    with isolated_subject(module, call, batch, mode=FakeTensorMode(allow_non_fake_inputs=True)) as subject:
+    with isolated_subject(module, call, batch, mode=fake_mode()) as subject:
         try:
             return max(count_step(subject, batch, twins=(), recompute=False, gradients_exist=False).timeline)
         except TraceError:

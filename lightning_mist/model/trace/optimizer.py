@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_parameters
@@ -18,6 +17,7 @@ from lightning_mist.model.operators import narrow_type, storage_key
 from lightning_mist.model.spec import OptimizerSpec
 from lightning_mist.model.trace.ledger import Ledger
 from lightning_mist.optimizers import fewer, like, options_of, tensors_within
+from lightning_mist.without_values import fake_mode
 
 _SIDE = 128  # parameters of 128 x 128: matrices, which may be treated differently, of more entries than blocks begin at
 _MOST = 2**16  # entries of a parameter whose state is measured: larger ones have as much by entry
@@ -205,7 +205,7 @@ def optimizer_to_describe(
     if given is not None or not callable(configure) or getattr(configure, "__qualname__", "") == _INHERITED:
         return given, notes
     with isolated(module), quiet_fakes(), context():
-        substitute_parameters(module, FakeTensorMode(allow_non_fake_inputs=True), {})
+        substitute_parameters(module, fake_mode(), {})
         try:
             made = configure()
         except Exception as error:

@@ -14,7 +14,6 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import compiled_text, map_module
@@ -43,6 +42,7 @@ from lightning_mist.model.trace.sizes import Blocks, Counted, Resize, Step, base
 from lightning_mist.plan import Exclusion, ModuleMap, TensorSplit
 from lightning_mist.tensor_parallel import functions_of_wholes
 from lightning_mist.tensors import batch_rows
+from lightning_mist.without_values import fake_mode
 
 
 def trace_splits(
@@ -66,7 +66,7 @@ def _trace_split(
 ) -> SplitSpec:
     module_map = step.module_map
     basis = divisible(counted.basis, split.degree) if sequence_parallel else counted.basis
-    view, mode = RankView.of(split, sequence_parallel=sequence_parallel), FakeTensorMode(allow_non_fake_inputs=True)
+    view, mode = RankView.of(split, sequence_parallel=sequence_parallel), fake_mode()
     operators = step.operators.installed(rounds=basis.powers != BILINEAR)
     with step.subject(mode) as whole, functions_of_wholes(), operators:
         parts = present_parts(step.module, whole.parameters, module_map, split, view.context, mode)
@@ -270,7 +270,7 @@ def _traced(step: Step) -> tuple[_Traced, list[str]]:
     module, operators = step.module, step.operators
     failures: list[str] = []
     is_real = has_values(module)
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True), None):
+    for mode in (fake_mode(), None):
         with step.subject(mode) as subject:
             try:
                 traced, misfits = _trace(subject, step)

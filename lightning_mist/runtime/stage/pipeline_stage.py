@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_mist.attributes import replaced
@@ -42,6 +42,7 @@ from lightning_mist.runtime.stage.step_run import (
     enter_graph,
     quiet_fakes,
 )
+from lightning_mist.without_values import fake_mode
 
 
 class PipelineStage:
@@ -90,7 +91,7 @@ class PipelineStage:
         self.parameters = {name: p for name, p in named.items() if index in owners[name]}
         self.foreign = {name: p for name, p in named.items() if name not in self.parameters}
         self._device = next((p.device for p in named.values()), torch.device("cpu"))
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         self.fake_mode = mode if index > 0 else None
         self._slots = FakeParameters(module, module_map, bounds, index, frozenset(self.parameters), mode)
         self._split_slots = () if split is None else split.slots_of(module, module_map)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # as DCP's own tools read it
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -28,6 +27,7 @@ from lightning_mist.errors import CheckpointError, MistError
 from lightning_mist.runtime.parameters import Part
 from lightning_mist.strategy.checkpoints.atomic import META, partial_path, publish, refuse_folder, remove, sync_folder
 from lightning_mist.strategy.checkpoints.shards import Shards
+from lightning_mist.without_values import fake_mode
 
 _INDEX = ".metadata"
 _MODEL, _OPTIMIZER = ("model", "state_dict"), "optimizer_"  # Lightning has either
@@ -280,7 +280,7 @@ def _mapped(path: Path, reader: FileSystemReader, index: Metadata, key: str) -> 
     if place.transform_descriptors:
         return None
     file = path / place.relative_path
-    with open(file, "rb") as stream, FakeTensorMode():
+    with open(file, "rb") as stream, fake_mode():
         fake: Tensor = torch.load(reader._slice_file(stream, place), map_location="cpu", weights_only=True)
     offset: int | None = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
     if offset is None or not fake.numel() or fake.shape != stored.size:

@@ -3,6 +3,7 @@
 import pickle
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from inspect import signature
 
 import pytest
@@ -22,9 +23,11 @@ SAYS = r"(?s)(has no|could not be read|bytes of the checkpoint|is missing).*\. (
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
-@pytest.mark.skipif(
-    "weights_only" not in signature(DDPStrategy.load_checkpoint).parameters, reason="Lightning asks for it since 2.6"
-)
+READS_ALL = "weights_only" not in signature(DDPStrategy.load_checkpoint).parameters
+"""Before 2.6 Lightning unpickles all of a file, and nobody can ask for less."""
+
+
+@pytest.mark.skipif(READS_ALL, reason="Lightning asks for it since 2.6")
 def test_a_file_with_tensors_of_classes_is_read(tmp_path):
     """Which torch does not where it is told by a function where tensors go, as Lightning tells it."""
     momentum = Packed(*packed(torch.ones(4, 64).double(), table()), table())
@@ -148,8 +151,9 @@ def test_what_is_not_there_is_not_found(tmp_path):
 
 
 def test_what_torch_does_not_unpickle_it_says_itself(whole, tmp_path):
-    torch.save({**META, "state_dict": {}, "hyper_parameters": Counter, "net": Net}, tmp_path / "one.ckpt")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+    content = {**META, "state_dict": Net().state_dict(), "hyper_parameters": Counter, "net": Net}
+    torch.save({**content, "optimizer_states": []}, tmp_path / "one.ckpt")
+    with nullcontext() if READS_ALL else pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         load(tmp_path / "one.ckpt")
     write_directory(tmp_path / "two.ckpt", [{"model": {}}, {"model": {"weight": torch.ones(1)}}], {**META, "net": Net})
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
