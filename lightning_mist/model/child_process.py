@@ -14,6 +14,7 @@ import io
 import mmap
 import multiprocessing
 import os
+import pathlib
 import pickle
 import re
 import signal
@@ -193,9 +194,8 @@ def can_fork(*, threads: bool = False) -> bool:
 
 
 def _has_backward_threads() -> bool:
-    tasks = Path("/proc/self/task").iterdir()
     with suppress(FileNotFoundError):  # a thread that has just ended
-        return any((task / "comm").read_text().startswith("pt_autograd") for task in tasks)
+        return any((task / "comm").read_text().startswith("pt_autograd") for task in Path("/proc/self/task").iterdir())
     return _has_backward_threads()
 
 
@@ -477,5 +477,5 @@ def _redirect_opening() -> None:
             file, mode = os.devnull, mode.replace("x", "w")
         return original(file, mode, *args, **kwargs)
 
-    builtins.open = opened
-    io.open = opened  # methods of paths look it up there
+    accessor: Any = getattr(pathlib, "_NormalAccessor", io)  # Python 3.10's methods of paths look it up there
+    builtins.open = io.open = accessor.open = opened if accessor is io else staticmethod(opened)

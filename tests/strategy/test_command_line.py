@@ -76,7 +76,7 @@ def test_a_printed_configuration_gives_the_same_strategy(tmp_path, capsys):
         ("data_parallel_size=0", "data_parallel_size = 0: at least 1 batch is loaded"),
         ("search.zero_stages=[9]", "ZeRO has stages 0 to 3; give for example"),
         ("blocks=", "leave it out to let blocks be found"),
-        ("memroy_limit=1GiB", "'memroy_limit' is not accepted"),
+        ("memroy_limit=1GiB", "'memroy_limit'"),
         ("verbose=maybe", "Got value: maybe"),
         ("timeout=30", 'but got "30"'),
     ],

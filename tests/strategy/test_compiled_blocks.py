@@ -52,6 +52,7 @@ def main(how, folder):
     print("compiled", len(RUNS))
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="master weights take torch 2.10")
 @pytest.mark.parametrize("how", ["in-place", "wrapped"])
 def test_every_step_but_the_metered_one_runs_compiled_blocks(tmp_path, how):
     command = [sys.executable, "-m", "tests.strategy.test_compiled_blocks", how, str(tmp_path)]
