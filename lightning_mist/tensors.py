@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import SUPPORTED_NODES
 
-from lightning_mist.attributes import is_a
+from lightning_mist.attributes import held, is_a
 
 Batch = TypeVar("Batch")
 
@@ -244,6 +244,4 @@ def _signature(value: Any, seen: dict[int, Any], *, depth: int, is_item: bool) -
     if is_a(value, Sequence):
         return type(value), tuple(_signature(item, seen, depth=depth + 1, is_item=True) for item in value)
     seen[id(value)] = value  # kept: no other has its number meanwhile
-    fields = {name: getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)}
-    fields |= getattr(value, "__dict__", {})
-    return type(value), tuple((str(k), _signature(v, seen, depth=depth + 1, is_item=False)) for k, v in fields.items())
+    return type(value), tuple((str(k), _signature(v, seen, depth=depth + 1, is_item=False)) for k, v in held(value))
