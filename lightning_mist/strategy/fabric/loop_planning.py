@@ -118,7 +118,8 @@ class LoopPlanning(_Base):
                 restrictions=self._restrictions,
                 hint=": pass each loader through fabric.setup_dataloaders",
             )
-            loop = UsersLoop(lightning_module=module, precision=str(getattr(self.precision, "precision", "32-true")))
+            precision = str(getattr(self.precision, "precision", "32-true"))
+            loop = UsersLoop(lightning_module=module, strategy=self, precision=precision)
             decision = decide(loop, self, _same_generators, self._request, step, plain=self._why_plain(planned, call))
             self._install(planned, decision)
             # Only the guard needs it; replanning is for a trainer's fit.

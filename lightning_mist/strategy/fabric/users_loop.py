@@ -25,10 +25,12 @@ class UsersLoop:
 
     Attributes:
         lightning_module: The module that is trained.
+        strategy: What trains it.
         precision: Name of the precision.
     """
 
     lightning_module: nn.Module
+    strategy: Any
     precision: str
     callbacks: list[Any] = field(default_factory=list)
     loggers: list[Any] = field(default_factory=list)
