@@ -105,7 +105,7 @@ def test_the_moment_and_the_largest_term_of_the_peak_are_named():
 
 def test_chunks_of_one_group_are_judged_together():
     chunks = [{"layers": 1, "checkpointed": 1}] * 6
-    plan = pipeline(*chunks, groups=2, schedule="interleaved-1f1b", microbatches=4, rows=4)
+    plan = pipeline(*chunks, groups=2, schedule="interleaved-1f1b", microbatches=4, rows=16)
     peak, more = (stage_memory(NETWORK, item)[0].peak_bytes for item in (plan, recomputing(plan, 0)))
     assert more > peak
     item = found(model_of(), plan, float(more - 1), "memory")
