@@ -9,7 +9,9 @@ the batch has no rows and is used whole.
 import copy
 import dataclasses
 import enum
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +50,10 @@ def _sizes(tensor: Tensor) -> Hashable:
     if tensor.is_nested:
         return tuple(tuple(row.shape) for row in tensor.unbind())
     return tuple(tensor.shape) if is_dense(tensor) else (*tensor.shape, tensor._nnz())
+
+
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+"""What leads to all of a program and is no part of a batch."""
 
 
 def batch_rows(batch: Any) -> int | None:
@@ -144,6 +150,8 @@ def _holds_arrays(node: Any) -> bool:
 
 def _ambiguous(node: Any, rows: int) -> bool:
     """Whether some list may be either one container per row or a container of tensors that have rows."""
+    if _keeps_whole(node):
+        return True
     if type(node) in (list, tuple) and len(node) == rows:
         nested = [item for item in node if not is_a(item, _ARRAYS)]
         if nested and any(_holds_arrays(item) for item in nested):
@@ -161,6 +169,17 @@ def _children(node: Any) -> list[Any] | None:
         return [getattr(node, field.name) for field in dataclasses.fields(node)]
     known = SUPPORTED_NODES.get(type(node))
     return None if known is None else list(known.flatten_fn(node)[0])
+
+
+def _keeps_whole(node: Any) -> bool:
+    """Whether a container may keep something for each row that is not cut: items of a queue, lists beside members."""
+    if is_a(node, (Mapping, list, tuple)) or type(node) not in SUPPORTED_NODES:
+        return False
+    children, context = SUPPORTED_NODES[type(node)].flatten_fn(node)
+    if is_a(node, deque):
+        return any(not is_a(item, _ARRAYS) for item in children)
+    beside = context if is_a(context, (list, tuple)) else [context]
+    return is_a(context, list) or any(is_a(item, (list, tuple)) for item in beside)
 
 
 def leaves(node: Any) -> Iterator[Any]:
@@ -235,7 +254,7 @@ def _signature(value: Any, seen: dict[int, Any], *, depth: int, is_item: bool) -
     if value is None or is_a(value, (bool, int, torch.Size)) or (is_a(value, (str, bytes)) and not is_item):
         return type(value), value
     kind: Any = type(value)
-    if is_a(value, (str, bytes, type)) or depth == _DEPTH or id(value) in seen:
+    if is_a(value, (str, bytes, type, *_CODE)) or depth == _DEPTH or id(value) in seen:
         return kind  # type: ignore[no-any-return]
     if is_a(value, Mapping):
         return type(value), tuple(

@@ -82,6 +82,7 @@ class TrialBudget:
 BUDGET = TrialBudget()
 
 _POLL_SECONDS = 0.25
+_HELD_UP = 8  # times as long as it should be is a wait in which the process did not run
 
 
 class Endless(BaseException):
@@ -102,9 +103,18 @@ class RunClock:
         self._most, self._inside = most_seconds, set[int]()
 
     @property
+    def end(self) -> float:
+        """The time, on the clock of :func:`time.monotonic`."""
+        return float(self._shared[0])
+
+    @property
     def is_over(self) -> bool:
         """Whether the time has come."""
-        return monotonic() > self._shared[0]
+        return monotonic() > self.end
+
+    def prolong(self, seconds: float) -> None:
+        """Give time back in which nothing could run."""
+        self._shared[0] += seconds
 
     def begin(self) -> None:
         """Something begins of which nothing is known."""
@@ -132,7 +142,11 @@ class RunClock:
         owner, stopped, end = threading.get_ident(), threading.Event(), ctypes.pythonapi.PyThreadState_SetAsyncExc
 
         def watch() -> None:
+            before = monotonic()
             while not stopped.wait(_POLL_SECONDS):
+                now = monotonic()
+                self.prolong(now - before if now - before > _HELD_UP * _POLL_SECONDS else 0.0)
+                before = now
                 for thread in (tuple(self._inside) or (owner,)) if self.is_over else ():
                     end(ctypes.c_ulong(thread), ctypes.py_object(Endless))
 
@@ -240,7 +254,9 @@ def run_apart(
             _start(process, name)
             # From here on the pipe ends with the child.
             theirs.close()
-            kind, content = _answer(ours, process, tell, clock, last_words)
+            kind, content = _answer(
+                ours, process, tell, clock, last_words, is_copy=context.get_start_method() == "fork"
+            )
         finally:
             if process.pid is not None:
                 with suppress(ProcessLookupError):
@@ -351,17 +367,24 @@ def _send_error(pipe: Connection, error: Exception) -> None:
     pipe.send_bytes(content)
 
 
-def _answer(pipe: Connection, process: Any, tell: Tell | None, clock: RunClock, last_words: Path) -> tuple[str, Any]:
-    idle, computed = monotonic(), 0.0
+def _answer(
+    pipe: Connection, process: Any, tell: Tell | None, clock: RunClock, last_words: Path, *, is_copy: bool
+) -> tuple[str, Any]:
+    idle, computed, end = monotonic(), 0.0, 0.0
     while True:
+        before = monotonic()
         ready = wait([pipe, process.sentinel], _POLL_SECONDS)
         if not ready:
             now, computes = monotonic(), _computed(process.pid)
-            if computes is None or abs(computes - computed) > 0.5 * (now - idle):
+            if now - before > _HELD_UP * _POLL_SECONDS:  # this process was stopped, and so was the child perhaps
+                clock.prolong(now - before)
                 idle, computed = now, computes or 0.0
+            if computes is None or clock.end != end or abs(computes - computed) > 0.5 * (now - idle):
+                idle, computed, end = now, computes or 0.0, clock.end
             if clock.is_over:
                 raise TraceError(_overdue(_frames(process, last_words)))
-            if now - idle > BUDGET.idle_seconds:
+            # A new process has all that there is to wait for.
+            if is_copy and now - idle > BUDGET.idle_seconds:
                 raise TraceError(_waiting(_frames(process, last_words), f" for {now - idle:.0f} s"))
         elif pipe in ready:
             try:

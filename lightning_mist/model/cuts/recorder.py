@@ -9,11 +9,9 @@ Where a fake's value is read into Python the run goes on with a guess. Whether t
 happened: the stage that computes what comes after the last block has the real values.
 """
 
-import gc
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,7 +51,6 @@ _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
 _EFFECTS = frozenset(("__set__", "backward"))
 """Functions that use their arguments though they return no tensor, besides reads and item assignment."""
 
-_CACHE = type(lru_cache(len))
 _AUGMENTED = ("iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 _IN_PLACE = frozenset(f"__{name}__" for name in _AUGMENTED) | {"__setitem__"}
 
@@ -146,7 +143,6 @@ class Recorder(TorchFunctionMode):
         self._keys: dict[int, Hashable] = {}
         self._blocks: dict[int, int | None] = {}
         self._random: set[int] = set()
-        self._constants: dict[int, tuple[Tensor, bool]] = {}
         self._guessed_in: set[int | None] = set()
         self._behind_guess: set[int] = set()
         self._arguments: set[int] = set()
@@ -170,7 +166,10 @@ class Recorder(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 self._use(leaf)
         loss = output[0].get("loss", output[0]) if isinstance(output[0], dict) else output[0]
-        self.record.differentiated = {self._slots[id(p)] for p in _behind(loss) if id(p) in self._slots}
+        behind, is_all = _behind(loss)
+        self.record.differentiated = {self._slots[id(p)] for p in behind if id(p) in self._slots}
+        if not is_all:
+            self.record.differentiated |= self.record.parameter_uses.keys()
         for value in self.record.values.values():
             value.requires_grad = value.tensor.requires_grad
             value.storage = storage_of(value.tensor)
@@ -266,8 +265,7 @@ class Recorder(TorchFunctionMode):
             self.record.stray_parameters.setdefault(self._originals[id(tensor)], user_line())
             return
         home = self._blocks.get(id(tensor), self._inside)
-        is_other = home != self._inside and id(tensor) not in self._arguments
-        if self._inside is not None and is_other and not self._is_constant(tensor):
+        if self._inside is not None and home != self._inside and id(tensor) not in self._arguments:
             self.record.closures.setdefault(self.record.order[self._inside], user_line())
         key = self._keys.get(id(tensor))
         if key is None:
@@ -286,14 +284,6 @@ class Recorder(TorchFunctionMode):
         self.record.leaking.add(position)
         if hangs:
             self.record.guessing.add(position)
-
-    def _is_constant(self, tensor: Tensor) -> bool:
-        """Whether a layer that is recomputed finds a tensor that it did not make as it was."""
-        if self._is_unknown(tensor):
-            return False
-        if id(tensor) not in self._constants:
-            self._constants[id(tensor)] = tensor, _is_cached(tensor)
-        return self._constants[id(tensor)][1]
 
     def _read_random(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         output = self._call(name, func, args, kwargs, tensors)
@@ -413,37 +403,21 @@ class Recorder(TorchFunctionMode):
         return output
 
 
-def _behind(value: Any) -> Iterator[Tensor]:
-    """The leaves to which a backward from a nesting of tensors would bring gradients."""
+def _behind(value: Any) -> tuple[list[Tensor], bool]:
+    """The leaves to which a backward from a nesting of tensors would bring gradients; whether these are all.
+
+    A backward of the user's own may run another one inside.
+    """
     nodes: list[Any] = [leaf.grad_fn for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-    seen = set[Any]()
+    seen, found = set[Any](), list[Tensor]()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
             if type(node).__name__ == "AccumulateGrad":
-                yield node.variable
-
-
-def _is_cached(tensor: Tensor) -> bool:
-    """Whether ``functools.lru_cache`` gives a tensor, or a tuple with it: a layer that runs again gets the same."""
-    is_frozen = gc.get_freeze_count() > 0  # as in copies of a process, whose caches were made before
-    gc.unfreeze()
-    caches = [item for item in gc.get_objects() if type(item) is _CACHE]
-    if is_frozen:
-        gc.freeze()
-    return any(item is tensor for cache in caches for item in _given_by(cache))
-
-
-def _given_by(cache: Any) -> Iterator[Any]:
-    """What a cache holds of results, beside what else it holds; never what it was asked with."""
-    held = gc.get_referents(cache)
-    tables = [item for item in held if type(item) is dict]
-    keys = {id(key) for table in tables for key in table}
-    for item in (*held, *(value for table in tables for value in table.values())):
-        if id(item) not in keys:
-            yield from item if type(item) is tuple else (item,)
+                found.append(node.variable)
+    return found, not any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
 
 
 def _is_mask(item: Any) -> bool:

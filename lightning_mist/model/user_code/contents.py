@@ -34,7 +34,8 @@ FOREIGN_PACKAGES = (
 )  # fmt: skip
 """Packages whose objects are compared by identity only: they refer to the whole world (the trainer, for example)."""
 
-_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Thread)
+_SHARED = (threading.Condition, threading.Semaphore, threading.Thread)
+"""What an object has that threads hand things on by; a lock alone may guard what the step itself counts."""
 
 _CONTAINERS = (dict, list, set, collections.deque)
 _SIMPLE: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
@@ -127,7 +128,7 @@ class Contents:
             return None
         # What threads share, such as a queue, goes on meanwhile: it is looked at, and not put back under their hands.
         attributes = own(value)
-        is_shared = any(is_a(item, _LOCKS) for item in attributes.values())
+        is_shared = any(is_a(item, _SHARED) for item in attributes.values())
         keeper = Contents(with_tensors=False) if is_shared else self
         return "object", id(value), keeper.freeze(attributes, depth - 1)
 

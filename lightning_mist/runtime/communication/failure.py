@@ -41,6 +41,9 @@ CUT_SECONDS = 1.0
 STUCK_SECONDS = 4.0
 """Ranks that all wait for so long, while nothing arrives, wait for each other."""
 
+_FRESH = 4
+"""After so many looks without a word from it a rank no longer counts as stuck."""
+
 _COLLECTIVES = (
     *("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py"),
     *("torch/futures/__init__.py", "runtime/communication/transport.py", "runtime/communication/peers.py"),
@@ -108,7 +111,8 @@ class FailureWatcher:
         self._has_failed = False
         self._agreed: bool | None = None
         self._cut: str | None = None
-        self._used = 0.0
+        self._used, self._repeats = 0.0, 0
+        self._heard: dict[int, tuple[str, float]] = {}
         self._process, self._main = os.getpid(), threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="lightning-mist-failures", daemon=True)
         self._thread.start()
@@ -137,6 +141,11 @@ class FailureWatcher:
         self._peers.say("place", self._number, "" if place is None or self._cut else f"at {place}")
         self._say_connections()
         self._peers.say("failure", self._number, text, wait_seconds=2.0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it watches a fit that goes on here."""
+        return not self._stopped.is_set() and not self._has_failed and self._cut is None
 
     def all_failed_together(self) -> bool:
         """Whether all ranks have failed at the same place, so that they can still do something together.
@@ -243,7 +252,12 @@ class FailureWatcher:
         return {*self._peers.said("done", self._number), *self._peers.gone}
 
     def _stuck(self) -> set[int]:
-        return {rank for rank, text in self._peers.said("stuck", self._number).items() if text}
+        """The ranks that say so again and again: one that is stopped meanwhile takes nothing back."""
+        now = time.monotonic()
+        for rank, text in self._peers.said("stuck", self._number).items():
+            if self._heard.get(rank, ("", now))[0] != text:
+                self._heard[rank] = text, now
+        return {rank for rank, (text, at) in self._heard.items() if text and now - at < _FRESH * self._poll_seconds}
 
     def stop(self) -> None:
         """Watch no longer; this rank has ended what the others could wait for, or has failed itself."""
@@ -287,7 +301,7 @@ class FailureWatcher:
         """Why what this rank may wait for may never come."""
         if (failure := self.failure()) is not None or self._rank not in self._stuck():
             return failure
-        if self._rank in self._peers.said("told", self._number):
+        if self._rank in self._peers.said("told", self._number) and not self._all_told():
             return f"rank {self._rank} was told to end"
         left = sorted(self._left())
         who = f"ranks {left} have left the fit" if left else "every rank waits for another"
@@ -304,16 +318,19 @@ class FailureWatcher:
         self._peers.say("place", self._number, "")
         self._peers.cut(self._number)
         for group in list(dist.distributed_c10d._world.pg_map):
-            group.abort()  # nothing under gloo, which its connections wake
+            with suppress(RuntimeError):
+                group.abort()  # nothing under gloo, which its connections wake
 
     def _say_connections(self) -> None:
         self._peers.say("connections", self._number, json.dumps([*self._peers.connections()]))
 
     def _say_stuck(self, is_stuck: bool) -> None:
         is_stuck = is_stuck and min(self._peers.connections().values(), default=0.0) >= STUCK_SECONDS
-        if is_stuck != (self._rank in self._stuck()):
+        if is_stuck and not self._repeats:
             self._say_connections()
-            self._peers.say("stuck", self._number, "here" if is_stuck else "")
+        if is_stuck or self._repeats:
+            self._repeats = self._repeats + 1 if is_stuck else 0
+            self._peers.say("stuck", self._number, str(self._repeats) if is_stuck else "")
 
     def _is_waiting(self) -> bool | None:
         """Whether the main thread waits for other ranks; ``None`` where that is not to be seen."""
@@ -338,20 +355,27 @@ class _Started:
     count: int = 0
 
 
+def _miss(gone: set[int]) -> None:
+    if gone:
+        raise PeerError(f"the processes of ranks {sorted(gone)} have ended, and this takes all ranks: start again")
+
+
 def begin_anew(timeout: timedelta | None) -> None:
     """Once all ranks have left the fit before: make process groups anew where it may have broken them."""
     peers, number = _Started.peers, _Started.count
     if peers is None or not dist.is_initialized() or _Started.store is not dist.distributed_c10d._get_default_store():
         return
     if _Started.watcher is not None:
+        if _Started.watcher.is_on:
+            return  # a fit inside of another
         _Started.watcher.stop()
     if not peers.is_whole:
         return
     while missing := set(range(peers.world_size)) - peers.said("done", number).keys():
-        if gone := missing & set(peers.gone):
-            raise PeerError(f"the processes of ranks {sorted(gone)} have ended, and this takes all ranks: start again")
+        _miss(missing & set(peers.gone))
         time.sleep(0.02)
     places = peers.said("place", number)
+    _miss(set(peers.gone) if places else set())
     if not places or (len(places) == peers.world_size and _are_at_one(places)):
         return
     peers.cut(number)  # what is left in them must not wait for the end of the others

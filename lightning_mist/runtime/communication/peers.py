@@ -37,8 +37,8 @@ _ARRIVE_SECONDS = 40.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 """A machine that goes without closing anything is noticed after 45 seconds of silence."""
 
-_ARRIVED = 52
-"""Where in Linux's ``struct tcp_info`` ``tcpi_last_data_recv`` is (include/uapi/linux/tcp.h)."""
+_ARRIVED, _UNDER_WAY = 52, 24
+"""Where ``tcpi_last_data_recv`` and ``tcpi_unacked`` are in Linux's ``struct tcp_info`` (include/uapi/linux/tcp.h)."""
 
 _every: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 
@@ -85,7 +85,7 @@ class Peers:
         self._notes: dict[tuple[str, int], dict[int, str]] = {}
         self._gone: dict[int, None] = {}
         self._outbox: deque[tuple[bytes, threading.Event]] = deque()
-        self._history: list[bytes] = []
+        self._history: dict[tuple[Any, ...], bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -145,10 +145,15 @@ class Peers:
             cut: Names that another rank gave them: these are shut down, and nobody waits in them any longer.
         """
         found = {}
-        for number in map(int, os.listdir("/dev/fd")):
+        numbers: list[str] = []
+        with suppress(OSError):  # as many files are open as may be
+            numbers = os.listdir("/dev/fd")
+        for number in map(int, numbers):
             with suppress(OSError):  # closed by now, or not connected
                 if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    blocks = os.get_blocking(number)
                     with socket.socket(fileno=os.dup(number)) as end:
+                        os.set_blocking(number, blocks)  # which a default of timeouts has changed for both
                         own, other = end.getsockname()[:2], end.getpeername()[:2]
                         is_tcp = end.family in (socket.AF_INET, socket.AF_INET6)
                         if is_tcp and self._ports.isdisjoint((own[1], other[1])):
@@ -270,7 +275,8 @@ class Peers:
 
     def _pass_on(self, line: bytes, but: "_Link | None" = None) -> None:
         if self._server is not None:
-            self._history.append(line)
+            note = json.loads(line)
+            self._history[note["rank"], note["kind"], note["number"]] = line
         for link in self._links.values():
             if link is not but and link.rank is not None:
                 link.send(line)
@@ -311,7 +317,7 @@ class Peers:
             link.end.close()
             return
         link.rank = rank
-        link.send(b"".join([_line(0, "welcome", 0, self._key), *self._history]))
+        link.send(b"".join([_line(0, "welcome", 0, self._key), *self._history.values()]))
 
     def _hear(self, link: "_Link", line: bytes) -> None:
         note = json.loads(line)
@@ -383,10 +389,12 @@ class _Link:
 
 
 def _silence(end: socket.socket) -> float:
-    """Seconds since something last arrived; 0 where the system does not tell."""
+    """Seconds since something last arrived; 0 where the system does not tell, or something is under way."""
     if not hasattr(socket, "TCP_INFO"):
         return 0.0
     info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ARRIVED + 4)
+    if struct.unpack_from("I", info, _UNDER_WAY)[0]:
+        return 0.0
     return float(struct.unpack_from("I", info, _ARRIVED)[0]) / 1000
 
 

@@ -174,7 +174,10 @@ class Planner:
             if self.prepare is not None and found.writes == "maybe":
                 # It cannot be traced. It may use what hooks make, which are not run without need.
                 call.before = partial(self.prepare, self.batch)
-                found, told = tried(partial(call.learn, self._mapped), device, clock=call.clock)
+                try:
+                    found, told = tried(partial(call.learn, self._mapped), device, clock=call.clock)
+                except TraceError:
+                    call.before = None
             call.know(told)
             if found.writes == "" and ("data" in call.reach.names or call.name == "forward"):
                 found = replace(found, writes="maybe")  # of a loop nothing is seen but the module's call

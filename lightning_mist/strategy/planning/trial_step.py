@@ -286,7 +286,8 @@ class TriedStep:
     @contextmanager
     def _held(self) -> Iterator[Surroundings]:
         if self.before is not None:
-            with self.clock.running(has_values=False), watched_processes(lambda *_: True), suppress(Exception):
+            self.clock.begin()
+            with watched_processes(lambda *_: True), suppress(Exception):
                 self.before()
         around = Surroundings(self.reach)
         around.is_steady = self._told.is_steady

@@ -78,6 +78,9 @@ class _Pickler(pickle.Pickler):
         self.tensors: dict[int, tuple[int, Tensor]] = {}
 
     def persistent_id(self, node: Any) -> int | None:
+        if isinstance(node, Tensor) and node.requires_grad:
+            # Where it arrives it would take part in no backward, and ranks that share layers would not run the same.
+            raise ValueError("a tensor that requires a gradient")
         if not isinstance(node, Tensor) or not is_plain(node) or not is_dense(node):
             return None
         return self.tensors.setdefault(id(node), (len(self.tensors), node))[0]
@@ -111,14 +114,13 @@ def take_apart(batch: Any, device: torch.device) -> tuple[list[Tensor], bytes]:
     pickler = _Pickler(file)
     try:
         pickler.dump(batch)
+    except ValueError:
+        raise
     except Exception as error:  # whatever the classes of its members make of it
         raise ValueError(f"{type(error).__name__}: {error}") from error
     tensors = [tensor for _, tensor in pickler.tensors.values()]
     if any(tensor.is_meta and device.type != "meta" for tensor in tensors):
         raise ValueError("a tensor on device meta")
-    if any(tensor.requires_grad for tensor in tensors):
-        # Where it arrives it would take part in no backward, and ranks that share layers would not run the same one.
-        raise ValueError("a tensor that requires a gradient")
     return tensors, file.getvalue()
 
 

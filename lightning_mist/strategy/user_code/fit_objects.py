@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.attributes import container, entries, held, is_a, of_class, own, referent, unwrapped
+from lightning_mist.model.user_code import is_users_object
 from lightning_mist.strategy.user_code.function_code import is_library, is_lightnings
 
 _DEPTH = 4
@@ -119,7 +120,7 @@ MODULE_METHODS = _words(
 
 _MODULE_PROPERTIES = _words(
     "device dtype current_epoch global_step global_rank local_rank logger loggers hparams hparams_initial training"
-    " automatic_optimization on_gpu example_input_array strict_loading fabric device_mesh"
+    " automatic_optimization on_gpu example_input_array strict_loading fabric device_mesh __class__"
 )
 _OPTIMIZER_NAMES = _words("step zero_grad defaults toggle_model __class__")
 _STRATEGY_NAMES = _words(
@@ -221,6 +222,8 @@ class Resolver:
         return None if found is None else Known(found)
 
     def _of_property(self, base: Known, name: str, getter: Any) -> Any:
+        if getter is None and self._all.holds(base) and is_users_object(of_class(base.value, name)):
+            raise UnreadableError  # what a descriptor of the user's own gives
         if not is_lightnings(getter) and not is_library(getter):
             return self._call(getter, base.value)
         if is_a(base.value, nn.Module) and self._all.holds(base):

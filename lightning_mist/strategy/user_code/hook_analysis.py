@@ -137,7 +137,7 @@ class _Walk:
             self.returned.append(None if node.value is None else self.value(node.value))
         elif isinstance(node, (ast.If, ast.While)):
             self._test(node.test)
-            self.block(node.body + node.orelse)
+            self._either(node.body, node.orelse)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._bind(node.target, node.iter)
             self.block(node.body + node.orelse)
@@ -150,6 +150,19 @@ class _Walk:
         else:
             for child in ast.iter_child_nodes(node):
                 self._child(child)
+
+    def _either(self, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
+        """Of two ways one is gone, or none: a name stands for parameters if it does on any."""
+        before = dict(self._names)
+        ways = [before]
+        for way in (body, orelse):
+            self._names.clear()
+            self._names.update(before)
+            self.block(way)
+            ways.append(dict(self._names))
+        for name in {name for way in ways for name in way}:
+            found = [way[name] for way in reversed(ways) if name in way]
+            self._names[name] = next((value for value in found if self._all.holds(value)), found[0])
 
     def _child(self, node: ast.AST) -> None:
         if isinstance(node, ast.stmt):
@@ -321,7 +334,8 @@ class _Walk:
         # Of other classes it is theirs to say what they give.
         if key is not None and kind is not None and of_class(base.value, "__getitem__") is vars(kind)["__getitem__"]:
             try:
-                return Known(kind.__getitem__(base.value, key))
+                if kind is not dict or dict.__contains__(base.value, key):  # others may make what is missing
+                    return Known(kind.__getitem__(base.value, key))
             except (KeyError, IndexError, TypeError):
                 pass
         self._refuse(base, node)
