@@ -232,3 +232,13 @@ def test_the_signature_of_objects_that_know_one_another_and_classes_ends():
 
     assert batch_signature(linked(*[2] * 8)) == batch_signature(linked(*[2] * 8))
     assert batch_signature(linked(*[2] * 8)) != batch_signature(linked(*[2] * 7, 3))
+
+
+def test_what_a_container_keeps_by_row_beside_tensors_keeps_the_batch_whole():
+    assert batch_rows({"x": torch.zeros(4, 2), "names": deque("abcd")}) is None
+    assert batch_rows({"x": torch.zeros(4, 2), "more": deque([torch.zeros(4)])}) == 4
+
+
+def test_functions_in_a_batch_do_not_lead_to_all_of_a_program():
+    signature = batch_signature({"function": torch.nn.functional.relu, "method": [].append})
+    assert len(repr(signature)) < 300

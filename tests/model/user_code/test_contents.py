@@ -1,6 +1,7 @@
 import itertools
 import queue
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -14,12 +15,19 @@ class Held:
         self.count = 0
 
 
+class Guarded(Held):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
 VALUES = {
     "number": ({"a": 1}, lambda v: v.update(a=2)),
     "list": ([1], lambda v: v.append(2)),
     "nested": ([[{"a": [1]}]], lambda v: v[0][0]["a"].append(2)),
     "set": ({1}, lambda v: v.add(2)),
     "object": (Held(), lambda v: setattr(v, "count", 1)),
+    "behind a lock": (Guarded(), lambda v: setattr(v, "count", 1)),
     "array": (np.zeros(3), lambda v: v.__setitem__(0, 1.0)),
     "tensor": (torch.zeros(3), lambda v: v.add_(1)),
     "python": (random.Random(1), lambda v: v.random()),

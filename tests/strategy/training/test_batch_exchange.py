@@ -323,3 +323,11 @@ def test_batches_whose_tensors_have_lost_a_dimension_are_not_cut():
         drive([one.run(list(good), state(0))])
     with pytest.raises(PlanError, match=r"batch 6 of rank 0 has tensors of \[1, 1\] dimensions, 3 in all before"):
         drive([one.run([rows[0], labels], state(0))])
+
+
+@pytest.mark.parametrize(
+    "made", [torch.Tensor.to_sparse, lambda x: torch.nested.nested_tensor([x], layout=torch.jagged)]
+)
+def test_tensors_of_any_layout_that_require_a_gradient_are_not_sent(made):
+    with pytest.raises(ValueError, match="requires a gradient"):
+        take_apart([made(torch.ones(2, 3)).requires_grad_()], CPU)

@@ -338,6 +338,11 @@ def test_hooks_on_parameters_see_parts_of_gradients():
     assert set(GRADIENTS_AWAY) < found(module=net)[0]
 
 
+class AsksClass(Callback):
+    def on_train_start(self, trainer, pl_module):
+        print(pl_module.__class__.__name__)
+
+
 class Asks(Callback):
     """Asks strategy, groups and optimizer for what every rank has."""
 
@@ -352,7 +357,7 @@ class Asks(Callback):
 
 
 def test_what_every_rank_has_may_be_asked():
-    assert found(Asks()) == (set(), "")
+    assert found(Asks()) == found(AsksClass()) == (set(), "")
 
 
 @pytest.mark.parametrize(
@@ -363,6 +368,8 @@ def test_what_every_rank_has_may_be_asked():
         "[print(group.get('params')) for group in trainer.optimizers[0].param_groups]",
         "group = trainer.optimizers[0].param_groups[0]; print(group.get(self.name))",
         "module, rank = pl_module, 0; print(list(module.parameters()))",
+        "m = pl_module\n        if self.other:\n            m = self.other\n        print(list(m.parameters()))",
+        "m, n = pl_module, 2\n        if self.other:\n            m, n = None, 3\n        list(m.parameters())",
     ],
 )
 def test_what_reaches_parameters_is_seen_by_any_name(body, tmp_path):
