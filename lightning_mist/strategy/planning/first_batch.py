@@ -274,12 +274,14 @@ def look_at_first_batch(trainer: Any, strategy: Any, names: Namespace) -> Any:
 
 
 def _run_hooks(trainer: Any, module: Any, batch: Any) -> None:
-    """Run the user's hooks that come before the first step, as Lightning does."""
-    own = [callback for callback in trainer.callbacks if is_users(type(callback))]
-    for name, given in (("on_train_start", ()), ("on_train_epoch_start", ()), ("on_train_batch_start", (batch, 0))):
-        for callback in own:
-            getattr(callback, name)(trainer, module, *given)
-        getattr(module, name)(*given)
+    """Run the user's hooks that come before each step, as Lightning does.
+
+    Not those that come once a fit or an epoch: what they ask of services and files would be asked for twice.
+    """
+    for callback in trainer.callbacks:
+        if is_users(type(callback)):
+            callback.on_train_batch_start(trainer, module, batch, 0)
+    module.on_train_batch_start(batch, 0)
 
 
 def step_of_fit(trainer: Any, strategy: Any, names: Namespace, *, plain: str | None) -> PlannedStep:

@@ -280,7 +280,10 @@ class TriedStep:
         try:
             self(self.batch)
         except Exception:
-            return f"{text}A plan is made for a step that runs: strategy='ddp' shows the error where it is made"
+            return (
+                f"{text}It is tried before hooks of the fit and the epoch run: let __init__ make what the step needs. "
+                "If it fails with them too, strategy='ddp' shows the error where it is made"
+            )
         return f"{text}The step itself runs on the first batch; layers or rows of it run apart do not"
 
     @contextmanager
