@@ -72,14 +72,19 @@ def referent(value: Any) -> Any:
         return None
 
 
-def unwrapped(function: Any) -> Any:
-    """The function inside a method and inside those that ``functools.wraps`` has made; anything else itself."""
+def wrapped(function: Any) -> Iterator[Any]:
+    """The function inside a method, then those that ``functools.wraps`` says are inside it; anything else itself."""
     seen = set[int]()
     while id(function) not in seen:
-        seen.add(id(function))
         function = function.__func__ if is_a(function, (MethodType, staticmethod, classmethod)) else function
+        seen.add(id(function))
+        yield function
         function = dict.get(own(function) or {}, "__wrapped__", function)
-    return function
+
+
+def unwrapped(function: Any) -> Any:
+    """The innermost function of :func:`wrapped`."""
+    return [*wrapped(function)][-1]
 
 
 def package_of(item: Any) -> str:

@@ -82,6 +82,7 @@ class TrialBudget:
 BUDGET = TrialBudget()
 
 _POLL_SECONDS = 0.25
+_CLEANING_SECONDS = 1.0
 _HELD_UP = 8  # times as long as it should be is a wait in which the process did not run
 
 
@@ -257,6 +258,11 @@ def run_apart(
             kind, content = _answer(
                 ours, process, tell, clock, last_words, is_copy=context.get_start_method() == "fork"
             )
+        except BaseException:
+            if process.pid is not None:
+                process.terminate()  # a build that it is in has a lock file, for which training would wait
+                process.join(_CLEANING_SECONDS)
+            raise
         finally:
             if process.pid is not None:
                 with suppress(ProcessLookupError):
@@ -308,6 +314,7 @@ def _child(
     if collects:
         gc.enable()
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if sys.platform == "linux":
         # A group of its own is not ended with that of its parent; 1 is the signal that tells of the parent's end.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

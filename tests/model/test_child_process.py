@@ -224,6 +224,21 @@ def test_what_it_has_started_ends_with_it() -> None:
     os.close(reading)
 
 
+def test_what_it_builds_is_left_without_a_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+
+    def build() -> None:
+        lock.touch()
+        try:
+            subprocess.run(["sleep", "100"], check=False)
+        finally:
+            lock.unlink()
+
+    with pytest.raises(TraceError, match="given up"):
+        run_apart(build, method="fork", clock=RunClock(0.3))
+    assert not lock.exists()
+
+
 def test_runs_have_the_time_that_runs_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(child_process, "monotonic", lambda: now)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from lightning_mist.attributes import is_a, own, package_of, stored, unwrapped
+from lightning_mist.attributes import is_a, own, package_of, stored, unwrapped, wrapped
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -74,15 +74,19 @@ def code_of(function: Any) -> types.CodeType | None:
 def is_library(function: Any) -> bool:
     """Whether a function belongs to an installed package or to Python, and not to the user's project."""
     code = code_of(function)
-    if code is None:
-        return True
+    return code is None or is_librarys(code)
+
+
+def is_librarys(code: types.CodeType) -> bool:
+    """Whether code belongs to an installed package or to Python."""
     name = code.co_filename
     return name.startswith("<frozen") or any(path and name.startswith(path) for path in _LIBRARIES)
 
 
 def mentions_gradients(function: Any, owner: Any = None) -> bool:
     """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
-    waiting, seen = [(unwrapped(function), 4)], set()
+    around = [found for found in wrapped(function) if not _is_torchs(found)]
+    waiting, seen = [(found, 4) for found in (*around, unwrapped(function))], set()
     while waiting:
         item, depth = waiting.pop()
         if not is_a(item, types.FunctionType) or (code := item.__code__) in seen:
@@ -99,7 +103,7 @@ def mentions_gradients(function: Any, owner: Any = None) -> bool:
         left = min(depth - 1, 1) if is_library(item) else depth - 1
         for name in names:
             called = (item.__globals__.get(name), _of_class(owner, name), _of_modules(item, name, names))
-            waiting += [(found, left) for found in map(unwrapped, called) if not _is_torchs(found)]
+            waiting += [(found, left) for item in called for found in wrapped(item) if not _is_torchs(found)]
     return False
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_mist.attributes import is_a, of_class, own, unwrapped
-from lightning_mist.strategy.user_code.function_code import is_library
+from lightning_mist.attributes import is_a, of_class, own, wrapped
+from lightning_mist.strategy.user_code.function_code import is_librarys
 
 _MOST_FUNCTIONS = 400
 
@@ -33,8 +33,8 @@ def read_in_step(module: Any) -> tuple[str, str, str] | None:
     """
     holders = {type(item): item for item in (*vars(module).values(), *module.modules(), module)}
     for what, wanted in (("gradients", _OF_GRADIENTS), ("optimizer state", _OF_STATE)):
-        function = unwrapped(module.training_step)
-        waiting = [(function.__code__, function.__globals__, tuple(holders.values()), True)]
+        functions = [item for item in wrapped(module.training_step) if is_a(item, FunctionType)]
+        waiting = [(item.__code__, item.__globals__, tuple(holders.values()), True) for item in functions]
         if (found := _read_in(waiting, wanted)) is not None:
             return what, *found
     return None
@@ -104,6 +104,6 @@ def _called(value: Any, names: set[str]) -> Iterator[Code]:
             return  # it is stepped on gradients wherever these are
         members, owners = [of_class(cls, name) for name in (*names, "__init__", "__call__")], (cls,)
     for member in members:
-        function = unwrapped(member.fget if is_a(member, property) else member)
-        if is_a(function, FunctionType) and not is_known(function.__globals__):
-            yield function.__code__, function.__globals__, owners, not is_library(function)
+        for function in wrapped(member.fget if is_a(member, property) else member):
+            if is_a(function, FunctionType) and not is_known(function.__globals__):
+                yield function.__code__, function.__globals__, owners, not is_librarys(function.__code__)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lightning_mist.attributes import entries, is_a, of_class, unwrapped
+from lightning_mist.attributes import entries, is_a, of_class, wrapped
 from lightning_mist.strategy.user_code.fit_objects import (
     MODULE_METHODS,
     ROUTINES,
@@ -26,7 +26,14 @@ from lightning_mist.strategy.user_code.fit_objects import (
     Super,
     UnreadableError,
 )
-from lightning_mist.strategy.user_code.function_code import body_of, code_of, is_library, is_lightnings, loaded_names
+from lightning_mist.strategy.user_code.function_code import (
+    body_of,
+    code_of,
+    is_library,
+    is_librarys,
+    is_lightnings,
+    loaded_names,
+)
 
 _MOST_FUNCTIONS = 200
 
@@ -59,10 +66,17 @@ class Reader:
         Raises:
             ReachedError: If it reaches parameters, or it cannot be told.
         """
-        function, code = unwrapped(function), code_of(function)
+        *around, function = wrapped(function)
         values = ([] if owner is None else [Known(owner)]) + list(arguments)
-        if code is None:
+        if code_of(function) is None:
             raise ReachedError(_name_of(function), function)
+        for each in around:
+            if is_a(each, types.FunctionType) and not is_librarys(each.__code__):
+                self._read(each, owner, values, keywords or {})
+        return self._read(function, owner, values, keywords or {})
+
+    def _read(self, function: Any, owner: Any, values: list[Any], keywords: dict[str, Any]) -> Any:
+        code = function.__code__
         key = (code, id(owner))
         if key in self._open:
             return None
@@ -71,7 +85,7 @@ class Reader:
         if len(self.read) > _MOST_FUNCTIONS:
             raise ReachedError(f"{function.__name__}, which calls more than can be read", function)
         try:
-            names = _named_arguments(code, values, keywords or {})
+            names = _named_arguments(code, values, keywords)
             walk = _Walk(self, self._all, function, owner, names)
             walk.block(self._body(function, names))
         finally:

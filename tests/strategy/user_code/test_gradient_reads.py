@@ -1,5 +1,7 @@
 """What the names in a training step say of what it looks at."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -47,9 +49,25 @@ class LooksAtState(Net):
         self.average.update(self.optimizers())
 
 
+def watched(function):
+    @functools.wraps(function)
+    def around(self, batch):
+        self.log("norm", self.weight.grad.norm())
+        return function(self, batch)
+
+    return around
+
+
+class IsDecorated(Looks):
+    @watched
+    def training_step(self, batch):
+        return batch
+
+
 @pytest.mark.parametrize(
     ("module", "what", "name"),
     [
+        (IsDecorated, "gradients", "grad in around"),
         (Looks, "gradients", "grad in training_step"),
         (Clips, "gradients", "clip_grad_norm_ in helped"),
         (LooksAtState, "optimizer state", "state in update"),

@@ -1,6 +1,7 @@
 """Which hooks of the user's own rule out plans that leave a rank with a part, and which cost nothing."""
 
 import copy
+import functools
 from functools import partial
 from types import SimpleNamespace
 
@@ -151,6 +152,27 @@ def _callback(hook, code, **more):
     return type("Mine", (Callback,), {hook: code, **more})()
 
 
+def _clipped(function):
+    """Has the function look at gradients, by a decorator of the user's own."""
+
+    @functools.wraps(function)
+    def around(self, trainer, module, *args):
+        for parameter in module.parameters():
+            parameter.grad.clamp_(-1.0, 1.0)
+        return function(self, trainer, module, *args)
+
+    return around
+
+
+@functools.cache
+def _kept(function):
+    @functools.wraps(function)
+    def around(*args):
+        return function(*args)
+
+    return around
+
+
 def _shadow(self, module):
     self.shadow = {name: value.clone() for name, value in module.state_dict().items()}
     self.module, self.helper = module, SimpleNamespace(update=None, module=module)
@@ -203,6 +225,8 @@ AT_GRADIENTS = {
     "by a function": lambda self, trainer, module, *_: norm_of(module.parameters()),
     "clipping": lambda self, trainer, module, *_: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0),
     "a parameter's": lambda self, trainer, module, *_: module.head.weight.grad,
+    "a decorator": _clipped(lambda self, trainer, module, *_: None),
+    "a decorator inside another": _kept(torch.no_grad()(_clipped(lambda self, trainer, module, *_: None))),
 }
 
 
