@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import docstring_parser
 from jsonargparse import ArgumentParser
@@ -134,14 +134,17 @@ _KINDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "
 def _readable(text: str, known: Sequence[str]) -> str:
     """What a parser says, in the words of the command line."""
     wrong = re.search(r'Parser key "([\w.]+)"', text)
-    expected = re.search(
-        r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])\.? Got value: (\S+)", " ".join(text.split())
-    )
+    expected = re.search(r"Expected a <class '(\w+)'>\.? Got value: (\S+)", " ".join(text.split()))
     if wrong and expected:
-        kind = f"one of {expected[2]}" if expected[2] else _KINDS.get(expected[1], "another value")
-        return f"{_option(wrong[1].rpartition('.')[2])}: {kind} is needed in place of {expected[3]}"
+        kind = _KINDS.get(expected[1], "another value")
+        return f"{_option(wrong[1].rpartition('.')[2])}: {kind} is needed in place of {expected[2]}"
     text = re.sub(rf"(?<![\w-])({'|'.join(_COMMANDS)})\.(\w+)", lambda found: _argument(found[1], found[2]), text)
-    unknown = re.search(r"[Uu]nrecognized arguments: --([\w-]+)", text)
+    # Earlier versions of the library say it in other words, and of one that is missing at a time.
+    text = re.sub(
+        r"^.*?(?:Key|Option) ['\"]([\w-]+)['\"] is required.*", r"the following arguments are required: \1", text
+    )
+    text = text.replace("Unrecognized arguments", "unrecognized arguments")
+    unknown = re.search(r"unrecognized arguments: --([\w-]+)", text)
     near = get_close_matches(unknown[1], [item.lstrip("-") for item in known], n=1) if unknown else []
     return f"{' '.join(text.split()).rstrip('.')}{f'; did you mean --{near[0]}?' if near else ''}"
 
@@ -189,10 +192,8 @@ _MOST_SHOWN = 40
 def _value(command: str | None, option: str, text: str, hint: Any, default: object) -> str:
     """The value of an option for the parser; ends the process with one line if nobody would write it so."""
     is_list = any(get_origin(item) is tuple for item in (hint, *get_args(hint)))
-    kind, pattern = next(
-        (_WRITTEN[item] for item in (hint, *get_args(hint), *map(_item_of, get_args(hint))) if item in _WRITTEN),
-        ("a value", None),
-    )
+    kinds = (hint, _item_of(hint), *get_args(hint), *map(_item_of, get_args(hint)))
+    kind, pattern = next((_written(item) for item in kinds if item in _WRITTEN or _is_choice(item)), ("a value", None))
     parts = [part.strip() for part in text.strip().strip("[]()").split(",")] if is_list else [text]
     is_empty = not text.strip() and default != ""
     if is_empty or (pattern and text != "null" and any(not pattern.fullmatch(part) for part in parts if parts != [""])):
@@ -203,6 +204,18 @@ def _value(command: str | None, option: str, text: str, hint: Any, default: obje
         )
         raise SystemExit(2)
     return text if not is_list or text == "null" or text.startswith(("[", "(")) else f"[{text}]"
+
+
+def _is_choice(hint: Any) -> bool:
+    return get_origin(hint) is Literal and all(isinstance(item, str) for item in get_args(hint))
+
+
+def _written(hint: Any) -> tuple[str, re.Pattern[str]]:
+    """How a number, or one of several words, is written."""
+    if hint in _WRITTEN:
+        return _WRITTEN[hint]
+    words = "|".join(map(re.escape, get_args(hint)))
+    return f"one of {', '.join(map(repr, get_args(hint)))}", re.compile(f"['\"]?({words})['\"]?")
 
 
 def _item_of(hint: Any) -> Any:
