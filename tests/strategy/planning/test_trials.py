@@ -107,10 +107,11 @@ class Spins:
 def test_what_does_not_end_is_given_up_in_a_line_without_data(is_apart, monkeypatch):
     monkeypatch.setattr(BUDGET, "most_seconds", 0.3)
     monkeypatch.setattr(trial_step, "leaves_no_trace", lambda device: is_apart)
+    before = threading.active_count()  # libraries may have some
     with pytest.raises(TraceError) as caught:
         tried(partial(Spins()), HOST)
     assert re.fullmatch(rf"a trial before training did not end at {__file__}:\d+ within .* given up", str(caught.value))
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 class Stepping(nn.Module):
