@@ -18,7 +18,6 @@ import stat
 import struct
 import threading
 import time
-import uuid
 import warnings
 import weakref
 from collections import deque
@@ -47,26 +46,6 @@ def _innermost(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return store
-
-
-def second_connection(store: Any) -> Any:
-    """A store of the same keys on a connection of its own, for torch before 2.8, whose stores have no ``clone``.
-
-    Ranks that share the keys of ``store`` share those of the result. Stores without a server are no connections: they
-    are returned as they are.
-    """
-    stores: Any = dist  # whose stubs do not name what it exports
-    inner = _innermost(store)
-    if not isinstance(inner, stores.TCPStore):
-        return store
-    # What the prefixes are torch does not tell: a name of these keys, from whoever comes first, stands for them.
-    name = store.compare_set("lightning_mist/name", "", uuid.uuid4().hex).decode()
-    return stores.PrefixStore(name, stores.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False))
-
-
-def _own_connection(store: Any) -> Any:
-    """Requests of one connection wait for each other, and the main thread's may be waiting for a peer."""
-    return store.clone() if hasattr(store, "clone") else second_connection(store)
 
 
 class Peers:
@@ -98,11 +77,12 @@ class Peers:
         self._is_open = True
         # Fits on the same store follow each other: each process counts for itself, and all count alike.
         prefix = f"lightning_mist/peers/{store.add(f'lightning_mist/peers/count/{rank}', 1)}"
+        # Requests of one connection wait for each other, and the main thread's may be waiting for a peer.
+        self._store, self._prefix = store.clone(), prefix
         if rank == 0:
             self._listen(store, prefix, is_one_machine)
         else:
             self._connect(store, prefix)
-        self._store, self._prefix = _own_connection(store), prefix
         self._deadline: float | None = time.monotonic() + _ARRIVE_SECONDS if rank == 0 else None
         _every.add(self)
         self._thread = threading.Thread(target=self._serve, name="lightning-mist-peers", daemon=True)
@@ -193,12 +173,8 @@ class Peers:
 
     def _nudge(self) -> None:
         """Let the thread look at what is to be sent."""
-        try:
+        with suppress(OSError):  # it has not looked at the last ones yet, or the process is ending
             self._wake.send(b"\0")
-        except BlockingIOError:
-            return  # it has not looked at the last ones yet
-        except OSError:
-            return  # the process is ending
 
     def forget(self) -> None:
         """Close this process's ends only: it is a copy of the one that the connection is of."""
@@ -233,7 +209,7 @@ class Peers:
             hosts.insert(0, os.environ["MASTER_ADDR"])  # where rank 0 is reached already
         link = _reach(hosts, found["port"], found["key"], self.rank)
         if link is None:
-            _own_connection(store).set(f"{prefix}/apart/{self.rank}", "")
+            self._store.set(f"{prefix}/apart/{self.rank}", "")
             warnings.warn(
                 f"rank {self.rank} cannot connect to rank 0 at {' or '.join(hosts)}, port {found['port']}: if a process"
                 " ends without a word, others notice only when a collective breaks or its timeout is over",
@@ -356,19 +332,14 @@ class _Link:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, data: bytes) -> None:
-        try:
+        with suppress(OSError):  # it has gone, as the next reading says
             self.end.sendall(data)
-        except OSError:
-            return  # it has gone, as the next reading says
 
     def is_welcome(self, key: str) -> bool:
         """Whether the other end is rank 0; waits for its answer."""
         answer = b""
         try:
-            while not answer.endswith(b"\n"):
-                byte = self.end.recv(1)
-                if not byte:
-                    return False
+            while (byte := self.end.recv(1)) not in (b"", b"\n"):
                 answer += byte
             return bool(json.loads(answer)["text"] == key)
         except (OSError, ValueError, KeyError, TypeError):

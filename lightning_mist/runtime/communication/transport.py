@@ -146,35 +146,17 @@ class _PendingWork:
 
 
 class _PendingResult(_PendingWork):
-    """A torch work that fills a new tensor."""
+    """A torch work that fills a new tensor, or objects that have been gathered."""
 
     __slots__ = ("_output",)
 
-    def __init__(self, work: Any, output: Tensor, *tensors: Tensor) -> None:
-        super().__init__(work, output, *tensors)
+    def __init__(self, work: Any, output: Any, *tensors: Tensor) -> None:
+        super().__init__(work, *tensors)
         self._output = output
 
-    def result(self) -> Tensor:
+    def result(self) -> Any:
         self.wait()
         return self._output
-
-
-class _ObjectResult:
-    """Objects that have been gathered."""
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: list[Any]) -> None:
-        self._values = values
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-    def result(self) -> list[Any]:
-        return self._values
 
 
 def message_options(timeout: timedelta | None) -> Any:
@@ -331,7 +313,7 @@ class DistributedTransport:
     def all_gather_object(self, value: Any, group: Sequence[int]) -> ObjectWork:
         """Give every rank of the group the picklable values of all, in group order. Blocks until they are there."""
         if len(group) == 1:
-            return _ObjectResult([value])
+            return _PendingResult(None, [value])
         handle = self._group(group, self._object_groups)
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in group]
@@ -341,17 +323,15 @@ class DistributedTransport:
         padded[: payload.numel()] = payload
         gathered = [torch.empty(largest, dtype=torch.uint8) for _ in group]
         dist.all_gather(gathered, padded, group=handle)
-        return _ObjectResult(
-            [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(gathered, sizes, strict=True)]
-        )
+        found = [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(gathered, sizes, strict=True)]
+        return _PendingResult(None, found)
 
     def _group_of(self, tensor: Tensor, ranks: Sequence[int]) -> Any:
         """The group for a tensor: on a device's run host tensors travel as objects do."""
         is_away = tensor.device.type == "cpu" and not self._is_host
         return self._group(ranks, self._object_groups if is_away else self._groups)
 
-    def _group(self, ranks: Sequence[int], groups: dict[tuple[int, ...], Any] | None = None) -> Any:
-        groups = self._groups if groups is None else groups
+    def _group(self, ranks: Sequence[int], groups: dict[tuple[int, ...], Any]) -> Any:
         self.posted += 1
         try:
             return groups[tuple(ranks)]

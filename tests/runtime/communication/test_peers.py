@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_mist.runtime.communication import peers as peers_module
-from lightning_mist.runtime.communication.peers import Peers, second_connection
+from lightning_mist.runtime.communication.peers import Peers
 
 
 @pytest.fixture
@@ -120,23 +120,3 @@ def test_a_copy_of_the_process_does_not_keep_the_connection(store, connect):
     os.close(writing)
     os.close(reading)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_second_connection_has_the_same_keys():
-    """What a store without ``clone`` is given."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    first, second, other = (
-        second_connection(dist.PrefixStore("outer", dist.PrefixStore(prefix, store)))
-        for prefix, store in (("run 1", server), ("run 1", client), ("run 2", client))
-    )
-    first.set("key", "value")
-    assert second.check(["key"])
-    assert not other.check(["key"])
-    inner = second.underlying_store
-    assert isinstance(inner, dist.TCPStore)
-    assert inner is not client
-
-
-def test_a_store_without_a_server_is_its_own_connection(store):
-    assert second_connection(store) is store
