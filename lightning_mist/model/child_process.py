@@ -37,7 +37,7 @@ from lightning_mist.errors import TraceError
 
 T = TypeVar("T")
 
-Tell = Callable[[str], None]
+Tell = Callable[..., None]
 
 _WAYS_OUT = (
     "give the operator that ends it a fake kernel (torch.library.register_fake), or leave it out of training_step"
@@ -229,7 +229,7 @@ def run_apart(
     Args:
         function: Anything where this process can be copied; otherwise a function of a module, with arguments that can
             be pickled. Its result must be picklable.
-        tell: Called here with every text that the function says, which then gets a keyword argument ``tell`` to say it.
+        tell: Called here with all that the function says, which then gets a keyword argument ``tell`` to say it.
         clock: Says when the child is ended that has not told anything.
         method: How the process is made; by default a copy of this one where that is safe, else a new one.
         muted: Whether nothing that the other process writes is to arrive anywhere.
@@ -349,7 +349,7 @@ def _work(pipe: Connection, function: Callable[..., Any], args: Any, kwargs: Any
     # The threads of parallel loops did not come along.
     torch.set_num_threads(1)
     if tells:
-        kwargs = {**kwargs, "tell": lambda text: pipe.send(("told", text))}
+        kwargs = {**kwargs, "tell": lambda *said: pipe.send(("told", said))}
     try:
         result = function(*args, **kwargs)
     except (Exception, Endless) as error:
@@ -403,7 +403,7 @@ def _answer(
                 return kind, content
             clock.begin()
             if tell is not None:
-                tell(content)
+                tell(*content)
         else:
             raise _end_of(process, last_words)
 

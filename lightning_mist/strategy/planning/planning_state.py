@@ -53,7 +53,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     with_whole_blocks,
 )
 from lightning_mist.strategy.planning.plan_cache import cache_key, cache_path, cache_plan, cached_plan, remembered_limit
-from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, progress_through, timed_apart, told, tried
+from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, timed_apart, tried
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import take_apart
 from lightning_mist.strategy.user_code import user_exclusions
@@ -108,7 +108,7 @@ class Planner:
         held = sum(p.numel() * p.element_size() for p in self.module.parameters() if not is_hollow(p))
         return Room(held=held, limit=limit, step_bytes=self._counted)
 
-    def tried(self, work: Callable[..., T], *, tell: Callable[[str], None] | None = None) -> T:
+    def tried(self, work: Callable[..., T], *, tell: Callable[..., None] | None = None) -> T:
         """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
         return tried(self.call.around(work), self.strategy.root_device, clock=self.call.clock, tell=tell)
 
@@ -284,7 +284,7 @@ class Planner:
         """Measured seconds of the layers for parts of so many rows."""
         is_apart = timed_apart(self.strategy.root_device) or self.call.before is not None
 
-        def measure(tell: Callable[[str], None] | None = None) -> tuple[LayerSeconds, ...]:
+        def measure(tell: Callable[[str, float], None] | None = None) -> tuple[LayerSeconds, ...]:
             return time_layers(
                 self.module,
                 found,
@@ -292,13 +292,13 @@ class Planner:
                 sizes,
                 self.call,
                 device=self.strategy.root_device,
-                progress=progress_through(tell, self.progress.update),
+                progress=tell or self.progress.update,
                 most_calls=None if is_apart else CALLS,
             )
 
         dist.barrier()
         with self.lean(found):
-            return self.tried(measure, tell=told(self.progress.update)) if is_apart else self.call.around(measure)()
+            return self.tried(measure, tell=self.progress.update) if is_apart else self.call.around(measure)()
 
     def update_seconds(self) -> float:
         """Measured seconds of the optimizer's step per byte of parameters, every rank computing at the same time."""

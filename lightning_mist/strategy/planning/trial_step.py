@@ -11,7 +11,7 @@ Every trial has an end: what does not keep within :class:`~lightning_mist.model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ def tried(
     device: torch.device,
     *,
     clock: RunClock | None = None,
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[..., None] | None = None,
 ) -> T:
     """What some work of ours on the user's code gives, tried in a copy of this process if that is possible.
 
@@ -80,23 +80,6 @@ def leaves_no_trace(device: torch.device) -> bool:
 def timed_apart(device: torch.device) -> bool:
     """Whether what is timed in a copy takes as long as here: the threads of parallel loops do not come along."""
     return leaves_no_trace(device) and torch.get_num_threads() == 1
-
-
-def progress_through(tell: Callable[[str], None] | None, update: Callable[[str, float], None]) -> Any:
-    """How a trial says how far it has come: here, or through ``tell`` from a copy."""
-    if tell is None:
-        return update
-    return lambda text, fraction: tell(f"{fraction} {text}")
-
-
-def told(update: Callable[[str, float], None]) -> Callable[[str], None]:
-    """Hears what :func:`progress_through` says in a copy."""
-
-    def hear(line: str) -> None:
-        fraction, _, text = line.partition(" ")
-        update(text, float(fraction))
-
-    return hear
 
 
 _SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
@@ -201,14 +184,9 @@ class TriedStep:
             finally:
                 self._told.metrics = self._told.metrics or recorder.refusal or ""
 
-    @contextmanager
-    def keeping_calls(self) -> Iterator[None]:
+    def keeping_calls(self) -> AbstractContextManager[None]:
         """Inside, calls of metrics are kept until the next run, with what they are given."""
-        self._keeps_calls = True
-        try:
-            yield
-        finally:
-            self._keeps_calls, self.calls = False, []
+        return replaced(self, _keeps_calls=True, calls=[])
 
     def given(self) -> list[Any]:
         """What metrics were given in the last run."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import PeerError
 from lightning_mist.runtime.communication import FailureWatcher, begin_anew, start_watcher
 
@@ -175,8 +176,7 @@ def _told(strategy: EndsTogether, connector: Any, number: int, frame: Any) -> No
     """
     if strategy._is_told:
         return
-    strategy._is_told = True
-    try:
+    with replaced(strategy, _is_told=True):
         _log.info("rank %d received signal %d", strategy.global_rank, number)
         launcher: Any = strategy.launcher
         if not connector.received_sigterm and launcher is not None:
@@ -184,5 +184,3 @@ def _told(strategy: EndsTogether, connector: Any, number: int, frame: Any) -> No
         if strategy._watcher is not None:
             strategy._watcher.told_together(number)
         connector.received_sigterm = True
-    finally:
-        strategy._is_told = False
