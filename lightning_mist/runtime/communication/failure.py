@@ -91,22 +91,8 @@ class FailureWatcher:
         end: Ends the process, saying why; called in the watcher's thread.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        number: int,
-        *,
-        end: Callable[[str], None] = _end_process,
-        poll_seconds: float = POLL_SECONDS,
-        grace_seconds: float | None = None,
-        agree_seconds: float | None = None,
-        told_seconds: float | None = None,
-    ) -> None:
+    def __init__(self, peers: Peers, number: int, *, end: Callable[[str], None] = _end_process) -> None:
         self._peers, self._number, self._rank, self._end = peers, number, peers.rank, end
-        self._poll_seconds = poll_seconds
-        self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
-        self._agree_seconds = AGREE_SECONDS if agree_seconds is None else agree_seconds
-        self._told_seconds = TOLD_SECONDS if told_seconds is None else told_seconds
         self._stopped = threading.Event()
         self._has_failed = False
         self._agreed: bool | None = None
@@ -160,7 +146,7 @@ class FailureWatcher:
         return self._agreed
 
     def _agree(self) -> bool:
-        until = time.monotonic() + self._agree_seconds
+        until = time.monotonic() + AGREE_SECONDS
         while True:
             places = self._peers.said("place", self._number)
             if len(places) == self._peers.world_size:
@@ -179,7 +165,7 @@ class FailureWatcher:
         """
         name = signal.Signals(number).name
         self._peers.say("told", self._number)
-        until = time.monotonic() + self._told_seconds
+        until = time.monotonic() + TOLD_SECONDS
         while not self._all_told():
             if self._stopped.is_set():
                 return
@@ -257,7 +243,7 @@ class FailureWatcher:
         for rank, text in self._peers.said("stuck", self._number).items():
             if self._heard.get(rank, ("", now))[0] != text:
                 self._heard[rank] = text, now
-        return {rank for rank, (text, at) in self._heard.items() if text and now - at < _FRESH * self._poll_seconds}
+        return {rank for rank, (text, at) in self._heard.items() if text and now - at < _FRESH * POLL_SECONDS}
 
     def stop(self) -> None:
         """Watch no longer; this rank has ended what the others could wait for, or has failed itself."""
@@ -273,7 +259,7 @@ class FailureWatcher:
 
     def _watch(self) -> None:
         since, moved = None, time.monotonic()
-        while not self._stopped.wait(self._poll_seconds):
+        while not self._stopped.wait(POLL_SECONDS):
             now, is_waiting = time.monotonic(), self._is_waiting()
             moved = now if is_waiting is False else moved
             self._say_stuck(is_waiting is True and now - moved >= STUCK_SECONDS)
@@ -285,11 +271,11 @@ class FailureWatcher:
             known, waited = now - since, now - max(since, moved)
             is_writing = self._has_failed and not (self._agreed and self._is_apart())
             is_lost = waited >= CUT_SECONDS and self._nobody_comes()
-            if not self._has_failed and self._cut is None and (is_lost or known >= self._grace_seconds):
+            if not self._has_failed and self._cut is None and (is_lost or known >= GRACE_SECONDS):
                 self._cut_off(trouble)
                 since = now  # from here on it has time to end by itself
                 continue
-            limit = PATIENCE_SECONDS if is_writing else self._grace_seconds
+            limit = PATIENCE_SECONDS if is_writing else GRACE_SECONDS
             if max(waited, known - PATIENCE_SECONDS + limit) >= limit:
                 self._end(
                     f"lightning-mist: {trouble}\nlightning-mist: rank {self._rank} was still waiting "
@@ -388,7 +374,7 @@ def begin_anew(timeout: timedelta | None) -> None:
     _Started.store = dist.distributed_c10d._get_default_store()
 
 
-def start_watcher(*, is_one_machine: bool = True, **options: Any) -> FailureWatcher | None:
+def start_watcher(*, is_one_machine: bool = True) -> FailureWatcher | None:
     """The watcher of this rank, on the default process group's store; ``None`` where there are no other ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -400,5 +386,5 @@ def start_watcher(*, is_one_machine: bool = True, **options: Any) -> FailureWatc
         _Started.peers = Peers(store, dist.get_rank(), dist.get_world_size(), is_one_machine=is_one_machine)
         _Started.store, _Started.count = store, 0
     _Started.count += 1
-    _Started.watcher = FailureWatcher(_Started.peers, _Started.count, **options)
+    _Started.watcher = FailureWatcher(_Started.peers, _Started.count)
     return _Started.watcher

@@ -17,11 +17,12 @@ from lightning_mist.runtime.communication.peers import Peers
 WAITS_FOREVER = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
-from lightning_mist.runtime.communication.failure import start_watcher
+from lightning_mist.runtime.communication import failure
+failure.POLL_SECONDS, failure.GRACE_SECONDS = 0.05, 3.0
 rank = int(sys.argv[1])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
-watcher = start_watcher(poll_seconds=0.05, grace_seconds=3.0)
+watcher = failure.start_watcher()
 dist.barrier()
 if rank == 0:
     watcher.report(RuntimeError("broken"))
@@ -60,8 +61,8 @@ class Ended:
 class World:
     """Ranks of this process, each with a connection and as many watchers as are asked for."""
 
-    def __init__(self, count):
-        store = dist.HashStore()
+    def __init__(self, count, monkeypatch):
+        store, self._monkeypatch = dist.HashStore(), monkeypatch
         with ThreadPoolExecutor(count) as pool:
             self.peers = list(pool.map(lambda rank: Peers(store, rank, count), range(count)))
         self.ends = [Ended() for _ in range(count)]
@@ -70,10 +71,9 @@ class World:
     def watch(self, **options):
         self._number += 1
         options = {"poll_seconds": 0.01, "grace_seconds": 0.01, "agree_seconds": 0.5, "told_seconds": 0.1, **options}
-        found = [
-            FailureWatcher(peers, self._number, end=end, **options)
-            for peers, end in zip(self.peers, self.ends, strict=True)
-        ]
+        for name, seconds in options.items():
+            self._monkeypatch.setattr(failure, name.upper(), seconds)
+        found = [FailureWatcher(peers, self._number, end=end) for peers, end in zip(self.peers, self.ends, strict=True)]
         self._watchers += found
         return found
 
@@ -90,7 +90,7 @@ def world(monkeypatch):
     made = []
 
     def make(count):
-        made.append(World(count))
+        made.append(World(count, monkeypatch))
         return made[0]
 
     yield make
@@ -159,7 +159,7 @@ def test_who_was_done_with_the_fit_before_is_missed_in_this_one(world):
     for watcher in ranks.watch():
         watcher.stop()
     ranks.peers[1].close()
-    FailureWatcher(ranks.peers[0], 2, end=ranks.ends[0], poll_seconds=0.01, grace_seconds=0.01)
+    FailureWatcher(ranks.peers[0], 2, end=ranks.ends[0])
     assert "rank 1: its process has ended" in ranks.ends[0].wait()
 
 
