@@ -39,7 +39,7 @@ def compare_with_others(
     Where one of these is faster on the clock and one of the plans searched, it takes the place of the plan.
 
     Args:
-        search: What the plan was searched for in; see :func:`~lightning_mist.explain.baseline_plans.baselines`.
+        search: What the plan was searched for in.
         rivals: Planners in the precisions of others' tools; see
             :func:`~lightning_mist.explain.baseline_plans.baselines_with`.
 

@@ -31,12 +31,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from lightning_mist.cost import MixedCostModel, Profiles, profiles_of
+from lightning_mist.cost import MixedCostModel, profiles_of
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
 from lightning_mist.explain.published_space import ZERO_STAGES, Asked, has_published, published_plan
 from lightning_mist.explain.techniques import DEFERRED_UPDATE
-from lightning_mist.hardware import AnyCluster, HardwareProfile, MixedCluster
+from lightning_mist.hardware import HardwareProfile, MixedCluster
 from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.model.spec import LayerSpec, ModelSpec
 from lightning_mist.plan import OFFLOADED, OffloadRatios, Plan, SearchSpace
@@ -130,38 +130,6 @@ class Baseline:
     precision: str = ""
 
 
-def baselines(
-    spec: ModelSpec,
-    cluster: AnyCluster,
-    *,
-    profile: Profiles = None,
-    global_batch_size: int,
-    memory_limit: int | None = None,
-    host_memory_limit: int | None = None,
-    search: SearchSpace | None = None,
-) -> tuple[Baseline, ...]:
-    """The best plan of every baseline; see the module.
-
-    Args:
-        profile: How fast they are; by default from the catalog.
-        global_batch_size: Rows that one Lightning batch brings over all devices.
-        memory_limit: Bytes that a plan may use of each device; the same default as for a search.
-        host_memory_limit: Bytes of host memory of each node that offloading may take.
-        search: Limits, of which those of tensor parallelism, the offload ratios and the seconds of solving count.
-
-    Raises:
-        PlanError: If the batch does not come in equal parts from the devices.
-        ProfileError: If the profile lacks what the cost model needs.
-    """
-    return baselines_with(
-        Planner(spec, cluster, profile=profile),
-        global_batch_size=global_batch_size,
-        memory_limit=memory_limit,
-        host_memory_limit=host_memory_limit,
-        search=search,
-    )
-
-
 def baselines_with(
     planner: Planner,
     *,
@@ -172,16 +140,21 @@ def baselines_with(
     tell: Callable[[str], None] | None = None,
     others: Mapping[str, Planner] = MappingProxyType({}),
 ) -> tuple[Baseline, ...]:
-    """As :func:`baselines`, with a planner that exists already.
+    """The best plan of every baseline; see the module.
 
     Args:
+        planner: Of the network and the machine that all are compared on.
         global_batch_size: Rows that one Lightning batch brings over all devices.
-        memory_limit: Bytes that a plan may use of each device.
+        memory_limit: Bytes that a plan may use of each device; the same default as for a search.
         host_memory_limit: Bytes of host memory of each node that offloading may take.
-        search: Limits; see :func:`baselines`.
+        search: Limits, of which those of tensor parallelism, the offload ratios and the seconds of solving count.
         tell: Is told what is being looked at.
         others: Planners of the same network in another precision, by the names of the baselines whose tools use it;
             under :data:`REST` that of all others.
+
+    Raises:
+        PlanError: If the batch does not come in equal parts from the devices.
+        ProfileError: If the profile lacks what the cost model needs.
     """
     given, say = search or SearchSpace(), tell or _silent
     asked = Asked(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import predict, predict_with, step_seconds
-from lightning_mist.explain import baselines
-from lightning_mist.explain.baseline_plans import baseline_notes, baselines_with
+from lightning_mist.explain import baselines_with
+from lightning_mist.explain.baseline_plans import baseline_notes
 from lightning_mist.explain.comparison import compare_plans
 from lightning_mist.hardware import MixedCluster, parse_cluster
 from lightning_mist.hardware.catalog import with_stack
@@ -41,10 +41,8 @@ SMALL = SearchSpace(offload=OFFLOADED, offload_ratios=(0.0, 1.0))
 
 
 def found(network=NETWORK, *, devices=4, rows=4, memory=10**12, kind="cuda", **more):
-    items = baselines(
-        network,
-        cluster(devices, kind=kind),
-        profile=MACHINE,
+    items = baselines_with(
+        Planner(network, cluster(devices, kind=kind), profile=MACHINE),
         global_batch_size=rows * devices,
         memory_limit=memory,
         search=SMALL,
@@ -78,13 +76,13 @@ def test_each_is_what_it_says():
 
 @pytest.mark.parametrize("memory", [60_000_000, 80_000_000])
 def test_none_shares_rows(memory):
-    machine = {"profile": profile(link=1e9), "search": SearchSpace(offload=())}
-    asked = {"global_batch_size": 4, "memory_limit": memory}
-    items = baselines(sharing_rows(2, 4), cluster(4), **machine, **asked)
+    planner = Planner(sharing_rows(2, 4), cluster(4), profile=profile(link=1e9))
+    asked = {"global_batch_size": 4, "memory_limit": memory, "search": SearchSpace(offload=())}
+    items = baselines_with(planner, **asked)
     plans = [item.plan for item in items if item.plan is not None]
     assert not any(stage.mesh.context_parallel_degree > 1 for plan in plans for stage in plan.stages)
     # Ours does, where nothing else fits.
-    own = tune(sharing_rows(2, 4), cluster(4), **machine, **asked)
+    own = planner.tune(**asked)
     assert (own.plan.stages[0].mesh.context_parallel_degree > 1) == (not plans)
 
 
