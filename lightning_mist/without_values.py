@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,6 +38,17 @@ def _count_devices() -> None:
     # The first backward makes a thread for each device, and where there is none the mode lets torch find some (2.15).
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))
+
+
+def become(target: Tensor, source: Tensor) -> None:
+    """Turn the object ``target`` into the tensor ``source``, wherever it is referred to, and the other way round.
+
+    torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
+    to an object that is not used under its old meaning again.
+    """
+    target.__class__, source.__class__ = source.__class__, target.__class__
+    target.__dict__, source.__dict__ = source.__dict__, target.__dict__
+    torch._C._swap_tensor_impl(target, source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +103,7 @@ class RegisteredRule:
     def __enter__(self) -> "RegisteredRule":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -159,6 +167,14 @@ def memory_rules() -> Iterator[None]:
     """Inside, operators on fake tensors follow the rules that there are."""
     with _Rules():  # type: ignore[no-untyped-call]
         yield
+
+
+INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
+
+
+def is_known_mask(item: Any) -> bool:
+    """Whether an index is a mask with values."""
+    return isinstance(item, Tensor) and item.dtype == torch.bool and not isinstance(item, FakeTensor)
 
 
 _TRUTHS = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__contains__"))

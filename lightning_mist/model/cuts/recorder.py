@@ -22,16 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lightning_mist.attributes import replaced
-from lightning_mist.model.fakes import (
-    Guesses,
-    Read,
-    address_of,
-    become,
-    fake_like,
-    state_of,
-    storage_of,
-    too_many,
-)
+from lightning_mist.model.fakes import Guesses, Read, address_of, fake_like, state_of, storage_of, too_many
 from lightning_mist.plan.calls import (
     ValueNames,
     block_value,
@@ -44,9 +35,8 @@ from lightning_mist.plan.calls import (
     without_caches,
 )
 from lightning_mist.plan.module_map import BlockOutput
-from lightning_mist.without_values import READS, guess_read, is_read, some_places
+from lightning_mist.without_values import INDEXING, READS, become, guess_read, is_known_mask, is_read, some_places
 
-_INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
 _UNIFORM = frozenset(("rand", "rand_like", "uniform_"))
 _EFFECTS = frozenset(("__set__", "backward"))
 """Functions that use their arguments though they return no tensor, besides reads and item assignment."""
@@ -203,7 +193,7 @@ class Recorder(TorchFunctionMode):
             if any(id(t) in self._random for t in tensors):
                 return self._read_random(name, func, args, kwargs, tensors)
         if is_fake:
-            if name in _INDEXING:
+            if name in INDEXING:
                 func, args = self._index(name, func, args)
             if isinstance(args[0] if args else None, Tensor) and not isinstance(args[0], FakeTensor):
                 self._before_write(name, args[0], tensors)
@@ -319,7 +309,7 @@ class Recorder(TorchFunctionMode):
             some_places(i.shape, 1 + self._attempt) if _is_mask(i) and self._is_unknown(i) else i for i in items
         )
         args = (args[0], known if isinstance(args[1], tuple) else known[0], *args[2:])
-        return select(name, func, args, lambda item: _is_mask(item) and not isinstance(item, FakeTensor))
+        return select(name, func, args, is_known_mask)
 
     def _note_read(self, name: str, source: str, value: Any) -> None:
         shown = name if " " in name else f"{name}()" if name.startswith("__") else f".{name}()"

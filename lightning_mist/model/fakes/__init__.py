@@ -3,7 +3,6 @@
 from lightning_mist.model.fakes.batches import convert_batch, device_of, resize_batch, sequence_length
 from lightning_mist.model.fakes.fake_modules import (
     address_of,
-    become,
     fake_like,
     fake_parameters,
     has_values,

@@ -1,4 +1,4 @@
-"""Fake tensors in the place of parameters, and tensor objects that turn into others."""
+"""Fake tensors in the place of parameters."""
 
 import logging
 import warnings
@@ -81,17 +81,6 @@ def fake_like(fake: FakeTensor, tensor: Tensor) -> Tensor:
     """A fake of the same mode as ``fake`` with the form of ``tensor``."""
     with fake.fake_mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def become(target: Tensor, source: Tensor) -> None:
-    """Turn the object ``target`` into the tensor ``source``, wherever it is referred to, and the other way round.
-
-    torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
-    to an object that is not used under its old meaning again.
-    """
-    target.__class__, source.__class__ = source.__class__, target.__class__
-    target.__dict__, source.__dict__ = source.__dict__, target.__dict__
-    torch._C._swap_tensor_impl(target, source)
 
 
 def address_of(tensor: Tensor) -> int:

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import become, quiet_fakes
+from lightning_mist.model.fakes import quiet_fakes
 from lightning_mist.model.operators import written
-from lightning_mist.without_values import fake_mode
+from lightning_mist.without_values import become, fake_mode
 
 RECIPE = "_mist_recipe"
 """Attribute of a parameter without values that says how they are found; it goes where the parameter goes."""

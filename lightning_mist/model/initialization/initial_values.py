@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import become, renew_flat_weights
+from lightning_mist.model.fakes import renew_flat_weights
 from lightning_mist.model.initialization.construction import RECIPE, construction_seed, recipe_of
 from lightning_mist.model.trace import module_key
 from lightning_mist.tensors import is_hollow
+from lightning_mist.without_values import become
 
 
 class Source(Protocol):

@@ -38,11 +38,10 @@ from lightning_mist.runtime.stage.step_run import (
     StepExit,
     StepRun,
     Watcher,
-    become,
     enter_graph,
     quiet_fakes,
 )
-from lightning_mist.without_values import fake_mode
+from lightning_mist.without_values import become, fake_mode
 
 
 class PipelineStage:

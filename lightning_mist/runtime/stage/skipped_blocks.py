@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_mist.plan.calls import call_signature, is_simple, leaves_of, select
-from lightning_mist.runtime.stage.step_run import INDEXING, is_known_mask
-from lightning_mist.without_values import guess_read, is_read, memory_rules, some_places
+from lightning_mist.without_values import INDEXING, guess_read, is_known_mask, is_read, memory_rules, some_places
 
 _MAX_RECIPES = 4096
 """Remembered answers, about 1 KB each; forgotten all at once beyond this."""

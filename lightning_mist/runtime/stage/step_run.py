@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import ValueNames, results, select
 from lightning_mist.runtime.shared_patch import SharedPatch
+from lightning_mist.without_values import INDEXING, is_known_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,6 @@ class StageOutput:
     tensors: tuple[Tensor, ...]
     value: Any
     lengths: tuple[int, ...] = ()
-
-
-INDEXING = frozenset(("__getitem__", "__setitem__", "masked_select"))
 
 
 class StepExit(BaseException):
@@ -117,22 +115,6 @@ class Watcher(TorchFunctionMode):
                 if key in run.wanted:
                     run.objects[key] = tensor
         return output
-
-
-def is_known_mask(item: Any) -> bool:
-    """Whether an index is a mask with values."""
-    return isinstance(item, Tensor) and item.dtype == torch.bool and not isinstance(item, FakeTensor)
-
-
-def become(target: Tensor, source: Tensor) -> None:
-    """Turn the object ``target`` into the tensor ``source``, wherever it is referred to.
-
-    torch.utils.swap_tensors refuses objects with weak references; the ones here lead from a fake tensor mode's memory
-    to a fake that no longer exists.
-    """
-    target.__class__, source.__class__ = source.__class__, target.__class__
-    target.__dict__, source.__dict__ = source.__dict__, target.__dict__
-    torch._C._swap_tensor_impl(target, source)
 
 
 @SharedPatch

@@ -7,13 +7,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.model.fakes.fake_modules import (
     address_of,
-    become,
     fake_like,
     fake_parameters,
     quiet_fakes,
     state_of,
     storage_of,
 )
+from lightning_mist.without_values import become
 
 
 def mode():

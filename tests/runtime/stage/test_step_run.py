@@ -5,7 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.stage.step_run import StepExit, StepRun, Watcher, become, enter_graph
+from lightning_mist.runtime.stage.step_run import StepExit, StepRun, Watcher, enter_graph
+from lightning_mist.without_values import become
 
 
 def fake(*shape):
