@@ -1,6 +1,5 @@
 """One counted run of a user's step, forward and backward, part by part."""
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_mist.collector import collector_paused
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import Origins, device_of, isolated, quiet_fakes, substitute_parameters
 from lightning_mist.model.trace.ledger import Ledger, PhaseCount, Storage
@@ -123,7 +123,9 @@ def count_step(
     ledger = Ledger(len(subject.blocks) + 2, origins)
     operands = _weight_operands(subject, ledger, names) if attribute else None
     walk = _walk(subject, ledger, origins, operands, twins, recompute=recompute, selective=selective)
-    with walk.step(), torch.enable_grad(), ledger, _uncollected(), ExitStack() as stack:
+    # What refers to itself lives on: when Python collects has nothing to do with the step, and the ledger takes for
+    # gone what is collected.
+    with walk.step(), torch.enable_grad(), ledger, collector_paused(), ExitStack() as stack:
         stack.enter_context(nullcontext() if operands is None else operands)
         stack.enter_context(LinearCounter(ledger, subject.parameters))
         if origins is not None:
@@ -173,18 +175,6 @@ def _forget(subject: Subject) -> None:
     """Drop what ranks have gathered, as the runtime does behind a step and around what it repeats."""
     if subject.view is not None:
         subject.view.context.forget()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Inside, what refers to itself lives on: when Python collects it has nothing to do with the step."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 def _weight_operands(subject: Subject, ledger: Ledger, names: dict[int, str]) -> WeightOperands:
