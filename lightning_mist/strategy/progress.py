@@ -1,7 +1,6 @@
 """What rank 0 says while it plans and after it measured; the other ranks keep silent."""
 
 import sys
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -32,9 +31,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         bar, self._bar, self._task = self._bar, None, None
         if bar is not None:
             bar.stop()

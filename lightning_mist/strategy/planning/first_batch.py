@@ -90,7 +90,7 @@ def first_batch(trainer: Any, set_epoch: Callable[[Any, int], None]) -> Any:
                 "there is no training batch to plan with (limit_train_batches=0 or an empty loader): give a loader "
                 "with at least one batch"
             )
-        _when_set_up(loop, partial(start.follow, Generators()))
+        vars(loop)["setup_data"] = partial(_set_up, loop, partial(start.follow, Generators()))
         vars(loader).pop("_state_dicts", None)  # where an earlier fit has ended before its first batch
         epoch, is_anew = _beginning(trainer)
         for part in loader.flattened:
@@ -148,12 +148,8 @@ def _fetch(loader: Any, on_fetch: Callable[[], None]) -> None:
     vars(loader).pop("_state_dicts", None)
 
 
-def _when_set_up(loop: Any, work: Callable[[], None]) -> None:
-    """Do something where the loop itself would make its loaders, once."""
-    loop.__dict__["setup_data"] = partial(_set_up, loop, work)
-
-
 def _set_up(loop: Any, work: Callable[[], None]) -> None:
+    """Do something where the loop itself would make its loaders, once."""
     del loop.__dict__["setup_data"]
     loop._combined_loader_states_to_load = []  # given to the loader in the look already
     work()

@@ -233,7 +233,7 @@ class Resolver:
     def _above(self, base: Super, name: str) -> Any:
         classes = type(base.owner).__mro__
         here = base.function.__name__
-        places = [i for i, cls in enumerate(classes) if _is_same(vars(cls).get(here), base.function)]
+        places = [i for i, cls in enumerate(classes) if unwrapped(vars(cls).get(here)) is base.function]
         for cls in classes[places[0] + 1 if places else 1 :]:
             if name in vars(cls):
                 return Method(base.owner, vars(cls)[name])
@@ -243,7 +243,3 @@ class Resolver:
 def _only(name: str, allowed: frozenset[str]) -> None:
     if name not in allowed:
         raise UnreadableError
-
-
-def _is_same(item: Any, function: Any) -> bool:
-    return unwrapped(item) is function

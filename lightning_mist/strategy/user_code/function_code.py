@@ -14,6 +14,7 @@ from lightning_mist.attributes import is_a, own, package_of, stored, unwrapped, 
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_SPOKEN = ("torch", *_LIGHTNING)  # whose names say what they do
 
 _GRADIENT_WORD = "grad"
 _NO_GRADIENTS = frozenset(
@@ -85,7 +86,7 @@ def is_librarys(code: types.CodeType) -> bool:
 
 def mentions_gradients(function: Any, owner: Any = None) -> bool:
     """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
-    around = [found for found in wrapped(function) if not _is_torchs(found)]
+    around = [found for found in wrapped(function) if package_of(found) not in _SPOKEN]
     waiting, seen = [(found, 4) for found in (*around, unwrapped(function))], set()
     while waiting:
         item, depth = waiting.pop()
@@ -102,13 +103,10 @@ def mentions_gradients(function: Any, owner: Any = None) -> bool:
         # Of a library only what is called directly is looked at, and torch says in its names what it does.
         left = min(depth - 1, 1) if is_library(item) else depth - 1
         for name in names:
-            called = (item.__globals__.get(name), _of_class(owner, name), _of_modules(item, name, names))
-            waiting += [(found, left) for item in called for found in wrapped(item) if not _is_torchs(found)]
+            called = (item.__globals__.get(name), stored(owner, name), _of_modules(item, name, names))
+            found = [inner for each in called for inner in wrapped(each)]
+            waiting += [(inner, left) for inner in found if package_of(inner) not in _SPOKEN]
     return False
-
-
-def _is_torchs(item: Any) -> bool:
-    return package_of(item) in ("torch", *_LIGHTNING)
 
 
 def names_of(function: Any) -> frozenset[str]:
@@ -125,10 +123,6 @@ def _names(code: types.CodeType) -> Iterable[str]:
             yield from _names(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             yield constant
-
-
-def _of_class(owner: Any, name: str) -> Any:
-    return stored(owner, name) if owner is not None else None
 
 
 def _of_modules(function: Any, name: str, names: set[str]) -> Any:
