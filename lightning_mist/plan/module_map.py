@@ -6,8 +6,8 @@ head), region ``k`` is block ``k`` together with what runs between it and the ne
 tail.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -97,6 +97,16 @@ class Exclusion:
     reason: str
 
 
+Reasons = Iterable[tuple[str, tuple[Feature, ...]]]
+"""Why features of plans are ruled out, for people, and which."""
+
+
+def exclusions_of(reasons: Reasons) -> tuple[Exclusion, ...]:
+    """What some reasons rule out, each feature once for each."""
+    found = dict.fromkeys((feature, reason) for reason, features in reasons for feature in features)
+    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOutput:
     """The recorded structure of what a block returns, so that a stage can answer for a block it does not hold.
@@ -167,6 +177,10 @@ class ModuleMap:
     def excludes(self, feature: Feature) -> tuple[str, ...]:
         """The reasons for which a feature is ruled out; empty if it is allowed."""
         return tuple(item.reason for item in self.exclusions if item.feature == feature)
+
+    def excluding(self, reason: str, *features: Feature) -> "ModuleMap":
+        """This map with features ruled out."""
+        return replace(self, exclusions=(*self.exclusions, *exclusions_of([(reason, features)])))
 
     def excludes_offload(self, kind: str) -> tuple[str, ...]:
         """The reasons for which a kind of state has to stay on the device; empty if it may be offloaded."""

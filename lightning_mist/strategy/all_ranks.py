@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Exclusion, Feature, ModuleMap, ParameterUse
+from lightning_mist.plan import ModuleMap, ParameterUse
+from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.parameters import memory_of
 
 T = TypeVar("T")
@@ -109,8 +110,7 @@ def same_everywhere(found: ModuleMap) -> ModuleMap:
     exclusions = dict.fromkeys(item for one in every for item in one.exclusions)
     if any(one.cuts != every[0].cuts for one in every):
         why = "other values cross between layers on one rank than on another: first batches take other branches"
-        features: tuple[Feature, ...] = ("pipeline", "tensor", "context")
-        exclusions |= dict.fromkeys(Exclusion(feature=feature, reason=why) for feature in features)
+        exclusions |= dict.fromkeys(exclusions_of([(why, ("pipeline", "tensor", "context"))]))
     return replace(
         found,
         parameters=tuple(_joined(uses, uses) for uses in zip(*(one.parameters for one in every), strict=True)),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_mist.attributes import is_a, of_class, stored
-from lightning_mist.plan.module_map import Exclusion, Feature
+from lightning_mist.plan.module_map import Exclusion, Feature, exclusions_of
 from lightning_mist.plan.plan_tables import ranges
 
 _ANYWHERE: tuple[Feature, ...] = ("pipeline", "tensor", "sequence")
@@ -38,7 +38,7 @@ def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[
     scripted = [name for name, part in parts if any(True for _ in part.parameters())]
     reasons = [(f"{place} {_COMPILED}", features) for place, features in found]
     reasons += [(f"{name} {_TORCHSCRIPT}", _SCRIPTED) for name in scripted[:1]]
-    return tuple(Exclusion(feature=feature, reason=reason) for reason, features in reasons for feature in features)
+    return exclusions_of(reasons)
 
 
 def is_compiled_block(block: nn.Module) -> bool:

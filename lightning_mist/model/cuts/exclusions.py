@@ -1,7 +1,5 @@
 """What two runs of a step say against cutting the module, in words for the user."""
 
-from collections.abc import Iterator
-
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -9,14 +7,12 @@ from lightning_mist.model.cuts.blocks import container_of
 from lightning_mist.model.cuts.fake_runs import Runs
 from lightning_mist.model.cuts.recorder import Record
 from lightning_mist.model.fakes import Read
-from lightning_mist.plan.module_map import Exclusion, Feature
+from lightning_mist.plan.module_map import Exclusion, Feature, Reasons, exclusions_of
 
 NO_BLOCKS = (
     "no repeated blocks were found: a pipeline cuts between the children of a ModuleList, Sequential or ModuleDict of "
     "one class; name them with the argument blocks"
 )
-
-Found = Iterator[tuple[str, tuple[Feature, ...]]]
 
 _PIPELINE: tuple[Feature, ...] = ("pipeline",)
 _SHARED: tuple[Feature, ...] = ("pipeline", "tensor")
@@ -68,14 +64,11 @@ def _list(names: list[str], what: str) -> str:
 
 def find_exclusions(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> tuple[Exclusion, ...]:
     """Everything the runs did that a cut module, a cut batch or a recomputed block would do wrongly."""
-    found: dict[tuple[Feature, str], None] = {}
-    for finder in (_reads, _buffers, _attributes, _frozen_values, _randomness, _parameters, _aliases):
-        for reason, features in finder(module, runs, blocks):
-            found.update({(feature, reason): None for feature in features})
-    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
+    finders = (_reads, _buffers, _attributes, _frozen_values, _randomness, _parameters, _aliases)
+    return exclusions_of(reason for finder in finders for reason in finder(module, runs, blocks))
 
 
-def _reads(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
+def _reads(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     last = len(runs.records[0].order) - 1
     for record in runs.records:
         for read in record.reads:
@@ -104,7 +97,7 @@ def _place(read: Read) -> str:
     return "before the first layer" if read.region < 0 else f"between layers {read.region} and {read.region + 1}"
 
 
-def _buffers(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
+def _buffers(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     written: dict[str, str] = {}
     for record in runs.records:
         written |= record.buffers
@@ -123,7 +116,7 @@ def _buffers(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
         )
 
 
-def _attributes(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
+def _attributes(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     start, middle, end = runs.states
     changed = dict.fromkeys(middle.changed_attributes(end))
     changed |= dict.fromkeys(start.new_tensors(end, FakeTensor))
@@ -150,7 +143,7 @@ def _is_metric(module: nn.Module | None) -> bool:
     return any(c.__name__ == "Metric" and c.__module__.startswith("torchmetrics") for c in type(module).__mro__)
 
 
-def _frozen_values(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
+def _frozen_values(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     first, second = runs.records
     for position, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
         name = first.order[position]
@@ -167,14 +160,14 @@ def _frozen_values(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Fou
                 return
 
 
-def _randomness(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
+def _randomness(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     for name in runs.outside:
         yield f"the step draws from {name}: stages would draw different numbers; draw with torch instead", _SHARED
     if runs.batch_changed:
         yield "the step writes into the tensors of its batch, which every stage would do again", ("pipeline",)
 
 
-def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
+def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     for record in runs.records:
         for name, line in record.written_parameters.items():
             # Behind a layer, or on other rows, what was written would be gone.
@@ -191,7 +184,7 @@ def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
             )
 
 
-def _aliases(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Found:
+def _aliases(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     """Tensors that share memory across a cut, one of which is written to after it."""
     record = runs.records[0]
     last_write: dict[int, int] = {}

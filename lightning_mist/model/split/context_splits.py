@@ -16,7 +16,7 @@ from lightning_mist.model.fakes import isolated
 from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks
 from lightning_mist.model.split.block_splits import Found, rows_of_kind
 from lightning_mist.model.split.splits import Around, look_around, sequence_dims, trouble_of
-from lightning_mist.plan.module_map import Exclusion, ModuleMap
+from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import MOST_STRIPES, SequenceSplit, TensorSplit
 
 
@@ -36,20 +36,20 @@ def derive_contexts(
         return module_map
     # What keeps a rank from running the step for others keeps it from this too.
     if reasons := [reason for reason in module_map.excludes("tensor") if reason in module_map.excludes("pipeline")]:
-        return _without(module_map, "; ".join(reasons))
+        return module_map.excluding("; ".join(reasons), "context")
     if trouble := trouble_of(module, module_map) or _hooked(module):
-        return _without(module_map, trouble)
+        return module_map.excluding(trouble, "context")
     with isolated(module):
         try:
             calls = call_blocks(module, call, batch, module_map.blocks, MOST_STRIPES * lcm(*wanted))
         except TraceError as error:
-            return _without(module_map, str(error))
+            return module_map.excluding(str(error), "context")
         kinds = [rows_of_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
         entries = _entries(calls, kinds)
         around = look_around(module, call, calls, module_map, entries) if entries else Around()
         if module_map.leaking_blocks and entries and around.confirm is None:
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
-            return _without(module_map, reason)
+            return module_map.excluding(reason, "context")
         return _every_degree(module_map, calls, kinds, entries, around)
 
 
@@ -62,11 +62,6 @@ def _hooked(module: nn.Module) -> str:
                 "rank adds to a gradient and not the gradient"
             )
     return ""
-
-
-def _without(module_map: ModuleMap, reason: str) -> ModuleMap:
-    excluded = Exclusion(feature="context", reason=reason)
-    return replace(module_map, exclusions=(*module_map.exclusions, excluded))
 
 
 def _entries(calls: BlockCalls, kinds: Sequence[Mapping[int, Found]]) -> tuple[SequenceSplit, ...]:
@@ -94,7 +89,7 @@ def _every_degree(
         else:
             refused[degree] = reason
     if not contexts:
-        return _without(module_map, "; ".join(dict.fromkeys(refused.values())))
+        return module_map.excluding("; ".join(dict.fromkeys(refused.values())), "context")
     dims = sequence_dims(calls, [[kind[split.degree] for kind in kinds] for split in contexts])
     cuts = tuple(
         tuple(replace(live, sequence_dim=live.sequence_dim or dims.get(live.key)) for live in cut)

@@ -29,7 +29,7 @@ from lightning_mist.model.split.block_splits import (
 )
 from lightning_mist.model.split.vocabulary import Table, find_tables, prepare_glue
 from lightning_mist.plan.calls import block_value
-from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap
+from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
 
 _CONFIRMED_ENTRIES = 2**22
@@ -134,7 +134,7 @@ def _every_degree(
     result = replace(module_map, splits=tuple(splits), unsplit=tuple(sorted(unsplit.items())))
     entered = [split.degree for split in splits if split.sequence]
     if not entered:
-        return _excluding(result, "sequence", "; ".join(refusals))
+        return result.excluding("; ".join(refusals), "sequence")
     return replace(result, cuts=_cuts(module_map, calls, [[kind[degree] for kind in kinds] for degree in entered]))
 
 
@@ -143,14 +143,10 @@ def _reasons(kinds: Sequence[dict[int, Found]]) -> str:
 
 
 def _without(module_map: ModuleMap, reason: str) -> ModuleMap:
-    result = _excluding(module_map, "tensor", reason)
+    result = module_map.excluding(reason, "tensor")
     if module_map.excludes("sequence"):
         return result
-    return _excluding(result, "sequence", f"it goes with tensor parallelism, which cannot be had: {reason}")
-
-
-def _excluding(module_map: ModuleMap, feature: Feature, reason: str) -> ModuleMap:
-    return replace(module_map, exclusions=(*module_map.exclusions, Exclusion(feature=feature, reason=reason)))
+    return result.excluding(f"it goes with tensor parallelism, which cannot be had: {reason}", "sequence")
 
 
 def _entries(calls: BlockCalls, kinds: Sequence[dict[int, Found]]) -> tuple[SequenceSplit, ...]:

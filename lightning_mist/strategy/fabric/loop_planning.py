@@ -13,6 +13,7 @@ from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import map_module
 from lightning_mist.model.user_code import Generators
 from lightning_mist.plan import Exclusion, Plan
+from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.fabric.loop_engine import LoopEngine
 from lightning_mist.strategy.fabric.outputs import OutputForm, as_step_result, form_of, stand_in_loss
@@ -29,7 +30,6 @@ from lightning_mist.strategy.planning import (
     write_plan,
 )
 from lightning_mist.strategy.training import StepGuard, attach_engine, start_engine
-from lightning_mist.strategy.user_code import exclusions_of
 from lightning_mist.tensors import leaves, rebuild
 
 if TYPE_CHECKING:

@@ -9,14 +9,8 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.plan import Exclusion
-from lightning_mist.strategy.user_code import (
-    GRADIENTS_AWAY,
-    Code,
-    exclusions_of,
-    gradients_read_in,
-    is_known,
-    is_library,
-)
+from lightning_mist.plan.module_map import exclusions_of
+from lightning_mist.strategy.user_code import GRADIENTS_AWAY, Code, gradients_read_in, is_known, is_library
 
 
 @dataclass(kw_only=True)

@@ -23,7 +23,7 @@ from lightning_mist.hardware import (
     save_corrections,
 )
 from lightning_mist.model import ModelSpec
-from lightning_mist.plan import Exclusion, Feature, Plan, Predicted, SearchSpace, save
+from lightning_mist.plan import Feature, Plan, Predicted, SearchSpace, save
 from lightning_mist.plan.plan_text import short_name
 from lightning_mist.runtime.support import executed_offload
 from lightning_mist.strategy.monitoring.observed_terms import observe
@@ -70,9 +70,7 @@ class Basis:
 
     def without(self, feature: Feature, reason: str) -> "Basis":
         """This basis with a feature ruled out."""
-        found = self.spec.module_map
-        more = Exclusion(feature=feature, reason=reason)
-        return replace(self, spec=replace(self.spec, module_map=replace(found, exclusions=(*found.exclusions, more))))
+        return replace(self, spec=replace(self.spec, module_map=self.spec.module_map.excluding(reason, feature)))
 
     @property
     def subject(self) -> str:

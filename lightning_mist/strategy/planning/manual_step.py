@@ -11,8 +11,9 @@ from torch.nn.utils import clip_grad
 from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import Exclusion, Feature
+from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.strategy.training import NOT_AVERAGED
-from lightning_mist.strategy.user_code import GRADIENTS_AWAY, STATE_AWAY, exclusions_of, read_in_step
+from lightning_mist.strategy.user_code import GRADIENTS_AWAY, STATE_AWAY, read_in_step
 
 MANUAL = "automatic_optimization=False: the module calls backward and step itself"
 

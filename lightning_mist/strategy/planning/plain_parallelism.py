@@ -19,7 +19,7 @@ from lightning_mist.errors import MistError, TraceError
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, load_profile
 from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
 from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
-from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.plan.module_map import OFFLOADS, exclusions_of
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.planning.manual_step import MANUAL
@@ -249,8 +249,7 @@ def uneven_hooks(module: Any) -> tuple[Exclusion, ...]:
     if all(other == first for other in others):
         return ()
     reason = "modules have hooks on some ranks only, as a logger's watch puts there, and others do not wait for those"
-    features: tuple[Feature, ...] = ("pipeline", "tensor", "context", "sharded_parameters", "offloaded_parameters")
-    return tuple(Exclusion(feature=feature, reason=reason) for feature in features)
+    return exclusions_of([(reason, ("pipeline", "tensor", "context", "sharded_parameters", "offloaded_parameters"))])
 
 
 def optimizer_reason(optimizers: list[Any], device: torch.device, *, may_be_several: bool = False) -> str | None:
@@ -298,11 +297,10 @@ def _examined(optimizer: Any, dtype: torch.dtype | None) -> OptimizerRule:
 
 def optimizer_exclusions(rule: OptimizerRule) -> tuple[Exclusion, ...]:
     """What an optimizer rules out beside that, and why."""
-    reasons: list[tuple[Feature, str]] = [] if rule.whole is None else [("tensor", rule.whole)]
     # Whatever of it is in host memory, an update goes unit by unit.
-    updated = () if rule.counted is None else ("parameters", "gradients", "optimizer")
-    reasons += [(OFFLOADS[kind], str(rule.counted)) for kind in updated]
-    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in reasons)
+    updated = tuple(OFFLOADS[kind] for kind in ("parameters", "gradients", "optimizer"))
+    reasons: tuple[tuple[str | None, tuple[Feature, ...]], ...] = ((rule.whole, ("tensor",)), (rule.counted, updated))
+    return exclusions_of((reason, features) for reason, features in reasons if reason is not None)
 
 
 def with_whole_blocks(found: ModuleMap, optimizer: Any, rule: OptimizerRule, names: Mapping[Any, str]) -> ModuleMap:

@@ -1,6 +1,6 @@
 """What one planning works with: the module, its batch, and ways to ask the user's step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from lightning_mist.model.cuts import compiled_exclusions
 from lightning_mist.model.initialization import InitialValues, blocks_alike
 from lightning_mist.model.trace import step_bytes
 from lightning_mist.plan import Exclusion, Feature, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
+from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.monitoring import Basis, with_corrections
@@ -182,8 +183,7 @@ class Planner:
             if found.writes == "" and ("data" in call.reach.names or call.name == "forward"):
                 found = replace(found, writes="maybe")  # of a loop nothing is seen but the module's call
         plain = self.plain
-        extra = list(self._stays())
-        extra += [Exclusion(feature=feature, reason=plain) for feature in BUT_PLAIN if plain is not None]
+        extra = [*self._stays(), *exclusions_of([] if plain is None else [(plain, BUT_PLAIN)])]
         extra += compiled_exclusions(self.module, found.blocks)
         for _, rule in self._optimizers():
             extra += optimizer_exclusions(rule)
@@ -199,14 +199,13 @@ class Planner:
         made = partial(map_module, self.module, call, self.batch, second_batch=smaller, step=call.name)
         return made(blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
 
-    def _stays(self) -> Iterator[Exclusion]:
+    def _stays(self) -> tuple[Exclusion, ...]:
         """What is ruled out if batches cannot go to other processes."""
         try:
             take_apart(self.batch, self.strategy.root_device)
         except ValueError as error:
-            reason = f"batches cannot go to the ranks that would share them ({error})"
-            for feature in SHARED_BATCHES:
-                yield Exclusion(feature=feature, reason=reason)
+            return exclusions_of([(f"batches cannot go to the ranks that would share them ({error})", SHARED_BATCHES)])
+        return ()
 
     def with_writes(self, found: ModuleMap) -> ModuleMap:
         """The map, without sharding where the step writes other values into weights on each rank; all take part."""
@@ -217,7 +216,7 @@ class Planner:
         if sums[0] is not None and all(mine == sums[0] for mine in sums):
             return found
         reason = "the step writes into weights what follows from the batch, so that weights of ranks would differ"
-        return replace(found, exclusions=(*found.exclusions, Exclusion(feature="sharded_gradients", reason=reason)))
+        return found.excluding(reason, "sharded_gradients")
 
     def split(self, found: ModuleMap, degrees: tuple[Sequence[int], Sequence[int]]) -> ModuleMap:
         """The map with the ways to share layers, and rows, among so many devices."""
@@ -242,7 +241,7 @@ class Planner:
         self.progress.say("checking that a batch may be cut into microbatches")
         answer = self._proof(found, alike=self.initial is None and on_rank_zero(self.room.is_crowded))
         if isinstance(answer, str):
-            return replace(found, exclusions=(*found.exclusions, Exclusion(feature="microbatches", reason=answer)))
+            return found.excluding(answer, "microbatches")
         self.rules = answer.bound_to(self.module)
         return found
 

@@ -25,13 +25,13 @@ from lightning_mist.model import run_apart
 from lightning_mist.model.child_process import Endless, RunClock, can_fork
 from lightning_mist.model.user_code import Generators, Reach, Surroundings, is_users
 from lightning_mist.plan import Feature, ModuleMap
-from lightning_mist.plan.module_map import OFFLOADS
+from lightning_mist.plan.module_map import OFFLOADS, Reasons, exclusions_of
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
 from lightning_mist.strategy.all_ranks import any_reason, of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, standing_in
-from lightning_mist.strategy.user_code import Survey, changed, exclusions_of
+from lightning_mist.strategy.user_code import Survey, changed
 from lightning_mist.tensors import is_hollow
 
 T = TypeVar("T")
@@ -286,7 +286,7 @@ class TriedStep:
         """
         return replace(found, exclusions=(*found.exclusions, *exclusions_of(self._reasons())))
 
-    def _reasons(self) -> Iterator[tuple[str, tuple[Feature, ...]]]:
+    def _reasons(self) -> Reasons:
         for what, is_inner in self._told.changed:
             yield (
                 f"the step changes {what} as often as it runs, which under DDP is once for every batch of a rank's own",
@@ -312,7 +312,7 @@ class TriedStep:
         for name in _different(of_all_ranks(self._survey.details())):
             yield f"the step reads {name}, which is another on every rank", _SHARED
 
-    def _reads(self) -> Iterator[tuple[str, tuple[Feature, ...]]]:
+    def _reads(self) -> Reasons:
         """What its code reads that is another on every rank."""
         names = self.reach.names
         variables = [name for name in _RANK_VARIABLES if name in names]

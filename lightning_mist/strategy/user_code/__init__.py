@@ -5,7 +5,6 @@ from lightning_mist.strategy.user_code.gradient_reads import Code, gradients_rea
 from lightning_mist.strategy.user_code.hook_restrictions import (
     GRADIENTS_AWAY,
     STATE_AWAY,
-    exclusions_of,
     user_exclusions,
     whole_in_evaluation,
     whole_in_validation,

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_mist.attributes import is_a, of_class, stored
 from lightning_mist.plan import Exclusion, Feature
+from lightning_mist.plan.module_map import Reasons, exclusions_of
 from lightning_mist.strategy.user_code.fit_objects import FitObjects, Known
 from lightning_mist.strategy.user_code.function_code import code_of, is_lightnings, mentions_gradients, names_of
 from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader
@@ -81,16 +82,6 @@ _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
 
 _BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
 """Hooks that run between forward and backward, which are one under every plan but plain data parallelism."""
-
-
-Reasons = Iterable[tuple[str, tuple[Feature, ...]]]
-"""Why features of plans are ruled out, for people, and which."""
-
-
-def exclusions_of(reasons: Reasons) -> tuple[Exclusion, ...]:
-    """What some reasons rule out, each feature once for each."""
-    found = dict.fromkeys((feature, reason) for reason, features in reasons for feature in features)
-    return tuple(Exclusion(feature=feature, reason=reason) for feature, reason in found)
 
 
 def user_exclusions(trainer: Any, optimizers: list[Any], *, master_weights: bool = False) -> tuple[Exclusion, ...]:
