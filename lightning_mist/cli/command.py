@@ -193,7 +193,7 @@ def _value(command: str | None, option: str, text: str, hint: Any, default: obje
     """The value of an option for the parser; ends the process with one line if nobody would write it so."""
     is_list = any(get_origin(item) is tuple for item in (hint, *get_args(hint)))
     kinds = (hint, _item_of(hint), *get_args(hint), *map(_item_of, get_args(hint)))
-    kind, pattern = next((_written(item) for item in kinds if item in _WRITTEN or _is_choice(item)), ("a value", None))
+    kind, pattern = next(filter(None, map(_written, kinds)), ("a value", None))
     parts = [part.strip() for part in text.strip().strip("[]()").split(",")] if is_list else [text]
     is_empty = not text.strip() and default != ""
     if is_empty or (pattern and text != "null" and any(not pattern.fullmatch(part) for part in parts if parts != [""])):
@@ -206,14 +206,10 @@ def _value(command: str | None, option: str, text: str, hint: Any, default: obje
     return text if not is_list or text == "null" or text.startswith(("[", "(")) else f"[{text}]"
 
 
-def _is_choice(hint: Any) -> bool:
-    return get_origin(hint) is Literal and all(isinstance(item, str) for item in get_args(hint))
-
-
-def _written(hint: Any) -> tuple[str, re.Pattern[str]]:
-    """How a number, or one of several words, is written."""
-    if hint in _WRITTEN:
-        return _WRITTEN[hint]
+def _written(hint: Any) -> tuple[str, re.Pattern[str]] | None:
+    """How a number, or one of several words, is written; None of anything else."""
+    if get_origin(hint) is not Literal or not all(isinstance(item, str) for item in get_args(hint)):
+        return _WRITTEN.get(hint)
     words = "|".join(map(re.escape, get_args(hint)))
     return f"one of {', '.join(map(repr, get_args(hint)))}", re.compile(f"['\"]?({words})['\"]?")
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict
 from textwrap import fill
@@ -114,9 +114,8 @@ def explanation_of(planner: "Planner", result: "TuneResult", *, seconds: float, 
     """
     from lightning_mist.explain import explain_plan
 
-    if not seconds:
-        return explain_plan(planner, result, seconds=0.0, **asked)
-    with told("searching plans without each technique, of other kinds and for better machines"):
+    searching = told("searching plans without each technique, of other kinds and for better machines")
+    with searching if seconds else nullcontext():
         return explain_plan(planner, result, seconds=seconds, **asked)
 
 

@@ -6,6 +6,7 @@ the cut, sliced by rows where the data-parallel degrees differ, and the random s
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -159,28 +160,20 @@ class Executor:
         if self.gradients is not None:
             self.gradients.checks = isinstance(loss_scale, Tensor)
             self.gradients.begin(earlier)
-        if self.masters is not None:
-            self.masters.compute()
-        self.written.begin()
         try:
-            with self._context.casts.batch(), self.stages.attached():
-                for position, action in enumerate(self.actions):
-                    if pause is not None and action.kind in INPUT_BACKWARDS:
-                        yield pause
-                        pause = None
-                    names = final.get(position, frozenset())
-                    yield from self.recorder.around(action, self._perform(batch, action, names))
-                yield from self.recorder.around("sends", batch.finish())
-            self.written.check()
-        except BaseException:
-            self._abandon()
-            raise
+            with self._computing():
+                self.written.begin()
+                with self._context.casts.batch(), self.stages.attached():
+                    for position, action in enumerate(self.actions):
+                        if pause is not None and action.kind in INPUT_BACKWARDS:
+                            yield pause
+                            pause = None
+                        names = final.get(position, frozenset())
+                        yield from self.recorder.around(action, self._perform(batch, action, names))
+                    yield from self.recorder.around("sends", batch.finish())
+                self.written.check()
         finally:
             self.reducer.disarm()
-            if self.masters is not None:
-                self.masters.rest()
-        if self._runner is not None:
-            self._runner.end()
         if self.gradients is not None:
             self.gradients.finish()
 
@@ -197,21 +190,10 @@ class Executor:
         """
         batch = BatchRun(forward.context, microbatches, step, loss_scale=1.0, keeps_graph=False)
         self.outputs, self.random_states = batch.outputs, batch.random_states
-        if self.masters is not None:
-            self.masters.compute()
-        try:
-            with forward.running(), forward.context.stages.attached():
-                for action in forward.actions:
-                    yield from batch.perform(action)
-                yield from batch.finish()
-        except BaseException:
-            self._abandon()
-            raise
-        finally:
-            if self.masters is not None:
-                self.masters.rest()
-        if self._runner is not None:
-            self._runner.end()
+        with self._computing(), forward.running(), forward.context.stages.attached():
+            for action in forward.actions:
+                yield from batch.perform(action)
+            yield from batch.finish()
 
     def _perform(self, batch: BatchRun, action: Action, names: frozenset[str]) -> Iterator[Work]:
         """Run one action, after which the gradients of ``names`` are complete."""
@@ -227,13 +209,25 @@ class Executor:
         yield from batch.perform(action)
         self.reducer.complete(names)
 
-    def _abandon(self) -> None:
-        """Leave everything where a batch ended in an error."""
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Around what is computed of a batch; an error leaves everything where it was."""
+        if self.masters is not None:
+            self.masters.compute()
+        try:
+            yield
+        except BaseException:
+            if self._runner is not None:
+                self._runner.abandon()
+            for stage in self.stages:
+                if stage.deferral is not None:
+                    stage.deferral.forget()
+            raise
+        finally:
+            if self.masters is not None:
+                self.masters.rest()
         if self._runner is not None:
-            self._runner.abandon()
-        for stage in self.stages:
-            if stage.deferral is not None:
-                stage.deferral.forget()
+            self._runner.end()
 
     def refuse_use(self) -> None:
         """Tell whoever uses parameters outside of a batch that their values are away, under ZeRO-3."""
