@@ -75,8 +75,10 @@ def referent(value: Any) -> Any:
 def wrapped(function: Any) -> Iterator[Any]:
     """The function inside a method, then those that ``functools.wraps`` says are inside it; anything else itself."""
     seen = set[int]()
-    while id(function) not in seen:
+    while True:
         function = function.__func__ if is_a(function, (MethodType, staticmethod, classmethod)) else function
+        if id(function) in seen:
+            return
         seen.add(id(function))
         yield function
         function = dict.get(own(function) or {}, "__wrapped__", function)

@@ -1,10 +1,11 @@
 """Attributes that have other values for a while."""
 
 import threading
+from types import MethodType
 
 import pytest
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import replaced, unwrapped, wrapped
 
 
 class _Here(threading.local):
@@ -22,3 +23,12 @@ def test_attributes_are_as_before_behind_it_even_after_an_error():
     with pytest.raises(ValueError, match=r"^$"):
         fail()
     assert here.depth == 0
+
+
+def test_functions_that_say_to_be_inside_each_other_come_to_an_end():
+    def function(self):
+        pass
+
+    function.__wrapped__ = MethodType(function, object())
+    assert list(wrapped(function)) == [function]
+    assert unwrapped(function) is function

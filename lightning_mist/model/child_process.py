@@ -83,6 +83,7 @@ BUDGET = TrialBudget()
 
 _POLL_SECONDS = 0.25
 _CLEANING_SECONDS = 1.0
+_TERMINATED = 128 + signal.SIGTERM
 _HELD_UP = 8  # times as long as it should be is a wait in which the process did not run
 
 
@@ -314,7 +315,8 @@ def _child(
     if collects:
         gc.enable()
     os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.set_wakeup_fd(-1)  # it would wake the parent
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     if sys.platform == "linux":
         # A group of its own is not ended with that of its parent; 1 is the signal that tells of the parent's end.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -452,6 +454,8 @@ def _end_of(process: Any, last_words: Path) -> TraceError:
 
 
 def _how_it_ended(name: str, status: int, place: str) -> str:
+    if status == _TERMINATED:
+        status = -signal.SIGTERM
     if status >= 0:
         return f"{name} ended its process with status {status} and no result, as sys.exit does: {_WAYS_OUT}"
     number = -status

@@ -51,8 +51,8 @@ def fail(how: str, **kwargs: Any) -> Any:
         os.abort()
     if how == "segment":
         ctypes.string_at(0)
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("kill", "term"):
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
     if how == "exit":
         sys.exit(3)
     if how == "leave":
@@ -96,6 +96,7 @@ def test_errors_come_back_as_they_were() -> None:
             r"fail was ended at .*test_child_process.py:\d+ by SIGABRT, as compiled code does that reads what fake",
         ),
         ("segment", r"fail was ended at .*test_child_process.py:\d+ by SIGSEGV"),
+        ("term", "fail was ended by SIGTERM"),
         ("kill", "fail was ended by SIGKILL, which the system sends when memory runs out"),
         ("exit", "fail ended its process with status 3 and no result"),
         ("leave", "fail ended its process with status 4 and no result.*torch.library.register_fake"),

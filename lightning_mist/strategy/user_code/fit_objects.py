@@ -70,6 +70,8 @@ class FitObjects:
         self.optimizers = list(optimizers)
         parameters = self.module.parameters() if isinstance(self.module, nn.Module) else ()
         self._parameters = {id(parameter) for parameter in parameters}
+        names = dict(self.module.named_parameters()) if self._parameters else ()
+        self.words = {*_WORDS, *(part for name in names for part in name.split("."))}
 
     def holds(self, value: Any) -> bool:
         """Whether parameters of the module can be reached from a value."""
@@ -122,6 +124,11 @@ _MODULE_PROPERTIES = _words(
     "device dtype current_epoch global_step global_rank local_rank logger loggers hparams hparams_initial training"
     " automatic_optimization on_gpu example_input_array strict_loading fabric device_mesh __class__"
 )
+_WORDS = _words(
+    "parameters named_parameters state_dict param_groups modules named_modules children named_children deepcopy"
+)
+"""By which code gets at parameters, besides their own names."""
+
 _OPTIMIZER_NAMES = _words("step zero_grad defaults toggle_model __class__")
 _STRATEGY_NAMES = _words(
     "barrier broadcast reduce all_gather reduce_boolean_decision root_device is_global_zero global_rank local_rank"

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_mist.attributes import is_a, own, package_of, stored, unwrapped, wrapped
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_PLACES = ("/site-packages/", "/dist-packages/")
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _SPOKEN = ("torch", *_LIGHTNING)  # whose names say what they do
 
@@ -62,8 +63,15 @@ def loaded_names(code: types.CodeType) -> set[str]:
 
 
 def is_lightnings(item: Any) -> bool:
-    """Whether a function or class is Lightning's own."""
-    return package_of(unwrapped(item)) in _LIGHTNING
+    """Whether a function or class is Lightning's own, with nothing of the user's around it."""
+    return package_of(unwrapped(item)) in _LIGHTNING and not users_layers(item)
+
+
+def users_layers(function: Any) -> list[Any]:
+    """What decorators of the user's own have put around a function, the outermost first."""
+    *around, _ = wrapped(function)
+    functions = [each for each in around if is_a(each, types.FunctionType) and not is_librarys(each.__code__)]
+    return [each for each in functions if package_of(each) not in _SPOKEN]
 
 
 def code_of(function: Any) -> types.CodeType | None:
@@ -73,21 +81,26 @@ def code_of(function: Any) -> types.CodeType | None:
 
 
 def is_library(function: Any) -> bool:
-    """Whether a function belongs to an installed package or to Python, and not to the user's project."""
+    """Whether a function belongs to an installed package or to Python, with nothing of the user's around it."""
     code = code_of(function)
-    return code is None or is_librarys(code)
+    return (code is None or is_librarys(code)) and not users_layers(function)
 
 
 def is_librarys(code: types.CodeType) -> bool:
     """Whether code belongs to an installed package or to Python."""
     name = code.co_filename
-    return name.startswith("<frozen") or any(path and name.startswith(path) for path in _LIBRARIES)
+    is_installed = any(path and name.startswith(path) for path in _LIBRARIES)
+    return name.startswith("<frozen") or is_installed or any(place in name for place in _PLACES)
 
 
 def mentions_gradients(function: Any, owner: Any = None) -> bool:
     """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
-    around = [found for found in wrapped(function) if package_of(found) not in _SPOKEN]
-    waiting, seen = [(found, 4) for found in (*around, unwrapped(function))], set()
+    return words_of_gradients((*users_layers(function), unwrapped(function)), owner)
+
+
+def words_of_gradients(functions: Iterable[Any], owner: Any) -> bool:
+    """The same of the code of functions themselves, without what they are around."""
+    waiting, seen = [(function, 4) for function in functions], set()
     while waiting:
         item, depth = waiting.pop()
         if not is_a(item, types.FunctionType) or (code := item.__code__) in seen:
@@ -104,14 +117,14 @@ def mentions_gradients(function: Any, owner: Any = None) -> bool:
         left = min(depth - 1, 1) if is_library(item) else depth - 1
         for name in names:
             called = (item.__globals__.get(name), stored(owner, name), _of_modules(item, name, names))
-            found = [inner for each in called for inner in wrapped(each)]
-            waiting += [(inner, left) for inner in found if package_of(inner) not in _SPOKEN]
+            found = [layer for each in called for layer in (*users_layers(each), unwrapped(each))]
+            waiting += [(layer, left) for layer in found if package_of(layer) not in _SPOKEN]
     return False
 
 
-def names_of(function: Any) -> frozenset[str]:
-    """The names that a function's code uses."""
-    code = code_of(function)
+def names_of(function: Any, *, inside: bool = True) -> frozenset[str]:
+    """The names that a function's code uses: that of the innermost, or its own."""
+    code = code_of(function) if inside else function.__code__
     return frozenset(() if code is None else _names(code))
 
 

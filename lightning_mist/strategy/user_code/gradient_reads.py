@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_mist.attributes import is_a, of_class, own, wrapped
+from lightning_mist.attributes import is_a, of_class, own, unwrapped, wrapped
 from lightning_mist.strategy.user_code.function_code import is_librarys
 
 _MOST_FUNCTIONS = 400
@@ -32,8 +32,10 @@ def read_in_step(module: Any) -> tuple[str, str, str] | None:
     What it calls is looked for in the module, in its submodules and in what else it has as attributes.
     """
     holders = {type(item): item for item in (*vars(module).values(), *module.modules(), module)}
+    functions = [item for item in wrapped(module.training_step) if is_a(item, FunctionType)]
+    if unwrapped(module.training_step) not in functions:
+        return "gradients", type(module.training_step).__name__, "which is not read"
     for what, wanted in (("gradients", _OF_GRADIENTS), ("optimizer state", _OF_STATE)):
-        functions = [item for item in wrapped(module.training_step) if is_a(item, FunctionType)]
         waiting = [(item.__code__, item.__globals__, tuple(holders.values()), True) for item in functions]
         if (found := _read_in(waiting, wanted)) is not None:
             return what, *found

@@ -30,9 +30,11 @@ from lightning_mist.strategy.user_code.function_code import (
     body_of,
     code_of,
     is_library,
-    is_librarys,
     is_lightnings,
     loaded_names,
+    names_of,
+    users_layers,
+    words_of_gradients,
 )
 
 _MOST_FUNCTIONS = 200
@@ -66,14 +68,27 @@ class Reader:
         Raises:
             ReachedError: If it reaches parameters, or it cannot be told.
         """
-        *around, function = wrapped(function)
-        values = ([] if owner is None else [Known(owner)]) + list(arguments)
-        if code_of(function) is None:
-            raise ReachedError(_name_of(function), function)
-        for each in around:
-            if is_a(each, types.FunctionType) and not is_librarys(each.__code__):
-                self._read(each, owner, values, keywords or {})
-        return self._read(function, owner, values, keywords or {})
+        *_, inner = wrapped(function)
+        values, keywords = ([] if owner is None else [Known(owner)]) + list(arguments), keywords or {}
+        if code_of(inner) is None:
+            raise ReachedError(_name_of(inner), inner)
+        given = [self._around(each, function, owner, values, keywords) for each in users_layers(function)]
+        if not is_library(inner):
+            given.append(self._read(inner, owner, values, keywords))
+        elif not is_lightnings(inner) and any(self._all.holds(value) for value in (*values, *keywords.values())):
+            raise ReachedError(_name_of(inner), inner)
+        return next((value for value in given if value is not None), None)
+
+    def _around(self, layer: Any, function: Any, owner: Any, values: list[Any], keywords: dict[str, Any]) -> Any:
+        """What a decorator has put around a function is read if it speaks of gradients or parameters by some name."""
+        if not words_of_gradients([layer], owner) and self._all.words.isdisjoint(names_of(layer, inside=False)):
+            return None
+        inside = {(each.__code__, id(None)) for each in wrapped(function) if is_a(each, types.FunctionType)}
+        before, self._open = self._open, self._open | inside - {(layer.__code__, id(None))}
+        try:
+            return self._read(layer, owner, values, keywords)
+        finally:
+            self._open = before
 
     def _read(self, function: Any, owner: Any, values: list[Any], keywords: dict[str, Any]) -> Any:
         code = function.__code__

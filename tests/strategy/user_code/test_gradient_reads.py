@@ -80,5 +80,11 @@ def test_what_a_step_looks_at_is_named(module, what, name):
     assert name in f"{found[1]} in {found[2]}"
 
 
+def test_a_step_that_cannot_be_read_may_look_at_gradients():
+    module = Net()
+    module.training_step = functools.partial(Looks.training_step, module)
+    assert read_in_step(module) == ("gradients", "partial", "which is not read")
+
+
 def test_gradients_that_torch_returns_are_not_those_of_parameters():
     assert read_in_step(Penalised()) is None

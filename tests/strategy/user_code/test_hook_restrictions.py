@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import logging
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -171,6 +173,62 @@ def _kept(function):
         return function(*args)
 
     return around
+
+
+def _timed(function):
+    @functools.wraps(function)
+    def around(*args, **kwargs):
+        logging.getLogger(__name__).debug("%s", args)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            TIMES.append(time.perf_counter())
+
+    return around
+
+
+TIMES = []
+
+
+class Above(Callback):
+    @_timed
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        super().on_train_batch_end(trainer, pl_module, *args)
+
+
+class AboveToo(Callback):
+    @_timed
+    @rank_zero_only
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        super().on_train_batch_end(trainer, pl_module, *args)
+
+
+def _looked_at(function):
+    @functools.wraps(function)
+    def around(self, *args, **kwargs):
+        self.log("norm", self.head.weight.grad.norm())
+        return function(self, *args, **kwargs)
+
+    return around
+
+
+class Timed(Net):
+    @_timed
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+
+    on_before_optimizer_step = _timed(pl.LightningModule.on_before_optimizer_step)
+
+
+class Wrapped(Net):
+    on_before_optimizer_step = _looked_at(pl.LightningModule.on_before_optimizer_step)
+
+
+def test_decorators_that_look_at_nothing_rule_nothing_out_and_those_of_lightnings_methods_are_read():
+    assert found(Above(), AboveToo(), module=Timed()) == (set(), "")
+    features, reason = found(module=Wrapped())
+    assert features == set(GRADIENTS_AWAY)
+    assert "on_before_optimizer_step of Wrapped may use gradients" in reason
 
 
 def _shadow(self, module):
