@@ -6,6 +6,18 @@ from typing import Any
 import torch
 
 
+def first_slice(index: Any) -> tuple[Any, Any] | None:
+    """From where to where an indexing takes a tensor's first dimension, step by step; None if it does not."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return (first.start, first.stop) if isinstance(first, slice) and first.step in (None, 1) else None
+
+
+def takes_all(ends: tuple[Any, Any], rows: int) -> bool:
+    """Whether a slice by numbers leaves none of so many rows out; what is no number may be theirs."""
+    first, end = ends
+    return first in (None, 0) and (type(end) is not int or end >= rows)
+
+
 def is_writing(name: str) -> bool:
     """Whether a function writes into its first argument."""
     return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")

@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import user_line
-from lightning_mist.runtime.cutting.arguments import rebuilt
+from lightning_mist.runtime.cutting.arguments import first_slice, rebuilt, takes_all
 from lightning_mist.runtime.cutting.combination import KEEPING, Way, tolerance_of
 from lightning_mist.runtime.cutting.repairs import Count, Over, Whole, scaled
-from lightning_mist.runtime.cutting.rules import CutRules, ResultKey, Site, given_to
-from lightning_mist.runtime.cutting.tape import made_by, name_of, occurrence
+from lightning_mist.runtime.cutting.rules import ROWS, CutRules, ResultKey, Site, given_to
+from lightning_mist.runtime.cutting.tape import made_by, name_of, occurrence, tensors_in
 from lightning_mist.runtime.cutting.tape_replay import Values
 from lightning_mist.runtime.shared_patch import ACTIVE, quiet_in_blocks
+from lightning_mist.tensors import batch_tensors
 
 SUSPICIOUS = frozenset(
     (
@@ -43,14 +44,32 @@ class CutMode(TorchFunctionMode):
         whole: What the sites need from the whole batch.
         first: Share of the batch's rows before the part.
         end: That up to its end.
+        rows: Rows of the batch.
+        batch: The part.
 
     Attributes:
         counted: What means were taken over: of the part, of the whole, and where.
         wrong: Whether something counted other than was worked out from the batch, where the values are, and the line.
     """
 
-    def __init__(self, rules: CutRules, whole: Values | None, part: Values | None, first: float, end: float) -> None:
+    def __init__(
+        self,
+        rules: CutRules,
+        whole: Values | None,
+        part: Values | None,
+        first: float,
+        end: float,
+        *,
+        rows: int,
+        batch: Any,
+    ) -> None:
         super().__init__()
+        self._rows, self._own = rows, round((end - first) * rows)
+        # What has the part's rows, and the line of what would have fewer of the batch's.
+        self._rowed: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._behind = ""
+        for tensor in batch_tensors(batch):
+            self._rowed[id(tensor)] = weakref.ref(tensor), ""
         self._rules, self._whole, self._part = rules, whole, part
         self._first, self._end = first, end
         self._sites: Mapping[Hashable, Site] = {site.key: site for site in rules.sites}
@@ -59,19 +78,36 @@ class CutMode(TorchFunctionMode):
         self._counts: dict[Hashable, int] = {}
         self.wrong: list[tuple[Tensor, str]] = []
         self.counted: dict[Hashable, tuple[Tensor, Tensor, str]] = {}
-        self.is_quiet = False
+        self._is_quiet = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a block computes, which is not looked into."""
+        return self._is_quiet
+
+    @is_quiet.setter
+    def is_quiet(self, value: bool) -> None:
+        self._is_quiet = value
+        if value:  # what lives now may be what the block is given
+            fewer = (line for alive, line in self._rowed.values() if line and alive() is not None)
+            self._behind = next(fewer, self._behind)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
         is_watched = name in self._watched
         given = given_to(args, kwargs, self.way_of) if is_watched or self._ways else ()
-        if self.is_quiet or not (is_watched or given):
+        if self._is_quiet:
             return func(*args, **kwargs)
+        if not (is_watched or given):
+            output = func(*args, **kwargs)
+            self._follow_rows(name, args, kwargs, output)
+            return output
         key = occurrence(self._counts, name)
         site = self._sites.get(key)
         output = func(*args, **kwargs) if site is None else self._mended(site, func, args, kwargs)
         self._follow(name, key, given, made_by(name, args, output))
+        self._follow_rows(name, args, kwargs, output)
         is_new = name in SUSPICIOUS and key[:2] not in self._rules.known
         if is_new and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             raise TraceError(
@@ -93,6 +129,29 @@ class CutMode(TorchFunctionMode):
             if way is not None:
                 self._ways[id(tensor)] = weakref.ref(tensor), way
 
+    def _follow_rows(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Note what has the part's rows, and what takes all of them where the batch would leave some out."""
+        lines = [line for tensor in tensors_in((args, kwargs)) if (line := self._line_of(tensor)) is not None]
+        # What a block has made has a graph.
+        if not lines and (name != "__getitem__" or args[0].grad_fn is None):
+            return
+        line = max(lines, default="")
+        if not line and name == "__getitem__" and self._is_rowed(args[0]):
+            ends, seen = first_slice(args[1]), self._rules.slices
+            is_seen = ends is None or ends in seen or (ROWS in seen and takes_all(ends, self._own))
+            if ends is not None and not is_seen and not takes_all(ends, self._rows):
+                line = f"rows {ends[0] or 0} to {ends[1]} at {user_line()}"
+        for tensor in made_by(name, args, output):
+            if line or self._is_rowed(tensor):
+                self._rowed[id(tensor)] = weakref.ref(tensor), line
+
+    def _is_rowed(self, tensor: Tensor) -> bool:
+        return bool(tensor.dim()) and tensor.shape[0] == self._own
+
+    def _line_of(self, tensor: Tensor) -> str | None:
+        known = self._rowed.get(id(tensor))
+        return None if known is None or known[0]() is not tensor else known[1]
+
     def way_of(self, value: Any) -> Way | None:
         """Which of the proved values a tensor is: their way, a line for what was made otherwise, None for others."""
         known = self._ways.get(id(value))
@@ -104,6 +163,11 @@ class CutMode(TorchFunctionMode):
         Raises:
             TraceError: Saying where, or how.
         """
+        if fewer := self._behind or self._line_of(value):
+            raise TraceError(
+                f"{text} is made of some of the batch's rows ({fewer}), of which parts cannot know which they have: it "
+                f"was made of all when it was proved that batches may be cut. {WAY_OUT}"
+            )
         wanted, found = self._rules.traced.get(key), self.way_of(value)
         if found != wanted:
             raise TraceError(
@@ -164,8 +228,12 @@ class CutMode(TorchFunctionMode):
 
 def copied(value: Any, copy: Any) -> None:
     """Let the mode that watches the step, if one does, know the copy of a tensor for what that was."""
-    if isinstance(mode := ACTIVE.mode, CutMode) and (way := mode.way_of(value)) is not None:
+    if not isinstance(mode := ACTIVE.mode, CutMode):
+        return
+    if (way := mode.way_of(value)) is not None:
         mode._ways[id(copy)] = weakref.ref(copy), way
+    if isinstance(copy, Tensor) and (line := mode._line_of(value)):
+        mode._rowed[id(copy)] = weakref.ref(copy), line
 
 
 def check_counts(wrong: Sequence[tuple[Tensor, str]]) -> None:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.runtime.checks import GradientDifferences, Steady, loss_of
-from lightning_mist.runtime.cutting.arguments import leaves_in, rebuilt
+from lightning_mist.runtime.cutting.arguments import first_slice, leaves_in, rebuilt, takes_all
 from lightning_mist.runtime.cutting.combination import Way, is_close, tolerance_of
 from lightning_mist.runtime.cutting.draws import refuse_draws
 from lightning_mist.runtime.cutting.follow import ANY, Findings, Follower, Variant
 from lightning_mist.runtime.cutting.mode import SUSPICIOUS
 from lightning_mist.runtime.cutting.perturb import Perturber, other_parameters
 from lightning_mist.runtime.cutting.portable import portable_entry, portable_values, sizes_by_batch
-from lightning_mist.runtime.cutting.rules import CutRules, Form, ResultKey, Site, given_to, needed, with_weights
+from lightning_mist.runtime.cutting.rules import ROWS, CutRules, Form, ResultKey, Site, given_to, needed, with_weights
 from lightning_mist.runtime.cutting.step_results import Result, best_way, read_results, result_ways
 from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
@@ -366,7 +366,11 @@ def _rules(
     )
     entries = [portable_entry(entry, module) for entry in ancestors(tape, needed(sites))]
     known = frozenset(entry.key[:2] for taken in (tape, fewer) for entry in taken.entries if entry.name in SUSPICIOUS)
+    slices = [first_slice(entry.args[1]) for entry in tape.entries if entry.name == "__getitem__"]
+    by_number = [ends for ends in slices if ends and any(isinstance(end, Number) for end in ends)]
+    fewer_rows = [ends for ends in slices if ends and ends not in by_number and not takes_all(ends, tape.rows)]
     return CutRules(
+        slices=(*dict.fromkeys(fewer_rows), *([ROWS] if by_number else ())),
         sites=tuple(with_weights(site, lambda weight: portable_values(weight, module)) for site in sites),
         slice=Slice(entries, tape.device) if needed(sites) else None,
         seen=ways,

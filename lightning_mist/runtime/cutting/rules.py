@@ -20,6 +20,10 @@ ResultKey = tuple[Hashable, ...]
 """``("loss",)``, ``("extra", name, ...)`` or ``("log", name, occurrence)``."""
 
 
+ROWS = ("rows", "rows")
+"""Stands for a slice by the number of a batch's rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A call whose part of a batch computes something else."""
@@ -43,6 +47,7 @@ class CutRules:
         known: Functions that may look across rows, with the places where they were seen.
         forms: What calls make of values put together from rows: by call, and all of them that are not mended by place.
         traced: Which of these values a result is.
+        slices: From where to where first dimensions were sliced, where that leaves rows out or goes by their number.
         has_dropout: Whether parts draw other masks of dropout than the whole batch would.
     """
 
@@ -54,6 +59,7 @@ class CutRules:
     known: frozenset[Hashable] = frozenset()
     forms: Mapping[Hashable, tuple[Form, ...]] = field(default_factory=dict)
     traced: Mapping[ResultKey, Way] = field(default_factory=dict)
+    slices: tuple[tuple[Any, Any], ...] = ()
     has_dropout: bool = False
 
     @property

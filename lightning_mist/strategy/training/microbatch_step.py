@@ -188,7 +188,8 @@ class PartSteps:
             batch = self._batches[microbatch.owner] = _Batch(self.rules, whole, waits=self._waits)
         rows = round((end - first) * microbatch.batch_rows)
         part = self.rules.measure(microbatch.value, rows)
-        mode = CutMode(self.rules, batch.whole, part, first, end)
+        of = {"rows": microbatch.batch_rows, "batch": microbatch.value}
+        mode = CutMode(self.rules, batch.whole, part, first, end, **of)
         with cutting(mode):
             is_last = self._exchange.is_last(microbatch)
             yield partial(batch.finished, mode=mode, share=end - first, is_last=is_last)

@@ -265,7 +265,8 @@ def run_in_parts(net, rules: CutRules, batch, ends):
     whole = rules.measure(batch, rows)
     for end in ends:
         piece, share = {name: value[first:end] for name, value in batch.items()}, (end - first) / rows
-        mode = CutMode(rules, whole, rules.measure(piece, end - first), first / rows, end / rows)
+        part = rules.measure(piece, end - first)
+        mode = CutMode(rules, whole, part, first / rows, end / rows, rows=rows, batch=piece)
         with cutting(mode):
             loss = net(piece)
         mode.expect(("loss",), loss, "the loss")

@@ -23,6 +23,7 @@ from tests.runtime.cutting.networks import (
     repeated,
     rules_of,
     run_in_parts,
+    size,
     whole_run,
 )
 
@@ -106,6 +107,45 @@ def test_what_is_put_together_otherwise_later_ends_training(form):
     assert_parts_add_up(net, rules, torch.float64)
     with pytest.raises(TraceError, match=r"the loss is made otherwise .*(networks\.py:|is max)"):
         assert_parts_add_up(net.weigh(1.0), rules, torch.float64)
+
+
+def fewer_rows_in(net, hidden, batch):
+    return size(net.words(net.embed(batch["x"][: net.rows]))).mean()
+
+
+def fewer_rows_out(net, hidden, batch):
+    return size(hidden[0 : net.rows]).mean()
+
+
+def fewer_rows_looked_at(net, hidden, batch):
+    net.seen = batch["x"][: net.rows].sum(), hidden[:2]
+    return size(hidden).mean()
+
+
+@pytest.mark.parametrize("form", [fewer_rows_in, fewer_rows_out])
+@pytest.mark.parametrize(("first", "later"), [(6, 4), (4, 4), (100, 5)])
+def test_rows_that_are_left_out_end_training_where_parts_keep_them(form, first, later):
+    """Parts have 1, 2 and 3 rows of 6; the proof looks at 5."""
+    net = Network(form).weigh(0.0)
+    net.rows = first
+    rules = rules_of(net, make_batch(6 if first != later else 4))
+    net.rows = later
+    with pytest.raises(TraceError, match=r"the loss is made of some of the batch's rows \(rows 0 to \d at .*\.py:"):
+        assert_parts_add_up(net, rules, torch.float64)
+
+
+def rows_counted(net, hidden, batch):
+    rows = len(batch["x"])
+    return size(hidden[: batch["x"].shape[0]]).mean() + net.words(net.embed(batch["x"][:rows])).mean()
+
+
+@pytest.mark.parametrize("form", [fewer_rows_looked_at, rows_counted])
+def test_rows_may_be_left_out_of_what_is_only_looked_at_and_sliced_by_their_number(form):
+    net = Network(form).weigh(0.0)
+    net.rows = 6
+    rules = rules_of(net, make_batch(6))
+    for net.rows in (6, 3):
+        assert_parts_add_up(net, rules, torch.float64)
 
 
 @pytest.mark.parametrize("form", [left_out, repeated, changed])
