@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,15 +147,10 @@ class BatchRun:
         runner = self._context.runner
         if runner is not None:
             runner.begin(action, marks=self._keeps_graph and action.kind is ActionKind.FORWARD)
-        yield from self._compute(action, self._microbatches[action.microbatch])
-        if runner is not None:
-            runner.finish()
-
-    def _compute(self, action: Action, microbatch: Microbatch) -> Iterator[Work]:
+        microbatch = self._microbatches[action.microbatch]
         if self._neighbours.rows(microbatch) == 0:
-            # A small batch cut into many parts: this rank has no rows of it, and nobody waits for any.
-            return
-        if action.kind is ActionKind.FORWARD:
+            pass  # a small batch cut into many parts: this rank has no rows of it, and nobody waits for any
+        elif action.kind is ActionKind.FORWARD:
             yield from self._forward(action.stage, microbatch)
         elif action.kind in INPUT_BACKWARDS:
             yield from self._backward(action, microbatch)
@@ -162,6 +158,8 @@ class BatchRun:
             self._deferral(action.stage).run(action.microbatch)
         else:
             self._posts[action.kind](action.stage, microbatch)
+        if runner is not None:
+            runner.finish()
 
     def finish(self) -> Iterator[Work]:
         """Wait for everything that was sent: buffers must live until their receiver has them."""
@@ -229,7 +227,7 @@ class BatchRun:
         inputs = tuple(tensor for *_, tensor in received)
         with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, inputs):
             self._start_runner()
-            output = part_of_module.forward(lambda: self._step(microbatch), inputs)
+            output = part_of_module.forward(partial(self._step, microbatch), inputs)
             if stage < self._last:
                 part_of_module.check_form(output, (batch_signature(microbatch.value), self._keeps_graph))
         self._context.casts.look(stage, (output.tensors, output.value))

@@ -7,10 +7,10 @@ around together, inside of collectives or not, and where hooks have seen the bat
 ask for; the next start of the same training plans with less by itself.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_mist.errors import InfeasibleError, caught_as
 from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
@@ -18,8 +18,6 @@ from lightning_mist.runtime.parameters import at_work
 from lightning_mist.strategy.planning import Decision, is_out_of_memory, remember_limit
 from lightning_mist.strategy.training import gradients_are_about_to_go, recorded_logs, replay
 from lightning_mist.units import format_bytes
-
-T = TypeVar("T")
 
 WATCHED_STEPS = 2
 """Optimizer steps after which memory has been at its peak: the first makes the optimizer's state, the second has it."""
@@ -47,59 +45,77 @@ class FirstSteps:
         self._strategy, self._replan, self._reach = strategy, decision.replan, decision.reach
         self._tries, self._is_stepping, self._cache_place = 0, False, decision.cache_place
         self._left = 0 if decision.needs is None else WATCHED_STEPS
+        self._failed: _AnotherPlanError | None = None
+        self._ran_out = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers can be pickled after a fit, and what plans cannot.
         return {**vars(self), "_strategy": None, "_replan": None, "_reach": None, "_left": 0}
 
-    def step(self, work: Callable[[], T]) -> T:
-        """An optimizer step, its batch included; ends with InfeasibleError where no other plan can be taken."""
+    def tried_steps(self) -> Iterator[AbstractContextManager[None]]:
+        """Around an optimizer step, its batch included: one context for each plan that it is tried with.
+
+        A context raises InfeasibleError where memory runs out and no other plan can be taken.
+        """
         if not self._left:
-            return work()
-        hook, self._is_stepping = self._module._current_fx_name, True
-        try:
-            while True:
-                try:
-                    result = work()
-                    break
-                except _AnotherPlanError as error:
-                    batch = error.batch
-                except Exception as error:
-                    if isinstance(error, InfeasibleError) or not is_out_of_memory(error):
-                        raise
-                    raise self._ended(error) from error
-                self._module._current_fx_name = hook
-                self._take_another(batch)
-        finally:
-            self._is_stepping = False
+            yield nullcontext()
+            return
+        hook, self._failed = self._module._current_fx_name, None
+        yield self._stepping()
+        while self._failed is not None:
+            batch, self._failed = self._failed.batch, None
+            self._module._current_fx_name = hook
+            self._take_another(batch)
+            yield self._stepping()
         self._left -= 1
         if not self._left:
             self._replan = self._reach = None
-        return result
 
-    def batch(self, work: Callable[[], T], batch: Any) -> T:
-        """The forward, or the whole schedule, of one batch; ends as :meth:`step` does."""
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        except _AnotherPlanError as error:
+            self._failed = error
+        except Exception as error:
+            if isinstance(error, InfeasibleError) or not is_out_of_memory(error):
+                raise
+            raise self._ended(error) from error
+        finally:
+            self._is_stepping = False
+
+    def tried_batches(self, batch: Any) -> Iterator[AbstractContextManager[None]]:
+        """Around the forward, or the whole schedule, of one batch; as :meth:`tried_steps`."""
         while self._left:
             before = None if self._replan is None else self._now()
-            # A plan that the engine runs logs behind its batch in any case.
-            is_plain = before is not None and self._strategy._engine is None
-            try:
-                with recorded_logs(self._module) if is_plain else nullcontext() as log:
-                    result = work()
-                if log is not None:
-                    replay(self._module, log.take())
-                return result
-            except Exception as error:
-                if not is_out_of_memory(error) or (before is None and self._is_stepping):
-                    raise
-                if before is None:
-                    raise self._ended(error) from error
+            self._ran_out = False
+            yield self._running(has_state=before is not None)
+            if not self._ran_out:
+                return
             # Outside of the handler: the traceback held what the batch had made.
+            assert before is not None
             before()
             if self._is_stepping:
                 raise _AnotherPlanError(batch)
             self._take_another(batch)
-        return work()
+        yield nullcontext()
+
+    @contextmanager
+    def _running(self, *, has_state: bool) -> Iterator[None]:
+        # A plan that the engine runs logs behind its batch in any case.
+        is_plain = has_state and self._strategy._engine is None
+        try:
+            with recorded_logs(self._module) if is_plain else nullcontext() as log:
+                yield
+            if log is not None:
+                replay(self._module, log.take())
+        except Exception as error:
+            if not is_out_of_memory(error) or (not has_state and self._is_stepping):
+                raise
+            if not has_state:
+                raise self._ended(error) from error
+            self._ran_out = True
 
     @property
     def _module(self) -> Any:

@@ -141,11 +141,11 @@ class Monitor:
         self._steps += 1
 
     def _recorded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
+        def timed_closure() -> Any:
             with self.recorder.phase(CLOSURE):
                 return closure()
 
-        return run
+        return timed_closure
 
     def after_step(self) -> None:
         """Compare once enough steps were timed; the same step on every rank."""

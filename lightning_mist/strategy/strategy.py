@@ -271,7 +271,11 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         batch, *rest = (*args, *kwargs.values())
         assert self._monitor is not None
         self._monitor.saw(batch)
-        return self._first_steps.batch(lambda: self._trained(batch, rest, args, kwargs), batch)
+        output = None
+        for tried in self._first_steps.tried_batches(batch):
+            with tried:
+                output = self._trained(batch, rest, args, kwargs)
+        return output
 
     def _trained(self, batch: Any, rest: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._engine is None:
@@ -283,17 +287,14 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
                 return self._engine.run_step(lambda: super(MistBase, self).training_step(*args, **kwargs))
         module, context = self.lightning_module, self.precision_plugin.train_step_context
         assert module is not None
-
-        def step(part: Any) -> Any:
-            with context():
-                return module.training_step(part, *rest)
-
         scaler = getattr(self.precision_plugin, "scaler", None)
         # As the scaler itself would scale a loss: its scale stays on the device.
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
         keeps = not gradients_are_about_to_go(module)
         with self.all_take_part():
-            result, loss = self._engine.train_batch(batch, step, loss_scale=scale, keeps_gradients=keeps)
+            result, loss = self._engine.train_batch(
+                *(batch, module.training_step, *rest), context=context, loss_scale=scale, keeps_gradients=keeps
+            )
         with context():  # Numbers become tensors of the precision's type, as where the step itself logs.
             extras = replay(module, result.records, result.extras)
         if not extras:
@@ -312,18 +313,17 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         if self._engine is not None:
             self._engine.owned(optimizer).check()
 
-        def step() -> Any:
-            assert self._monitor is not None
-            with self._monitor.step(optimizer, closure) as timed:
-                output = super(MistBase, self).optimizer_step(optimizer, timed, model, **kwargs)
+        output, monitor = None, self._monitor
+        for tried in self._first_steps.tried_steps():
+            monitor = self._monitor  # another plan has another one
+            assert monitor is not None
+            with tried, monitor.step(optimizer, closure) as timed:
+                output = super().optimizer_step(optimizer, timed, model, **kwargs)
                 if self._engine is not None:
                     with self.all_take_part():
                         complete(self._engine.executor.gather_parameters())
-            return output
-
-        output = self._first_steps.step(step)
-        assert self._monitor is not None
-        self._monitor.after_step()
+        assert monitor is not None
+        monitor.after_step()
         return output
 
     def on_train_start(self, **more: Any) -> None:

@@ -17,6 +17,21 @@ def steps(folder, needs=1000):
     return FirstSteps(SimpleNamespace(_decision=decision, lightning_module=module, global_rank=1), decision)
 
 
+def stepped(first, work):
+    """An optimizer step with its batch."""
+    for tried in first.tried_steps():
+        with tried:
+            result = batch(first, work)
+    return result
+
+
+def batch(first, work):
+    for tried in first.tried_batches(None):
+        with tried:
+            result = work()
+    return result
+
+
 def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -25,22 +40,22 @@ def test_a_rank_that_runs_out_of_memory_says_what_to_ask_for_and_the_next_start_
     first = steps(tmp_path)
     (tmp_path / "plan.json").write_text("a plan")
     with pytest.raises(InfeasibleError, match=rf"rank 1 ran out of memory .* memory_limit={int(TIGHTER * 1000)} "):
-        first.step(lambda: first.batch(out_of_memory, None))
+        stepped(first, out_of_memory)
     assert remembered_limit(tmp_path / "plan.json") == int(TIGHTER * 1000)
     assert not (tmp_path / "plan.json").exists()
     # Between steps, where gradients are only accumulated, as well; and programs that catch torch's error catch it.
     with pytest.raises(torch.OutOfMemoryError, match="as the next start does by itself"):
-        steps(tmp_path).batch(out_of_memory, None)
+        batch(steps(tmp_path), out_of_memory)
 
 
 def test_plans_of_the_users_and_later_steps_are_left_alone(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
-        steps(tmp_path, needs=None).step(out_of_memory)
+        stepped(steps(tmp_path, needs=None), out_of_memory)
     first = steps(tmp_path)
     for _ in range(WATCHED_STEPS):
-        assert first.step(lambda: first.batch(lambda: 1, None)) == 1
+        assert stepped(first, lambda: 1) == 1
     with pytest.raises(torch.OutOfMemoryError):
-        first.step(lambda: first.batch(out_of_memory, None))
+        stepped(first, out_of_memory)
     assert remembered_limit(tmp_path / "plan.json") is None
 
 

@@ -1,10 +1,12 @@
 """One process: what a plan without stages does to an ordinary project, and what is refused or left to DDP."""
 
+import builtins
 import copy
 import io
 import json
 import pickle
 import shutil
+import sys
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -299,6 +301,31 @@ def test_a_cluster_of_another_size_is_refused(tmp_path, profiles):
         train(tmp_path, MistStrategy(cluster="1x8xL4", profile_directory=profiles))
     with pytest.raises(ValueError, match="has 2 devices, but 1 processes run"):
         train(tmp_path, MistStrategy(cluster="L4+T4", profile_directory=profiles))
+
+
+class Watched(Net):
+    def training_step(self, batch, batch_idx):
+        note_step()  # noqa: F821  a name of nobody's: what the step may change is looked at
+        return super().training_step(batch, batch_idx)
+
+
+def test_few_frames_of_ours_stand_above_the_step_and_no_two_of_one_name(tmp_path, monkeypatch):
+    frames = []
+
+    def note():
+        frame, found = sys._getframe(2), []
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith("lightning_mist."):
+                found.append(frame.f_code.co_name)
+            frame = frame.f_back
+        frames.append(found)
+
+    monkeypatch.setattr(builtins, "note_step", note, raising=False)
+    train(tmp_path, MistStrategy(plan=one_stage(microbatches=2, checkpointed=1)), Watched())
+    for found in frames[-4:]:
+        assert found[0] == "run_part"
+        assert 10 < len(found) <= 17
+        assert len(set(found)) == len(found)
 
 
 def test_fit_test_predict_and_fit_again(tmp_path):

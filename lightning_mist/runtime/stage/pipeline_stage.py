@@ -164,7 +164,8 @@ class PipelineStage:
         specs = self._specs.get(key)
         if specs is None:
             run = StepRun(self._wanted, None, get_random_state(self._device))
-            self._enter(run, call)
+            with self._entered(run):
+                call()
             self._continue_random(run)
             specs = tuple(self._spec(live, run.objects[live.key]) for live in self._receives)
             self._specs[key] = specs
@@ -211,7 +212,9 @@ class PipelineStage:
             return StageOutput(tensors=(), value=call())
         state = get_random_state(self._device) if self.index > 0 else None
         run = StepRun(self._wanted, received, state)
-        value, is_complete = self._enter(run, call)
+        value, is_complete = None, False
+        with self._entered(run):
+            value, is_complete = call(), True
         if self.split is not None:
             value = self.split.given(value)
         if self._num_stages == 1:
@@ -238,8 +241,9 @@ class PipelineStage:
             tensors = tuple(self.split.leaving(live, tensor) for live, tensor in pairs)
         return StageOutput(tensors=tensors, lengths=lengths, value=None)
 
-    def _enter(self, run: StepRun, call: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run the step; its value, and whether it ran to its end."""
+    @contextmanager
+    def _entered(self, run: StepRun) -> Iterator[None]:
+        """Around a run of the step, which is left where the stage ends."""
         if not self._is_attached:
             raise RuntimeError(f"stage {self.index} is not attached: run it inside attached()")
         self._run = run
@@ -255,9 +259,9 @@ class PipelineStage:
                 stack.enter_context(self._deferring())
                 if self._is_watched:
                     stack.enter_context(Watcher(run))
-                value, is_complete = call(), True
+                yield
         except StepExit:
-            value, is_complete = None, False
+            pass
         finally:
             self._run = None
         if run.error is not None:
@@ -267,7 +271,6 @@ class PipelineStage:
                 f"the step returned after layer {run.region} without calling layer {self._first} "
                 f"({self._map.blocks[self._first]}), where stage {self.index} begins: every step must call every block"
             )
-        return value, is_complete
 
     def _deferring(self) -> AbstractContextManager[None]:
         return nullcontext() if self.deferral is None else self.deferral.watching()

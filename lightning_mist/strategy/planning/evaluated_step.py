@@ -97,7 +97,10 @@ def splits_of_evaluated(
         metrics = named_metrics(module)
 
         def recorded(part: Any) -> Any:
-            return MetricRecorder(metrics, lambda call: None, has_loss=False).run(lambda: call(part))
+            recorder = MetricRecorder(metrics, lambda call: None, has_loss=False)
+            with recorder.recording():
+                output = call(part)
+            return recorder.finished(output)
 
         def look() -> ModuleMap:
             stands_in = standing_in(metrics.values())

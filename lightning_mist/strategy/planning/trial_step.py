@@ -180,7 +180,9 @@ class TriedStep:
         recorder = MetricRecorder(named_metrics(self._module), keep, has_loss=has_loss)
         with self._standing_in:
             try:
-                return recorder.run(lambda: self._call(batch))
+                with recorder.recording():
+                    output = self._call(batch)
+                return recorder.finished(output)
             finally:
                 self._told.metrics = self._told.metrics or recorder.refusal or ""
 

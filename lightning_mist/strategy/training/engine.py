@@ -42,9 +42,10 @@ from lightning_mist.schedule import check, lower
 from lightning_mist.strategy.empty_parameters import leave_on_rank_zero
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.batch_results import BatchResult, Piece, combine, pieces_by_owner, results_in
-from lightning_mist.strategy.training.log_records import Record, recorded_logs
+from lightning_mist.strategy.training.log_records import LogRecorder, Record, recorded_logs
 from lightning_mist.strategy.training.microbatch_step import PartSteps
 from lightning_mist.strategy.training.same_samples import digest_of, of_loader
+from lightning_mist.strategy.training.step_call import StepCall
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.strategy.training.whole_model import OwnedOptimizer, WholeGradients
 
@@ -96,7 +97,9 @@ class Engine(WholeGradients):
         self.buffers = BufferSync(module, transport)
         # What a CPU computes is at home.
         self._homeward = None if device.type == "cpu" else Homeward(ops_of(device))
-        self._part_steps = PartSteps(rules, self.exchange, waits=self._homeward is not None)
+        self._logs = LogRecorder()
+        self._part_steps = PartSteps(rules, self.exchange, self._logs.of_parts, waits=self._homeward is not None)
+        self._call = StepCall(self._guarded, self._part_steps.around, self._logs.around)
         if self._homeward is not None:
             self.executor.results_made = self._homeward.made
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -108,14 +111,20 @@ class Engine(WholeGradients):
         self.is_filled, self.has_begun = True, False
         self.executor.refuse_use()
 
-    @works
     def train_batch(
-        self, batch: Any, step: Callable[[Any], Any], *, loss_scale: float | Tensor = 1.0, keeps_gradients: bool = True
+        self,
+        batch: Any,
+        step: Callable[..., Any],
+        *rest: Any,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        loss_scale: float | Tensor = 1.0,
+        keeps_gradients: bool = True,
     ) -> tuple[BatchResult, Tensor | None]:
         """Run forward and backward of one batch over all ranks.
 
         Args:
-            step: The user's step on a part of a batch, in its precision context.
+            step: The user's step, which is called with a part of a batch and the rest.
+            context: In which the step runs: that of its precision.
             loss_scale: Factor on every microbatch's loss before its backward.
             keeps_gradients: Whether gradients of earlier batches stay for this one to be added to. If not they are
                 freed before it runs, which saves their memory.
@@ -124,46 +133,44 @@ class Engine(WholeGradients):
             What the step gave for this rank's own batch, and the loss to return to Lightning, whose backward installs
             the gradients (None if the step returned none).
         """
-        own_state, guard = get_random_state(self.device), self.guard
-        digest = None if self.plan.data_parallel_size is None else digest_of(batch)
-        recorder = self.executor.recorder
-        complete(self.buffers.before_forward())
-        note = 0 if guard is None else guard.note()
-        complete(recorder.around("exchange", self.exchange.run(batch, own_state, note)))
-        if guard is not None:
-            guard.compare(self.exchange.notes, self._gathered)
-        accumulated = [(p, p.grad if keeps_gradients else None) for p in self.stages.parameters.values()]
-        for parameter in self.stages.parameters.values():
-            parameter.grad = None
-        records: dict[int, tuple[Record, ...]] = {}
-        self._part_steps.begin()
-
-        with recorded_logs(self.module, with_metrics=self.records_metrics) as log:
-
-            def recorded(microbatch: Microbatch) -> Any:
-                with (
-                    nullcontext() if guard is None else guard.run(microbatch),
-                    self._part_steps.around(microbatch) as finish,
-                ):
-                    output, records[microbatch.index] = log.run(lambda: step(microbatch.value))
-                return finish(output, records[microbatch.index])
-
-            with nullcontext() if guard is None else guard.batch():
+        with at_work():
+            own_state, guard = get_random_state(self.device), self.guard
+            digest = None if self.plan.data_parallel_size is None else digest_of(batch)
+            recorder = self.executor.recorder
+            complete(self.buffers.before_forward())
+            note = 0 if guard is None else guard.note()
+            complete(recorder.around("exchange", self.exchange.run(batch, own_state, note)))
+            if guard is not None:
+                guard.compare(self.exchange.notes, self._gathered)
+            accumulated = [(p, p.grad if keeps_gradients else None) for p in self.stages.parameters.values()]
+            for parameter in self.stages.parameters.values():
+                parameter.grad = None
+            self._part_steps.begin()
+            self._call.begin(step, rest, context)
+            with (
+                recorded_logs(self.module, self._logs, with_metrics=self.records_metrics),
+                nullcontext() if guard is None else guard.batch(),
+            ):
                 earlier = [p for p, gradient in accumulated if type(gradient) is AbsentGradient]
-                run = self.executor.run(self.exchange.microbatches, recorded, loss_scale=loss_scale, earlier=earlier)
-                complete(run)
-        self.buffers.after_forward()
-        self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
-        for parameter, gradient in accumulated:
-            parameter.grad = gradient
-        self.exchange.forget()
-        pieces = self._bring_home(records, digest)
-        state = pieces[-1].random_state if self.exchange.whole else own_state
-        set_random_state(state, self.device)
-        result = combine(pieces, self.device, self._part_steps.ways)
-        if result.loss is None:
-            return result, None
-        return result, _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-untyped-call]
+                parts, call = self.exchange.microbatches, self._call.run_part
+                complete(self.executor.run(parts, call, loss_scale=loss_scale, earlier=earlier))
+            self.buffers.after_forward()
+            self._stash = [(p, p.grad) for p in self.stages.parameters.values() if p.grad is not None]
+            for parameter, gradient in accumulated:
+                parameter.grad = gradient
+            self.exchange.forget()
+            pieces = self._bring_home(self._logs.of_parts, digest)
+            self._logs.of_parts.clear()
+            state = pieces[-1].random_state if self.exchange.whole else own_state
+            set_random_state(state, self.device)
+            result = combine(pieces, self.device, self._part_steps.ways)
+            if result.loss is None:
+                return result, None
+            loss = _InstallGradients.apply(result.loss, self._anchor, self, loss_scale)  # type: ignore[no-untyped-call]
+            return result, loss
+
+    def _guarded(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        return nullcontext() if self.guard is None else self.guard.run(microbatch)
 
     @works
     def install(self, factor: Tensor) -> None:
@@ -351,7 +358,7 @@ class Engine(WholeGradients):
         gathered.wait()
         return list(gathered.result())
 
-    def _bring_home(self, records: dict[int, tuple[Record, ...]], digest: str | None) -> list[Piece]:
+    def _bring_home(self, records: Mapping[int, tuple[Record, ...]], digest: str | None) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
         executor, mine = self.executor, dict[int, list[Piece]]()
         # Ranks that share rows have the same results: the first of them tells.

@@ -27,6 +27,7 @@ from lightning_mist.strategy.training.batch_results import home
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.log_records import Record, recorded_logs, replay
 from lightning_mist.strategy.training.same_samples import digest_of
+from lightning_mist.strategy.training.step_call import StepCall
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.tensors import leaves, rebuild
 
@@ -192,17 +193,15 @@ class Evaluator:
             part if of_owner[part.owner] is not None else replace(part, weight=0.0, batch_rows=0)
             for part in exchange.microbatches
         ]
-        records: dict[int, tuple[Record, ...]] = {}
         with recorded_logs(engine.module, with_metrics=True, has_loss=False) as log, guard.batch():
+            call = StepCall(guard.run, log.around)
 
             def run(part: Microbatch) -> Any:
-                with guard.run(part):
-                    numbers = of_owner[part.owner] or ()
-                    output, records[part.index] = log.run(lambda: step(part.value, *numbers))
-                return output
+                call.begin(step, of_owner[part.owner] or ())
+                return call.run_part(part)
 
             complete(engine.executor.evaluate(forward, microbatches, run))
-        told, state = self._own(group, self._told(microbatches, records))
+        told, state = self._own(group, self._told(microbatches, log.of_parts))
         set_random_state(own_state if told is None else state, engine.device)
         if told is None:
             return None, ()

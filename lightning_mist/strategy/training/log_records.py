@@ -6,8 +6,8 @@ So each rank makes the same calls in the same order as under plain data parallel
 the records; see :mod:`.metric_calls`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mist.attributes import is_a, stored
 from lightning_mist.errors import TraceError
+from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.cutting import ResultKey, Way, copied, together
 from lightning_mist.strategy.training.metric_calls import (
     WAY_OUT,
@@ -26,6 +27,7 @@ from lightning_mist.strategy.training.metric_calls import (
     named_metrics,
     standing_in,
 )
+from lightning_mist.strategy.training.step_call import Finish
 from lightning_mist.tensor_parallel import whole
 
 _ARGUMENTS = (
@@ -53,12 +55,14 @@ class LogRecorder:
 
     Attributes:
         metrics: Takes down calls of the module's metrics among them, if anybody does.
+        of_parts: The calls of runs on microbatches, by the index of these.
     """
 
     metrics: MetricRecorder | None = None
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        self.of_parts: dict[int, tuple[Record, ...]] = {}
 
     def log(self, name: str, value: Any, *positional: Any, **arguments: Any) -> None:
         """Record one value; has the arguments of ``LightningModule.log``."""
@@ -90,12 +94,18 @@ class LogRecorder:
         records, self.records = tuple(self.records), []
         return tuple(item.settled() if isinstance(item, MetricCall) else item for item in records)
 
-    def run(self, step: Callable[[], Any]) -> tuple[Any, tuple[Record, ...]]:
-        """What a run of the step returns, and its calls."""
+    @contextmanager
+    def around(self, microbatch: Microbatch) -> Iterator[Finish]:
+        """Around a run of the step, whose calls are kept."""
         self.records = []
-        if self.metrics is None:
-            return step(), self.take()
-        return self.metrics.run(step), self.take()
+
+        def finish(output: Any) -> Any:
+            output = output if self.metrics is None else self.metrics.finished(output)
+            self.of_parts[microbatch.index] = self.take()
+            return output
+
+        with nullcontext() if self.metrics is None else self.metrics.recording():
+            yield finish
 
 
 @contextmanager
@@ -106,13 +116,14 @@ def recorded_logs(
 
     Lightning modules inside the module log through the same trainer, so the recorder answers theirs too.
     """
+    recorder = LogRecorder() if recorder is None else recorder
+    recorder.of_parts.clear()
     if with_metrics:
-        metrics, recorder = named_metrics(module), LogRecorder()
+        metrics = named_metrics(module)
         recorder.metrics = MetricRecorder(metrics, recorder.keep, has_loss=has_loss)
         with standing_in(metrics.values()), recorded_logs(module, recorder):
             yield recorder
         return
-    recorder = LogRecorder() if recorder is None else recorder
     inner = module.modules() if is_a(module, nn.Module) else ()
     loggers = {id(item): item for item in (module, *inner) if hasattr(type(item), "log_dict")}
     before = [(item.__dict__, item.__dict__.get("log"), item.__dict__.get("log_dict")) for item in loggers.values()]

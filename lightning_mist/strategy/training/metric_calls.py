@@ -284,8 +284,9 @@ class MetricRecorder:
         self._counts: dict[str, int] = {}
         self._given: list[tuple[Tensor, type, int, str]] = []
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """What a run of the step returns, with places in place of what metrics give.
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a run of the step.
 
         Raises:
             TraceError: If it did what cannot be honoured, though it may have gone on in spite of it.
@@ -293,12 +294,11 @@ class MetricRecorder:
         self._counts, self._given = {}, []
         before, _ACTIVE.recorder = _ACTIVE.recorder, self
         try:
-            output = step()
+            yield
         finally:
             _ACTIVE.recorder = before
             if self.refusal is not None:
                 self.refuse(self.refusal)
-        return self._finished(output)
 
     def called(self, metric: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A method of a metric was called."""
@@ -329,7 +329,8 @@ class MetricRecorder:
             self.refuse(f"the step logs a {type(value).__name__} that is not an attribute of the module")
         return as_place(value)
 
-    def _finished(self, output: Any) -> Any:
+    def finished(self, output: Any) -> Any:
+        """What a run of the step returned, with places in place of what metrics give."""
         for name, metric in self._metrics.items():
             for attribute in vars(metric).keys() & vars(metric)["_mist_away"].keys():
                 self.refuse(f"the step sets {attribute} of metric {name}")

@@ -26,6 +26,7 @@ from lightning_mist.runtime.cutting import (
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from lightning_mist.strategy.training.log_records import Record
 from lightning_mist.strategy.training.metric_calls import MetricCall
+from lightning_mist.strategy.training.step_call import Finish
 
 _SHARE_TOLERANCE = 1e-9
 
@@ -49,10 +50,6 @@ def results_of(extras: Mapping[str, Any], records: tuple[Record, ...]) -> list[R
     return found
 
 
-Finish = Callable[[Any, tuple[Record, ...]], Any]
-"""What a step returned, as the engine is to take it, from that and from what the step logged."""
-
-
 class _Batch:
     """What the parts of one batch have in common."""
 
@@ -64,13 +61,15 @@ class _Batch:
         self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
         self._share = 0.0
 
-    def finished(self, output: Any, records: tuple[Record, ...], *, mode: CutMode, share: float, is_last: bool) -> Any:
+    def finished(
+        self, output: Any, *, records: Callable[[], tuple[Record, ...]], mode: CutMode, share: float, is_last: bool
+    ) -> Any:
         """What the step returned for a part, once it was seen that it does what was proved."""
         if isinstance(output, dict) and "loss" not in output:
             return output  # Lightning itself refuses a dictionary without a loss
         extras = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else {}
         mode.expect(("loss",), output.get("loss") if isinstance(output, dict) else output, "the loss")
-        self._compare(results_of(extras, records), mode)
+        self._compare(results_of(extras, records()), mode)
         self._add(mode, share)
         if not self.waits:
             self.check({}, is_whole=is_last)
@@ -139,12 +138,20 @@ class PartSteps:
     """Runs the step on the parts of batch after batch.
 
     Args:
+        records: What the step logged for a part, by index, when it is finished.
         waits: Whether what parts computed is looked at when all have run, and not when each has: looking waits for a
             device.
     """
 
-    def __init__(self, rules: CutRules | None, exchange: BatchExchange, *, waits: bool) -> None:
-        self.rules, self._exchange, self._waits = rules, exchange, waits
+    def __init__(
+        self,
+        rules: CutRules | None,
+        exchange: BatchExchange,
+        records: Mapping[int, tuple[Record, ...]],
+        *,
+        waits: bool,
+    ) -> None:
+        self.rules, self._exchange, self._records, self._waits = rules, exchange, records, waits
         self._batches: dict[int, _Batch] = {}
 
     @property
@@ -172,14 +179,14 @@ class PartSteps:
                 batch.check(copies, is_whole=True)
 
     @contextmanager
-    def around(self, microbatch: Microbatch) -> Iterator[Finish]:
+    def around(self, microbatch: Microbatch) -> Iterator[Finish | None]:
         """Around the step on a part, or on a whole batch, which is left alone; what it returned is to be finished.
 
         Raises:
             TraceError: When it is finished, if something is not what was proved.
         """
         if self.rules is None or microbatch.weight in (0.0, 1.0) or microbatch.batch_rows is None:
-            yield lambda output, records: output
+            yield None
             return
         first, end = self._exchange.share_of(microbatch)
         batch = self._batches.get(microbatch.owner)
@@ -192,4 +199,5 @@ class PartSteps:
         mode = CutMode(self.rules, batch.whole, part, first, end, **of)
         with cutting(mode):
             is_last = self._exchange.is_last(microbatch)
-            yield partial(batch.finished, mode=mode, share=end - first, is_last=is_last)
+            records = partial(self._records.__getitem__, microbatch.index)
+            yield partial(batch.finished, records=records, mode=mode, share=end - first, is_last=is_last)
