@@ -91,7 +91,7 @@ MIXED = (
     ),
     Case(model="gpt3-1.3b", cluster="1x4xA100-40+1x4xA10G+1x4xL4", batch=96, length=2048, limit=10.0),
     Case(model="gpt3-7b", cluster="32x8xA100-40+32x8xA10G+32x8xL4", batch=3072, length=2048, limit=10.0),
-    Case(model="llama-70b", cluster="32x8xH100+32x8xA100-80+32x8xA10G", batch=3072, length=4096, limit=10.0),
+    Case(model="llama-70b", cluster="32x8xH100+32x8xA100-80+32x8xA10G", batch=3072, length=4096, limit=60.0),
 )
 """Networks on devices that are unlike."""
 

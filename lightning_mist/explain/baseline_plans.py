@@ -106,9 +106,6 @@ UNDECIDED = "not decided in time: none was found, and whether one fits is not kn
 CUT_SHORT = "the best found in the time that there was"
 """What to know of a plan whose search was stopped."""
 
-NEAR_OPTIMAL = "the best but for gains too small to be looked for"
-"""What to know of a plan whose search looked for large gains only."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
@@ -251,7 +248,7 @@ def _aceso(planner: Planner, asked: Asked) -> Baseline:
     return Baseline(name="Aceso", plan=found.plan, note=_NOTES.get(found.status, ""))
 
 
-_NOTES = {"time limit": CUT_SHORT, "near optimal": NEAR_OPTIMAL}
+_NOTES = {"time limit": CUT_SHORT}
 
 
 def _published(planner: Planner, asked: Asked, least: UniformPlans) -> Baseline:

@@ -106,7 +106,7 @@ def with_faster(result: TuneResult, item: ComparedPlan) -> TuneResult:
         f"the plan is that of {item.name}, which takes {1 - item.ratio:.1%} less on the clock than what the search had "
         "chosen among the few best by the closed form"
     )
-    exact: Status = status_of(result.gap, is_late=result.is_late)
+    exact: Status = status_of(result.gap)
     if is_exact and closed_form_of(plan) < result.bound * (1 - PRECISION):
         # The search knows no copies of a pipeline: it counts the batches of as few as its stages could form.
         exact = "explored"

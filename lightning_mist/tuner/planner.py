@@ -264,13 +264,10 @@ def _result(intra: Stages, outcome: Outcome, began: float, asked: tuple[int | No
     plan, least = choice.plan, outcome.winner.answer.objective
     bound = min(outcome.bound, least)
     gap = max(0.0, (least - bound) / least)
-    proven = status_of(gap, is_late=outcome.is_late)
-    if outcome.is_coarse and proven == "optimal":
-        proven = "near optimal"  # Of what is near the best only what was met has run on the clock.
     assert plan.predicted is not None
     return TuneResult(
         plan=plan,
-        status="explored" if choice.is_explored else proven,
+        status="explored" if choice.is_explored else status_of(gap),
         bound=bound,
         gap=gap,
         closed_form_seconds=choice.closed_form_seconds,

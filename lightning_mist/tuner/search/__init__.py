@@ -6,4 +6,3 @@ from lightning_mist.tuner.search.pipelines import AlikePipelines, Pipelines
 from lightning_mist.tuner.search.proven_bounds import ProvenBounds
 from lightning_mist.tuner.search.replicas import search_copies
 from lightning_mist.tuner.search.search_loop import Outcome, search_pipelines
-from lightning_mist.tuner.search.search_state import LEAST_GAIN

@@ -3,8 +3,7 @@
 Which these are depends on the network, the machine and the question alone: every pipeline whose best plan is near the
 best of all, those that are so with all state resident, by their bounds after the search, until there are enough
 (:mod:`lightning_mist.tuner.search.search_state` says how near), and the best pipeline of a few other numbers of stages.
-The search solves the first to their proven optima in the whole space. Among very many pipelines on unlike devices they
-are those that it met.
+The search solves the first to their proven optima in the whole space.
 """
 
 from contextlib import suppress
@@ -52,33 +51,27 @@ def near_resident(state: SearchState, near: dict[Pipeline, Incumbent], least: fl
 
 
 def to_compare_with(
-    state: SearchState, near: dict[Pipeline, Incumbent], winner: Incumbent, order: tuple[int, ...] = ()
+    state: SearchState, near: dict[Pipeline, Incumbent], winner: Incumbent
 ) -> dict[Pipeline, Incumbent]:
-    """The best answers of a few other numbers of stages than those of ``near``, of several with all state resident.
-
-    Args:
-        order: The only order of unlike parts to look at; by default all are.
-    """
+    """The best answers of a few other numbers of stages than those of ``near``, of several with all state resident."""
     below = winner.answer.objective * COMPARED
     found: dict[Pipeline, Incumbent] = {}
     known = {key.num_stages for key in near}
     for num_stages in compared(state.pipelines.space, len(winner.answer.chosen)):
         if num_stages not in known:
-            found |= _best_of(state, num_stages, min(below, state.below) if num_stages == 1 else below, order)
+            found |= _best_of(state, num_stages, min(below, state.below) if num_stages == 1 else below)
     return found
 
 
-def _best_of(
-    state: SearchState, num_stages: int, below: float, order: tuple[int, ...] = ()
-) -> dict[Pipeline, Incumbent]:
+def _best_of(state: SearchState, num_stages: int, below: float) -> dict[Pipeline, Incumbent]:
     """A good answer of all pipelines with a number of stages, if one takes fewer seconds than ``below``."""
     # They are there to compare with: what would offload takes several times as long to look at, but for one stage.
     state.pipelines.try_ratios(state.pipelines.space.offload_ratios if num_stages == 1 else (), state.deadline)
     every = state.found.items() if num_stages == 1 else ()
     alone = {key: item for key, item in every if key.num_stages == 1 and item.answer.objective < below}
     best = dict(sorted(alone.items(), key=lambda item: (item[1].answer.objective, item[0]))[:1])
-    asked = (group for group in state.pipelines.groups if not order or group.parts in ((), order))
-    groups = [group._replace(counts=(num_stages,)) for group in asked if num_stages in group.counts]
+    every_group = state.pipelines.groups
+    groups = [group._replace(counts=(num_stages,)) for group in every_group if num_stages in group.counts]
 
     def cutoff() -> float:
         return min((item.answer.objective for item in best.values()), default=below)

@@ -21,17 +21,9 @@ MATTERS = 0.01
 """Share of the memory of a device above which the batches of other ranks are worth more searches where something
 fits with all of them. Below it a plan may be missed that fits only without them, by this share of memory at most."""
 
-MATTERS_AMONG_MANY = 0.02
-"""The same where only gains of :data:`~lightning_mist.tuner.search.search_state.LEAST_GAIN` are looked for. In the
-record ``planner-small-gains_amd-epyc-2-cores_202611.json`` batches take 1.06 %, and searches of copies gain nothing."""
-
 _NOTE = (
     "pipelines in several copies were looked for apart, as each loads the batches of its own ranks only; HiGHS has not "
     "checked them all"
-)
-_SKIPPED = (
-    "pipelines in several copies, of whose batches ranks have fewer, were not looked for: all batches take "
-    f"{{:.1%}} of a device's memory, less than {MATTERS_AMONG_MANY:.0%}"
 )
 
 
@@ -45,11 +37,9 @@ def search_copies(
     """
     stages, outcome = look(space, 0.0, inf)
     copies, saved = degrees_of_copies(space), most_saved(spec, space)
-    share, least = saved / stages.memory_limit, MATTERS_AMONG_MANY if outcome.is_coarse else MATTERS
-    if outcome.is_late or not copies or (outcome.winner is not None and share <= least):
-        is_passed_over = copies and outcome.winner is not None and MATTERS < share <= least
-        notes = (*outcome.notes, _SKIPPED.format(share)) if is_passed_over else outcome.notes
-        return stages, replace(outcome, notes=notes)
+    matters = outcome.winner is None or saved / stages.memory_limit > MATTERS
+    if outcome.is_late or not copies or not matters:
+        return stages, outcome
     # Whatever fits with the batches of its own copy fits with so many more bytes.
     _, loose = look(space, saved, outcome.least)
     if loose.least >= outcome.least * (1 - PRECISION):

@@ -11,7 +11,7 @@ that answer. All this is about the closed form of the step (:mod:`lightning_mist
 A single stage is looked at first, unless it is far slower, as it is over unlike devices. Of pipelines those that may be
 faster are first solved with all state resident, which is cheap, for an incumbent. As long as there is none, a cutoff is
 assumed, little above the lower bound of all; if nothing is found below it, ever larger ones. So stages that are far too
-slow are never evaluated. Among very many pipelines on unlike devices the cutoff is a little less than the incumbent.
+slow are never evaluated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,6 @@ class Outcome:
         notes: What went otherwise than it should, for people.
         is_late: Whether time was up before all was looked at: if there is no plan, one may yet fit.
         bounds: Step seconds that no plan of each pipeline goes below.
-        is_coarse: Whether only what gains some was looked for once there was a plan.
     """
 
     winner: Incumbent | None
@@ -73,7 +72,6 @@ class Outcome:
     notes: tuple[str, ...] = ()
     is_late: bool = False
     bounds: Mapping[Pipeline, float] = field(default_factory=dict)
-    is_coarse: bool = False
 
     @property
     def least(self) -> float:
@@ -116,14 +114,12 @@ def search_pipelines(
     checked = check(winner, deadline)
     # Those of what is looked at below are with all state resident.
     bounds = {} if checked.refutes else dict(state.bounds)
-    # Of many orders of parts there are enough that were met with all state resident.
-    found = {**(state.met if state.is_stopped or state.is_coarse else {}), **state.found, key: checked.found}
-    cutoff = checked.found.answer.objective * (NEAR_RESIDENT if state.is_coarse else state.near)
+    found = {**(state.met if state.is_stopped else {}), **state.found, key: checked.found}
+    cutoff = checked.found.answer.objective * state.near
     near = {key: item for key, item in found.items() if item.answer.objective < cutoff or state.is_stopped}
     with suppress(TimeIsUpError):
-        if not state.is_coarse:
-            near |= near_resident(state, near, checked.found.answer.objective)
-        near |= to_compare_with(state, near, checked.found, key.parts if state.is_coarse else ())
+        near |= near_resident(state, near, checked.found.answer.objective)
+        near |= to_compare_with(state, near, checked.found)
     return _outcome(
         state,
         checked.found,
@@ -156,7 +152,6 @@ def _outcome(
         notes=notes,
         is_late=state.is_stopped,
         bounds=bounds,
-        is_coarse=state.is_coarse,
     )
 
 
@@ -263,7 +258,7 @@ def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
     try:
         # Bounds with all state resident are not of the whole space, so that none are raised here.
         for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
-            below = min(state.least * min(1.0, state.near), assumed)
+            below = min(state.least, assumed)
             if state.bound_of(group) >= below * (1 - PRECISION) or state.is_late:
                 return
             counts = [count for count in group.counts if state.bounds[group.pipeline(count)] < below]

@@ -19,15 +19,6 @@ NEAR_OFFLOADED = 1.015
 """The same with what may be offloaded, of which evaluating all that are so near takes most of a search. With 1.02 and
 1.03 the plans of all questions in the record ``plan-hashes-after_amd-epyc-2-cores_202611.json`` are the same."""
 
-MANY = 1000
-"""Pipelines up to which a search on unlike devices is exact: every order of the parts is one by itself, with little to
-gain and much to look at."""
-
-LEAST_GAIN = 0.01
-"""Share of its seconds that a plan gains by the closed form if it is looked for where there are more of them: what
-gains less is not told apart from a simpler one (:mod:`lightning_mist.tuner.select.simplest_plan`). The record
-``planner-small-gains_amd-epyc-2-cores_202611.json`` has the same searches without it."""
-
 FIRST_SECONDS = 1.0
 """Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
 
@@ -84,19 +75,11 @@ class SearchState:
         return min([self.below, *(item.answer.objective for item in every)])
 
     @property
-    def is_coarse(self) -> bool:
-        """Whether only what gains :data:`LEAST_GAIN` on what is known is looked for."""
-        return len(self.bounds) > MANY and any(key.parts for key in self.bounds)
-
-    @property
     def near(self) -> float:
         """Multiple of the least step seconds below which every pipeline of the space is solved.
 
-        Where a plan is known beforehand only better ones are: whether there are any is the question. Among many
-        pipelines it is less than 1.
+        Where a plan is known beforehand only better ones are: whether there are any is the question.
         """
-        if self.is_coarse:
-            return 1 - LEAST_GAIN
         if self.below < np.inf:
             return 1.0
         return NEAR_OFFLOADED if self.pipelines.space.offload_ratios else NEAR_RESIDENT

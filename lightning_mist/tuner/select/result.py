@@ -7,10 +7,9 @@ import numpy as np
 
 from lightning_mist.plan import Plan, Predicted
 from lightning_mist.tuner.inter_stage import PRECISION
-from lightning_mist.tuner.search import LEAST_GAIN
 from lightning_mist.units import format_bytes, format_seconds
 
-Status = Literal["optimal", "near optimal", "explored", "time limit"]
+Status = Literal["optimal", "explored", "time limit"]
 
 CERTIFIED = (
     "HiGHS certifies that no plan with as many stages and microbatches as the best by the closed form is faster by it "
@@ -31,11 +30,9 @@ LEAST_SHARE = 5e-4
 """A share of the seconds that shows in figures with one decimal of a percent."""
 
 
-def status_of(gap: float, *, is_late: bool = False) -> Status:
+def status_of(gap: float) -> Status:
     """What a search has proven that may have left out faster plans by a share of their seconds."""
-    if gap <= 10 * PRECISION:
-        return "optimal"
-    return "time limit" if is_late or gap > LEAST_GAIN + 10 * PRECISION else "near optimal"
+    return "optimal" if gap <= 10 * PRECISION else "time limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +79,8 @@ class TuneResult:
             faster by the closed form of the cost model than the best that was found, of the plans that were run on the
             clock (all near the best by the closed form, :mod:`lightning_mist.tuner.search.near_optimal`) none is faster
             there than the chosen one, or by so little that they cannot be told apart, and is not as simple
-            (:mod:`lightning_mist.tuner.select.simplest_plan`); and no other schedule gains on them. ``"near optimal"``
-            if the first holds but for gains that were too small to be looked for, of which ``gap`` says how large they
-            may be, and of plans near the best those that were met are run on the clock. ``"explored"`` if another
-            schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
+            (:mod:`lightning_mist.tuner.select.simplest_plan`); and no other schedule gains on them. ``"explored"`` if
+            another schedule gained: it is the fastest that was tried. ``"time limit"`` if time was up before a proof.
         bound: No plan under the schedule of the exact search takes fewer seconds by the closed form, as the dynamic
             program has proven for all numbers of stages and of microbatches.
         gap: How far the best plan by the closed form may be above the bound, as a share of its seconds. About seconds
@@ -136,8 +131,6 @@ class TuneResult:
             "explored": f"{self.plan.schedule} gains on the pipelines that it was tried on; others may gain more"
             if self.bound > 0
             else "it is the fastest that was tried; of others nothing is proven",
-            "near optimal": f"gains of less than {LEAST_GAIN:.0%} are not looked for among so many; by the closed form "
-            f"a plan could be faster by at most {behind:.1%}",
             "time limit": f"time was up; by the closed form a plan could be faster by at most {behind:.1%}",
         }[self.status]
         looked = f"chosen among {self.stats.candidates:,} stage candidates in {self.stats.pipelines:,} pipelines"

@@ -68,14 +68,6 @@ def test_where_a_plan_is_known_only_faster_ones_are_looked_for(memory):
     assert same.solved < whole.solved
 
 
-def test_on_devices_that_are_alike_small_gains_are_looked_for_among_any_number_of_pipelines(monkeypatch):
-    exact = searched(stages_of(memory=600_000))
-    monkeypatch.setattr(search_state, "MANY", 0)
-    monkeypatch.setattr(search_state, "LEAST_GAIN", 0.5)
-    found = searched(stages_of(memory=600_000))
-    assert (found.winner.answer, found.solved, found.bound) == (exact.winner.answer, exact.solved, exact.bound)
-
-
 def test_where_nothing_fits_there_is_no_winner():
     stages = stages_of(memory=100)
     outcome = searched(stages)
