@@ -34,7 +34,7 @@ def searched(asked, seconds=60.0):
     return search_pipelines(mixed_stages(planner.model, space, asked.memory_limit, None), thread_time() + seconds)
 
 
-def test_the_best_is_found_and_numbers_of_stages_beside_it():
+def test_the_best_is_found_and_a_single_stage_beside_it():
     asked = question()
     found = searched(asked)
     wanted = {count: by_trying_everything(with_stages(asked, count)).seconds for count in (1, 2, 3)}
@@ -45,11 +45,9 @@ def test_the_best_is_found_and_numbers_of_stages_beside_it():
     assert found.bound == pytest.approx(least, rel=PRECISION)
     assert found.certified
     assert not found.is_late
-    others = [count for count in wanted if count != winner and wanted[count] < COMPARED * least]
-    assert others
-    for count in others:
-        best = min(item.answer.objective for key, item in found.found.items() if key.num_stages == count)
-        assert best == pytest.approx(wanted[count], rel=PRECISION)
+    assert winner != 1
+    alone = [item.answer.objective for key, item in found.found.items() if key.num_stages == 1]
+    assert alone == ([pytest.approx(wanted[1], rel=PRECISION)] if wanted[1] < COMPARED * least else [])
 
 
 def with_stages(asked, count):

@@ -37,10 +37,6 @@ from lightning_mist.tuner.bounds.stage_bounds import (
 from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, FRONT, SlotChoices
 from lightning_mist.tuner.space import ANYWHERE, Space
 
-AHEAD = 1.25
-"""Multiple of a bottleneck time up to which ranges of unlike devices are looked at: there are few, and other numbers of
-stages are soon asked about up to so much more (:data:`~lightning_mist.tuner.search.near_optimal.COMPARED`)."""
-
 MOST_KEPT = 1 << 15
 """Ranges of a number of microbatches that are kept for later questions, of a kilobyte each. Where there are more,
 stages have many devices and layers, and few such pipelines are asked about again."""
@@ -222,10 +218,9 @@ class PartBounds:
         slots, setting = slots_of(self.space, self.slot_of, num_microbatches, own), self._setting(num_microbatches)
         up_to, ranges = self._ranges.get(num_microbatches, (0.0, None))
         if ranges is None or up_to < bottleneck:
-            up_to = bottleneck * AHEAD if self.num_parts > 1 else bottleneck
-            ranges = range_bounds(self.model, self.space, slots, up_to, neighbours)
+            ranges = range_bounds(self.model, self.space, slots, bottleneck, neighbours)
             if len(ranges) <= MOST_KEPT:
-                self._ranges[num_microbatches] = up_to, ranges
+                self._ranges[num_microbatches] = bottleneck, ranges
         batch_bytes = min((self.model.memory(slot).batch_bytes(slot) for slot in slots), default=0.0)
         limit = self.memory_limit - batch_bytes
         return _Known(bottleneck=bottleneck, memory_limit=limit, ranges=ranges, setting=setting)

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_mist.tuner.candidates import TimeIsUpError
 from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
-from lightning_mist.tuner.search.near_optimal import near_resident, to_compare_with
+from lightning_mist.tuner.search.near_optimal import beside
 from lightning_mist.tuner.search.pipelines import Pipelines
 from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
 
@@ -53,7 +53,7 @@ class Outcome:
 
     Attributes:
         winner: The best answer, if there is a plan.
-        found: The best answers of pipelines near the best, and of a few other numbers of stages to compare with
+        found: The best answers of pipelines near the best, and of a single stage to compare with
             (:mod:`lightning_mist.tuner.search.near_optimal`).
         bound: No plan takes fewer seconds.
         certified: Whether HiGHS has proven of the winner's pipeline what the dynamic program has of all.
@@ -87,7 +87,7 @@ class Outcome:
 def search_pipelines(
     pipelines: Pipelines, deadline: float, below: float = np.inf, known: Mapping[Pipeline, float] = _NOTHING
 ) -> Outcome:
-    """The best pipeline, proven, those near it, and good ones with other numbers of stages.
+    """The best pipeline, proven, those near it, and the best single stage.
 
     Args:
         deadline: Value of ``thread_time()`` at which to stop with what has been found.
@@ -118,8 +118,7 @@ def search_pipelines(
     cutoff = checked.found.answer.objective * state.near
     near = {key: item for key, item in found.items() if item.answer.objective < cutoff or state.is_stopped}
     with suppress(TimeIsUpError):
-        near |= near_resident(state, near, checked.found.answer.objective)
-        near |= to_compare_with(state, near, checked.found)
+        near |= beside(state, near, checked.found.answer.objective)
     return _outcome(
         state,
         checked.found,

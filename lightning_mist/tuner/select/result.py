@@ -90,9 +90,8 @@ class TuneResult:
             schedule of the exact search that it competed with.
         predicted: Predicted seconds and bytes of the plan.
         alternatives: The best plans of other numbers of stages, fastest first: of those that take at most 5 %
-            longer by the closed form than the best of all, with state in host memory at most 2 %, and of a single
-            stage, half as many, one less, one more and twice as many, where they take at most a quarter longer with
-            all state resident. The fastest half dozen are kept, and the best of a single stage.
+            longer by the closed form than the best of all, with state in host memory at most 1.5 %, and the best
+            single stage where it takes at most a quarter longer. The fastest half dozen are kept, and that one.
         notes: What was ruled out and why, and where numbers come from, for people.
         certified: Whether HiGHS has proven the same once more of the best plan's numbers of stages and of microbatches:
             that none with these is faster by more than a billionth. Its program leaves out stages that by the least
