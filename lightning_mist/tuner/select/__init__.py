@@ -1,6 +1,13 @@
 """From pipelines to the plan: clock, other schedules, layouts of ranks, the simplest of equals."""
 
-from lightning_mist.tuner.select.context_plans import fastest_with_context, known_contexts
+from lightning_mist.tuner.select.equal_stages import (
+    CLOCKED,
+    Shortage,
+    UniformPlans,
+    fastest_uniform,
+    fastest_with_context,
+    known_contexts,
+)
 from lightning_mist.tuner.select.result import (
     CLOSED_FORM_AND_CLOCK,
     LEAST_SHARE,
@@ -10,6 +17,6 @@ from lightning_mist.tuner.select.result import (
     TuneStats,
     status_of,
 )
-from lightning_mist.tuner.select.selection import CLOCKED, choose, clocked, make_plan, step_seconds_of_plan
+from lightning_mist.tuner.select.schedule_variants import clocked
+from lightning_mist.tuner.select.selection import choose, make_plan, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import ALIKE
-from lightning_mist.tuner.select.uniform_plans import Shortage, UniformPlans, fastest_uniform

@@ -67,7 +67,7 @@ def best_variant(
         if seconds >= below:
             break
         if known is _Known.FITS:
-            return replace(plan, predicted=predict_with(model, plan))
+            return clocked(model, plan)
         if known is _Known.CLOCKED:
             found = next(iter(fitted(model, space, limits, host_limits, [plan])))
             if found is plan:
@@ -77,9 +77,14 @@ def best_variant(
                 floor = max(seconds, least_seconds(model, [found])[0])
                 heapq.heappush(waiting, (floor, place, _Known.FITS_FLOOR, found))
             continue
-        clocked = _Known.CLOCKED if known is _Known.FLOOR else _Known.FITS
-        heapq.heappush(waiting, (seconds_with(model, plan), place, clocked, plan))
+        then = _Known.CLOCKED if known is _Known.FLOOR else _Known.FITS
+        heapq.heappush(waiting, (seconds_with(model, plan), place, then, plan))
     return None
+
+
+def clocked(model: CostModel, plan: Plan) -> Plan:
+    """A plan with its prediction."""
+    return replace(plan, predicted=predict_with(model, plan))
 
 
 class _Known(IntEnum):

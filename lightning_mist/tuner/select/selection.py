@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, MixedCostModel, least_seconds, predict_with, predictions, seconds_with
+from lightning_mist.cost import CostModel, MixedCostModel, least_seconds, predictions, seconds_with
 from lightning_mist.hardware import AnyCluster, MixedCluster
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout, rank_layouts
@@ -23,7 +23,7 @@ from lightning_mist.tuner.search import Outcome, Stages, mixed_layout
 from lightning_mist.tuner.select import simplest_plan as simplest
 from lightning_mist.tuner.select.equal_stages import even_chunks
 from lightning_mist.tuner.select.result import LEAST_SHARE, Alternative
-from lightning_mist.tuner.select.schedule_variants import best_variant, refuse_without_variant
+from lightning_mist.tuner.select.schedule_variants import best_variant, clocked, refuse_without_variant
 from lightning_mist.tuner.select.simplest_plan import drop_savings, fits_within, why_simpler
 from lightning_mist.tuner.space import Space
 
@@ -87,13 +87,6 @@ def _others(model: CostModel, plan: Plan) -> tuple[Plan, ...]:
             found.append(replace(plan, stages=stages))
     return tuple(found)
 
-
-CLOCKED = 12
-"""Plans of one search that are run on the clock, the best by the closed form. On it pipelines take between 13 % less
-and 8 % more (:mod:`lightning_mist.cost.step_time`), so the best by the form need not be the fastest there; of seventeen
-searches for networks of 1.3 to 22 billion parameters, with up to 36 pipelines each, the fastest was always among the
-best four by the form. Three times as many leave room, and cost milliseconds each. Searches that are compared with each
-other run as many, so that none is favoured."""
 
 SHOWN = 6
 """Numbers of stages that are shown, the fastest; a single stage always is."""
@@ -315,11 +308,6 @@ def make_plan(
 def stages_in_words(count: int) -> str:
     """How a number of stages is called."""
     return "1 stage (data parallel)" if count == 1 else f"{count} stages"
-
-
-def clocked(model: CostModel, plan: Plan) -> Plan:
-    """A plan with its prediction."""
-    return replace(plan, predicted=predict_with(model, plan))
 
 
 def step_seconds_of_plan(plan: Plan) -> float:

@@ -8,7 +8,7 @@ from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan import SearchSpace, TensorSplit
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.select.context_plans import fastest_with_context
+from lightning_mist.tuner.select.equal_stages import fastest_with_context
 from lightning_mist.tuner.select.simplest_plan import fits_within
 from tests.cost.inputs.test_context_parallel import sequences
 from tests.specs import cluster, profile

@@ -10,8 +10,7 @@ from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, Z
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.select import schedule_variants
-from lightning_mist.tuner.select.equal_stages import even_chunks
-from lightning_mist.tuner.select.uniform_plans import UniformPlans, fastest_uniform
+from lightning_mist.tuner.select.equal_stages import UniformPlans, even_chunks, fastest_uniform
 from lightning_mist.tuner.space.applied_space import SearchSpace, Shape, apply, divisors
 from tests.specs import cluster, profile, spec, with_splits
 
