@@ -61,7 +61,7 @@ from lightning_mist.units import format_bytes
 class Planner:
     """Finds plans for one network on one machine; every question is searched anew, with the cost model made once.
 
-    What a search has proven holds in later ones with no more memory (:mod:`lightning_mist.tuner.search.proven_bounds`).
+    What a search has proven holds in later ones with no more memory (:mod:`lightning_mist.tuner.search.pipelines`).
 
     Args:
         profile: How fast they are, one profile for every part of a cluster of unlike devices; by default from the

@@ -12,7 +12,7 @@ from lightning_mist.explain.comparison import (
     with_faster,
 )
 from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, StepWork
-from lightning_mist.tuner.select.result import TuneResult, TuneStats
+from lightning_mist.tuner.select.selection import TuneResult, TuneStats
 from tests.tuner.plans import pipeline
 
 

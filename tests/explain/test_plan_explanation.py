@@ -11,7 +11,7 @@ from lightning_mist.explain.techniques import TECHNIQUES
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.select.result import Alternative
+from lightning_mist.tuner.select.selection import Alternative
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 

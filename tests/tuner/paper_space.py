@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from lightning_mist.tuner.candidates.pareto import non_dominated
+from lightning_mist.tuner.candidates.choices import non_dominated
 from lightning_mist.tuner.inter_stage.exact_solver import solve
 from lightning_mist.tuner.inter_stage.flow_program import solve_program
 from lightning_mist.tuner.inter_stage.problem import InterStageProblem

@@ -6,7 +6,7 @@ import numpy as np
 
 from lightning_mist.tuner.candidates import ANY_SEAMS, EVERY_PART, SlotChoices
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE
+from lightning_mist.tuner.space.applied_space import ANYWHERE
 from tests.tuner.plans import is_feasible
 
 

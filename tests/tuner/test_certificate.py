@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.inter_stage import flow_program as inter_stage
-from lightning_mist.tuner.inter_stage.highs import Program, SolverError
+from lightning_mist.tuner.inter_stage.flow_program import Program, SolverError
 from lightning_mist.tuner.inter_stage.problem import PRECISION
 from tests.tuner.searches import each_by_itself, searched, stages_of
 

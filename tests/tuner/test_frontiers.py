@@ -10,7 +10,7 @@ from lightning_mist.plan import OFFLOADED, SearchSpace
 from lightning_mist.tuner import Planner
 from lightning_mist.tuner.candidates.choices import SlotChoices
 from lightning_mist.tuner.search import mixed_stages
-from lightning_mist.tuner.space.layer_ranges import places_behind
+from lightning_mist.tuner.space.applied_space import places_behind
 from tests.specs import cluster, profile, spec
 from tests.tuner.candidates.test_offload_search import MACHINES, NETWORKS, make
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner import minimum_memory as least
-from lightning_mist.tuner.minimum_memory import LateError, LeastMemory
+from lightning_mist.tuner import infeasible as least
+from lightning_mist.tuner.infeasible import LateError, LeastMemory
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.space.applied_space import Shape
 from tests.specs import cluster, profile, spec

@@ -7,9 +7,8 @@ import pytest
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
-from lightning_mist.tuner.search.mixed_slots import mixed_stages
-from lightning_mist.tuner.search.near_optimal import COMPARED
-from lightning_mist.tuner.search.search_loop import search_pipelines
+from lightning_mist.tuner.search.pipelines import mixed_stages
+from lightning_mist.tuner.search.search_loop import COMPARED, search_pipelines
 from tests.specs import cluster, profile, spec
 from tests.tuner.instances import random_instance
 from tests.tuner.plans import is_feasible

@@ -7,9 +7,8 @@ from lightning_mist.tuner.candidates.choices import (
     EVERY_PART,
     FRONT,
     SlotChoices,
+    non_dominated,
     with_peaks_as_seconds,
 )
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
-from lightning_mist.tuner.candidates.offload_feasible import OUTERMOST, may_offload
-from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
-from lightning_mist.tuner.candidates.pareto import non_dominated
+from lightning_mist.tuner.candidates.offload_search import OUTERMOST, TimeIsUpError, may_offload

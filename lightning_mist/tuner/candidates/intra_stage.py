@@ -23,11 +23,18 @@ from lightning_mist.cost import CostModel, StageSlot
 from lightning_mist.cost.inputs import BoolArray
 from lightning_mist.cost.memory import phases_of, stage_phases
 from lightning_mist.plan import Plan
-from lightning_mist.tuner.candidates.candidate_tables import ROOM, Request, Table, make_tables
+from lightning_mist.tuner.candidates.candidate_tables import (
+    ROOM,
+    Request,
+    Situations,
+    Stage,
+    Table,
+    covers,
+    either,
+    make_tables,
+)
 from lightning_mist.tuner.candidates.choices import EVERY_PART, SlotChoices, with_peaks_as_seconds, within
-from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
-from lightning_mist.tuner.candidates.offload_search import OffloadSearch
-from lightning_mist.tuner.candidates.stage_points import Situations, Stage, covers, either
+from lightning_mist.tuner.candidates.offload_search import OffloadSearch, RatioGrid
 from lightning_mist.tuner.space import (
     LayerRanges,
     Role,

@@ -4,17 +4,36 @@ Copies add to the steady time and never take from it. Of the boundary time they 
 is then beside a forward and its updates; averaging gradients takes no less beside a backward that takes longer, both
 together, but where a machine's corrections multiply one of them. So whatever a candidate offloads, it takes at least
 its own ``t`` resident, and its ``t + d`` is at least ``t`` with the rest of ``d`` (:attr:`Table.floor_K`). Where a
-choice that fits
-resident dominates both, no ratio is tried. Of all others every combination of ratios is looked at, its bytes first
-(:mod:`lightning_mist.tuner.candidates.offload_feasible`); the seconds of those that fit and offload no more than they
-have to are worked out, and what is not dominated is a choice.
+choice that fits resident dominates both, no ratio is tried. Of all others every combination of ratios is looked at, its
+bytes first; the seconds of those that fit and offload no more than they have to are worked out, and what is not
+dominated is a choice.
+
+If a ratio rises, no unit copies less: so neither ``t`` nor ``t + d`` fall, as these are sums of larger ones of what
+units take with and without copies. So of the combinations that fit (:func:`feasible`) one is needed only if none with
+smaller ratios fits, and none of any but that offloads nothing of a kind. Three things are not compared so:
+
+* Candidates whose update waits for the next forward, which those are that offload parameters, gradients or optimizer
+  state, with those whose update does not.
+* Different ratios of what ZeRO deals out over ranks: with a larger ratio other parameters are offloaded, and the rank
+  that offloads most may offload less than before.
+* Different ratios where parameters are tied and a larger ratio offloads a larger parameter of a unit instead of one
+  that several units fetch. Of all others a larger ratio offloads as many bytes of every unit or more: the largest that
+  fits comes first, so that what a smaller ratio offloads instead of it is less.
+
+Where a machine's corrections multiply some terms and not others nothing is left out. Elsewhere what copies for too long
+is, before its seconds are worked out.
 
 Array axes
     K  candidates of a table
     P  candidates of a table as stages may have them
     B  those that are tried with offload
+    C  combinations of ratios, nothing offloaded first
+    W  pairs of weights of channels, of a forward and of a backward
+    H  ratios of parameters
+    G  ratios of gradients
+    A  ratios of activations
     I  those that fit resident and are not dominated
-    J  choices: those, and candidates with ratios
+    J  candidates with ratios; of choices those of I too
     U  distinct candidates with ratios, whatever the stage and its neighbours
     X  steady and boundary seconds
     O  kinds of state, in the order of ``OFFLOADED``
@@ -22,21 +41,389 @@ Array axes
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from time import thread_time
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, StageCandidates
+from lightning_mist.cost import CostModel, StageCandidates, StageCostModel, StageSlot, profiles_of
 from lightning_mist.cost.batched_stages import seconds_of_stages
-from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates, Placed, distinct
-from lightning_mist.plan import OFFLOADED
-from lightning_mist.tuner.candidates.candidate_tables import ROOM, Table
-from lightning_mist.tuner.candidates.choices import SlotChoices
-from lightning_mist.tuner.candidates.offload_feasible import Feasible, feasible
-from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
-from lightning_mist.tuner.candidates.pareto import non_dominated, not_beaten
-from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints
+from lightning_mist.cost.inputs import (
+    ArrayRecord,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    OffloadCandidates,
+    Placed,
+    covered,
+    distinct,
+    prefix_sums,
+)
+from lightning_mist.cost.memory import OffloadParts, Ratios, StateShares
+from lightning_mist.cost.time import (
+    COMPUTE,
+    TO_DEVICE,
+    TO_HOST,
+    copy_rates,
+    interference_of,
+    shard_nodes,
+    unit_seconds,
+    weights_of_passes,
+)
+from lightning_mist.plan import OFFLOADED, SearchSpace, ZeroStage
+from lightning_mist.tuner.candidates.candidate_tables import ROOM, Stage, StagePoints, Table
+from lightning_mist.tuner.candidates.choices import SlotChoices, non_dominated, not_beaten
+
+_Place: TypeAlias = tuple[slice | int, ...]
+"""Combinations with one ratio of one kind of state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioGrid:
+    """Every combination of what may be offloaded.
+
+    Attributes:
+        offload_CO: The combinations, the ratios of the last kind running fastest.
+        each: The ratios of each kind of state.
+        values: All ratios that occur, ascending.
+    """
+
+    offload_CO: FloatArray
+    each: Ratios
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, search: SearchSpace, offered: Sequence[float]) -> "RatioGrid":
+        """The combinations of a search space.
+
+        Args:
+            search: Says which kinds of state may be offloaded.
+            offered: The ratios; 0 is always among them.
+        """
+        ratios = tuple(sorted({0.0, *map(float, offered)}))
+        each = {name: ratios if name in search.offloaded else (0.0,) for name in OFFLOADED}
+        return cls(
+            offload_CO=np.array(list(product(*each.values())), dtype=np.float64),
+            each=Ratios(**each),
+            values=ratios if search.offloaded else (0.0,),
+        )
+
+    def __len__(self) -> int:
+        """Number of combinations, nothing offloaded among them."""
+        return len(self.offload_CO)
+
+    def minimal(self, fits_BC: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        """Of the combinations that fit, those that offload something and no more than they have to.
+
+        Args:
+            ordered: Kinds of state of which a larger ratio is never faster.
+        """
+        defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0
+        offloads_C = self.offload_CO.max(axis=1) > 0
+        # Candidates last: what is done to a combination is done to those of all candidates, which lie together.
+        fits_CB = np.ascontiguousarray(fits_BC.T)
+        found_CB = np.zeros_like(fits_CB)
+        for family_C in (offloads_C & ~defers_C, defers_C):
+            found_CB |= self._minimal(fits_CB & family_C[:, None], ordered)
+        return np.ascontiguousarray(found_CB.T)
+
+    def _minimal(self, fits_CB: BoolArray, ordered: Sequence[str]) -> BoolArray:
+        above, kept = (fits_CB.reshape(*self.each.shape, -1).copy() for _ in range(2))
+        steps = [self._steps(name, name in ordered) for name in OFFLOADED]
+        for before, behind in (step for some in steps for step in some):
+            above[behind] |= above[before]
+        for before, behind in (step for some in steps for step in some):
+            # One that is dominated along an axis has something that fits at or below its neighbour there.
+            kept[behind] &= ~above[before]
+        found_CB: BoolArray = kept.reshape(fits_CB.shape)
+        return found_CB
+
+    def _steps(self, kind: str, is_ordered: bool) -> list[tuple[_Place, _Place]]:
+        """Pairs of places along the ratios of a kind of state, of which the second takes at least as long."""
+        front: _Place = (slice(None),) * OFFLOADED.index(kind)
+        at: list[_Place] = [(*front, ratio) for ratio in range(len(getattr(self.each, kind)))]
+        # Nothing takes less than offloading nothing.
+        return list(pairwise(at)) if is_ordered else [(at[0], behind) for behind in at[1:]]
+
+
+OUTERMOST = 4
+"""Units of a stage that a microbatch finds unsharded already, at most; see
+:mod:`lightning_mist.cost.time.zero_seconds`.
+"""
+
+RESIDENT_UNITS = 2
+"""Units of a stage whose offloaded parameters a pass finds on the device; see
+:mod:`lightning_mist.cost.time.offload_seconds`.
+"""
+
+PAIRS_AT_ONCE = 1 << 14
+"""Candidates with pairs of ratios whose bytes are worked out together: fast, and some megabytes."""
+
+PEAKS_AT_ONCE = 1 << 19
+"""Peaks of candidates with ratios that are looked at together, of 8 bytes each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feasible(ArrayRecord):
+    """Candidates with ratios that fit: which of the stages' they are of, which combination they have, peak bytes."""
+
+    AXIS: ClassVar[str] = "J"
+
+    point_J: IntArray
+    combination_J: IntArray
+    peak_J: FloatArray
+
+    @classmethod
+    def none(cls) -> "Feasible":
+        """No candidates."""
+        none_J = np.empty(0, dtype=np.int64)
+        return cls(point_J=none_J, combination_J=none_J, peak_J=np.empty(0))
+
+
+def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid) -> tuple[str, ...]:
+    """Kinds of state of which a larger ratio is never faster."""
+    if any(profile.corrections for profile in profiles_of(model)):
+        return ()
+    if model.memory(slot).states.displaces(grid.values):
+        return ("activations",)
+    if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
+        return OFFLOADED
+    return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Floors:
+    """Steady seconds that candidates take at least: what they compute, and what their ratios copy.
+
+    A forward moves activations away and fetches parameters, but for those of the first two units, which are there; a
+    backward fetches activations, gradients and parameters, but for those of the last two.
+
+    Attributes:
+        compute_WB: Weighted seconds of computing, and so on of what ratios copy.
+    """
+
+    compute_WB: FloatArray
+    parameters_WBH: FloatArray
+    gradients_WBG: FloatArray
+    activations_WBA: FloatArray
+
+    @classmethod
+    def of(
+        cls,
+        model: CostModel,
+        slot: StageSlot,
+        candidates: StageCandidates,
+        parts: OffloadParts,
+        ratios: tuple[float, ...],
+        steady_B: FloatArray,
+    ) -> "_Floors | None":
+        """Those of the candidates of one slot; none of unlike devices, or if corrections multiply some terms only.
+
+        Args:
+            ratios: Those of parameters.
+            steady_B: Steady seconds with nothing offloaded.
+        """
+        if not isinstance(model, StageCostModel) or model.profile.corrections:
+            return None
+        machine = model.profile, model.cluster
+        rates, across = copy_rates(*machine), shard_nodes(model.cluster, slot) > 1
+        forward_WC, backward_WC = weights_of_passes(interference_of(*machine), across)
+        compute = model.region_seconds(*slot.computed)
+        forward, backward, again = map(prefix_sums, (compute.forward_R, compute.backward_R, compute.recompute_R))
+        low_B, high_B = covered(model.spec, candidates.start_K, candidates.end_K)
+        recomputed_B = again[1 + candidates.start_K + candidates.checkpointed_K] - again[1 + candidates.start_K]
+        backward_B = backward[high_B] - backward[low_B] + recomputed_B
+        in_WC, out_WC = backward_WC / rates.to_device, forward_WC / rates.to_host
+        forward_B = forward[high_B] - forward[low_B]
+        compute_WB = np.outer(forward_WC[:, COMPUTE], forward_B) + np.outer(backward_WC[:, COMPUTE], backward_B)
+        compute_WB -= _found_unsharded(model, slot, candidates)
+        # What a forward and a backward take by themselves, and transfers, in which nothing else is done.
+        zero_B, rest_B = candidates.zero_stage_K, np.maximum(steady_B - forward_B - backward_B, 0.0)
+        alone_B = np.where(zero_B >= ZeroStage.PARAMETERS, 0.0, backward_B + rest_B)
+        is_alone_W1 = ~backward_WC.any(axis=1, keepdims=True)
+        compute_WB += np.where(is_alone_W1, alone_B, rest_B * (zero_B < ZeroStage.GRADIENTS))
+        forward_BH, backward_BH = _fetched(model.memory(slot).states, parts.host_parameters_BH, ratios, low_B, high_B)
+        gradients_BG = parts.host_gradients_BG * (slot.num_microbatches > 1)
+        activations_BGA = parts.host_activations_K.reshape(*gradients_BG.shape, -1)
+        return cls(
+            compute_WB=compute_WB,
+            parameters_WBH=np.multiply.outer(forward_WC[:, TO_DEVICE] / rates.to_device, forward_BH)
+            + np.multiply.outer(in_WC[:, TO_DEVICE], backward_BH),
+            gradients_WBG=np.multiply.outer(in_WC[:, TO_DEVICE], gradients_BG),
+            activations_WBA=np.multiply.outer(in_WC[:, TO_DEVICE] + out_WC[:, TO_HOST], activations_BGA[:, 0]),
+        )
+
+    def seconds(self, row_J: IntArray, ratio_OJ: Sequence[IntArray]) -> FloatArray:
+        """Those of some candidates with some of the ratios of each kind of state."""
+        parameters_J, gradients_J, _, activations_J = ratio_OJ
+        found_WJ = self.compute_WB[:, row_J] + self.parameters_WBH[:, row_J, parameters_J]
+        found_WJ += self.gradients_WBG[:, row_J, gradients_J] + self.activations_WBA[:, row_J, activations_J]
+        least_J: FloatArray = found_WJ.max(axis=0)
+        return least_J
+
+
+def _fetched(
+    states: StateShares, host_BH: FloatArray, ratios: Sequence[float], low_B: IntArray, high_B: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes of offloaded parameters that are fetched in a forward and in a backward, at least; axes ``BH``.
+
+    What the rank that has most offloads counts as spread over units as all ranks' is.
+
+    Args:
+        host_BH: What that rank offloads with each ratio.
+    """
+    before_HR = prefix_sums(np.stack([states.unit_bytes(ratio, "parameters") for ratio in ratios]))
+    all_BH, forward_BH, backward_BH = (
+        (before_HR[:, end_B] - before_HR[:, begin_B]).T
+        for begin_B, end_B in (
+            (low_B, high_B),
+            (np.minimum(low_B + RESIDENT_UNITS, high_B), high_B),
+            (low_B, np.maximum(high_B - RESIDENT_UNITS, low_B)),
+        )
+    )
+    part_BH = host_BH / np.maximum(all_BH, 1.0)
+    return part_BH * forward_BH, part_BH * backward_BH
+
+
+def _found_unsharded(model: StageCostModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
+    """Seconds of unsharding by which copies may seem to add less than they do: it is there already, or once a batch."""
+    shards_B, holdings = candidates.zero_stage_K >= ZeroStage.PARAMETERS, model.memory(slot).holdings
+    if slot.shard_degree == 1 or not shards_B.any():
+        return np.zeros(len(candidates))
+    units = unit_seconds(model.profile, holdings.table, slot.shard_degree, shard_nodes(model.cluster, slot))
+    return np.where(shards_B, np.inf if holdings.is_one_unit else OUTERMOST * units.unshard_R.max(), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """Candidates of the stages of one table on one arrangement of devices, among those of others.
+
+    Attributes:
+        number: Which table.
+        index_U: The distinct candidates.
+        row_B: Where each is among those of all tables.
+    """
+
+    number: int
+    points: StagePoints
+    slot: StageSlot
+    point_B: IntArray
+    index_U: IntArray
+    row_B: IntArray
+
+
+def feasible(
+    model: CostModel,
+    grid: RatioGrid,
+    asked: Sequence[tuple[StagePoints, IntArray]],
+    limits: tuple[float, float],
+    slowest: float = np.inf,
+) -> Iterator[tuple[int, Feasible]]:
+    """What some candidates of the stages of tables may offload, block by block, each with the number of its table.
+
+    Args:
+        asked: The stages of each table, and which of their candidates are looked at.
+        limits: Bytes that a device may use, and of host memory.
+        slowest: The most steady seconds, without what the stages behind cost: what takes longer may be left out.
+    """
+    at_once = max(1, PAIRS_AT_ONCE // (len(grid.each.activations) * len(grid.each.gradients)))
+    for some in _alike(asked):
+        tables = [item.points.table for item in some]
+        every = StageCandidates.joined(
+            [table.candidates(item.index_U) for table, item in zip(tables, some, strict=True)]
+        )
+        steady_U = np.concatenate([table.steady_K[item.index_U] for table, item in zip(tables, some, strict=True)])
+        for begin in range(0, len(every), at_once):
+            here, slot = slice(begin, begin + at_once), some[0].slot
+            candidates = every.take(here)
+            parts = OffloadParts.of(model.memory(slot), slot, candidates, grid.each)
+            floors = _Floors.of(model, slot, candidates, parts, grid.each.parameters, steady_U[here])
+            for item in some:
+                row_B = item.row_B - begin
+                inside_B = np.flatnonzero((row_B >= 0) & (row_B < at_once))
+                for block in _fast_enough(model, grid, item, (inside_B, row_B), (parts, floors), limits, slowest):
+                    yield item.number, block
+
+
+def _alike(asked: Sequence[tuple[StagePoints, IntArray]]) -> Iterator[list[_Tried]]:
+    """Candidates by arrangement of devices: what peaks are made of does not depend on what is in front and behind."""
+    found: dict[Hashable, list[_Tried]] = {}
+    for number, (points, point_B) in enumerate(asked):
+        shape_B = points.table.shape_K[points.index_P[point_B]]
+        for shape in distinct(shape_B).tolist():
+            slot, some_B = points.table.slots[shape], point_B[shape_B == shape]
+            devices = slot.data_parallel_degree, slot.shard_group, *slot.computed
+            before = found.setdefault((slot.num_stages == 1, slot.part, slot.rows, devices), [])
+            # Stages share candidates, of which what peaks are made of does not depend on the stage either.
+            index_U, row_B = np.unique(points.index_P[some_B], return_inverse=True)
+            row_B += sum(len(item.index_U) for item in before)
+            before.append(_Tried(number=number, points=points, slot=slot, point_B=some_B, index_U=index_U, row_B=row_B))
+    yield from found.values()
+
+
+def _fast_enough(
+    model: CostModel,
+    grid: RatioGrid,
+    item: _Tried,
+    at: tuple[IntArray, IntArray],
+    parts: tuple[OffloadParts, _Floors | None],
+    limits: tuple[float, float],
+    slowest: float,
+) -> Iterator[Feasible]:
+    """What candidates of one table may offload.
+
+    Args:
+        at: Which of them, and where each is among ``parts``.
+        parts: What peaks of candidates are made of, and the least seconds that they take.
+    """
+    points, (inside_B, row_B), most = item.points, at, max(1, PEAKS_AT_ONCE // len(grid))
+    for first in range(0, len(inside_B), most):
+        at_B = inside_B[first : first + most]
+        some_B, rows_B = item.point_B[at_B], row_B[at_B]
+        peak_BC, fits_BC = _fitting(points, some_B, parts[0], rows_B, limits)
+        fits_BC &= may_offload(item.slot, grid.offload_CO)
+        fits_BC = _minimal(model, grid, item.slot, fits_BC, points.table.zero_stage_K[points.index_P[some_B]])
+        of_J, combination_J = np.nonzero(fits_BC)
+        if parts[1] is not None:
+            ratio_OJ = np.unravel_index(combination_J, grid.each.shape)
+            fast_J = parts[1].seconds(rows_B[of_J], ratio_OJ) <= slowest * ROOM
+            of_J, combination_J = of_J[fast_J], combination_J[fast_J]
+        yield Feasible(point_J=some_B[of_J], combination_J=combination_J, peak_J=peak_BC[of_J, combination_J])
+
+
+def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:
+    """Which combinations a stage may have: what recomputation by operator keeps stays on the device."""
+    allowed_C: BoolArray = (offload_CO[:, OFFLOADED.index("activations")] == 0) | (slot.checkpointing == "full")
+    return allowed_C
+
+
+def _fitting(
+    points: StagePoints, point_B: IntArray, parts: OffloadParts, row_B: IntArray, limits: tuple[float, float]
+) -> tuple[FloatArray, BoolArray]:
+    """Peaks of candidates with every combination of ratios, and whether they fit."""
+    peaks, fits, begin = [], [], 0
+    for stage, end in zip(points.stages, points.ends(point_B), strict=True):
+        if end > begin:
+            some = parts.take(row_B[begin:end])
+            peak_BC = some.peaks(stage.phases).reshape(end - begin, -1)
+            fits_BC = peak_BC <= limits[0]
+            if np.isfinite(limits[1]):
+                fits_BC &= some.host_bytes(stage.phases).reshape(end - begin, -1) <= limits[1]
+            peaks.append(peak_BC)
+            fits.append(fits_BC)
+        begin = end
+    return np.concatenate(peaks), np.concatenate(fits)
+
+
+def _minimal(model: CostModel, grid: RatioGrid, slot: StageSlot, fits_BC: BoolArray, zero_B: IntArray) -> BoolArray:
+    """Of the combinations of candidates at one place that fit, those that offload no more than they have to."""
+    found_BC = np.zeros_like(fits_BC)
+    for zero_stage in distinct(zero_B).tolist():
+        at_B = np.flatnonzero(zero_B == zero_stage)
+        found_BC[at_B] = grid.minimal(fits_BC[at_B], ordered(model, slot, zero_stage, grid))
+    return found_BC
+
 
 TIE = 1 + 1e-13
 """Offloaded candidates count as slower by this, which no tolerance sees: of equally fast ones the resident one wins."""

@@ -11,7 +11,8 @@ from lightning_mist.tuner.inter_stage.problem import (
     InterStageProblem,
     Pipeline,
     PipelineGroup,
+    StagePlace,
+    heads_of,
+    tails_of,
 )
-from lightning_mist.tuner.inter_stage.stage_places import StagePlace, heads_of, tails_of
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes
-from lightning_mist.tuner.inter_stage.suffix_states import Walk
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk

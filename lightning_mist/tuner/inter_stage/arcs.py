@@ -23,8 +23,7 @@ from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.candidates import EVERY_PART
 from lightning_mist.tuner.inter_stage.problem import InterStageProblem
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes
-from lightning_mist.tuner.inter_stage.suffix_states import Walk
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
 
 _ROUNDING = 1 + 1e-9
 """An arc is left out if it is worse than what is known by more than rounding."""

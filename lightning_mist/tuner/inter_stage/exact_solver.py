@@ -32,8 +32,7 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.candidates import EVERY_PART
 from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, Family, InterStageProblem
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes
-from lightning_mist.tuner.inter_stage.suffix_states import Walk
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
 
 __all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_each", "solve_family"]
 

@@ -1,10 +1,16 @@
 """Passes over the suffixes of pipelines, from the last stage to the first, for all numbers of stages at once.
 
-A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and of units of devices, in
-the order in which stages take them (:mod:`lightning_mist.tuner.inter_stage.part_chain`). One pass finds for every ``k``
-and state the least sum of steady times, with every steady time at most ``T`` (the bottleneck time), and if asked with
-every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a suffix of ``S - 1`` stages makes a
-pipeline of ``S``, so one pass answers for every ``S``.
+A suffix is what the last ``k`` stages of a pipeline hold: its state is its number of layers and of units of devices.
+One pass finds for every ``k`` and state the least sum of steady times, with every steady time at most ``T`` (the
+bottleneck time), and if asked with every ``suffix sum + t + d`` at most ``V`` (the cap). A first stage in front of a
+suffix of ``S - 1`` stages makes a pipeline of ``S``, so one pass answers for every ``S``.
+
+A stage in front makes both numbers of a state larger by what it holds itself, so in a table of all states it comes from
+the one that lies as far before, always as far: with empty rows and columns before the table (:class:`PaddedSums`)
+nothing has to be asked about where that is. On unlike devices the parts of a cluster lie in a row, as stages take them
+from the last one to the first (:class:`PartChain`): the stages of one part are neighbours, and the parts follow each
+other in a settled order, so that what a suffix holds of every part is one number. Where a stage's own begin and end in
+the row says whether the stages next to it lie in other parts.
 
 What cannot be part of an answer at a bottleneck time is left out beforehand. With ``r_p`` the least seconds times
 devices per layer of any choice in part ``p``, ``n`` devices of it hold at most ``T n / r_p`` layers; what they hold
@@ -17,22 +23,212 @@ Array axes
     J  states that can be part of an answer; in a table of sums one more, which is never reached
     K  choices of a first or last stage
     P  parts of the cluster
+    T  kinds of stages: their part, and which of those next to them lie in others
     U  numbers of units of devices
     M  some options
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, distinct
-from lightning_mist.tuner.inter_stage.part_chain import PartChain, kinds
+from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, FRONT
 from lightning_mist.tuner.inter_stage.problem import Family
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions, SlotOptions, end_options, slot_options
-from lightning_mist.tuner.inter_stage.suffix_states import PaddedSums, States, Walk
+from lightning_mist.tuner.space import common_unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartChain:
+    """Units of devices of all parts in a row, those of the part passed last first.
+
+    Attributes:
+        order: The parts, that which is passed first in front.
+        unit_P: Devices of a unit.
+        begin_P: Units in the row before those of each part.
+        end_P: The same with its own.
+        used_PU: Of the first units of the row those of each part.
+        ends_TU: Where in the row stages of every kind (:func:`kinds`) may end.
+        first_begin_T: From where on in the row they may begin.
+        last_begin_T: Up to where they may.
+        size: Numbers of units that there may be: one more than there are.
+    """
+
+    order: tuple[int, ...]
+    unit_P: IntArray
+    begin_P: IntArray
+    end_P: IntArray
+    used_PU: IntArray
+    ends_TU: BoolArray
+    first_begin_T: IntArray
+    last_begin_T: IntArray
+    size: int
+
+    @classmethod
+    @lru_cache(maxsize=256)  # Many families of a search have the same.
+    def of(
+        cls, num_devices: tuple[int, ...], order: tuple[int, ...], taken: tuple[tuple[int, ...], ...]
+    ) -> "PartChain":
+        """The row in units that all stages take whole.
+
+        Args:
+            num_devices: Devices of every part.
+            order: The parts, that which is passed first in front.
+            taken: The numbers of devices of every part that stages take.
+        """
+        unit_P = np.array([common_unit([*own, count]) for own, count in zip(taken, num_devices, strict=True)])
+        units_P, begin_P, total = np.array(num_devices) // unit_P, np.zeros(len(unit_P), dtype=np.int64), 0
+        for part in reversed(order):
+            begin_P[part], total = total, total + int(units_P[part])
+        end_P, end_U = begin_P + units_P, np.arange(total + 1)
+        ends, begins = [], []
+        for part, own in enumerate(taken):
+            begin, end = int(begin_P[part]), int(end_P[part])
+            inside_U = (end_U > begin) & (end_U <= end)
+            first_U = inside_U & np.isin(end_U, begin + np.array(own, dtype=np.int64) // unit_P[part])
+            # Where the first part ends, the row does.
+            front_U = (end_U == end) & (part != order[0])
+            for seams in range(ANY_SEAMS):
+                ends.append((first_U if seams & BEHIND else inside_U) & (front_U == bool(seams & FRONT)))
+                is_alone = part == order[-1]
+                begins.append((begin, end) if is_alone else (begin, begin) if seams & BEHIND else (begin + 1, end))
+            ends.append(inside_U)
+            begins.append((begin, end))
+        first_begin_T, last_begin_T = np.array(begins).T
+        return cls(
+            order=order,
+            unit_P=unit_P,
+            begin_P=begin_P,
+            end_P=end_P,
+            used_PU=np.clip(end_U - begin_P[:, None], 0, units_P[:, None]),
+            ends_TU=np.stack(ends),
+            first_begin_T=first_begin_T,
+            last_begin_T=last_begin_T,
+            size=total + 1,
+        )
+
+    def seams(self, part_C: IntArray, begin_C: IntArray, end_C: IntArray) -> IntArray:
+        """Which of the stages next to some lie in other parts, as :attr:`SlotChoices.seams_K` says it.
+
+        Args:
+            begin_C: Units of the row behind each stage.
+            end_C: Units with its own.
+        """
+        is_behind_C = (begin_C == self.begin_P[part_C]) & (part_C != self.order[-1])
+        is_front_C = (end_C == self.end_P[part_C]) & (part_C != self.order[0])
+        found_C: IntArray = FRONT * is_front_C + BEHIND * is_behind_C
+        return found_C
+
+    def fits(self, part_C: IntArray, seams_C: IntArray, units_C: IntArray, end_C: IntArray) -> BoolArray:
+        """Whether stages may have so many units of a part up to somewhere in the row; arguments that broadcast."""
+        begin_C = end_C - units_C
+        inside_C = (begin_C >= self.begin_P[part_C]) & (end_C <= self.end_P[part_C])
+        if len(self.order) > 1:
+            inside_C &= (seams_C == ANY_SEAMS) | (seams_C == self.seams(part_C, begin_C, end_C))
+        return inside_C
+
+
+def kinds(part_C: IntArray, seams_C: IntArray) -> IntArray:
+    """A number for the part of stages and which of those next to them lie in others."""
+    return part_C * (ANY_SEAMS + 1) + seams_C
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """The states that can be part of an answer at a bottleneck time.
+
+    Attributes:
+        row_J: Layers.
+        used_J: Units of devices.
+        flat_J: Number of the state among all, also those that cannot.
+        number: The place in J of every state; the number of states where there is none.
+        slack: Layers by which all devices together can be idle.
+    """
+
+    row_J: IntArray
+    used_J: IntArray
+    flat_J: IntArray
+    number: IntArray
+    slack: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """What one pass found.
+
+    Attributes:
+        bottleneck: The most steady seconds of a stage.
+        cap: The most that ``sum t + D`` may be, or ``None``.
+        only: The number of stages that was of interest, or ``None`` where all were.
+        limit: Sums of steady times above which suffixes were of no interest.
+        values: For every number of stages with an answer the least sum of steady times; without a cap the boundary
+            time of the first stage counts with them.
+        states: The states that were looked at.
+        sums: For every number of stages of a suffix the least sum by state.
+    """
+
+    bottleneck: float
+    cap: float | None
+    only: int | None
+    limit: float
+    values: dict[int, float]
+    states: States
+    sums: tuple[FloatArray, ...]
+
+
+MOST_PADDED = 1 << 15
+"""Sums of a padded table at most: 256 KiB, which stay near the processor. Of larger ones looking sums up takes longer
+than finding out where they are."""
+
+
+class PaddedSums:
+    """Sums by state of one pass, all stages of which take devices of the same part.
+
+    Args:
+        place_J: Where each state is in the table.
+        width: Places of a row.
+    """
+
+    def __init__(self, place_J: IntArray, width: int) -> None:
+        self._place_J, self._width = place_J, width
+        self._sums = np.full(int(place_J.max(initial=0)) + 1, np.inf)
+        self._every_J = np.arange(len(place_J))
+
+    @classmethod
+    def of(cls, states: States, most_layers: int, most_units: int, size: int) -> "PaddedSums | None":
+        """A table of some states, if it is small.
+
+        Args:
+            most_layers: Layers that a stage has at most.
+            most_units: Units of devices that it has at most.
+            size: Numbers of units that there may be.
+        """
+        width = size + most_units
+        place_J = (states.row_J + most_layers) * width + states.used_J + most_units
+        return cls(place_J, width) if place_J.max(initial=0) < MOST_PADDED else None
+
+    def filled(self, sums_J: FloatArray) -> FloatArray:
+        """Sums in their places, until others are asked for."""
+        self._sums[self._place_J] = sums_J[:-1]
+        return self._sums
+
+    def sources(
+        self, options: SlotOptions, units_C: IntArray, at_once: int
+    ) -> Iterator[tuple[SlotOptions, IntArray, IntArray]]:
+        """Some options at a time, all states, and the places of those behind them, axes ``CJ``."""
+        step = max(1, at_once // max(1, len(self._every_J)))
+        for begin in range(0, len(options), step):
+            here = slice(begin, begin + step)
+            shift_C = options.layers_C[here] * self._width + units_C[here]
+            some = options if step >= len(options) else options.take(here)
+            yield some, self._every_J, self._place_J - shift_C[:, None]
+
 
 _MARGIN = 1e-9
 """Relative margin within which rounding may make a choice look as if it were idle by too much."""

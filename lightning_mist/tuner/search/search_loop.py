@@ -12,20 +12,234 @@ A single stage is looked at first, unless it is far slower, as it is over unlike
 faster are first solved with all state resident, which is cheap, for an incumbent. As long as there is none, a cutoff is
 assumed, little above the lower bound of all; if nothing is found below it, ever larger ones. So stages that are far too
 slow are never evaluated.
+
+**Beside the best** the clock and other schedules choose among pipelines that are enumerated on purpose. Which these are
+depends on the network, the machine and the question alone: every pipeline whose best plan is near the best of all,
+those that are so with all state resident, by their bounds after the search, until there are enough, and the best single
+stage to compare with (:func:`beside`). The search solves the first to their proven optima in the whole space.
+
+**Copies.** Pipelines that come in several copies need less memory for the batches that their ranks load: a rank may
+have the batches of all ranks of its copy at a time. There are as many copies as the greatest common divisor of the
+stages' data-parallel degrees, which no stage knows by itself, so that a search prices every stage with the divisor that
+all its arrangements have. Of what does not fit so, something may fit with its own: every plan is one of those whose
+degrees are all multiples of some number, and searched among these it is priced with that many copies or more
+(:func:`search_copies`).
 """
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
+from time import thread_time
 from typing import TypeAlias
 
 import numpy as np
 
+from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.tuner.candidates import TimeIsUpError
-from lightning_mist.tuner.inter_stage import PRECISION, Incumbent, Pipeline, PipelineGroup, check, solve_family
-from lightning_mist.tuner.search.near_optimal import beside
-from lightning_mist.tuner.search.pipelines import Pipelines
-from lightning_mist.tuner.search.search_state import NEAR_RESIDENT, SearchState
+from lightning_mist.tuner.inter_stage import (
+    PRECISION,
+    Incumbent,
+    Pipeline,
+    PipelineGroup,
+    check,
+    solve,
+    solve_each,
+    solve_family,
+)
+from lightning_mist.tuner.search.pipelines import Pipelines, Stages
+from lightning_mist.tuner.space import Space, divisors
+
+NEAR_RESIDENT = 1.05
+"""Multiple of the best plan's seconds by the closed form below which every pipeline is solved with all state resident,
+to be run on the clock and tried under other schedules: for 2.7 billion parameters on 4 L4 one that takes 3.7 % longer
+by the form wins so."""
+
+NEAR_OFFLOADED = 1.015
+"""The same with what may be offloaded, of which evaluating all that are so near takes most of a search. With 1.02 and
+1.03 the plans of all questions in the record ``plan-hashes-after_amd-epyc-2-cores_202611.json`` are the same."""
+
+FIRST_SECONDS = 1.0
+"""Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchState:
+    """What a search has found and proven so far.
+
+    Attributes:
+        bounds: Step seconds that no plan of each pipeline goes below.
+        deadline: Value of ``thread_time()`` at which to stop.
+        patience: The same as long as there is no plan.
+        found: The best answers of pipelines, proven of the whole space.
+        met: Answers of pipelines that need not be the best.
+        below: Step seconds of a plan that is known beforehand.
+        is_stopped: Whether some were not because time was up.
+    """
+
+    pipelines: Pipelines
+    bounds: dict[Pipeline, float]
+    deadline: float
+    patience: float
+    below: float = np.inf
+    found: dict[Pipeline, Incumbent] = field(default_factory=dict)
+    met: dict[Pipeline, Incumbent] = field(default_factory=dict)
+    solved: set[Pipeline] = field(default_factory=set)
+    is_stopped: bool = False
+
+    @classmethod
+    def of(cls, pipelines: Pipelines, deadline: float, below: float, known: Mapping[Pipeline, float]) -> "SearchState":
+        """Before anything is found, with ``deadline`` as ``thread_time()`` tells it, and some ``known`` bounds."""
+        patience, quick = max(deadline, thread_time() + FIRST_SECONDS), pipelines.quick_bounds()
+        bounds = {key: max(bound, known.get(key, 0.0)) for key, bound in quick.items()}
+        return cls(pipelines=pipelines, bounds=bounds, deadline=deadline, patience=patience, below=below)
+
+    def wait_again(self) -> None:
+        """Give a search without a plan as much time again as it has at least."""
+        self.patience = thread_time() + FIRST_SECONDS
+
+    @property
+    def end(self) -> float:
+        """When time is up."""
+        return self.deadline if self.found or self.met else self.patience
+
+    @property
+    def is_late(self) -> bool:
+        """Whether time is up."""
+        return thread_time() > self.end
+
+    @property
+    def least(self) -> float:
+        """The least step seconds that are known."""
+        every = (*self.found.values(), *self.met.values())
+        return min([self.below, *(item.answer.objective for item in every)])
+
+    @property
+    def near(self) -> float:
+        """Multiple of the least step seconds below which every pipeline of the space is solved.
+
+        Where a plan is known beforehand only better ones are: whether there are any is the question.
+        """
+        if self.below < np.inf:
+            return 1.0
+        return NEAR_OFFLOADED if self.pipelines.space.offload_ratios else NEAR_RESIDENT
+
+    @property
+    def winner(self) -> tuple[Pipeline, Incumbent] | None:
+        """The best answer and its pipeline; of equally good ones that with the fewest stages."""
+        every = [*self.found.items(), *self.met.items()]
+        return min(every, key=lambda item: (item[1].answer.objective, item[0]), default=None)
+
+    def bound_of(self, group: PipelineGroup) -> float:
+        """Step seconds that no plan of a group is known to go below."""
+        return min(self.bounds[group.pipeline(count)] for count in group.counts)
+
+    def raise_bound(self, group: PipelineGroup, below: float) -> float:
+        """The same with what the memory of stages says, as far as it is less than ``below``."""
+        lowest = self.bound_of(group)
+        if lowest >= below * (1 - PRECISION) or below == np.inf or group.counts == (1,):
+            return lowest
+        bound = self.pipelines.lower_bound(group, below, self.end)
+        for count in group.counts:
+            key = group.pipeline(count)
+            self.bounds[key] = max(self.bounds[key], bound)
+        return self.bound_of(group)
+
+    def nearest(self, groups: Iterable[PipelineGroup], cutoff: Callable[[], float]) -> Iterator[PipelineGroup]:
+        """Groups that may take fewer seconds than a cutoff, those with the least bounds first.
+
+        Bounds are raised as groups come, so that none is that a lower cutoff by then rules out.
+
+        Args:
+            cutoff: Seconds, which may fall.
+        """
+        waiting = [(self.bound_of(group), False, group) for group in groups]
+        heapq.heapify(waiting)
+        while waiting:
+            bound, is_raised, group = heapq.heappop(waiting)
+            # What was proven of a pipeline before is so but for rounding.
+            if bound >= cutoff() * (1 - PRECISION):
+                return
+            if is_raised:
+                yield group
+            else:
+                heapq.heappush(waiting, (self.raise_bound(group, cutoff()), True, group))
+
+    def optima(self, group: PipelineGroup, counts: list[int], below: float) -> dict[Pipeline, Incumbent]:
+        """The best answers of some numbers of stages of a group that take fewer seconds than ``below``.
+
+        Raises:
+            TimeIsUpError: If there is no time left to evaluate their stages.
+        """
+        self.solved |= {group.pipeline(count) for count in counts}
+        if group.counts == (1,):
+            problem = self.pipelines.single(group.num_microbatches, below=below)
+            answers = {1: solve(problem, below=below, deadline=self.deadline)}
+            problems = {1: problem}
+        else:
+            family = self.pipelines.family(group, counts, below=below)
+            answers = solve_each(family, dict.fromkeys(family.heads, below), deadline=self.deadline)
+            problems = {count: family.problem(count) for count in answers}
+        return {
+            group.pipeline(count): Incumbent(problem=problems[count], answer=answer)
+            for count, answer in answers.items()
+            if answer.chosen
+        }
+
+    def meet(self, key: Pipeline, item: Incumbent) -> None:
+        """Remember an answer that need not be the best."""
+        if key not in self.met or item.answer.objective < self.met[key].answer.objective:
+            self.met[key] = item
+
+
+COMPARED = 1.25
+"""Multiple of the best plan's seconds below which the best single stage is looked for."""
+
+MOST_NEAR = 12
+"""Pipelines that are enough for the clock and other schedules to choose among: others are not looked for any more. Of
+long pipelines on many devices there are more, and the optimum of each is proven. The plans of all questions that
+:mod:`benchmarks.planner.plan_hashes` asks are the same without this limit."""
+
+
+def beside(state: SearchState, near: dict[Pipeline, Incumbent], least: float) -> dict[Pipeline, Incumbent]:
+    """Answers of pipelines that are not in ``near``: the best single stage, and others with all state resident.
+
+    Those with the least bounds come first, until there are enough.
+
+    Raises:
+        TimeIsUpError: If there is no time left to evaluate their stages.
+    """
+    pipelines, cutoff = state.pipelines, least * NEAR_RESIDENT
+    found = {} if any(key.num_stages == 1 for key in near) else _single(state, min(least * COMPARED, state.below))
+    pipelines.try_ratios((), state.deadline)
+    groups = pipelines.groups if pipelines.space.offload_ratios else ()
+    for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
+        if len(near) + len(found) >= MOST_NEAR:
+            break
+        keys = {group.pipeline(count): count for count in group.counts}
+        counts = [count for key, count in keys.items() if key not in near | found and state.bounds[key] < cutoff]
+        if counts and not state.is_late:
+            found |= state.optima(group, counts, cutoff)
+    return found
+
+
+def _single(state: SearchState, below: float) -> dict[Pipeline, Incumbent]:
+    """The best answer of one stage, if it takes fewer seconds than ``below``."""
+    state.pipelines.try_ratios(state.pipelines.space.offload_ratios, state.deadline)
+    alone = [(key, item) for key, item in state.found.items() if key.num_stages == 1 and item.answer.objective < below]
+    best = dict(sorted(alone, key=lambda item: (item[1].answer.objective, item[0]))[:1])
+
+    def cutoff() -> float:
+        return min((item.answer.objective for item in best.values()), default=below)
+
+    with suppress(TimeIsUpError):
+        for group in state.nearest([group for group in state.pipelines.groups if group.counts == (1,)], cutoff):
+            if state.is_late:
+                break
+            best = state.optima(group, [1], cutoff()) or best
+    return best
+
 
 ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
 """Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
@@ -54,7 +268,7 @@ class Outcome:
     Attributes:
         winner: The best answer, if there is a plan.
         found: The best answers of pipelines near the best, and of a single stage to compare with
-            (:mod:`lightning_mist.tuner.search.near_optimal`).
+            (:func:`beside`).
         bound: No plan takes fewer seconds.
         certified: Whether HiGHS has proven of the winner's pipeline what the dynamic program has of all.
         solved: How many of them were solved.
@@ -267,3 +481,62 @@ def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
                     state.meet(group.pipeline(count), Incumbent(problem=family.problem(count), answer=answer))
     finally:
         state.pipelines.try_ratios(state.pipelines.space.offload_ratios, state.end)
+
+
+MATTERS = 0.01
+"""Share of the memory of a device above which the batches of other ranks are worth more searches where something
+fits with all of them. Below it a plan may be missed that fits only without them, by this share of memory at most."""
+
+_NOTE = (
+    "pipelines in several copies were looked for apart, as each loads the batches of its own ranks only; HiGHS has not "
+    "checked them all"
+)
+
+
+def search_copies(
+    look: Callable[[Space, float, float], tuple[Stages, Outcome]], spec: ModelSpec, space: Space
+) -> tuple[Stages, Outcome]:
+    """The best pipeline, of those in several copies too.
+
+    Args:
+        look: Searches a space with so many more bytes on each device, for plans below so many seconds.
+    """
+    stages, outcome = look(space, 0.0, inf)
+    copies, saved = degrees_of_copies(space), most_saved(spec, space)
+    matters = outcome.winner is None or saved / stages.memory_limit > MATTERS
+    if outcome.is_late or not copies or not matters:
+        return stages, outcome
+    # Whatever fits with the batches of its own copy fits with so many more bytes.
+    _, loose = look(space, saved, outcome.least)
+    if loose.least >= outcome.least * (1 - PRECISION):
+        bound = min(outcome.bound, loose.bound)
+        return stages, replace(outcome, bound=bound, is_late=loose.is_late)
+    degrees = (replace(space.search, data_parallel_degrees=item) for item in copies)
+    every = [(stages, outcome), *(look(replace(space, search=search), 0.0, outcome.least) for search in degrees)]
+    is_late = any(item.is_late for _, item in every)
+    bound = min(item.bound for _, item in every)
+    stages, best = min(every, key=lambda item: item[1].least)
+    notes = (*best.notes, _NOTE) if best.winner is not None else best.notes
+    return stages, replace(best, bound=bound, certified=False, notes=notes, is_late=is_late)
+
+
+def degrees_of_copies(space: Space) -> tuple[tuple[int, ...], ...]:
+    """Data-parallel degrees that pipelines in several copies may have: those that are multiples of 2, of 3, ..
+
+    Returns:
+        Sets of degrees, each other than that of all; none where stages are priced with their own batches anyway.
+    """
+    degrees = space.data_degrees()
+    numbers = sorted({number for degree in degrees for number in divisors(degree)} - {1})
+    found = dict.fromkeys(tuple(degree for degree in degrees if degree % number == 0) for number in numbers)
+    # One stage is one of all devices, and several have at most half of them on some.
+    fit = (item for item in found if 2 * min(item) <= space.world_size and item != degrees)
+    return tuple(fit) if max(space.stage_counts, default=1) > 1 else ()
+
+
+def most_saved(spec: ModelSpec, space: Space) -> float:
+    """Bytes by which a stage's own batches may be less than those that it is priced with, at most."""
+    loaders, length = space.data_parallel_size, spec.sequence_length or 1
+    if loaders is None:  # every copy loads one batch, of all rows at most
+        return float(bytes_at(spec.batch_bytes, space.global_batch_size, length))
+    return float((loaders - 1) * bytes_at(spec.batch_bytes, space.global_batch_size // loaders, length))

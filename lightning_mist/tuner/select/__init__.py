@@ -8,15 +8,17 @@ from lightning_mist.tuner.select.equal_stages import (
     fastest_with_context,
     known_contexts,
 )
-from lightning_mist.tuner.select.result import (
+from lightning_mist.tuner.select.schedule_variants import clocked
+from lightning_mist.tuner.select.selection import (
     CLOSED_FORM_AND_CLOCK,
     LEAST_SHARE,
     Alternative,
     Status,
     TuneResult,
     TuneStats,
+    choose,
+    make_plan,
     status_of,
+    step_seconds_of_plan,
 )
-from lightning_mist.tuner.select.schedule_variants import clocked
-from lightning_mist.tuner.select.selection import choose, make_plan, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import ALIKE

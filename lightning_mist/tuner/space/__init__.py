@@ -1,24 +1,22 @@
 """What is searched: what a user leaves open, applied to a network, a batch and a machine."""
 
 from lightning_mist.tuner.space.applied_space import (
+    ANYWHERE,
+    LayerRanges,
+    Role,
+    Shape,
     Space,
     apply,
     common_unit,
     degrees_to_try,
     divisors,
-    with_offload,
-)
-from lightning_mist.tuner.space.layer_ranges import (
-    ANYWHERE,
-    LayerRanges,
-    Role,
     fixed_range,
     layer_classes,
     layer_ranges_of,
     places_behind,
     role_of,
+    with_offload,
 )
-from lightning_mist.tuner.space.shape import Shape
 from lightning_mist.tuner.space.usable_memory import (
     USABLE_MEMORY,
     at_most,

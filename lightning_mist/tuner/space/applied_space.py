@@ -7,27 +7,224 @@ loaders (:mod:`lightning_mist.plan.rows`), so that with ``L`` of these ``G d / L
 parts that this stage cuts a loader's batch into. By default every device loads, and ``L`` is their number. Where that
 does not divide ``B``, plans have as many loaders as copies of the pipeline, the greatest common divisor of their ``d``,
 which divides every ``G d`` by itself.
+
+Stages that are neither first nor last and hold the same kinds of layers in the same order cost the same wherever they
+lie, so each such range of layers is looked at once (:class:`LayerRanges`). If all layers are alike the start of these
+stages is left open altogether.
+
+Array axes
+    W  ranges
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import gcd
 from operator import or_
+from typing import Literal
 
 import numpy as np
 
-from lightning_mist.cost.inputs import IntArray
+from lightning_mist.cost.inputs import IntArray, parameter_regions
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName
+from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName, StageMesh, StagePlan
 from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
-from lightning_mist.tuner.space.loaders import settled_loaders
-from lightning_mist.tuner.space.shape import Shape, shard_degrees
 
-__all__ = ["OFFLOADED", "SearchSpace", "Shape", "Space", "apply", "common_unit", "degrees_to_try", "divisors"]
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """How the devices of a stage are arranged.
+
+    Attributes:
+        sequence: Whether tensor-parallel devices are sequence-parallel too.
+        checkpointing: What of recomputed layers they recompute.
+        shard: Ranks that ZeRO shards over, 0 if all with the same parameters.
+    """
+
+    data: int
+    tensor: int = 1
+    sequence: bool = False
+    checkpointing: CheckpointingKind = "full"
+    shard: int = 0
+
+    @classmethod
+    def of(cls, stage: StagePlan) -> "Shape":
+        """That of a stage."""
+        mesh = stage.mesh
+        degrees = mesh.data_parallel_degree, mesh.tensor_parallel_degree
+        return cls(*degrees, mesh.sequence_parallel, stage.checkpointing.kind, mesh.shard_degree or 0)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.data * self.tensor
+
+    def mesh(self, devices: tuple[int, ...]) -> StageMesh:
+        """These devices so arranged."""
+        return StageMesh(
+            devices=devices,
+            data_parallel_degree=self.data,
+            tensor_parallel_degree=self.tensor,
+            sequence_parallel=self.sequence,
+            shard_degree=self.shard or None,
+        )
+
+
+def shard_degrees(search: SearchSpace, data: int) -> tuple[int, ...]:
+    """Over how many of some ranks ZeRO may shard, 0 for all of them."""
+    if not any(search.zero_stages):
+        return (0,)
+    return (0, *(count for count in sorted(set(search.shard_degrees)) if count < data and data % count == 0))
+
+
+def settled_loaders(search: SearchSpace, world_size: int, rows: int, uncut: Sequence[str]) -> int | None:
+    """How many batches are loaded at once; None if as many as a plan has copies.
+
+    Args:
+        rows: Rows of a batch over all devices.
+        uncut: Why batches may not be cut.
+
+    Raises:
+        PlanError: If a batch does not come in equal parts from the loaders.
+    """
+    asked = search.data_parallel_size
+    if asked is not None and world_size % asked:
+        raise PlanError(
+            f"data_parallel_size = {asked} on {world_size} devices: equal groups of devices load the same samples, so "
+            f"it must divide {world_size}"
+        )
+    if rows < 1 or (asked is not None and rows % asked):
+        loaders = asked or 1
+        raise PlanError(
+            f"global_batch_size = {rows} with data_parallel_size = {loaders}: all loaders bring as many rows, so it "
+            f"must be a multiple of {loaders}; use {max(1, round(rows / loaders)) * loaders}"
+        )
+    if asked is not None or rows % world_size == 0:
+        return asked or world_size
+    if uncut:
+        raise PlanError(
+            f"global_batch_size = {rows} on {world_size} devices: batches may not be cut ({'; '.join(uncut)}), so that "
+            f"every device needs its own; use {max(1, round(rows / world_size)) * world_size} rows, or give "
+            "data_parallel_size"
+        )
+    return None
+
+
+ANYWHERE = -1
+"""Start of a choice whose costs do not depend on where it lies."""
+
+
+def layer_classes(spec: ModelSpec) -> tuple[int, ...]:
+    """A number for every layer, equal for layers that cost the same and hand on the same."""
+    sizes: list[list[tuple[int, bool]]] = [[] for _ in range(spec.num_layers)]
+    alone = set()
+    for parameter, regions in zip(spec.parameters, parameter_regions(spec), strict=True):
+        for region in regions:
+            if 1 <= region <= spec.num_layers:
+                sizes[region - 1].append((parameter.bytes, parameter.trainable))
+                if len(regions) > 1:
+                    alone.add(region - 1)  # It shares a parameter with another part, so its place matters.
+    # What the last layer hands on stays inside its stage.
+    handed_on = [*spec.boundaries, ()]
+    known: dict[Hashable, int] = {}
+    result = []
+    for index, kind in enumerate(spec.kinds):
+        key = (kind, tuple(sorted(sizes[index])), index if index in alone else -1)
+        passed = handed_on[index] if index < spec.num_layers - 1 else handed_on[max(0, index - 1)]
+        result.append(known.setdefault((key, passed), len(known)))
+    return tuple(result)
+
+
+Role = Literal["only", "first", "middle", "last"]
+"""Whether a stage has others before and behind it."""
+
+
+def role_of(stage_index: int, num_stages: int) -> Role:
+    """The role of a stage."""
+    if num_stages == 1:
+        return "only"
+    if stage_index == 0:
+        return "first"
+    return "last" if stage_index == num_stages - 1 else "middle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRanges:
+    """Ranges of layers that cost differently.
+
+    Attributes:
+        start_W: First layer of one of those that cost the same.
+        starts: First layers of all of them, or :data:`ANYWHERE` alone.
+    """
+
+    start_W: IntArray
+    layers_W: IntArray
+    starts: tuple[IntArray, ...]
+
+    def __len__(self) -> int:
+        """Number of ranges."""
+        return len(self.start_W)
+
+    @property
+    def count_W(self) -> IntArray:
+        """At how many places each occurs."""
+        return np.array([len(starts) for starts in self.starts], dtype=np.int64)
+
+    def take(self, index: IntArray) -> "LayerRanges":
+        """Some of them."""
+        starts = tuple(self.starts[place] for place in index.tolist())
+        return LayerRanges(start_W=self.start_W[index], layers_W=self.layers_W[index], starts=starts)
+
+
+def fixed_range(first: int, end: int) -> LayerRanges:
+    """The one range that a stage may have whose place is settled."""
+    start_W = np.array([first], dtype=np.int64)
+    return LayerRanges(start_W=start_W, layers_W=np.array([end - first], dtype=np.int64), starts=(start_W,))
+
+
+def layer_ranges_of(role: Role, num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
+    """Every range of layers that a stage may have."""
+    lengths = np.arange(1, num_layers)  # Every other stage needs a layer.
+    if role == "middle":
+        return _middle(num_layers, classes)
+    if role == "only":
+        start_W, layers_W = np.array([0]), np.array([num_layers])
+    elif role == "first":
+        start_W, layers_W = np.zeros_like(lengths), lengths
+    else:
+        start_W, layers_W = num_layers - lengths, lengths
+    return LayerRanges(start_W=start_W, layers_W=layers_W, starts=tuple(start_W[:, None]))
+
+
+def _middle(num_layers: int, classes: tuple[int, ...]) -> LayerRanges:
+    """LayerRanges that touch neither end."""
+    if len(set(classes)) == 1:
+        layers_W = np.arange(1, num_layers - 1)
+        starts = (np.array([ANYWHERE]),) * len(layers_W)
+        return LayerRanges(start_W=np.ones_like(layers_W), layers_W=layers_W, starts=starts)
+    places: dict[Hashable, list[int]] = {}
+    for start in range(1, num_layers - 1):
+        for end in range(start + 1, num_layers):
+            # The class of the layer before tells what is received.
+            places.setdefault(classes[start - 1 : end], []).append(start)
+    return LayerRanges(
+        start_W=np.array([starts[0] for starts in places.values()], dtype=np.int64),
+        layers_W=np.array([len(window) - 1 for window in places], dtype=np.int64),  # type: ignore[arg-type]
+        starts=tuple(np.array(starts) for starts in places.values()),
+    )
+
+
+def places_behind(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Stage and number of stages of all that may lie behind the first ones of pipelines, the last stage first."""
+    found = []
+    for behind in range(max(counts, default=1) - 1):
+        num_stages = max(behind + 2, min(counts))
+        found.append((num_stages - 1 - behind, num_stages))
+    return found
+
 
 _FEATURE_WORDS: dict[Feature, str] = {
     "pipeline": "several pipeline stages",

@@ -1,4 +1,4 @@
-from lightning_mist.tuner.bounds.region_bounds import quick_bounds
+from lightning_mist.tuner.bounds.pipeline_bounds import quick_bounds
 from tests.tuner.searches import each_by_itself, stages_of
 
 

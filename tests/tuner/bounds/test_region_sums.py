@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.bounds.region_sums import least_sums
+from lightning_mist.tuner.bounds.range_bounds import least_sums
 
 
 @pytest.mark.parametrize("values", [[3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 7.0], [2.0], []])

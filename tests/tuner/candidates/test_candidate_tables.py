@@ -6,8 +6,7 @@ from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.candidate_tables import make_tables
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
-from lightning_mist.tuner.space.applied_space import apply
-from lightning_mist.tuner.space.layer_ranges import layer_classes, layer_ranges_of
+from lightning_mist.tuner.space.applied_space import apply, layer_classes, layer_ranges_of
 from tests.specs import cluster, profile, spec
 
 NETWORK = spec(5, kinds=(0, 1, 0, 0, 1), widths=(1000, 2500), measured=True)

@@ -2,8 +2,7 @@ import numpy as np
 
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.tuner.candidates.choices import SlotChoices, with_peaks_as_seconds, within
-from lightning_mist.tuner.space.applied_space import Shape
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE
+from lightning_mist.tuner.space.applied_space import ANYWHERE, Shape
 from tests.tuner.problems import slot
 
 

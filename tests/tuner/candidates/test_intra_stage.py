@@ -6,8 +6,7 @@ import pytest
 from lightning_mist.cost import StageCandidates, StageCostModel
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage, layer_classes, with_peaks_as_seconds
-from lightning_mist.tuner.space.applied_space import Shape, apply
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE
+from lightning_mist.tuner.space.applied_space import ANYWHERE, Shape, apply
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.searches import stages_of
 

@@ -8,10 +8,9 @@ from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.candidates import offload_feasible
-from lightning_mist.tuner.candidates.offload_feasible import Feasible, feasible
-from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
-from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints
+from lightning_mist.tuner.candidates import offload_search
+from lightning_mist.tuner.candidates.candidate_tables import Stage, StagePoints
+from lightning_mist.tuner.candidates.offload_search import Feasible, RatioGrid, feasible
 from tests.tuner.bounds.test_stage_bounds import question, stages_of
 from tests.tuner.candidates.test_offload_search import RATIOS, make, table_of
 
@@ -44,7 +43,7 @@ def test_stages_that_share_a_table_may_offload_what_each_may_alone(blocks, monke
         every = [found_of(model, table, [phases], limits, some) for phases in situations]
         with monkeypatch.context() as patch:
             for name, value in zip(("PAIRS_AT_ONCE", "PEAKS_AT_ONCE"), blocks or (), strict=False):
-                patch.setattr(offload_feasible, name, value)
+                patch.setattr(offload_search, name, value)
             points, together = found_of(model, table, situations, limits, some)
         for stage, (own, alone) in enumerate(every):
             mine_J = points.stage_P[together.point_J] == stage

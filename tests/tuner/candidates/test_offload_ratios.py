@@ -4,7 +4,7 @@ import numpy as np
 
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.candidates.offload_ratios import RatioGrid
+from lightning_mist.tuner.candidates.offload_search import RatioGrid
 
 RATIOS = RatioGrid.of(SearchSpace(offload=("parameters", "optimizer", "activations")), (0.5, 1.0))
 

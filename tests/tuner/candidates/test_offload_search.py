@@ -14,9 +14,8 @@ from lightning_mist.plan import ParameterUse
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
-from lightning_mist.tuner.candidates.offload_feasible import ordered
-from lightning_mist.tuner.space.applied_space import apply
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE
+from lightning_mist.tuner.candidates.offload_search import ordered
+from lightning_mist.tuner.space.applied_space import ANYWHERE, apply
 from tests.specs import cluster, profile, spec, with_splits
 
 MACHINES = {

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.candidates.pareto import non_dominated, not_beaten
+from lightning_mist.tuner.candidates.choices import non_dominated, not_beaten
 
 
 def brute_force(group, first, second):

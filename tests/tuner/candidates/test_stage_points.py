@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.memory.phases import stage_phases
-from lightning_mist.tuner.candidates.stage_points import Stage, StagePoints, covers, either
+from lightning_mist.tuner.candidates.candidate_tables import Stage, StagePoints, covers, either
 from tests.tuner.candidates.test_offload_search import make, table_of
 
 

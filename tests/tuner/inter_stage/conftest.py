@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.tuner.inter_stage import suffix_dp, suffix_states
+from lightning_mist.tuner.inter_stage import suffix_dp
 
 
 @pytest.fixture(params=["small", "in slices", "large"])
@@ -9,5 +9,5 @@ def look_up(request, monkeypatch):
     if request.param == "in slices":
         monkeypatch.setattr(suffix_dp, "_AT_ONCE", 50)
     if request.param == "large":
-        monkeypatch.setattr(suffix_states, "MOST_PADDED", 0)
+        monkeypatch.setattr(suffix_dp, "MOST_PADDED", 0)
         monkeypatch.setattr(suffix_dp, "_FEW", 0)

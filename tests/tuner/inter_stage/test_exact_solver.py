@@ -5,7 +5,7 @@ import pytest
 
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION, least_peak, solve, solve_each, solve_family
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE
+from lightning_mist.tuner.space.applied_space import ANYWHERE
 from tests.tuner.plans import is_feasible
 from tests.tuner.problems import brute_force, random_family, random_problem, slot, small_seeds
 

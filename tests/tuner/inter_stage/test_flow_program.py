@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.inter_stage import flow_program as inter_stage
-from lightning_mist.tuner.inter_stage import highs as milp
+from lightning_mist.tuner.inter_stage import flow_program as milp
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION, solve
 from lightning_mist.tuner.inter_stage.flow_program import solve_program
 from lightning_mist.tuner.inter_stage.problem import Answer

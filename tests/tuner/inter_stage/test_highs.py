@@ -4,7 +4,7 @@ import highspy
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.inter_stage.highs import Program
+from lightning_mist.tuner.inter_stage.flow_program import Program
 
 
 def knapsack(scale=1.0):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.inter_stage.problem import Family, InterStageProblem
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE
+from lightning_mist.tuner.space.applied_space import ANYWHERE
 from tests.tuner.plans import is_feasible
 from tests.tuner.problems import brute_force, random_problem, slot, small_seeds
 

@@ -11,7 +11,7 @@ from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_c
 from lightning_mist.plan import Checkpointing, Plan, StagePlan, ZeroStage, row_slice
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
-from lightning_mist.tuner.search.mixed_slots import mixed_layout, mixed_stages
+from lightning_mist.tuner.search.pipelines import mixed_layout, mixed_stages
 from lightning_mist.tuner.space.applied_space import Shape, common_unit
 from tests.specs import cluster, profile, spec, with_splits
 

@@ -14,8 +14,7 @@ from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.bounds.pipeline_bounds import OpenStages, PipelineBounds
 from lightning_mist.tuner.inter_stage.problem import PRECISION
 from lightning_mist.tuner.search import search_loop
-from lightning_mist.tuner.search.near_optimal import COMPARED
-from lightning_mist.tuner.search.search_state import NEAR_RESIDENT
+from lightning_mist.tuner.search.search_loop import COMPARED, NEAR_RESIDENT
 from tests.tuner.instances import random_instance
 from tests.tuner.searches import each_by_itself, searched, stages_of
 

@@ -7,7 +7,7 @@ import pytest
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.inter_stage import Answer, Incumbent
 from lightning_mist.tuner.search import Outcome
-from lightning_mist.tuner.search.replicas import degrees_of_copies, most_saved, search_copies
+from lightning_mist.tuner.search.search_loop import degrees_of_copies, most_saved, search_copies
 from lightning_mist.tuner.space.applied_space import apply
 from tests.specs import spec
 

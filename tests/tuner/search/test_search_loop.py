@@ -7,13 +7,13 @@ from benchmarks.planner.apart import spec_of
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets import PRESETS
 from lightning_mist.tuner import SearchSpace
-from lightning_mist.tuner.bounds.region_bounds import quick_bounds
+from lightning_mist.tuner.bounds.pipeline_bounds import quick_bounds
 from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
 from lightning_mist.tuner.inter_stage import flow_program as inter_stage
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.search import search_loop, search_state
-from lightning_mist.tuner.search.search_state import SearchState
+from lightning_mist.tuner.search import search_loop
+from lightning_mist.tuner.search.search_loop import SearchState
 from tests.tuner.plans import is_feasible
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
@@ -102,7 +102,7 @@ def test_a_search_without_a_plan_stops_when_time_is_up(monkeypatch):
     every = searched(stages)
     assert not every.is_late
     assert every.bound == np.inf
-    monkeypatch.setattr(search_state, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(search_loop, "FIRST_SECONDS", 0.0)
     stages = stages_of(memory=100)
     outcome = searched(stages, thread_time() - 1)
     assert outcome.winner is None

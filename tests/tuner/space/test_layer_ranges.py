@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.space.layer_ranges import ANYWHERE, fixed_range, layer_classes, layer_ranges_of, role_of
+from lightning_mist.tuner.space.applied_space import ANYWHERE, fixed_range, layer_classes, layer_ranges_of, role_of
 from tests.specs import spec
 
 ALIKE, UNLIKE = (0,) * 6, (0, 0, 1, 0, 1, 0)
