@@ -230,6 +230,7 @@ def _degrees(search: SearchSpace, machine: "AnyCluster") -> tuple[int, ...]:
 
 def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) -> None:
     from lightning_mist.explain import explanation_data, main_reasons
+    from lightning_mist.tuner.options import OPTIONS
     from lightning_mist.tuner.select import CLOSED_FORM_AND_CLOCK
 
     if json:
@@ -259,6 +260,7 @@ def _show(found: FoundPlan, why: "Explanation", *, json: bool, explain: bool) ->
             ("how sure it is that this plan is the best", (*found.result.proof, CLOSED_FORM_AND_CLOCK)),
             ("the best plans met of other shapes", found.result.compared),
             ("what to know of this plan, and where its numbers come from", found.notes),
+            ("what the search is tuned with (lightning_mist.tuner.options says why)", tuple(OPTIONS.lines())),
         )
     )
 

@@ -37,6 +37,7 @@ from lightning_mist.tuner.candidates import (
     with_peaks_as_seconds,
 )
 from lightning_mist.tuner.inter_stage import InterStageProblem, Pipeline, heads_of, least_peak, tails_of
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search import MixedStages, Stages
 from lightning_mist.tuner.space import Role, role_of, tensor_share
 from lightning_mist.units import format_bytes, format_bytes_up, parse_bytes
@@ -158,12 +159,6 @@ def _least_of_ranges(intra: IntraStage, choices: SlotChoices) -> SlotChoices:
 MakePlan: TypeAlias = Callable[[InterStageProblem, tuple[int, ...]], Plan]
 """The plan that one choice per stage of a problem describes."""
 
-LOOK_SECONDS = 10.0
-"""Seconds after which the search for the least memory stops at the best found."""
-
-HOPELESS_SECONDS = 2.0
-"""The same where not even parameters and optimizer state could be held."""
-
 SHOWN_TERMS = 3
 """Terms of the peak that the message names."""
 
@@ -240,7 +235,7 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
             "parts. "
             f"{_excluded(space.notes)}Leave these out of the search space"
         )
-    until = min(deadline, thread_time() + (HOPELESS_SECONDS if too_large(intra) else LOOK_SECONDS))
+    until = min(deadline, thread_time() + (OPTIONS.hopeless_seconds if too_large(intra) else OPTIONS.least_seconds))
     look = LeastMemory(deadline=until)
     plan, is_least = _least(intra, pipelines, make_plan, look)
     if plan is None:

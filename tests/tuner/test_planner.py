@@ -9,7 +9,7 @@ from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.spec.polynomial import MICROBATCH
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError
-from lightning_mist.tuner.search import search_loop
+from lightning_mist.tuner.options import OPTIONS
 from tests.specs import cluster, profile, spec
 
 ALIKE = spec(6, tied=True, measured=True)
@@ -105,7 +105,7 @@ def test_what_fits_only_in_several_copies_is_found():
 
 @pytest.mark.parametrize("place", ["1x4xL4", "1x2xL4+1x2xT4"])
 def test_a_search_cut_short_does_not_say_that_nothing_fits(monkeypatch, place):
-    monkeypatch.setattr(search_loop, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(OPTIONS, "first_seconds", 0.0)
     planner = Planner(spec(4), parse_cluster(place))
     asked = {"global_batch_size": 16, "memory_limit": 1000}
     with pytest.raises(UndecidedError, match="no plan was found in solver_seconds=1e-09, and not everything"):

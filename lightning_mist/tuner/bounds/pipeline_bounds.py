@@ -26,6 +26,7 @@ from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.bounds.stage_bounds import PartBounds
 from lightning_mist.tuner.candidates import ANY_SEAMS, ROOM, IntraStage, SlotChoices
 from lightning_mist.tuner.inter_stage import Family, PipelineGroup, Suffixes, Walk, matching, solve_family
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.space import Space
 
 
@@ -61,13 +62,6 @@ def _region_seconds(intra: IntraStage, space: Space, num_microbatches: int) -> t
         for shape in shapes
     ]
     return np.array([shape.devices for shape in shapes]), np.stack([s.forward_R + s.backward_R for s in seconds])
-
-
-ROUNDS = 3
-"""How often the least sum of the steady times is asked for again, as the slowest stage may take less and less."""
-
-TOLERANCE = 3e-3
-"""Share by which a bound may be less than what its dynamic program proves at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +127,9 @@ class PipelineBounds:
             # A pipeline with a stage that is left out takes at least as long.
             bound = below
             if family.heads:
-                bound = min(below, solve_family(family, below=below, deadline=deadline, tolerance=TOLERANCE).bound)
+                bound = min(
+                    below, solve_family(family, below=below, deadline=deadline, tolerance=OPTIONS.bound_tolerance).bound
+                )
             self._found[key] = bound, below
         return min(bound, below)
 
@@ -204,7 +200,7 @@ def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | 
     """A pass at the steady seconds that no stage of a pipeline exceeds that is fast enough, if one can be."""
     others = num_microbatches - 1
     bottleneck, walk = below / num_microbatches, None
-    for _ in range(ROUNDS if others else 1):
+    for _ in range(OPTIONS.bound_passes if others else 1):
         walk = suffixes.walk(bottleneck)
         least = min(walk.values.values(), default=np.inf)
         if least >= below * ROOM:

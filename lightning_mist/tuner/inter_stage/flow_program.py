@@ -40,6 +40,7 @@ from lightning_mist.console import printed_aside
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.inter_stage.arcs import Arcs, arcs_of
 from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, Incumbent, InterStageProblem
+from lightning_mist.tuner.options import OPTIONS
 
 Status = Literal["optimal", "infeasible", "time limit"]
 
@@ -218,17 +219,6 @@ class Program:
         )
 
 
-PACES = 64
-"""The most steady times for which there are constraints of the family "bottlenecks"."""
-
-
-MOST_ARCS = 60_000
-"""The most arcs for which a program is made if there is an incumbent: with more, HiGHS only reads it in seconds."""
-
-
-CHECK_SECONDS = 5.0
-"""The most seconds for which HiGHS checks a proven optimum."""
-
 _REFUTED = "HiGHS has found a faster plan than the dynamic program had proven to be possible: please report this"
 
 
@@ -240,7 +230,7 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
         incumbent: An answer to begin with. What cannot belong to one as good is left out.
 
     Returns:
-        The best answer and a bound. If time is up, or if more than :data:`MOST_ARCS` arcs could belong to something
+        The best answer and a bound. If time is up, or if more arcs than :data:`OPTIONS` says could belong to something
         better, that is the incumbent or something better, with a bound that may be far below; without a feasible
         answer the choice is empty.
 
@@ -255,7 +245,7 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
     if not len(arcs):
         # With a known answer there are its own arcs: that none are left has proven nothing.
         return none if incumbent is None or np.isinf(known) else _unproven(problem, incumbent)
-    if incumbent is not None and incumbent.chosen and len(arcs) > MOST_ARCS:
+    if incumbent is not None and incumbent.chosen and len(arcs) > OPTIONS.check_arcs:
         return _unproven(problem, incumbent)
     program = Program(scale=max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max())))
     x = program.add_binaries(arcs.steady_A)
@@ -300,8 +290,8 @@ def _bottlenecks(arcs: Arcs) -> FloatArray:
     # Some stage takes at least the largest of the stages' least times.
     least = max(float(arcs.steady_A[arcs.stage_A == stage].min()) for stage in range(int(arcs.stage_A.max()) + 1))
     above = np.unique(arcs.steady_A[arcs.steady_A > least])
-    if len(above) > PACES:
-        above = above[np.unique(np.linspace(0, len(above) - 1, PACES).round().astype(np.int64))]
+    if len(above) > OPTIONS.check_paces:
+        above = above[np.unique(np.linspace(0, len(above) - 1, OPTIONS.check_paces).round().astype(np.int64))]
     return np.concatenate([[least], above])
 
 
@@ -391,7 +381,7 @@ class Checked:
 
 def check(found: Incumbent, deadline: float) -> Checked:
     """Let HiGHS look for something better."""
-    time_limit = max(0.1, min(CHECK_SECONDS, deadline - thread_time()))
+    time_limit = max(0.1, min(OPTIONS.check_seconds, deadline - thread_time()))
     try:
         answer = solve_program(found.problem, time_limit=time_limit, incumbent=found.answer)
     except SolverError as error:

@@ -48,20 +48,9 @@ from lightning_mist.tuner.inter_stage import (
     solve_each,
     solve_family,
 )
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search.pipelines import Pipelines, Stages
 from lightning_mist.tuner.space import Space, divisors
-
-NEAR_RESIDENT = 1.05
-"""Multiple of the best plan's seconds by the closed form below which every pipeline is solved with all state resident,
-to be run on the clock and tried under other schedules: for 2.7 billion parameters on 4 L4 one that takes 3.7 % longer
-by the form wins so."""
-
-NEAR_OFFLOADED = 1.015
-"""The same with what may be offloaded, of which evaluating all that are so near takes most of a search. With 1.02 and
-1.03 the plans of all questions in the record ``plan-hashes-after_amd-epyc-2-cores_202611.json`` are the same."""
-
-FIRST_SECONDS = 1.0
-"""Seconds that a search may take until it has a plan, however little time it is given: with less it says nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,13 +80,13 @@ class SearchState:
     @classmethod
     def of(cls, pipelines: Pipelines, deadline: float, below: float, known: Mapping[Pipeline, float]) -> "SearchState":
         """Before anything is found, with ``deadline`` as ``thread_time()`` tells it, and some ``known`` bounds."""
-        patience, quick = max(deadline, thread_time() + FIRST_SECONDS), pipelines.quick_bounds()
+        patience, quick = max(deadline, thread_time() + OPTIONS.first_seconds), pipelines.quick_bounds()
         bounds = {key: max(bound, known.get(key, 0.0)) for key, bound in quick.items()}
         return cls(pipelines=pipelines, bounds=bounds, deadline=deadline, patience=patience, below=below)
 
     def wait_again(self) -> None:
         """Give a search without a plan as much time again as it has at least."""
-        self.patience = thread_time() + FIRST_SECONDS
+        self.patience = thread_time() + OPTIONS.first_seconds
 
     @property
     def end(self) -> float:
@@ -123,7 +112,7 @@ class SearchState:
         """
         if self.below < np.inf:
             return 1.0
-        return NEAR_OFFLOADED if self.pipelines.space.offload_ratios else NEAR_RESIDENT
+        return OPTIONS.near_offloaded if self.pipelines.space.offload_ratios else OPTIONS.near_resident
 
     @property
     def winner(self) -> tuple[Pipeline, Incumbent] | None:
@@ -193,13 +182,8 @@ class SearchState:
             self.met[key] = item
 
 
-COMPARED = 1.25
-"""Multiple of the best plan's seconds below which the best single stage is looked for."""
-
-MOST_NEAR = 12
-"""Pipelines that are enough for the clock and other schedules to choose among: others are not looked for any more. Of
-long pipelines on many devices there are more, and the optimum of each is proven. The plans of all questions that
-:mod:`benchmarks.planner.plan_hashes` asks are the same without this limit."""
+COMPARED = OPTIONS.compared
+"""Multiple of the best plan's seconds below which the best single stage is known."""
 
 
 def beside(state: SearchState, near: dict[Pipeline, Incumbent], least: float) -> dict[Pipeline, Incumbent]:
@@ -210,12 +194,12 @@ def beside(state: SearchState, near: dict[Pipeline, Incumbent], least: float) ->
     Raises:
         TimeIsUpError: If there is no time left to evaluate their stages.
     """
-    pipelines, cutoff = state.pipelines, least * NEAR_RESIDENT
+    pipelines, cutoff = state.pipelines, least * OPTIONS.near_resident
     found = {} if any(key.num_stages == 1 for key in near) else _single(state, min(least * COMPARED, state.below))
     pipelines.try_ratios((), state.deadline)
     groups = pipelines.groups if pipelines.space.offload_ratios else ()
     for group in sorted(groups, key=lambda item: (state.bound_of(item), item)):
-        if len(near) + len(found) >= MOST_NEAR:
+        if len(near) + len(found) >= OPTIONS.enough_near:
             break
         keys = {group.pipeline(count): count for count in group.counts}
         counts = [count for key, count in keys.items() if key not in near | found and state.bounds[key] < cutoff]
@@ -240,21 +224,6 @@ def _single(state: SearchState, below: float) -> dict[Pipeline, Incumbent]:
             best = state.optima(group, [1], cutoff()) or best
     return best
 
-
-ASSUMED = (1.2, 1.5, 2.0, 4.0, np.inf)
-"""Multiples of the lower bound of all pipelines that are assumed as cutoffs, until a plan is found below one."""
-
-CLOSE = 1.05
-"""Up to this multiple of a cutoff what is known is as good a one: otherwise all would be looked at twice."""
-
-LIKELY = 1.2
-"""Multiple of the least bound of all up to which groups are as likely to have the best: a bound of that with the most
-microbatches, whose stages have the fewest choices, says to the others what is near. A single stage that is not as
-likely waits for what others say."""
-
-BEYOND = 1.01
-"""Multiple of what is near up to which bounds are asked for: a little less memory makes plans a little slower, and what
-is known of others need not be asked for again."""
 
 Groups: TypeAlias = Sequence[PipelineGroup]
 
@@ -313,7 +282,7 @@ def search_pipelines(
     single = [group for group in pipelines.groups if group.counts == (1,)]
     several = [group for group in pipelines.groups if group.counts != (1,)]
     # One stage has so few choices that what it takes is found at once, to be beaten.
-    likely = LIKELY * min(map(state.bound_of, several), default=np.inf)
+    likely = OPTIONS.likely * min(map(state.bound_of, several), default=np.inf)
     _solve(state, [group for group in single if state.bound_of(group) <= likely])
     _solve_several(state, several, single)
     if state.winner is None and state.is_late:
@@ -379,14 +348,14 @@ def _solve_several(state: SearchState, groups: Groups, single: Groups) -> None:
     if not groups:
         return
     lowest = min(map(state.bound_of, groups))
-    assumed = [lowest * factor if lowest else np.inf for factor in ASSUMED]
+    assumed = [lowest * factor if lowest else np.inf for factor in (*OPTIONS.assumed, np.inf)]
     # With a plan that is known there is something to beat already.
     for cutoff in assumed if state.pipelines.space.offload_ratios and state.below == np.inf else ():
         _solve_resident(state, groups, cutoff)
         if state.least < cutoff or state.is_late:
             break
     for cutoff in assumed:
-        if cutoff < state.least < cutoff * CLOSE:
+        if cutoff < state.least < cutoff * OPTIONS.close:
             continue
         _solve(state, single, cutoff)
         _solve(state, groups, cutoff)
@@ -402,26 +371,26 @@ def _bound_several(state: SearchState, groups: Groups) -> None:
     as in solving them, until its bound is below one; others up to a little more than the least so far.
     """
     # What is as near as this is looked at with all state resident in the end, so that its bound is asked for at once.
-    most = state.least * NEAR_RESIDENT
+    most = state.least * OPTIONS.near_resident
     for place, group in enumerate(_in_order(state, groups)):
         lowest = state.bound_of(group)
         if lowest >= most * (1 - PRECISION):
             continue
         # What is known of another number of microbatches may say little.
-        for factor in ASSUMED if lowest and (not place or lowest < most / 2) else (np.inf,):
-            below = min(most * BEYOND, lowest * factor * NEAR_RESIDENT if lowest else np.inf)
+        for factor in (*OPTIONS.assumed, np.inf) if lowest and (not place or lowest < most / 2) else (np.inf,):
+            below = min(most * OPTIONS.beyond, lowest * factor * OPTIONS.near_resident if lowest else np.inf)
             bound = state.raise_bound(group, below)
             if bound < below * (1 - PRECISION):
-                most = min(most, bound * NEAR_RESIDENT)
+                most = min(most, bound * OPTIONS.near_resident)
                 break
-            if below == most * BEYOND:
+            if below == most * OPTIONS.beyond:
                 break
 
 
 def _in_order(state: SearchState, groups: Groups) -> list[PipelineGroup]:
     """Groups by their bounds, but first that with the most microbatches of those that are likely to have the best."""
     order = sorted(groups, key=lambda item: (state.bound_of(item), item))
-    likely = [group for group in order if state.bound_of(group) <= state.bound_of(order[0]) * LIKELY]
+    likely = [group for group in order if state.bound_of(group) <= state.bound_of(order[0]) * OPTIONS.likely]
     first = max(likely, key=lambda group: group.num_microbatches, default=None)
     return sorted(order, key=lambda group: group != first)
 
@@ -483,10 +452,6 @@ def _solve_resident(state: SearchState, groups: Groups, assumed: float) -> None:
         state.pipelines.try_ratios(state.pipelines.space.offload_ratios, state.end)
 
 
-MATTERS = 0.01
-"""Share of the memory of a device above which the batches of other ranks are worth more searches where something
-fits with all of them. Below it a plan may be missed that fits only without them, by this share of memory at most."""
-
 _NOTE = (
     "pipelines in several copies were looked for apart, as each loads the batches of its own ranks only; HiGHS has not "
     "checked them all"
@@ -503,7 +468,7 @@ def search_copies(
     """
     stages, outcome = look(space, 0.0, inf)
     copies, saved = degrees_of_copies(space), most_saved(spec, space)
-    matters = outcome.winner is None or saved / stages.memory_limit > MATTERS
+    matters = outcome.winner is None or saved / stages.memory_limit > OPTIONS.batches_matter
     if outcome.is_late or not copies or not matters:
         return stages, outcome
     # Whatever fits with the batches of its own copy fits with so many more bytes.

@@ -44,23 +44,14 @@ from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.bounds import least_correction
 from lightning_mist.tuner.candidates import IntraStage, may_offload
 from lightning_mist.tuner.inter_stage import Pipeline
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search import MixedStages, Stages, mixed_layout
 from lightning_mist.tuner.select.schedule_variants import best_variant, clocked, first_stages, fitted, has_chunks, parts
 from lightning_mist.tuner.select.simplest_plan import fits_within
 from lightning_mist.tuner.space import Shape, Space, layer_classes
 
-CLOCKED = 12
-"""Plans of one search that are run on the clock, the best by the closed form. On it pipelines take between 13 % less
-and 8 % more (:mod:`lightning_mist.cost.step_time`), so the best by the form need not be the fastest there; of seventeen
-searches for networks of 1.3 to 22 billion parameters, with up to 36 pipelines each, the fastest was always among the
-best four by the form. Three times as many leave room, and cost milliseconds each. Searches that are compared with each
-other run as many, so that none is favoured."""
-
-TRIED = 48
-"""The most plans with chunks that are run on the clock, the best by a bound of their seconds."""
-
-_RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Parts of each stage's layers that are tried where devices share rows, unless shares are asked for."""
+CLOCKED = OPTIONS.clocked
+"""Plans of one search of equal stages that are run on the clock; searches that are compared run as many."""
 
 
 class Alike(NamedTuple):
@@ -344,7 +335,7 @@ def even_chunks(stages: IntraStage, *, below: float = np.inf) -> Plan | None:
         near = [plan for plan, count in more if count is not None and _least_seconds_of(stages, plan, count) < below]
         near = [plan for plan in fitted(stages.model, space, *limits, near) if plan is not None]
     near = [plan for plan in near if _least_seconds_of(stages, plan) < below]
-    return best_variant(stages.model, space, *limits, near, below=below, most=TRIED)
+    return best_variant(stages.model, space, *limits, near, below=below, most=OPTIONS.chunked)
 
 
 def _least_seconds_of(stages: IntraStage, plan: Plan, more: int = 0) -> float:
@@ -424,7 +415,7 @@ def fastest_with_context(stages: IntraStage) -> Plan | None:
     for degree in degrees:
         found = replace(space, search=search, tensor=((degree, False),), checkpointing_kinds=kinds)
         for alike in (item._replace(shares_rows=True) for item in every_alike(found)):
-            shares = (space.search.checkpointed_shares or _RECOMPUTED) if space.checkpointing else (0.0,)
+            shares = (space.search.checkpointed_shares or OPTIONS.recomputed) if space.checkpointing else (0.0,)
             for recomputed in sorted({round(share * (space.num_layers // alike.num_stages)) for share in shares}):
                 plans = (alike.plan(space, level, recomputed) for level in alike.zero_stages(space))
                 plan = next(filter(fits, plans), None)

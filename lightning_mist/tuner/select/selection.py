@@ -20,6 +20,7 @@ from lightning_mist.plan import Checkpointing, Plan, Predicted, StagePlan, ZeroS
 from lightning_mist.plan.rank_order import rank_layout, rank_layouts
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.inter_stage import PRECISION, InterStageProblem
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.search import Outcome, Stages, mixed_layout
 from lightning_mist.tuner.select import simplest_plan as simplest
 from lightning_mist.tuner.select.equal_stages import even_chunks
@@ -173,11 +174,6 @@ def _compare(item: Alternative, seconds: float) -> str:
     )
 
 
-MOST_GAIN = 0.15
-"""Share of its step that a plan is taken to gain by another layout at most. Of plans for 13 and 22 billion parameters
-on nodes of eight L4, between which everything takes long, the one that gained most took 0.123 less."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
     """A plan in all its layouts.
@@ -203,7 +199,7 @@ class Layouts:
         """
         plan, *others = self.plans
         least = seconds_with(model, plan)
-        if least * (1 - MOST_GAIN) > best:
+        if least * (1 - OPTIONS.layout_gain) > best:
             return plan, least
         for other, floor in zip(others, self.floors[1:], strict=True):
             if floor < least and (seconds := seconds_with(model, other)) < least:
@@ -232,10 +228,6 @@ def _others(model: CostModel, plan: Plan) -> tuple[Plan, ...]:
             )
             found.append(replace(plan, stages=stages))
     return tuple(found)
-
-
-SHOWN = 6
-"""Numbers of stages that are shown, the fastest; a single stage always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +272,7 @@ def choose(stages: Stages, outcome: Outcome) -> Choice:
         count = item.plan.num_stages
         if count not in best or item.seconds < best[count].seconds:
             best[count] = item
-    shown = {1, *sorted(best, key=lambda count: best[count].seconds)[:SHOWN]}
+    shown = {1, *sorted(best, key=lambda count: best[count].seconds)[: OPTIONS.shown]}
     best = {count: item for count, item in best.items() if count in shown}
     plain = fastest = min(best.values(), key=lambda item: item.seconds)
     # Which pipeline gains most under another schedule the closed form does not say.
@@ -328,7 +320,7 @@ def _on_the_clock(stages: Stages, outcome: Outcome) -> list[_Clocked]:
     least: dict[int, float] = {}
     for layouts, objective in zip(in_every_layout(stages.model, list(made)), made.values(), strict=True):
         best, count = min(least.values(), default=np.inf), layouts.plans[0].num_stages
-        if layouts.floor > max(least.get(count, np.inf), best * (1 + simplest.ALIKE)):
+        if layouts.floor > max(least.get(count, np.inf), best * (1 + OPTIONS.alike)):
             continue
         plan, seconds = layouts.fastest(stages.model, best)
         found.setdefault(plan, _Clocked(plan=plan, seconds=seconds, closed_form_seconds=objective))
@@ -392,7 +384,7 @@ def _under_other_schedule(
     if not tried:
         return None, ()
     is_asked = space.schedule in space.search.schedules
-    below = base.seconds * (1 - simplest.ALIKE) if is_asked else np.inf
+    below = base.seconds * (1 - OPTIONS.alike) if is_asked else np.inf
     # Equal stages in chunks are mostly faster, and rule out most others before these are made to fit.
     even = even_chunks(stages, below=below) if isinstance(stages, IntraStage) else None
     least = below if even is None else step_seconds_of_plan(even)
@@ -406,7 +398,7 @@ def _under_other_schedule(
         slower = step_seconds_of_plan(plain) / step_seconds_of_plan(found) - 1
         name = f"the fastest under {found.schedule}"
         return plain, () if plain is found else (_simpler_note(plain, found, slower, name),)
-    note = f"no pipeline that was tried gains {simplest.ALIKE:.0%} under {' or '.join(tried)}"
+    note = f"no pipeline that was tried gains {OPTIONS.alike:.0%} under {' or '.join(tried)}"
     return None, (note,) if base.plan.num_stages > 1 else ()
 
 

@@ -23,11 +23,10 @@ import numpy as np
 from lightning_mist.cost import CostModel, predict_with, seconds_with
 from lightning_mist.cost.interleaved_memory import plans_peaks
 from lightning_mist.plan import OffloadRatios, Plan
+from lightning_mist.tuner.options import OPTIONS
 
-ALIKE = 1e-2
-"""A share of the seconds of a step by which plans cannot be told apart: less lies between runs of one and the same plan
-(the steps of DDP in the record ``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for one outlier). So the
-simplest of such plans is chosen, and another schedule than that of the exact search has to gain more."""
+ALIKE = OPTIONS.alike
+"""A share of the seconds of a step by which plans cannot be told apart."""
 
 Fits: TypeAlias = Callable[[Plan], bool]
 """Whether a plan fits."""
@@ -99,7 +98,7 @@ def simplest(plans: Iterable[tuple[Plan, float]]) -> Plan:
         plans: Plans and their seconds on the clock, at least one.
     """
     found = list(plans)
-    most = min(seconds for _, seconds in found) * (1 + ALIKE)
+    most = min(seconds for _, seconds in found) * (1 + OPTIONS.alike)
     near = [(plan, seconds) for plan, seconds in found if seconds <= most]
     return min(near, key=lambda item: (simplicity(item[0]), item[1]))[0]
 
@@ -127,7 +126,7 @@ def drop_savings(model: CostModel, plan: Plan, fits: Fits, zero_stages: Sequence
         zero_stages: ZeRO stages that plans may use.
     """
     assert plan.predicted is not None
-    most, best = plan.predicted.step_seconds * (1 + ALIKE), plan
+    most, best = plan.predicted.step_seconds * (1 + OPTIONS.alike), plan
     while True:
         count = len(techniques(best))
         less = (item for item in _with_less(best, zero_stages) if len(techniques(item)) < count)

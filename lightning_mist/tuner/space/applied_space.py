@@ -32,6 +32,7 @@ from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName, StageMesh, StagePlan
 from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
+from lightning_mist.tuner.options import OPTIONS
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -233,10 +234,6 @@ _FEATURE_WORDS: dict[Feature, str] = {
     "sharded_gradients": "ZeRO",
     "sharded_parameters": "ZeRO-3",
 }
-
-_MOST_SHARING = 8
-"""The most devices that are tried to share layers. Narayanan et al., 2021, section 3, advise as many as a node has, and
-theirs have 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,7 +529,7 @@ def degrees_to_try(search: SearchSpace, devices_per_node: int) -> tuple[int, ...
             larger, of whole nodes.
     """
     asked = search.tensor_parallel_degrees
-    near = {count for count in divisors(devices_per_node) if 1 < count <= _MOST_SHARING}
+    near = {count for count in divisors(devices_per_node) if 1 < count <= OPTIONS.sharing}
     if asked is None:
         return tuple(sorted(near))
     whole_nodes = {count for count in asked if count > devices_per_node and count % devices_per_node == 0}

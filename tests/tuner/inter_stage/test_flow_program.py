@@ -6,6 +6,7 @@ from lightning_mist.tuner.inter_stage import flow_program as milp
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION, solve
 from lightning_mist.tuner.inter_stage.flow_program import solve_program
 from lightning_mist.tuner.inter_stage.problem import Answer
+from lightning_mist.tuner.options import OPTIONS
 from tests.tuner.plans import is_feasible
 from tests.tuner.problems import brute_force, random_problem, small_seeds
 
@@ -80,7 +81,7 @@ def test_without_time_the_incumbent_and_a_true_bound_are_given():
 
 def test_too_large_programs_are_not_made(monkeypatch):
     problem = next(item for item in map(random_problem, small_seeds(60)) if solve(item).chosen and len(item.slots) > 2)
-    monkeypatch.setattr(inter_stage, "MOST_ARCS", 0)
+    monkeypatch.setattr(OPTIONS, "check_arcs", 0)
     incumbent = some_answer(problem)
     program = solve_program(problem, time_limit=30, incumbent=incumbent)
     assert program.chosen == incumbent.chosen

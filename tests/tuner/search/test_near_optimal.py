@@ -13,8 +13,7 @@ from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace, tune
 from lightning_mist.tuner.bounds.pipeline_bounds import OpenStages, PipelineBounds
 from lightning_mist.tuner.inter_stage.problem import PRECISION
-from lightning_mist.tuner.search import search_loop
-from lightning_mist.tuner.search.search_loop import COMPARED, NEAR_RESIDENT
+from lightning_mist.tuner.options import OPTIONS
 from tests.tuner.instances import random_instance
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
@@ -68,7 +67,7 @@ def test_it_does_not_matter_when_a_single_stage_is_looked_at(gib, offload, monke
     spec = spec_of(PRESETS["gpt3-1.3b"], "gpt3-1.3b", "1x2xL4", rows=16, sequence_length=2048)
     asked = {"global_batch_size": 64, "memory_limit": gib << 30, "search": SearchSpace(offload=offload)}
     first = tune(spec, parse_cluster("1x2xL4"), **asked)
-    monkeypatch.setattr(search_loop, "LIKELY", 0.0)
+    monkeypatch.setattr(OPTIONS, "likely", 0.0)
     last = tune(spec, parse_cluster("1x2xL4"), **asked)
     assert last.plan == first.plan
     assert last.alternatives == first.alternatives
@@ -84,18 +83,18 @@ def test_bounds_do_not_change_the_plan_of_a_preset(offload, monkeypatch):
     assert found.plan.schedule == "zb-h1"
 
 
-@pytest.mark.parametrize("likely", [search_loop.LIKELY, 0.0])  # With none that is likely a single stage comes last.
+@pytest.mark.parametrize("likely", [OPTIONS.likely, 0.0])  # With none that is likely a single stage comes last.
 @pytest.mark.parametrize("memory", [10**12, 10**6, 600_000])
 def test_every_pipeline_near_the_best_is_solved(memory, likely, monkeypatch):
-    monkeypatch.setattr(search_loop, "LIKELY", likely)
+    monkeypatch.setattr(OPTIONS, "likely", likely)
     stages = stages_of(memory=memory)
     wanted = each_by_itself(stages)
     least = min(wanted.values())
     found = {key[:2]: item for key, item in searched(stages).found.items()}
     for key, value in wanted.items():
-        if value < least * NEAR_RESIDENT:
+        if value < least * OPTIONS.near_resident:
             assert found[key].answer.objective == pytest.approx(value, rel=2 * PRECISION)
     alone = min(value for key, value in wanted.items() if key[0] == 1)
-    if alone < least * COMPARED:
+    if alone < least * OPTIONS.compared:
         values = [item.answer.objective for key, item in found.items() if key[0] == 1]
         assert min(values) == pytest.approx(alone, rel=2 * PRECISION)

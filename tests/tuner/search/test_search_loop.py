@@ -11,6 +11,7 @@ from lightning_mist.tuner.bounds.pipeline_bounds import quick_bounds
 from lightning_mist.tuner.candidates.offload_search import TimeIsUpError
 from lightning_mist.tuner.inter_stage import flow_program as inter_stage
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import search_loop
 from lightning_mist.tuner.search.search_loop import SearchState
@@ -102,7 +103,7 @@ def test_a_search_without_a_plan_stops_when_time_is_up(monkeypatch):
     every = searched(stages)
     assert not every.is_late
     assert every.bound == np.inf
-    monkeypatch.setattr(search_loop, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(OPTIONS, "first_seconds", 0.0)
     stages = stages_of(memory=100)
     outcome = searched(stages, thread_time() - 1)
     assert outcome.winner is None
@@ -115,7 +116,7 @@ def test_where_several_stages_take_all_the_time_a_single_one_is_still_looked_at(
     def takes_all(state, *asked):
         state.deadline = state.patience = thread_time() - 1
 
-    monkeypatch.setattr(search_loop, "LIKELY", 0.0)
+    monkeypatch.setattr(OPTIONS, "likely", 0.0)
     monkeypatch.setattr(search_loop, "_solve_several", takes_all)
     stages = stages_of()
     outcome = searched(stages)
@@ -131,6 +132,6 @@ def test_a_single_stage_is_compared_with_if_it_is_faster_than_a_known_plan(facto
     stages = planner.stages(planner.space(64, SearchSpace(offload=())), 20 << 30)
     below = factor * searched(stages).least
     found = searched(stages, below=below).found
-    monkeypatch.setattr(search_loop, "LIKELY", 0.0)
+    monkeypatch.setattr(OPTIONS, "likely", 0.0)
     assert searched(stages, below=below).found.keys() == found.keys()
     assert any(key.num_stages == 1 for key in found) == (factor > 1.1)

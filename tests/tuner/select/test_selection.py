@@ -8,7 +8,7 @@ import pytest
 from lightning_mist.cost import StageCostModel, predict
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.inter_stage import InterStageProblem
-from lightning_mist.tuner.select import simplest_plan as simplest
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.select.selection import clocked, ending_sooner, step_seconds_of_plan
 from lightning_mist.tuner.select.simplest_plan import simplicity, techniques
 from tests.specs import cluster, profile, spec
@@ -38,7 +38,7 @@ def test_where_the_clock_cannot_tell_the_simplest_is_chosen(monkeypatch):
     # Little memory: the fastest plan has to save some.
     tight = max(stage.peak_bytes for stage in tuned().predicted.stages) * 0.5 / 0.8
     fastest = tuned(memory=int(tight))
-    monkeypatch.setattr(simplest, "ALIKE", 10.0)
+    monkeypatch.setattr(OPTIONS, "alike", 10.0)
     found = tuned(memory=int(tight))
     assert simplicity(found.plan) < simplicity(fastest.plan)
     every = [found.plan, *(item.plan for item in found.alternatives)]
@@ -63,7 +63,7 @@ def test_other_schedules_have_to_gain_on_the_fastest(monkeypatch):
     assert techniques(explored.plan) == ("interleaved-1f1b",)
     assert np.isfinite(explored.closed_form_seconds)
     # What gains less than can be told apart is left.
-    monkeypatch.setattr(simplest, "ALIKE", 0.9)
+    monkeypatch.setattr(OPTIONS, "alike", 0.9)
     again = planner.tune(global_batch_size=8, memory_limit=10**9, search=SearchSpace(**asked))
     assert (again.plan.schedule, again.status) == ("1f1b", "optimal")
     assert any("gains 90% under interleaved-1f1b" in note for note in again.notes)
