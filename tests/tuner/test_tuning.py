@@ -115,7 +115,7 @@ def test_less_memory_is_never_faster_in_closed_form():
 
 def test_of_the_best_by_the_closed_form_the_fastest_on_the_clock_is_chosen(monkeypatch):
     network = spec(4, tied=True, measured=True)
-    found = search(network, rows=32)
+    found = search(network, rows=32, memory=10**6)
     assert found.predicted.step_seconds <= min(item.predicted.step_seconds for item in found.alternatives)
     real, slow = breakdown.clock_seconds, (found.plan.num_stages, found.plan.num_microbatches)
 
@@ -123,7 +123,7 @@ def test_of_the_best_by_the_closed_form_the_fastest_on_the_clock_is_chosen(monke
         return real(plan, *args) * (10 if (plan.num_stages, plan.num_microbatches) == slow else 1)
 
     monkeypatch.setattr(breakdown, "clock_seconds", slower)
-    other = search(network, rows=32)
+    other = search(network, rows=32, memory=10**6)
     assert (other.plan.num_stages, other.plan.num_microbatches) != slow
     assert (other.bound, other.status) == (found.bound, "optimal")
     assert other.closed_form_seconds > other.bound
