@@ -409,12 +409,15 @@ def fastest_with_context(stages: IntraStage) -> Plan | None:
     """The fastest plan that fits and whose devices share rows, with its prediction; None if there is none."""
     space, model = stages.space, stages.model
     degrees, _ = known_contexts(space, model.spec.module_map)
-    fits = fits_within(model, stages.limits, stages.host_limits)
-    search, kinds = replace(space.search, equal_stages=True, shard_degrees=()), space.checkpointing_kinds[:1]
+    fits, counts = fits_within(model, stages.limits, stages.host_limits), space.stage_counts
     best, least = None, np.inf
-    for degree in degrees:
+    for degree in degrees if counts else ():
+        search = replace(space.search, num_stages=counts, layer_cuts=None, equal_stages=True, shard_degrees=())
+        kinds = space.checkpointing_kinds[:1]
         found = replace(space, search=search, tensor=((degree, False),), checkpointing_kinds=kinds)
         for alike in (item._replace(shares_rows=True) for item in every_alike(found)):
+            if space.cuts(alike.num_stages) not in (None, found.cuts(alike.num_stages)):
+                continue
             shares = (space.search.checkpointed_shares or OPTIONS.recomputed) if space.checkpointing else (0.0,)
             for recomputed in sorted({round(share * (space.num_layers // alike.num_stages)) for share in shares}):
                 plans = (alike.plan(space, level, recomputed) for level in alike.zero_stages(space))
