@@ -1,13 +1,21 @@
-"""Processes that stay up for a whole test session and run functions as the ranks of gloo worlds."""
+"""Functions in processes of their own: once, as the ranks of a world, or in processes that stay up for a session.
+
+All are forked from one process that has imported what they need: importing torch and Lightning takes a rank as long as
+training twenty small networks.
+"""
 
 import multiprocessing
 import os
+import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
@@ -17,6 +25,7 @@ _TIMEOUT_SECONDS = 90.0
 
 
 _PRELOAD = [
+    "pytest",
     "tests.integration.parity",
     "tests.traps.run",
     "tests.zoo",
@@ -100,3 +109,66 @@ def _serve(rank: int, connection: Any) -> None:
         connection.send(answer)
     # Tearing an interpreter full of libraries down takes seconds and serves nobody.
     os._exit(0)
+
+
+def apart(function: Callable[..., Any], *args: Any, seconds: float = 280.0, printed: Path | None = None) -> Any:
+    """What a function gives in a process that has imported everything, and has no threads of others when it forks.
+
+    Args:
+        function: Of a module.
+        *args: For it.
+        seconds: How long it may take.
+        printed: Where what it prints goes, if it is asked for.
+
+    Raises:
+        AssertionError: If it raises or takes longer, with the end of what was printed.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        answer, said = Path(directory) / "answer", printed or Path(directory) / "printed"
+        said.touch()
+        process = forks().Process(target=_answer, args=(function, args, dict(os.environ), answer, said))
+        process.start()
+        process.join(seconds)
+        if process.is_alive() and process.pid is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        assert answer.exists(), f"{function.__name__}: {said.read_text(errors='replace')[-8000:]}"
+        return pickle.loads(answer.read_bytes())
+
+
+def _answer(function: Callable[..., Any], args: Any, environment: dict[str, str], answer: Path, said: Path) -> None:
+    os.setpgid(0, 0)
+    with said.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    answer.write_bytes(pickle.dumps(function(*args)))
+
+
+def launched(function: Callable[..., Any], *args: Any, world: int = 2, **options: Any) -> list[Any]:
+    """What a function of a module gives on every rank of a world that is started as torchrun starts one.
+
+    Args:
+        function: Of a module.
+        *args: For it.
+        world: How many ranks.
+        **options: Those of :func:`apart`.
+
+    Raises:
+        AssertionError: If a rank raises, with its traceback; the others are ended then.
+    """
+    answers: list[Any] = apart(_ranks, function, args, world, **options)
+    return answers
+
+
+def _ranks(function: Callable[..., Any], args: Any, world: int) -> list[Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory) / str(rank) for rank in range(world)]
+
+        def work() -> None:
+            files[int(os.environ["RANK"])].write_bytes(pickle.dumps(function(*args)))
+
+        if run_ranks(world, work):
+            raise AssertionError(f"{function.__name__} failed on a rank")
+        return [pickle.loads(file.read_bytes()) for file in files]

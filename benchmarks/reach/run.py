@@ -16,7 +16,7 @@ from benchmarks.record import Sample, make_record, write_record
 from benchmarks.uses.run import GOOD, Cell, attempts, judged, portable
 from benchmarks.uses.session import SINGLE, Session, Use
 from lightning_mist import Plan
-from tests.integration.equality_worker import plan
+from tests.fits import plan
 
 
 def _halves(blocks: int, microbatches: int) -> Plan:

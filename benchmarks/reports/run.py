@@ -16,7 +16,7 @@ from benchmarks.reports import data, networks, training
 from benchmarks.uses.run import GOOD, Cell, Work, rows_of
 from benchmarks.uses.session import Use
 from lightning_mist import Plan
-from tests.integration.equality_worker import plan
+from tests.fits import plan
 from tests.traps.project import LAYERS, PLANS, ROWS
 
 REPORTS: list[Use] = [report for theme in (networks, training, data) for report in theme.reports.every]

@@ -26,7 +26,7 @@ from benchmarks.record import make_record, write_record
 from benchmarks.uses.run import GOOD, Cell, Work, rows_of
 from benchmarks.uses.session import SINGLE, Session, Uses
 from lightning_mist import Plan
-from tests.integration.equality_worker import plan
+from tests.fits import plan
 
 DOUBLE = 1e-10
 LIBRARIES = ("bitsandbytes", "peft", "transformers")

@@ -20,7 +20,7 @@ import torch
 from benchmarks.plans import SEARCHED
 from benchmarks.record import ROOT
 from lightning_mist import MistStrategy
-from tests.integration.equality_worker import ALL, plan
+from tests.fits import ALL, plan
 
 LAYERS, WIDTH, LENGTH, ROWS, STEPS, SAVED_AFTER = 4, 64, 32, 4, 5, 3
 TOLERANCE = 1e-10

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_mist import MistStrategy
-from tests.integration.equality_worker import ALL, Project, Tokens, plan
+from tests.fits import ALL, Project, Tokens, plan
 
 PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)
 SHARDED = plan([(4, [0, 1])], rows=4, microbatches=1, zero=1, checkpointed=2)

@@ -19,7 +19,7 @@ from lightning_mist.model.initialization.construction import deferred_constructi
 from lightning_mist.model.initialization.initial_values import InitialValues, find_sources
 from lightning_mist.plan import StageMesh
 from lightning_mist.runtime.parameters.absent_parameters import at_work
-from tests.integration.equality_worker import Project, Tokens, plan
+from tests.fits import Project, Tokens, plan
 from tests.machine import assume_profile
 
 SEED = 3

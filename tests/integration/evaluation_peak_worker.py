@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy
 from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
-from tests.integration.equality_worker import plan
+from tests.fits import plan
 
 WIDTH, LAYERS, ROWS, RANKS = 64, 12, 8, 4
 SHARE = 1.1

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_mist import MistFabricStrategy
-from tests.integration.equality_worker import VOCABULARY, plan
+from tests.fits import VOCABULARY, plan
 from tests.integration.fabric_worker import STAGES, WHOLE, Logits, Loss
 from tests.machine import assume_profile
 

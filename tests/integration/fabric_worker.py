@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mist import MistFabricStrategy
-from tests.integration.equality_worker import LAYERS, VOCABULARY, WIDTH, Block, Tokens, plan
+from tests.fits import LAYERS, VOCABULARY, WIDTH, Block, Tokens, plan
 from tests.machine import assume_profile
 
 WHOLE = [(4, [0, 1])]

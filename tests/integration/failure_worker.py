@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from benchmarks.faults.worlds import run_worlds
 from lightning_mist import MistStrategy
 from lightning_mist.runtime.communication import failure
-from tests.integration.equality_worker import Project, Tokens, plan
+from tests.fits import Project, Tokens, plan
 from tests.machine import assume_profile
 
 PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)

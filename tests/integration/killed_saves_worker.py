@@ -22,7 +22,7 @@ from benchmarks.checkpoints.fits import quiet
 from benchmarks.faults.worlds import HARM, run_worlds
 from lightning_mist import MistStrategy
 from lightning_mist.runtime.communication import failure
-from tests.integration.equality_worker import Project, Tokens, plan
+from tests.fits import Project, Tokens, plan
 from tests.machine import assume_profile
 from tests.strategy.checkpoints.kill_points import Killer
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy
-from tests.integration.equality_worker import plan
+from tests.fits import plan
 from tests.ranks import run_ranks
 
 ROWS, LAYERS, STEPS = 4, 4, 9

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy
-from tests.integration.equality_worker import plan
+from tests.fits import plan
 from tests.machine import assume_profile
 from tests.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mist import Plan
-from tests.integration.equality_worker import ALL, plan
+from tests.fits import ALL, plan
 
 ROWS, WIDTH, LENGTH, VOCABULARY, LAYERS = 4, 16, 6, 17, 4
 
