@@ -1,4 +1,4 @@
-"""Random valid plans, drawn by hypothesis."""
+"""Plans of stages that are given as mappings, and random valid plans, drawn by hypothesis."""
 
 from itertools import pairwise
 from math import gcd, lcm
@@ -22,6 +22,39 @@ from lightning_mist.plan import (
 
 finite = st.floats(0, 1e9, allow_nan=False)
 ratios = st.floats(0, 1)
+
+
+def plan_of(batch, microbatches, *stages, groups=None, **changes):
+    """A plan for ``batch`` rows from mappings, one for each stage.
+
+    Their keys are ``layers``, how many (1), ``data``, ``tensor`` and ``context``, the degrees (1), ``devices`` (the
+    next ones in order), ``sequence``, ``shard``, ``zero``, ``checkpointed``, how many, ``kind`` of recomputation and
+    ``offload``, ratios by name. Of ``groups`` of devices each runs every so many-th stage, if that is given.
+    """
+    made, first, next_rank = [], 0, 0
+    for index, stage in enumerate(stages):
+        data, tensor, context = (stage.get(name, 1) for name in ("data", "tensor", "context"))
+        if groups is not None and index % groups == 0:
+            next_rank = 0
+        devices = tuple(stage.get("devices", range(next_rank, next_rank + data * tensor * context)))
+        next_rank, last = next_rank + len(devices), first + stage.get("layers", 1)
+        mesh = StageMesh(
+            devices=devices,
+            data_parallel_degree=len(devices) // (tensor * context),
+            tensor_parallel_degree=tensor,
+            context_parallel_degree=context,
+            sequence_parallel=stage.get("sequence", False) and tensor > 1,
+            shard_degree=stage.get("shard"),
+        )
+        options = {
+            "zero_stage": ZeroStage(stage.get("zero", 0)),
+            "checkpointing": Checkpointing(layers=stage.get("checkpointed", 0), kind=stage.get("kind", "full")),
+            "offload": OffloadRatios(**stage.get("offload", {})),
+        }
+        rows = batch // (microbatches * mesh.data_parallel_degree)
+        made.append(StagePlan(layers=(first, last), mesh=mesh, microbatch_size=rows, **options))
+        first = last
+    return Plan(global_batch_size=batch, num_microbatches=microbatches, stages=tuple(made), **changes)
 
 
 @st.composite

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import numpy as np
 import sympy
 
+from lightning_mist.cost import StageCandidates, StageSlot
 from lightning_mist.hardware import Cluster, CollectiveCost, ComputeRate, Device, HardwareProfile
 from lightning_mist.model.spec.model_spec import (
     CollectiveSpec,
@@ -250,3 +252,16 @@ def profile(*, flops_per_second=1e10, bytes_per_second=1e9, link=1e8, latency=1e
             for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
         ),
     )
+
+
+def slot_of(**changes):
+    """A slot of the only stage, on one device, of a batch of one row."""
+    sizes = {"stage_index": 0, "num_stages": 1, "num_microbatches": 1, "data_parallel_degree": 1, "rows": 1}
+    return StageSlot(**{**sizes, "batch_rows": 1, **changes})
+
+
+def candidates_of(start, end, checkpointed=0, zero=0, **columns):
+    """Candidates for a stage from columns, and from numbers, which hold for all of them."""
+    every = np.broadcast_arrays(*map(np.atleast_1d, (start, end, checkpointed, zero)))
+    names = ("start_K", "end_K", "checkpointed_K", "zero_stage_K")
+    return StageCandidates(**dict(zip(names, map(np.copy, every), strict=True)), **columns)

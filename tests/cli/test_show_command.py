@@ -5,18 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, from_json, save
+from lightning_mist.plan import Predicted, PredictedStage, from_json, save
 from tests.cli.networks import refused, run
+from tests.plans import plan_of
 from tests.report.networks import predicted
 
-PLAN = Plan(
-    global_batch_size=8,
-    num_microbatches=4,
-    stages=tuple(
-        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(1 - index,)), microbatch_size=2)
-        for index in range(2)
-    ),
-)
+PLAN = plan_of(8, 4, {"devices": [1]}, {"devices": [0]})
 
 STAGE = PredictedStage(
     steady_seconds=0.3, boundary_seconds=0.1, forward_seconds=0.1, backward_seconds=0.2, peak_bytes=2**30

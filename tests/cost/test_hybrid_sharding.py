@@ -13,24 +13,18 @@ from lightning_mist.cost.inputs.placement import Nodes, placements_of
 from lightning_mist.cost.time.communication import replicate_nodes, shard_nodes
 from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.estimate.replay.rank_replay import replay_plan
-from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import make_mesh
 from tests.cost.events import with_events
 from tests.cost.time.test_communication import machine
+from tests.plans import plan_of
 from tests.specs import cluster, spec
 
 NETWORK = spec(4, parameter_bytes=40_000)
 
 
 def one_stage(data, *, shard=None, zero=3, tensor=1, microbatches=2, layers=4):
-    mesh = StageMesh(
-        devices=tuple(range(data * tensor)),
-        data_parallel_degree=data,
-        tensor_parallel_degree=tensor,
-        shard_degree=shard,
-    )
-    stage = StagePlan(layers=(0, layers), mesh=mesh, microbatch_size=1, zero_stage=ZeroStage(zero))
-    return Plan(global_batch_size=data * microbatches, num_microbatches=microbatches, stages=(stage,))
+    stage = {"layers": layers, "data": data, "tensor": tensor, "shard": shard, "zero": zero}
+    return plan_of(data * microbatches, microbatches, stage)
 
 
 def only(plan, nodes):

@@ -3,33 +3,19 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCandidates, StageCostModel, predict, stage_memory
+from lightning_mist.cost import StageCostModel, predict, stage_memory
 from lightning_mist.cost.interleaved_memory import plan_memory, plans_peaks, stage_peaks
 from lightning_mist.cost.memory.held_parameters import Holdings
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
-from tests.specs import cluster, profile, spec
+from lightning_mist.plan import Checkpointing
+from tests.plans import plan_of
+from tests.specs import candidates_of, cluster, profile, spec
 from tests.tuner.plans import pipeline
 
 
 def interleaved(layers, *, groups=2, degree=1, rows=4, microbatches=4, zero=0):
-    stages, first = [], 0
-    for index, count in enumerate(layers):
-        devices = tuple(range(index % groups * degree, (index % groups + 1) * degree))
-        stages.append(
-            StagePlan(
-                layers=(first, first + count),
-                mesh=StageMesh(devices=devices, data_parallel_degree=degree),
-                microbatch_size=rows,
-                zero_stage=ZeroStage(zero),
-            )
-        )
-        first += count
-    return Plan(
-        global_batch_size=rows * degree * microbatches,
-        num_microbatches=microbatches,
-        stages=tuple(stages),
-        schedule="interleaved-1f1b",
-    )
+    stages = [{"layers": count, "data": degree, "zero": zero} for count in layers]
+    batch = rows * degree * microbatches
+    return plan_of(batch, microbatches, *stages, groups=groups, schedule="interleaved-1f1b")
 
 
 def test_chunks_of_one_group_have_one_peak():
@@ -47,12 +33,7 @@ def test_chunks_of_one_group_have_one_peak():
 def test_what_two_chunks_hold_is_one_copy():
     network = spec(4, tied=True)
     holdings = Holdings(network)
-    head, middle, tail = (
-        StageCandidates(
-            start_K=np.array([start]), end_K=np.array([end]), checkpointed_K=np.array([0]), zero_stage_K=np.array([0])
-        )
-        for start, end in ((0, 1), (1, 3), (3, 4))
-    )
+    head, middle, tail = (candidates_of(start, end) for start, end in ((0, 1), (1, 3), (3, 4)))
     assert holdings.doubled([head, middle]) == (0.0, 0.0)
     assert holdings.doubled([head, middle, tail]) == (80_000.0, 80_000.0)
 

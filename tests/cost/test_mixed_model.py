@@ -8,7 +8,7 @@ from lightning_mist.cost.inputs.candidates import StageCandidates, StageSlot, pl
 from lightning_mist.cost.inputs.placement import Nodes, parts_of, placements_of
 from lightning_mist.errors import PlanError, ProfileError
 from lightning_mist.hardware import Link, MixedCluster, catalog_profile, parse_cluster
-from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
+from tests.plans import plan_of
 from tests.specs import cluster, profile, spec, with_splits
 
 NETWORK = spec(4, tied=True, parameter_bytes=4_000_000, widths=(200_000,))
@@ -18,19 +18,11 @@ EQUAL = MixedCluster(parts=(parse_cluster("2xL4"), parse_cluster("2xL4")))
 
 def make_plan(*stages, zero=0, microbatches=4, rows=8, schedule="1f1b"):
     """Stages of ``(layers, devices, tensor-parallel degree)``."""
-    first, made = 0, []
-    for layers, devices, tensor in stages:
-        data = len(devices) // tensor
-        made.append(
-            StagePlan(
-                layers=(first, first + layers),
-                mesh=StageMesh(devices=devices, data_parallel_degree=data, tensor_parallel_degree=tensor),
-                microbatch_size=rows // microbatches // data,
-                zero_stage=ZeroStage(zero if data > 1 else 0),
-            )
-        )
-        first += layers
-    return Plan(global_batch_size=rows, num_microbatches=microbatches, stages=tuple(made), schedule=schedule)
+    made = [
+        {"layers": layers, "devices": devices, "tensor": tensor, "zero": zero if len(devices) > tensor else 0}
+        for layers, devices, tensor in stages
+    ]
+    return plan_of(rows, microbatches, *made, schedule=schedule)
 
 
 TWO = make_plan((1, (0, 1), 1), (3, (2, 3), 1))

@@ -3,32 +3,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.memory.memory_model import BUCKET_BYTES
 from lightning_mist.cost.time.operator_seconds import compute_rate
 from lightning_mist.cost.time.optimizer_step import PASS
-from tests.specs import cluster, profile, spec, with_splits
-
-
-def one(start, end, *, checkpointed=0, zero=0):
-    return StageCandidates(
-        start_K=np.array([start]),
-        end_K=np.array([end]),
-        checkpointed_K=np.array([checkpointed]),
-        zero_stage_K=np.array([zero]),
-    )
+from tests.specs import candidates_of as one
+from tests.specs import cluster, profile, slot_of, spec, with_splits
 
 
 def slot(index=0, stages=1, *, microbatches=4, degree=1, rows=2):
-    return StageSlot(
-        stage_index=index,
-        num_stages=stages,
-        num_microbatches=microbatches,
-        data_parallel_degree=degree,
-        rows=rows,
-        batch_rows=rows,
-        replicas=degree,
-    )
+    place = {"stage_index": index, "num_stages": stages, "num_microbatches": microbatches, "rows": rows}
+    return slot_of(**place, data_parallel_degree=degree, batch_rows=rows, replicas=degree)
 
 
 def model(network=None, machine=None, **kwargs):

@@ -3,17 +3,13 @@ import pytest
 from lightning_mist.estimate import Estimator, estimate_plan
 from lightning_mist.estimate.plan_estimate import limit_of
 from lightning_mist.hardware import parse_cluster
-from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.units import parse_bytes
+from tests.plans import plan_of
 from tests.specs import spec
 
 CLUSTER = parse_cluster("1x2xL4")
 NETWORK = spec(4, parameter_bytes=40_000_000)
-PLAN = Plan(
-    global_batch_size=4,
-    num_microbatches=1,
-    stages=(StagePlan(layers=(0, 4), mesh=StageMesh(devices=(0, 1), data_parallel_degree=2), microbatch_size=2),),
-)
+PLAN = plan_of(4, 1, {"layers": 4, "data": 2})
 
 
 def estimated(limit, **options):

@@ -3,14 +3,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.explain.explanation import Finding, Kind, Version, differences, kind_of
-from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Checkpointing, OffloadRatios, ZeroStage
+from tests.plans import plan_of
 
 
 def pipeline(**changes):
-    stages = tuple(
-        StagePlan(layers=(2 * at, 2 * at + 2), mesh=StageMesh(devices=(at,)), microbatch_size=1) for at in range(2)
-    )
-    return Plan(global_batch_size=4, num_microbatches=4, stages=stages, **changes)
+    return plan_of(4, 4, {"layers": 2}, {"layers": 2}, **changes)
 
 
 def changed(plan, at, **changes):
@@ -36,16 +34,12 @@ def test_kind_says_what_any_stage_does(changes, kind):
 
 
 def test_chunks_are_no_stages_of_their_own():
-    chunks = tuple(
-        StagePlan(layers=(at, at + 1), mesh=StageMesh(devices=(at % 2,)), microbatch_size=1) for at in range(4)
-    )
-    plan = Plan(global_batch_size=4, num_microbatches=4, stages=chunks, schedule="interleaved-1f1b")
+    plan = plan_of(4, 4, *[{}] * 4, groups=2, schedule="interleaved-1f1b")
     assert kind_of(plan) == replace(PLAIN, schedule="interleaved-1f1b")
 
 
 def test_schedules_of_a_single_stage_are_one_kind():
-    stage = StagePlan(layers=(0, 4), mesh=StageMesh(devices=(0,)), microbatch_size=1)
-    one = Plan(global_batch_size=4, num_microbatches=4, stages=(stage,), schedule="zb-h1")
+    one = plan_of(4, 4, {"layers": 4}, schedule="zb-h1")
     assert kind_of(one) == replace(PLAIN, stages=1)
 
 

@@ -5,21 +5,16 @@ from hypothesis import given
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import (
-    Checkpointing,
     Exclusion,
     Fingerprint,
     ModuleMap,
     ParameterUse,
-    Plan,
-    StageMesh,
-    StagePlan,
-    ZeroStage,
     check_plan,
     differences,
     fingerprint_of,
 )
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
-from tests.plans import plans
+from tests.plans import plan_of, plans
 
 
 def use(name, region, shape=(2, 3), dtype="float32"):
@@ -43,20 +38,8 @@ def module_map(num_layers=3, *, exclusions=(), widths=None):
 
 
 def make_plan(*, stages=2, degree=1, num_microbatches=2, microbatch_size=2, checkpointed=0, zero=0):
-    return Plan(
-        global_batch_size=microbatch_size * degree * num_microbatches,
-        num_microbatches=num_microbatches,
-        stages=tuple(
-            StagePlan(
-                layers=(index, index + 1),
-                mesh=StageMesh(devices=tuple(range(index * degree, (index + 1) * degree)), data_parallel_degree=degree),
-                microbatch_size=microbatch_size,
-                checkpointing=Checkpointing(layers=checkpointed),
-                zero_stage=ZeroStage(zero),
-            )
-            for index in range(stages)
-        ),
-    )
+    stage = {"data": degree, "checkpointed": checkpointed, "zero": zero}
+    return plan_of(microbatch_size * degree * num_microbatches, num_microbatches, *[stage] * stages)
 
 
 def fit(plan, **changes):
@@ -193,9 +176,7 @@ def test_what_stays_allowed_beside_sharded_parameters():
 
 
 def shared_plan(degree=2, *, sequence=False):
-    mesh = StageMesh(devices=tuple(range(degree)), tensor_parallel_degree=degree, sequence_parallel=sequence)
-    stage = StagePlan(layers=(0, 3), mesh=mesh, microbatch_size=2)
-    return Plan(global_batch_size=2 * degree, num_microbatches=degree, stages=(stage,))
+    return plan_of(2 * degree, degree, {"layers": 3, "tensor": degree, "sequence": sequence})
 
 
 SPLIT = TensorSplit(

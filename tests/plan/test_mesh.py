@@ -25,30 +25,17 @@ from lightning_mist.plan.mesh import (
     tensor_ranks,
     tied_groups,
 )
+from tests.plans import plan_of
 
 
-def make_plan(degrees, *, tensor=1, zero=0, shard=None, num_microbatches=None, part_rows=None):
-    widths = [tensor] * len(degrees) if isinstance(tensor, int) else tensor
-    world = sum(degree * width for degree, width in zip(degrees, widths, strict=True))
-    count = world if num_microbatches is None else num_microbatches
-    rows = 12 if part_rows is None else part_rows
-    stages, first = [], 0
-    for index, (degree, width) in enumerate(zip(degrees, widths, strict=True)):
-        stages.append(
-            StagePlan(
-                layers=(index, index + 1),
-                mesh=StageMesh(
-                    devices=tuple(range(first, first + degree * width)),
-                    data_parallel_degree=degree,
-                    tensor_parallel_degree=width,
-                    shard_degree=shard[index] if shard else None,
-                ),
-                microbatch_size=rows // degree,
-                zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),
-            )
-        )
-        first += degree * width
-    return Plan(global_batch_size=rows * count, num_microbatches=count, stages=tuple(stages))
+def make_plan(degrees, *, tensor=1, zero=0, shard=None, num_microbatches=None):
+    number = len(degrees)
+    widths = [tensor] * number if isinstance(tensor, int) else tensor
+    zeros, shards = [zero] * number if isinstance(zero, int) else zero, shard or [None] * number
+    count = num_microbatches or sum(degree * width for degree, width in zip(degrees, widths, strict=True))
+    names = ("data", "tensor", "zero", "shard")
+    stages = [dict(zip(names, values, strict=True)) for values in zip(degrees, widths, zeros, shards, strict=True)]
+    return plan_of(12 * count, count, *stages)
 
 
 def make_map(num_layers, *, tied=(), tied_size=7, degrees=()):

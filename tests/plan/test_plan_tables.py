@@ -17,7 +17,7 @@ from lightning_mist.plan import (
     render,
     split_notes,
 )
-from tests.plans import plans
+from tests.plans import plan_of, plans
 
 
 def stage(layers, devices, **changes):
@@ -105,11 +105,7 @@ def test_kinds_of_devices_are_shown_if_given():
 
 
 def test_chunks_show_their_group():
-    stages = tuple(
-        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % 2,)), microbatch_size=1)
-        for index in range(4)
-    )
-    text = render(Plan(global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b"))
+    text = render(plan_of(2, 2, *[{}] * 4, groups=2, schedule="interleaved-1f1b"))
     rows = [line.replace("│", " ").split() for line in text.splitlines() if "│" in line]
     assert [row[:3] for row in rows] == [["0", "0", "0"], ["1", "1", "0"], ["2", "0", "1"], ["3", "1", "1"]]
     assert "chunk" not in render(PLAN)
@@ -126,15 +122,7 @@ def test_no_word_is_cut_off_where_there_are_many_columns():
 
 
 def test_scattered_devices():
-    plan = Plan(
-        global_batch_size=5,
-        num_microbatches=1,
-        stages=(
-            StagePlan(
-                layers=(0, 0), mesh=StageMesh(devices=(0, 1, 4, 3, 2), data_parallel_degree=5), microbatch_size=1
-            ),
-        ),
-    )
+    plan = plan_of(5, 1, {"layers": 0, "devices": [0, 1, 4, 3, 2]})
     assert "0-1, 4, 3, 2" in render(plan)
     assert render(plan).startswith("1 stage on 5 devices, 1f1b: 5 rows in 1 microbatch\n")
     assert "none" in render(plan)

@@ -3,20 +3,14 @@ import itertools
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, StageMesh, StagePlan, replica_ranks
+from lightning_mist.plan import replica_ranks
 from lightning_mist.plan.rank_order import longest_chain, rank_layout, rank_layouts
+from tests.plans import plan_of
 
 
-def plan_of(degrees, layout):
-    stages = tuple(
-        StagePlan(
-            layers=(index, index + 1),
-            mesh=StageMesh(devices=ranks, data_parallel_degree=data, tensor_parallel_degree=tensor),
-            microbatch_size=12 // data,
-        )
-        for index, (ranks, (data, tensor)) in enumerate(zip(layout, degrees, strict=True))
-    )
-    return Plan(global_batch_size=12, num_microbatches=1, stages=stages)
+def made(degrees, layout):
+    stages = [{"devices": ranks, "tensor": tensor} for ranks, (_, tensor) in zip(layout, degrees, strict=True)]
+    return plan_of(12, 1, *stages)
 
 
 DEGREES = [
@@ -30,7 +24,7 @@ DEGREES = [
 @pytest.mark.parametrize("degrees", DEGREES)
 def test_the_layout_keeps_stages_together_and_the_last_stage_first(degrees):
     layout = rank_layout(degrees)
-    plan_of(degrees, layout)
+    made(degrees, layout)
     assert [rank for ranks in reversed(layout) for rank in ranks] == list(range(sum(map(len, layout))))
 
 
@@ -41,7 +35,7 @@ def test_another_layout_keeps_replicas_together(degrees):
     assert layouts[0] == rank_layout(degrees, near)
     found = []
     for layout in layouts:
-        plan = plan_of(degrees, layout)
+        plan = made(degrees, layout)
         assert 0 in layout[-1]
         replicas = [replica_ranks(plan, replica) for replica in range(plan.num_replicas)]
         found.append(all(ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in replicas))
@@ -80,7 +74,7 @@ def test_tensor_parallel_ranks_are_in_one_node(per_node):
             continue
         tried += 1
         layout = rank_layout(degrees, per_node)
-        plan_of(degrees, layout)  # Every rank is in one stage.
+        made(degrees, layout)  # Every rank is in one stage.
         assert 0 in layout[-1]
         for ranks, (data, tensor) in zip(layout, degrees, strict=True):
             for index in range(data):

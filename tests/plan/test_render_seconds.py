@@ -2,10 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.plan import Plan, PredictedStage, StageMesh, StagePlan, render
+from lightning_mist.plan import PredictedStage, render
 from lightning_mist.plan.plan_tables import per_second, rate_lines, seconds_table, speed_line
 from tests.plan.test_plan_tables import PLAN
 from tests.plan.test_throughput import WORK
+from tests.plans import plan_of
 
 SPENT = {
     "compute_seconds": 0.8,
@@ -70,14 +71,8 @@ def test_plans_that_do_not_say_have_no_table():
 
 
 def test_chunks_of_one_group_are_one_row():
-    stages = tuple(
-        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % 2,)), microbatch_size=1)
-        for index in range(4)
-    )
     predicted = replace(PLAN.predicted, stages=(PLAN.predicted.stages[0],) * 4)
-    plan = Plan(
-        global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b", predicted=predicted
-    )
+    plan = plan_of(2, 2, *[{}] * 4, groups=2, schedule="interleaved-1f1b", predicted=predicted)
     terms = {"compute_seconds": 1.5}
     assert [row[0] for row in cells(render(planned(*[terms] * 4, plan=plan)))] == ["stage", "0 and 2", "1 and 3"]
 

@@ -4,10 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import (
-    Plan,
     RowSlice,
-    StageMesh,
-    StagePlan,
     feeders,
     loader_of,
     loader_ranks,
@@ -16,7 +13,7 @@ from lightning_mist.plan import (
     replica_ranks,
     row_slice,
 )
-from tests.plans import plans
+from tests.plans import plan_of, plans
 
 
 def rows_of(plan, stage, microbatch, rows):
@@ -72,9 +69,7 @@ def test_each_loader_feeds_one_replica_by_a_rank_of_its_group_there(plan):
 
 
 def test_a_loader_whose_ranks_are_all_where_others_feed_makes_one_of_these_change():
-    mesh = StageMesh(devices=(0, 4, 2, 5, 1, 3), data_parallel_degree=3, tensor_parallel_degree=2)
-    stage = StagePlan(layers=(0, 1), mesh=mesh, microbatch_size=2)
-    plan = Plan(global_batch_size=6, num_microbatches=1, stages=(stage,), data_parallel_size=3)
+    plan = plan_of(6, 1, {"devices": (0, 4, 2, 5, 1, 3), "tensor": 2}, data_parallel_size=3)
     # Ranks 4 and 5 find the replicas of ranks 0 and 2 taken, and rank 1 may feed in place of rank 0.
     assert [feeders(plan, replica) for replica in range(3)] == [(4,), (2,), (1,)]
 
@@ -88,11 +83,7 @@ def test_parts_cover_a_batch_and_differ_by_one_row_at_most(batch_rows, parts):
 
 
 def test_two_replicas_by_hand():
-    def stage(layers, devices):
-        mesh = StageMesh(devices=tuple(devices), data_parallel_degree=2)
-        return StagePlan(layers=layers, mesh=mesh, microbatch_size=1)
-
-    plan = Plan(global_batch_size=8, num_microbatches=4, stages=(stage((0, 1), [1, 3]), stage((1, 2), [0, 2])))
+    plan = plan_of(8, 4, {"devices": [1, 3]}, {"devices": [0, 2]})
     assert [replica_of(plan, rank) for rank in range(4)] == [0, 0, 1, 1]
     assert [row_slice(plan, 1, index) for index in range(4)] == [
         RowSlice(owner=owner, part=part, parts=2) for owner in (0, 1) for part in (0, 1)
@@ -101,10 +92,7 @@ def test_two_replicas_by_hand():
 
 
 def test_a_part_never_mixes_the_batches_of_two_ranks():
-    stages = tuple(
-        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index,)), microbatch_size=2) for index in range(2)
-    )
-    plan = Plan(global_batch_size=6, num_microbatches=3, stages=stages)
+    plan = plan_of(6, 3, {}, {})
     with pytest.raises(PlanError, match="stage 0: 3 microbatches x 1 data-parallel ranks in a replica = 3 parts"):
         row_slice(plan, 0, 0)
 

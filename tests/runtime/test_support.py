@@ -7,6 +7,7 @@ from lightning_mist.plan import Exclusion, OffloadRatios, Plan, SequenceSplit, S
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.runtime.support import check_supported, executed_offload, unsupported
 from tests.plan.test_mesh import make_map
+from tests.plans import plan_of
 
 STAGE = StagePlan(layers=(0, 2), mesh=StageMesh(devices=(0, 1), data_parallel_degree=2), microbatch_size=1)
 
@@ -57,10 +58,7 @@ def test_tensor_and_sequence_parallelism_run_where_the_module_can_be_split():
 
 
 def test_chunks_need_two_groups_of_devices():
-    stages = tuple(
-        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(0,)), microbatch_size=1) for index in range(2)
-    )
-    plan = Plan(global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b")
+    plan = plan_of(2, 2, {}, {}, groups=1, schedule="interleaved-1f1b")
     with pytest.raises(PlanError, match=r"'interleaved-1f1b' with 2 stages on one group of devices: .* at least 2"):
         check_supported(plan, make_map(2))
 

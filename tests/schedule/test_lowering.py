@@ -5,26 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.plan import Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Plan, StageMesh, ZeroStage
 from lightning_mist.schedule import check, generate, lower, lower_forwards
 from lightning_mist.schedule.action import COMPUTATIONS, RECEIVES, SENDS, ActionKind
 from lightning_mist.schedule.lowering import add_transfers, add_update
-from tests.plans import plans
+from tests.plans import plan_of, plans
 from tests.schedule.in_flight import in_flight
 from tests.schedule.text import lines, parse, show
 
 
 def make_plan(num_stages: int, num_microbatches: int, *, degree: int = 1, zero: ZeroStage = ZeroStage.NONE) -> Plan:
-    stages = tuple(
-        StagePlan(
-            layers=(stage, stage + 1),
-            mesh=StageMesh(devices=tuple(range(stage * degree, (stage + 1) * degree)), data_parallel_degree=degree),
-            microbatch_size=1,
-            zero_stage=zero,
-        )
-        for stage in range(num_stages)
-    )
-    return Plan(global_batch_size=num_microbatches * degree, num_microbatches=num_microbatches, stages=stages)
+    return plan_of(num_microbatches * degree, num_microbatches, *[{"data": degree, "zero": zero}] * num_stages)
 
 
 def test_transfers_of_two_stages():

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import PlanError, ScheduleError
-from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.plan import Predicted, PredictedStage
 from lightning_mist.schedule import generate
 from lightning_mist.schedule.action import SENDS
 from lightning_mist.schedule.lowering import add_transfers, add_update
 from lightning_mist.schedule.schedule_simulation import StageSeconds, simulate, simulate_plan
+from tests.plans import plan_of
 from tests.schedule.in_flight import in_flight_counts
 from tests.schedule.text import parse
 
@@ -179,9 +180,6 @@ def test_first_and_last_microbatch_may_differ():
 
 
 def predicted_plan(terms):
-    stages = tuple(
-        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index,)), microbatch_size=1) for index in range(3)
-    )
     predicted = [
         PredictedStage(
             steady_seconds=3,
@@ -193,12 +191,7 @@ def predicted_plan(terms):
         )
         for term in terms
     ]
-    return Plan(
-        global_batch_size=3,
-        num_microbatches=3,
-        stages=stages,
-        predicted=Predicted(step_seconds=15, stages=tuple(predicted)),
-    )
+    return plan_of(3, 3, {}, {}, {}, predicted=Predicted(step_seconds=15, stages=tuple(predicted)))
 
 
 def seconds_of(result):
@@ -251,15 +244,9 @@ def test_predictions_without_terms_of_sending_send_as_long_as_they_receive():
 
 
 def test_a_group_does_once_per_batch_what_its_chunks_are_predicted():
-    stages = tuple(
-        StagePlan(layers=(index, index + 1), mesh=StageMesh(devices=(index % 2,)), microbatch_size=1)
-        for index in range(4)
-    )
     found = predicted_plan([{"update_seconds": 1}, {}, {"update_seconds": 2}]).predicted.stages
     predicted = Predicted(step_seconds=1, stages=(*found, found[1]))
-    plan = Plan(
-        global_batch_size=2, num_microbatches=2, stages=stages, schedule="interleaved-1f1b", predicted=predicted
-    )
+    plan = plan_of(2, 2, *[{}] * 4, groups=2, schedule="interleaved-1f1b", predicted=predicted)
     seconds = seconds_of(simulate_plan(plan))
     assert {name: value for name, value in seconds.items() if name.endswith("STEP")} == {"0STEP": 3, "1STEP": 10}
 

@@ -9,27 +9,22 @@ from torch import nn
 import lightning_mist.strategy.monitor as monitor_module
 from lightning_mist.estimate import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
-from lightning_mist.plan import ModuleMap, Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.plan import ModuleMap, Predicted, PredictedStage
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.monitoring.run_report import Better
 from lightning_mist.strategy.monitoring.stage_times import StageTimes
 from lightning_mist.strategy.planning.decision import Decision
 from lightning_mist.tensors import batch_signature
+from tests.plans import plan_of
 
 FLOATS = 1000
 
 
 def make(tmp_path):
-    stage = StagePlan(layers=(0, 0), mesh=StageMesh(devices=(0,)), microbatch_size=1)
     predicted = PredictedStage(
         steady_seconds=1.0, boundary_seconds=0.0, forward_seconds=0.5, backward_seconds=0.5, peak_bytes=5000
     )
-    plan = Plan(
-        global_batch_size=1,
-        num_microbatches=1,
-        stages=(stage,),
-        predicted=Predicted(step_seconds=1.0, stages=(predicted,)),
-    )
+    plan = plan_of(1, 1, {"layers": 0}, predicted=Predicted(step_seconds=1.0, stages=(predicted,)))
     empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
     decision = Decision(plan=plan, module_map=empty, has_unused_parameters=False, planning_seconds=2.0, plan_path=None)
     module = nn.Linear(FLOATS, 1, bias=False)

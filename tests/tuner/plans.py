@@ -2,42 +2,21 @@
 
 import itertools
 
-from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates import ANY_SEAMS, BEHIND, EVERY_PART, FRONT
 from lightning_mist.tuner.space import ANYWHERE
+from tests.plans import plan_of
 
 
 def pipeline(*stages, microbatches=4, rows=4, per_node=None, **changes):
-    """A plan whose devices load ``rows`` each; stages are given as mappings.
+    """A plan whose devices load ``rows`` each; stages are mappings as those of ``plan_of``.
 
-    Keys are ``layers`` (a number of them), ``data``, ``tensor``, ``sequence``, ``zero``, ``checkpointed`` and
-    ``offload``. Under ``schedule="interleaved-1f1b"`` ``groups`` says how many of them share all devices.
+    Under ``schedule="interleaved-1f1b"`` ``groups`` says how many of them share all devices.
     """
     groups = changes.pop("groups", len(stages))
-    degrees = [(stage.get("data", 1), stage.get("tensor", 1)) for stage in stages[:groups]]
-    layout = rank_layout(degrees, per_node)
-    batch = rows * sum(data * tensor for data, tensor in degrees)
-    made, first = [], 0
-    for index, stage in enumerate(stages):
-        data, end = stage.get("data", 1), first + stage["layers"]
-        made.append(
-            StagePlan(
-                layers=(first, end),
-                mesh=StageMesh(
-                    devices=layout[index % groups],
-                    data_parallel_degree=data,
-                    tensor_parallel_degree=stage.get("tensor", 1),
-                    sequence_parallel=stage.get("sequence", False),
-                ),
-                microbatch_size=batch // (microbatches * data),
-                zero_stage=ZeroStage(stage.get("zero", 0)),
-                checkpointing=Checkpointing(layers=stage.get("checkpointed", 0)),
-                offload=OffloadRatios(**stage.get("offload", {})),
-            )
-        )
-        first = end
-    return Plan(global_batch_size=batch, num_microbatches=microbatches, stages=tuple(made), **changes)
+    layout = rank_layout([(stage.get("data", 1), stage.get("tensor", 1)) for stage in stages[:groups]], per_node)
+    placed = [{**stage, "devices": layout[index % groups]} for index, stage in enumerate(stages)]
+    return plan_of(rows * sum(map(len, layout)), microbatches, *placed, **changes)
 
 
 def is_at_its_seams(problem, chosen, stage):

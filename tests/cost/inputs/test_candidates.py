@@ -4,21 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from lightning_mist.cost.inputs.candidates import StageCandidates, StageSlot, placed_slots_of, slots_of
+from lightning_mist.cost.inputs.candidates import StageCandidates, placed_slots_of, slots_of
 from lightning_mist.plan import replica_of, replica_ranks, row_slice
 from tests.plans import plans
+from tests.specs import slot_of
 
 
 def slot(**changes):
-    settings = {
-        "stage_index": 0,
-        "num_stages": 2,
-        "num_microbatches": 8,
-        "data_parallel_degree": 2,
-        "rows": 1,
-        "batch_rows": 4,
-    }
-    return StageSlot(**{**settings, **changes})
+    sizes = {"num_stages": 2, "num_microbatches": 8, "data_parallel_degree": 2, "batch_rows": 4}
+    return slot_of(**{**sizes, **changes})
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@ import itertools
 import pytest
 
 from lightning_mist.cost.inputs.placement import placements_of
-from lightning_mist.plan import LiveTensor, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import LiveTensor
 from lightning_mist.plan.messages import overlaps, side_of
 from lightning_mist.plan.rank_order import rank_layout, rank_layouts
+from tests.plans import plan_of
 
 LIVE = LiveTensor(key="x", shape=(1, 24), dtype="float32", batch_dim=0, requires_grad=True, sequence_dim=1)
 
@@ -13,25 +14,12 @@ LIVE = LiveTensor(key="x", shape=(1, 24), dtype="float32", batch_dim=0, requires
 def make_plan(degrees, *, nodes=None, sequence=False, context=1, layout=None):
     """A plan of one layer per stage, ``degrees`` being data and tensor parallelism of each."""
     layout = layout or rank_layout([(data * context, tensor) for data, tensor in degrees], nodes)
-    rows = max(data for data, _ in degrees)
-    stages = tuple(
-        StagePlan(
-            layers=(index, index + 1),
-            mesh=StageMesh(
-                devices=devices,
-                data_parallel_degree=data,
-                tensor_parallel_degree=tensor,
-                context_parallel_degree=context,
-                sequence_parallel=sequence and tensor > 1,
-            ),
-            microbatch_size=rows // data,
-            zero_stage=ZeroStage.NONE,
-        )
-        for index, (layout_, (data, tensor)) in enumerate(zip(layout, degrees, strict=True))
-        for devices in [layout_]
-    )
-    world = sum(len(stage.devices) for stage in stages)
-    return Plan(global_batch_size=rows * world, num_microbatches=world, stages=stages)
+    world, rows = sum(map(len, layout)), max(data for data, _ in degrees)
+    options = {"context": context, "sequence": sequence}
+    stages = [
+        {"devices": devices, "tensor": tensor, **options} for devices, (_, tensor) in zip(layout, degrees, strict=True)
+    ]
+    return plan_of(rows * world, world, *stages)
 
 
 def counted(plan, stage, devices_per_node):

@@ -6,28 +6,18 @@ import pytest
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.inputs.candidates import slots_of
 from lightning_mist.cost.memory.memory_model import BUCKET_BYTES, BUCKETS_IN_FLIGHT, TERMS
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.plan.sharding import assign_owners
 from lightning_mist.runtime.gradients import reducer
 from lightning_mist.runtime.parameters import buckets
+from tests.plans import plan_of
 from tests.specs import ADAMW, spec
 
 
 def make_plan(layers, *, degree=1, microbatches=1, rows=4, zero=0, checkpointed=0):
     """Stages of equal degree; ``rows`` per microbatch and rank."""
-    stages, first = [], 0
-    for index, count in enumerate(layers):
-        stages.append(
-            StagePlan(
-                layers=(first, first + count),
-                mesh=StageMesh(devices=tuple(range(index * degree, (index + 1) * degree)), data_parallel_degree=degree),
-                microbatch_size=rows,
-                zero_stage=ZeroStage(zero),
-                checkpointing=Checkpointing(layers=min(count, checkpointed)),
-            )
-        )
-        first += count
-    return Plan(global_batch_size=rows * degree * microbatches, num_microbatches=microbatches, stages=tuple(stages))
+    options = {"data": degree, "zero": zero}
+    stages = [{"layers": count, "checkpointed": min(count, checkpointed), **options} for count in layers]
+    return plan_of(rows * degree * microbatches, microbatches, *stages)
 
 
 def test_one_process_by_hand():

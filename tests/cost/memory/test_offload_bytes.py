@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
+from lightning_mist.cost import MemoryModel, StageCandidates, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory import host_microbatch_bytes
 from lightning_mist.model.spec.master_weights import with_master_weights
-from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.cost.events import WIDTH, with_events
-from tests.specs import ADAMW, spec
+from tests.plans import plan_of
+from tests.specs import ADAMW, candidates_of, slot_of, spec
 from tests.tiers import examples
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -26,18 +27,11 @@ def network(layers=4, **changes):
 
 
 def slot(**changes):
-    sizes = {"stage_index": 0, "num_stages": 1, "num_microbatches": 2, "data_parallel_degree": 1, "rows": 4}
-    return StageSlot(**{**sizes, "batch_rows": 8, **changes})
+    return slot_of(**{"num_microbatches": 2, "rows": 4, "batch_rows": 8, **changes})
 
 
 def candidates(layers=(0, 4), *, checkpointed=0, zero=1, **given):
-    return StageCandidates(
-        start_K=np.array([layers[0]]),
-        end_K=np.array([layers[1]]),
-        checkpointed_K=np.array([checkpointed]),
-        zero_stage_K=np.array([zero]),
-        offload=OffloadCandidates.of(OffloadRatios(**given)),
-    )
+    return candidates_of(*layers, checkpointed, zero, offload=OffloadCandidates.of(OffloadRatios(**given)))
 
 
 def sizes_of(uses, trained=True):
@@ -228,20 +222,8 @@ def test_offload_is_not_what_distributed_data_parallel_does():
 
 
 def make_plan(schedule="1f1b", *, chunks=1, **ratio):
-    groups, layers, stages = 2, 8, []
-    count = layers // (groups * chunks)
-    for index in range(groups * chunks):
-        stages.append(
-            StagePlan(
-                layers=(index * count, (index + 1) * count),
-                mesh=StageMesh(devices=(index % groups,)),
-                microbatch_size=2,
-                zero_stage=ZeroStage.NONE,
-                checkpointing=Checkpointing(layers=0),
-                offload=OffloadRatios(**ratio),
-            )
-        )
-    return Plan(global_batch_size=8, num_microbatches=4, stages=tuple(stages), schedule=schedule)
+    stages = [{"layers": 4 // chunks, "offload": ratio}] * 2 * chunks
+    return plan_of(8, 4, *stages, groups=2, schedule=schedule)
 
 
 def test_plans_say_what_they_offload():

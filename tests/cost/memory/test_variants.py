@@ -3,9 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCandidates
 from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut, VariantHoldings
-from tests.specs import spec
+from tests.specs import candidates_of, spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)
 
@@ -26,13 +25,8 @@ def stages():
     rng = np.random.default_rng(1)
     start = rng.integers(0, 4, 60)
     end = start + rng.integers(1, 5 - start)
-    return StageCandidates(
-        start_K=start,
-        end_K=end,
-        checkpointed_K=np.zeros(60, dtype=np.int64),
-        zero_stage_K=rng.integers(0, 4, 60),
-        variant_K=rng.integers(0, len(OF_VARIANT), 60),
-    )
+    zero, variant = rng.integers(0, 4, 60), rng.integers(0, len(OF_VARIANT), 60)
+    return candidates_of(start, end, zero=zero, variant_K=variant)
 
 
 @pytest.mark.parametrize("kind", [HeldBytes, SharedOut])

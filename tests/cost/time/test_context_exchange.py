@@ -1,9 +1,8 @@
 import dataclasses
 
-import numpy as np
 import pytest
 
-from lightning_mist.cost import MemoryModel, StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost import MemoryModel, StageCostModel
 from lightning_mist.cost.inputs import key_value_bytes
 from lightning_mist.cost.inputs.regions import KEY_VALUE_STATES
 from lightning_mist.cost.time.context_exchange import context_nodes, context_seconds
@@ -12,7 +11,7 @@ from lightning_mist.model.spec.model_spec import OperatorCost
 from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE
 from lightning_mist.plan.tensor_split import stripes_of
 from tests.cost.inputs.test_context_parallel import sequences
-from tests.specs import cluster, profile, spec
+from tests.specs import candidates_of, cluster, profile, slot_of, spec
 
 LENGTH, HIDDEN = 8, 1000
 
@@ -34,17 +33,11 @@ def attending(length=LENGTH):
 
 
 def slot(context=2, **changes):
-    sizes = {"stage_index": 0, "num_stages": 1, "num_microbatches": 4, "data_parallel_degree": 1, "rows": 4}
-    return StageSlot(**{**sizes, "batch_rows": 4, "context_parallel_degree": context, **changes})
+    return slot_of(**{"num_microbatches": 4, "rows": 4, "batch_rows": 4, "context_parallel_degree": context, **changes})
 
 
 def candidates(*, checkpointed=0, zero=0):
-    return StageCandidates(
-        start_K=np.array([0]),
-        end_K=np.array([4]),
-        checkpointed_K=np.array([checkpointed]),
-        zero_stage_K=np.array([zero]),
-    )
+    return candidates_of(0, 4, checkpointed, zero)
 
 
 def model(uses=None, *, link=1e9, latency=1e-5, kind="cpu", devices=2, **changes):

@@ -8,20 +8,15 @@ from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.time.offload_loads import parts_of_ranks, ratios_of
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
-from tests.specs import spec
+from tests.specs import candidates_of, spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500))
 
 
 def stages(zero, ratio):
     """The whole network as one stage, once with every ZeRO stage."""
-    count = len(zero)
-    none = np.zeros(count, dtype=np.int64)
     ratios = OffloadRatios(parameters=ratio, gradients=ratio, optimizer=ratio, activations=ratio)
-    offload = OffloadCandidates.of(ratios, count)
-    return StageCandidates(
-        start_K=none, end_K=none + 4, checkpointed_K=none, zero_stage_K=np.array(zero), offload=offload
-    )
+    return candidates_of(0, 4, 0, zero, offload=OffloadCandidates.of(ratios, len(zero)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -56,8 +51,5 @@ def test_candidates_of_several_stages_are_answered_together():
 def test_without_ratios_nobody_can_tell():
     whole = stages([0], 1.0)
     assert ratios_of(whole) is whole.offload
-    none = StageCandidates(
-        start_K=whole.start_K, end_K=whole.end_K, checkpointed_K=whole.checkpointed_K, zero_stage_K=whole.zero_stage_K
-    )
     with pytest.raises(ValueError, match="nothing is offloaded"):
-        ratios_of(none)
+        ratios_of(candidates_of(0, 4))

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost import StageCandidates, StageCostModel
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.time.overlap import FREE, concurrent_seconds
 from lightning_mist.errors import ProfileError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
-from tests.specs import cluster, profile, spec
+from tests.cost.memory.test_offload_bytes import moved
+from tests.specs import candidates_of, cluster, profile, slot_of, spec
 from tests.tiers import examples
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -34,27 +35,11 @@ def machine(*, to_device=1e8, to_host=2e8, link=1e8, **changes):
 
 
 def slot(**changes):
-    sizes = {"stage_index": 0, "num_stages": 1, "num_microbatches": 4, "data_parallel_degree": 1, "rows": 4}
-    return StageSlot(**{**sizes, "batch_rows": 4, **changes})
+    return slot_of(**{"num_microbatches": 4, "rows": 4, "batch_rows": 4, **changes})
 
 
 def candidates(layers=(0, 4), *, checkpointed=0, zero=1, **given):
-    return StageCandidates(
-        start_K=np.array([layers[0]]),
-        end_K=np.array([layers[1]]),
-        checkpointed_K=np.array([checkpointed]),
-        zero_stage_K=np.array([zero]),
-        offload=OffloadCandidates.of(OffloadRatios(**given)),
-    )
-
-
-def moved(sizes, ratio):
-    """What of one unit is moved."""
-    left, result = ratio * sum(sizes), [False] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        if sizes[index] and sizes[index] <= left + 1e-6:
-            result[index], left = True, left - sizes[index]
-    return result
+    return candidates_of(*layers, checkpointed, zero, offload=OffloadCandidates.of(OffloadRatios(**given)))
 
 
 class Walk:

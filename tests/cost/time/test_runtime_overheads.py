@@ -3,10 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
+from lightning_mist.cost import StageCostModel
 from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD, overhead_seconds
 from lightning_mist.hardware import StepOverheads
-from tests.specs import cluster, profile, spec, with_splits
+from tests.specs import candidates_of, cluster, profile, slot_of, spec, with_splits
 
 OVERHEADS = StepOverheads(
     step_seconds=1.0,
@@ -22,23 +22,12 @@ OVERHEADS = StepOverheads(
 
 
 def slot(stages=3, *, degree=1, tensor=1, schedule="1f1b"):
-    return StageSlot(
-        stage_index=0,
-        num_stages=stages,
-        num_microbatches=4,
-        data_parallel_degree=degree,
-        tensor_parallel_degree=tensor,
-        schedule=schedule,
-        rows=2,
-        batch_rows=2,
-        replicas=degree,
-    )
+    shape = {"data_parallel_degree": degree, "tensor_parallel_degree": tensor, "replicas": degree}
+    return slot_of(num_stages=stages, num_microbatches=4, rows=2, batch_rows=2, schedule=schedule, **shape)
 
 
 def candidates(bounds, zero=0, checkpointed=0):
-    start_K, end_K = (np.array(column) for column in zip(*bounds, strict=True))
-    same = np.full(len(bounds), zero)
-    return StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=0 * same + checkpointed, zero_stage_K=same)
+    return candidates_of(*zip(*bounds, strict=True), checkpointed, zero)
 
 
 NETWORK = spec(6)

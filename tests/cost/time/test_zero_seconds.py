@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates
-from lightning_mist.cost.inputs.candidates import StageSlot
 from lightning_mist.cost.inputs.regions import StageRegions, covered
 from lightning_mist.cost.memory.held_parameters import Holdings
 from lightning_mist.cost.time.overlap import FREE
@@ -20,7 +19,7 @@ from lightning_mist.cost.time.zero_seconds import (
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.orders import generate
 from lightning_mist.schedule.shard_units import StageUnits, expand
-from tests.specs import profile, spec
+from tests.specs import candidates_of, profile, slot_of, spec
 
 NETWORK = spec(3)
 COMPUTE = RegionSeconds(
@@ -38,14 +37,7 @@ TURNS = dataclasses.replace(FREE, compute_network=1.0)
 
 
 def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS, is_one_unit=False, **place):
-    candidates = StageCandidates(
-        start_K=np.array([start]),
-        end_K=np.array([end]),
-        checkpointed_K=np.array([checkpointed]),
-        zero_stage_K=np.array([zero]),
-    )
-    default = {"stage_index": 0, "num_stages": 1, "num_microbatches": 1}
-    slot = StageSlot(data_parallel_degree=2, rows=1, batch_rows=1, **default | place)
+    candidates, slot = candidates_of(start, end, checkpointed, zero), slot_of(data_parallel_degree=2, **place)
     beside = Beside(
         compute=COMPUTE, units=units, is_one_unit=is_one_unit, interference=interference, across_nodes=False
     )

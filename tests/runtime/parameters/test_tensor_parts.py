@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import ParameterSplit, Plan, StageMesh, StagePlan, TensorSplit
+from lightning_mist.plan import ParameterSplit, TensorSplit
 from lightning_mist.plan.mesh import held_parameters
 from lightning_mist.runtime.parameters.tensor_parts import Part, Speakers, parts_of, speakers_of
 from tests.plan.test_mesh import make_map
+from tests.plans import plan_of
 
 
 def split_map(num_layers=2, **options):
@@ -18,21 +19,9 @@ def split_map(num_layers=2, **options):
 
 def split_plan(degrees, *, zero=0, num_microbatches=4):
     """Stages of these (data-parallel, tensor-parallel) degrees, ranks in order."""
-    stages, first = [], 0
-    world = sum(dp * tp for dp, tp in degrees)
-    for index, (dp, tp) in enumerate(degrees):
-        stages.append(
-            StagePlan(
-                layers=(index, index + 1),
-                mesh=StageMesh(
-                    devices=tuple(range(first, first + dp * tp)), data_parallel_degree=dp, tensor_parallel_degree=tp
-                ),
-                microbatch_size=4 * world // dp,
-                zero_stage=zero,
-            )
-        )
-        first += dp * tp
-    return Plan(global_batch_size=4 * world * num_microbatches, num_microbatches=num_microbatches, stages=tuple(stages))
+    rows = 4 * sum(dp * tp for dp, tp in degrees)
+    stages = [{"data": dp, "tensor": tp, "zero": zero} for dp, tp in degrees]
+    return plan_of(rows * num_microbatches, num_microbatches, *stages)
 
 
 def test_a_part_is_taken_and_put_together():

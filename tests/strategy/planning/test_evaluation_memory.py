@@ -2,13 +2,14 @@ import pytest
 from torch import nn
 
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import Predicted, PredictedStage
 from lightning_mist.strategy.planning.memory_budget import (
     lack_for_whole,
     refuse_whole,
     refuse_whole_alone,
     whole_module_bytes,
 )
+from tests.plans import plan_of
 
 
 def module():
@@ -30,24 +31,8 @@ def plan(stages=2, predicted=True, *, dp=1, tp=1, zero=0):
         peak_bytes=1,
         breakdown=(("parameter_bytes", 100.0), ("optimizer_bytes", 200.0)),
     )
-    return Plan(
-        global_batch_size=2 * dp,
-        num_microbatches=2,
-        stages=tuple(
-            StagePlan(
-                layers=(index, index + 1),
-                mesh=StageMesh(
-                    devices=tuple(range(index * dp * tp, (index + 1) * dp * tp)),
-                    data_parallel_degree=dp,
-                    tensor_parallel_degree=tp,
-                ),
-                microbatch_size=1,
-                zero_stage=ZeroStage(zero),
-            )
-            for index in range(stages)
-        ),
-        predicted=Predicted(step_seconds=1.0, stages=(prediction,) * stages) if predicted else None,
-    )
+    told = Predicted(step_seconds=1.0, stages=(prediction,) * stages) if predicted else None
+    return plan_of(2 * dp, 2, *[{"data": dp, "tensor": tp, "zero": zero}] * stages, predicted=told)
 
 
 def test_each_stage_holds_the_whole_module_and_the_state_of_its_own():

@@ -5,29 +5,16 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Exclusion, ModuleMap, Plan, StageMesh, StagePlan
+from lightning_mist.plan import Exclusion, ModuleMap
 from lightning_mist.strategy.planning import workflow as planning
 from lightning_mist.strategy.planning.workflow import _refuse_unsafe_cuts, _searched
 from lightning_mist.tuner import SearchSpace
+from tests.plans import plan_of
 
 
 def pipeline(degrees, microbatches):
     """Stages of one layer with these data-parallel degrees, for batches of 8 rows per rank."""
-    world = sum(degrees)
-    return Plan(
-        global_batch_size=8 * world,
-        num_microbatches=microbatches,
-        stages=tuple(
-            StagePlan(
-                layers=(index, index + 1),
-                mesh=StageMesh(
-                    devices=tuple(range(sum(degrees[:index]), sum(degrees[: index + 1]))), data_parallel_degree=degree
-                ),
-                microbatch_size=8 * world // (microbatches * degree),
-            )
-            for index, degree in enumerate(degrees)
-        ),
-    )
+    return plan_of(8 * sum(degrees), microbatches, *({"data": degree} for degree in degrees))
 
 
 @pytest.mark.parametrize(

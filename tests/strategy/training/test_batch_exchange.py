@@ -9,10 +9,10 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Plan, StageMesh, StagePlan, loader_of, row_slice
+from lightning_mist.plan import loader_of, row_slice
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, take_apart
 from tests.memory_transport import InMemoryWorld, drive
-from tests.plans import plans
+from tests.plans import plan_of, plans
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -23,16 +23,7 @@ CPU = torch.device("cpu")
 
 
 def make_plan(layout, *, rows, microbatches):
-    world = sum(map(len, layout))
-    stages = tuple(
-        StagePlan(
-            layers=(index, index + 1),
-            mesh=StageMesh(devices=tuple(devices), data_parallel_degree=len(devices)),
-            microbatch_size=rows * world // (microbatches * len(devices)),
-        )
-        for index, devices in enumerate(layout)
-    )
-    return Plan(global_batch_size=rows * world, num_microbatches=microbatches, stages=stages)
+    return plan_of(rows * sum(map(len, layout)), microbatches, *({"devices": devices} for devices in layout))
 
 
 def exchange(plan, batches):
@@ -92,9 +83,7 @@ def test_a_part_without_rows_is_not_computed():
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_tensor_parallel_peers_get_the_same_rows_states_and_seeds(microbatches):
-    mesh = StageMesh(devices=(1, 0), tensor_parallel_degree=2)
-    stage = StagePlan(layers=(0, 1), mesh=mesh, microbatch_size=8 // microbatches)
-    plan = Plan(global_batch_size=8, num_microbatches=microbatches, stages=(stage,))
+    plan = plan_of(8, microbatches, {"devices": (1, 0), "tensor": 2})
     first, second = exchange(plan, [batch(0, 4), batch(1, 4)])
     for mine, theirs in zip(first.microbatches, second.microbatches, strict=True):
         assert torch.equal(mine.value["x"], theirs.value["x"])
@@ -141,9 +130,7 @@ def test_ranks_compute_on_the_batches_of_those_that_feed_them(plan, missing):
 
 
 def test_only_what_a_feeder_has_loaded_travels():
-    mesh = StageMesh(devices=(0, 1), tensor_parallel_degree=2)
-    stage = StagePlan(layers=(0, 1), mesh=mesh, microbatch_size=4)
-    plan = Plan(global_batch_size=4, num_microbatches=1, stages=(stage,), data_parallel_size=1)
+    plan = plan_of(4, 1, {"tensor": 2}, data_parallel_size=1)
     for one in exchange(plan, [batch(0, 4), batch(1, 4)]):
         (item,) = one.microbatches
         assert (item.owner, item.value["name"]) == (0, "r0")

@@ -9,9 +9,9 @@ from torchmetrics import MeanMetric
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.user_code.reach import Reach
-from lightning_mist.plan import Checkpointing, Plan, StageMesh, StagePlan
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.strategy.training.step_guard import StepGuard
+from tests.plans import plan_of
 
 HELD = {"count": 0}
 
@@ -29,20 +29,7 @@ class Net(nn.Module):
 
 
 def plan(*, stages=1, parts=1, checkpointed=0):
-    degree = 2 // stages
-    return Plan(
-        global_batch_size=8,
-        num_microbatches=stages * parts,
-        stages=tuple(
-            StagePlan(
-                layers=(index, index + 1),
-                mesh=StageMesh(devices=tuple(range(index * degree, (index + 1) * degree)), data_parallel_degree=degree),
-                microbatch_size=4 // parts,
-                checkpointing=Checkpointing(layers=checkpointed),
-            )
-            for index in range(stages)
-        ),
-    )
+    return plan_of(8, stages * parts, *[{"data": 2 // stages, "checkpointed": checkpointed}] * stages)
 
 
 WHOLE, CUT, SHARED, RECOMPUTED = plan(), plan(parts=2), plan(stages=2), plan(checkpointed=1)

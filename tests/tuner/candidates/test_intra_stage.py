@@ -3,11 +3,11 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_mist.cost import StageCandidates, StageCostModel
+from lightning_mist.cost import StageCostModel
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage, layer_classes, with_peaks_as_seconds
 from lightning_mist.tuner.space.applied_space import ANYWHERE, Shape, apply
-from tests.specs import cluster, profile, spec, with_splits
+from tests.specs import candidates_of, cluster, profile, spec, with_splits
 from tests.tuner.searches import stages_of
 
 
@@ -40,12 +40,7 @@ def by_hand(maker, index, stages, microbatches):
             options = found.setdefault((start, end - start, shape.devices), [])
             for kept in range(end - start + 1):
                 for zero in space.search.zero_stages if shape.data > 1 else (0,):
-                    one = StageCandidates(
-                        start_K=np.array([start]),
-                        end_K=np.array([end]),
-                        checkpointed_K=np.array([kept]),
-                        zero_stage_K=np.array([zero]),
-                    )
+                    one = candidates_of(start, end, kept, zero)
                     if model.memory(slot).peaks(slot, one)[0] <= maker.memory_limit:
                         costs = model.evaluate(slot, one)
                         options.append((costs.steady_K[0], costs.boundary_K[0]))
@@ -121,12 +116,7 @@ def test_slots_under_zero_3_do_not_share_what_stages_behind_cost():
     assert np.all(after.steady_K[long_K] > before.steady_K[: len(after)][long_K])
     assert np.array_equal(after.steady_K[~long_K], before.steady_K[: len(after)][~long_K])
     slot = asked.slot(0, 3, 8, Shape(int(after.devices_K[-1])))
-    one = StageCandidates(
-        start_K=np.array([0]),
-        end_K=after.layers_K[-1:],
-        checkpointed_K=after.checkpointed_K[-1:],
-        zero_stage_K=after.zero_stage_K[-1:],
-    )
+    one = candidates_of(0, after.layers_K[-1], after.checkpointed_K[-1], after.zero_stage_K[-1])
     assert after.steady_K[-1] == pytest.approx(asked.model.seconds(slot, one).steady_K[0], rel=1e-12)
 
 

@@ -1,17 +1,18 @@
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
-from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
 from lightning_mist.tuner.select import schedule_variants
 from lightning_mist.tuner.select.equal_stages import UniformPlans, even_chunks, fastest_uniform
 from lightning_mist.tuner.space.applied_space import SearchSpace, Shape, apply, divisors
+from tests.plans import plan_of
 from tests.specs import cluster, profile, spec, with_splits
 
 NETWORK = with_splits(
@@ -71,22 +72,11 @@ def fastest(family, network=NETWORK, memory=np.inf, host=np.inf):
 
 def alike(stages, microbatches, shape, checkpointed, zero, offload=None, chunks=1):
     layout, count = rank_layout([(shape.data, shape.tensor)] * stages), 8 // (stages * chunks)
-    return Plan(
-        global_batch_size=ROWS * DEVICES,
-        num_microbatches=microbatches,
-        stages=tuple(
-            StagePlan(
-                layers=(index * count, (index + 1) * count),
-                mesh=shape.mesh(layout[index % stages]),
-                microbatch_size=ROWS * DEVICES // (microbatches * shape.data),
-                zero_stage=ZeroStage(zero),
-                checkpointing=Checkpointing(layers=checkpointed),
-                offload=offload or OffloadRatios(),
-            )
-            for index in range(stages * chunks)
-        ),
-        schedule="1f1b" if chunks == 1 else "interleaved-1f1b",
-    )
+    kept = {"layers": count, "zero": zero, "checkpointed": checkpointed, "offload": asdict(offload or OffloadRatios())}
+    shared = {"tensor": shape.tensor, "sequence": shape.sequence}
+    made = [{**kept, **shared, "devices": layout[index % stages]} for index in range(stages * chunks)]
+    schedule = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    return plan_of(ROWS * DEVICES, microbatches, *made, schedule=schedule)
 
 
 def stages(search, memory=np.inf, link=1e8):

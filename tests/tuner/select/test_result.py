@@ -2,22 +2,17 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.plan import Plan, Predicted, PredictedStage, StageMesh, StagePlan
+from lightning_mist.plan import Predicted, PredictedStage
 from lightning_mist.tuner import Alternative, TuneResult, TuneStats
 from lightning_mist.tuner.select import status_of
+from tests.plans import plan_of
 
 
 def plan(seconds, **changes):
     stage = PredictedStage(
         steady_seconds=seconds, boundary_seconds=0.0, forward_seconds=seconds, backward_seconds=0.0, peak_bytes=2**20
     )
-    return Plan(
-        global_batch_size=2,
-        num_microbatches=1,
-        stages=(StagePlan(layers=(0, 4), mesh=StageMesh(devices=(0,)), microbatch_size=2),),
-        predicted=Predicted(step_seconds=seconds, stages=(stage,)),
-        **changes,
-    )
+    return plan_of(2, 1, {"layers": 4}, predicted=Predicted(step_seconds=seconds, stages=(stage,)), **changes)
 
 
 def result(status, bound=0.4, **changes):
