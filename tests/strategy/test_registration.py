@@ -1,13 +1,13 @@
 """``strategy="mist"`` is there however a program is started: each way is a new interpreter that imports nothing of us.
 
-All programs are started together, once for the whole file, since most of their time is importing torch.
+Every program is started once for the whole file, since most of its time is importing torch.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,61 +78,41 @@ print(json.dumps([
 """
 
 
-def _commands() -> dict[str, list[str]]:
-    torchrun = [
+COMMANDS = {
+    "both": ["both.py"],
+    "module": ["-m", "package.one", "pytorch_lightning"],
+    "torchrun": [
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--local-addr=127.0.0.1",
-        "--nproc-per-node=1",
         "one.py",
         "lightning.pytorch",
-    ]
-    return {
-        "both": ["both.py"],
-        "module": ["-m", "package.one", "pytorch_lightning"],
-        "torchrun": torchrun,
-        "without_entry_point": ["without_entry_point.py"],
-        "cli": ["command_line.py", "lightning.pytorch"],
-        "old_cli": ["command_line.py", "pytorch_lightning"],
-    }
+    ],
+    "without_entry_point": ["without_entry_point.py"],
+    "cli": ["command_line.py", "lightning.pytorch"],
+    "old_cli": ["command_line.py", "pytorch_lightning"],
+}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What every program printed, by name."""
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What a program prints, by name."""
     folder = tmp_path_factory.mktemp("registration")
-    programs = {"both": BOTH, "one": ONE, "without_entry_point": WITHOUT_ENTRY_POINT, "command_line": COMMAND_LINE}
-    for name, text in programs.items():
-        (folder / f"{name}.py").write_text(text)
     (folder / "package").mkdir()
     (folder / "package" / "__init__.py").touch()
-    (folder / "package" / "one.py").write_text(ONE)
-    running = {}
-    for name, command in _commands().items():
-        environment = dict(os.environ)
-        if name == "without_entry_point":
-            environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-        running[name] = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    printed: dict[str, Any] = {}
-    try:
-        for name, process in running.items():
-            output, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, f"{name}: {errors}"
-            printed[name] = json.loads(output.splitlines()[-1])
-        yield printed
-    finally:
-        for process in running.values():
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+    programs = {"both": BOTH, "without_entry_point": WITHOUT_ENTRY_POINT, "command_line": COMMAND_LINE}
+    for name, text in {**programs, "one": ONE, "package/one": ONE}.items():
+        (folder / f"{name}.py").write_text(text)
+
+    def run(name: str) -> Any:
+        known = {**os.environ, **({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if name == "without_entry_point" else {})}
+        command = [sys.executable, *COMMANDS[name]]
+        done = subprocess.run(command, cwd=folder, env=known, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
 NEW = "lightning_mist.strategy.lightning"
@@ -140,7 +120,7 @@ OLD = "lightning_mist.strategy.pytorch_lightning"
 
 
 @pytest.mark.thorough
-def test_both_namespaces_in_one_program(results: dict[str, Any]) -> None:
+def test_both_namespaces_in_one_program(printed: Callable[[str], Any]) -> None:
     methods = {
         "mist": "popen",
         "mist_spawn": "spawn",
@@ -148,23 +128,23 @@ def test_both_namespaces_in_one_program(results: dict[str, Any]) -> None:
         "mist_notebook": "fork",
         "ddp_mist": "popen",
     }
-    assert results["both"] == {
+    assert printed("both") == {
         name: [[NEW, "MistStrategy", method], [OLD, "MistStrategy", method]] for name, method in methods.items()
     }
 
 
-def test_program_run_as_a_module(results: dict[str, Any]) -> None:
-    assert results["module"] == [OLD, "MistStrategy", "popen"]
+def test_program_run_as_a_module(printed: Callable[[str], Any]) -> None:
+    assert printed("module") == [OLD, "MistStrategy", "popen"]
 
 
-def test_program_run_by_torchrun(results: dict[str, Any]) -> None:
-    assert results["torchrun"] == [NEW, "MistStrategy", "popen"]
+def test_program_run_by_torchrun(printed: Callable[[str], Any]) -> None:
+    assert printed("torchrun") == [NEW, "MistStrategy", "popen"]
 
 
-def test_importing_the_package_registers_where_entry_points_are_off(results: dict[str, Any]) -> None:
-    assert [kind for kind, *_ in results["without_entry_point"]] == [NEW, OLD]
+def test_importing_the_package_registers_where_entry_points_are_off(printed: Callable[[str], Any]) -> None:
+    assert [kind for kind, *_ in printed("without_entry_point")] == [NEW, OLD]
 
 
 @pytest.mark.parametrize(("name", "module"), [("cli", NEW), ("old_cli", OLD)])
-def test_command_line_and_config_files(results: dict[str, Any], name: str, module: str) -> None:
-    assert results[name] == [[module, None], [module, 22 * GIB], [module, 3 * GIB]]
+def test_command_line_and_config_files(printed: Callable[[str], Any], name: str, module: str) -> None:
+    assert printed(name) == [[module, None], [module, 22 * GIB], [module, 3 * GIB]]
