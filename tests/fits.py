@@ -10,11 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_mist import Checkpointing, MistStrategy, Plan, StagePlan, ZeroStage
-from lightning_mist.plan import OffloadRatios, StageMesh
+from lightning_mist import MistStrategy, Plan
+from tests.plans import plan_of
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 31, 16, 10, 4
 
@@ -28,10 +29,12 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    """A trainer on the CPU that writes nothing and says nothing, for all processes of this world, or for two."""
-    quiet()
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    """A trainer on the CPU that shows and keeps nothing, with as many devices as the world has processes, or two."""
+    silent = {
+        **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False),
+        "enable_checkpointing": any(isinstance(item, Checkpoint) for item in options.get("callbacks", ())),
+    }
     devices = int(os.environ.get("WORLD_SIZE", "2"))
     return pl.Trainer(strategy=strategy, **{"accelerator": "cpu", "devices": devices, **silent, **options})
 
@@ -58,30 +61,13 @@ def plan(
 
     Stages of fewer devices than ``tensor`` are not split.
     """
-    layout = list(layout)
-    world = sum(len(devices) for _, devices in layout)
-    stages, first = [], 0
+    stages = []
     for layers, devices in layout:
         width = tensor if len(devices) % tensor == 0 else 1
-        degree = len(devices) // width // context
-        mesh = StageMesh(
-            devices=tuple(devices),
-            data_parallel_degree=degree,
-            tensor_parallel_degree=width,
-            context_parallel_degree=context,
-            shard_degree=shard,
-        )
-        stage = StagePlan(
-            layers=(first, first + layers),
-            mesh=mesh,
-            microbatch_size=rows * world // (microbatches * degree),
-            zero_stage=ZeroStage(zero if degree * context > 1 else 0),
-            checkpointing=Checkpointing(layers=min(checkpointed, layers)),
-            offload=OffloadRatios(**(offload or {})),
-        )
-        stages.append(stage)
-        first += layers
-    return Plan(global_batch_size=rows * world, num_microbatches=microbatches, stages=tuple(stages))
+        kept = {"zero": zero if len(devices) > width else 0, "checkpointed": min(checkpointed, layers), "shard": shard}
+        shape = {"devices": devices, "tensor": width, "context": context, "offload": offload or {}}
+        stages.append({"layers": layers, **shape, **kept})
+    return plan_of(rows * sum(len(stage["devices"]) for stage in stages), microbatches, *stages)
 
 
 class Tokens(Dataset):

@@ -1,26 +1,20 @@
-"""Runs the ``main`` of a module as the ranks of a world: ``python -m tests.ranks 2 package.module argument ...``.
+"""Runs a function as the ranks of a world.
 
 For it this is torchrun, but for one thing: everything is imported once, before the ranks part. Importing torch and
 Lightning takes a rank as long as training twenty small networks.
 """
 
-import importlib
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
 
 _DIGITS = 5
 """Of a port."""
-
-
-def command_of(processes: int, module: str, *arguments: str) -> list[str]:
-    """What to run."""
-    return [sys.executable, "-m", "tests.ranks", str(processes), module, *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -100,14 +94,3 @@ def run_ranks(count: int, work: Callable[[], None], *, patience_seconds: float =
 def _kill(ranks: set[int]) -> None:
     for rank in tuple(ranks):
         os.kill(rank, signal.SIGKILL)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the ``main`` of a module as every rank."""
-    module = importlib.import_module(arguments[1])
-    sys.argv = [str(module.__file__), *arguments[2:]]
-    return run_ranks(int(arguments[0]), module.main)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

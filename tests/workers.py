@@ -4,17 +4,20 @@ All are forked from one process that has imported what they need: importing torc
 training twenty small networks.
 """
 
+import json
 import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.fits import quiet
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -141,9 +144,41 @@ def _answer(function: Callable[..., Any], args: Any, environment: dict[str, str]
     with said.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    quiet()
     os.environ.clear()
     os.environ.update(environment)
     answer.write_bytes(pickle.dumps(function(*args)))
+
+
+def forked(work: Callable[[], Any], folder: Path, *, seconds: float) -> tuple[list[Any], bool, str]:
+    """Two ranks of which the world ends whatever becomes of them; of a process without threads of others.
+
+    Args:
+        work: What each does; it writes ``rank0.json`` or ``rank1.json`` into the folder.
+        folder: To be made.
+        seconds: How long they may take.
+
+    Returns:
+        What each wrote, or ``None``; whether time ran out; what was printed.
+    """
+    folder.mkdir(parents=True)
+    printed = folder / "printed.txt"
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        with printed.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os._exit(run_ranks(2, work, patience_seconds=30.0))
+    end = time.monotonic() + seconds
+    while (is_late := time.monotonic() > end) is False and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.02)
+    if is_late:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    files = [folder / f"rank{rank}.json" for rank in range(2)]
+    found = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return found, is_late, printed.read_text(errors="replace")
 
 
 def launched(function: Callable[..., Any], *args: Any, world: int = 2, **options: Any) -> list[Any]:

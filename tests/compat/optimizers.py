@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch import nn
 from lightning_mist import MistStrategy
 from lightning_mist.leaves import Wrapping, plain_leaves, put_together, take_apart
 from lightning_mist.tensors import leaves
-from tests.ranks import run_ranks
+from tests.fits import make_trainer, quiet
 from tests.traps.project import PLANS, VOCABULARY, Block, Project, loader
+from tests.workers import forked
 
 WIDTH = 64
 """Blocks have matrices of twice as many entries as libraries begin to pack at, and of as many."""
@@ -110,19 +112,7 @@ def fit(brought: Brought, plan: str, folder: Path, *, saved: Path | None = None,
     if plan != "ddp":
         strategy = MistStrategy(plan=PLANS[plan], profile_directory=str(folder), plan_path=str(folder / "plan.json"))
     module, callback = Wide(brought.make), Saves(saved)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        default_root_dir=folder,
-    )
+    trainer = make_trainer(strategy, max_epochs=2, callbacks=[callback], limit_val_batches=0, default_root_dir=folder)
     trainer.fit(module, loader(24), ckpt_path=start)
     weights = {name: value.flatten().tolist() for name, value in module.state_dict().items()}
     return {"losses": callback.losses[-3:], "weights": weights}
@@ -130,9 +120,7 @@ def fit(brought: Brought, plan: str, folder: Path, *, saved: Path | None = None,
 
 def run(brought: Brought, plan: str, folder: Path, base: Path) -> None:
     """One rank of one pair: what it found goes into a file."""
-    import warnings
-
-    warnings.filterwarnings("ignore")
+    quiet()
     torch.set_num_threads(1)
     path = folder / f"rank{os.environ['RANK']}.json"
     try:
@@ -150,17 +138,6 @@ def run(brought: Brought, plan: str, folder: Path, base: Path) -> None:
 
 def _reads(brought: Brought, plan: str) -> bool:
     return plan != "ddp" or brought.ddp_reads
-
-
-def forked(work: Callable[[], None], printed: Path) -> None:
-    """Run both ranks, and let them end."""
-    child = os.fork()
-    if child == 0:
-        with printed.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        os._exit(run_ranks(2, work, patience_seconds=30.0))
-    os.waitpid(child, 0)
 
 
 def layout(path: Path) -> dict[str, Any]:
@@ -181,11 +158,9 @@ def judged(name: str, plans: list[str]) -> dict[str, list[str]]:
         base = Path(directory)
         found = {}
         for plan in ("ddp", *plans, *(("ddp again",) if "zero1" in plans else ())):
-            folder = base / plan
-            folder.mkdir()
-            forked(lambda plan=plan, folder=folder: run(brought, plan.split()[0], folder, base), folder / "printed.txt")
-            ranks = [folder / f"rank{rank}.json" for rank in range(2)]
-            found[plan] = [json.loads(path.read_text()) if path.exists() else {"error": "nothing"} for path in ranks]
+            folder, work = base / plan, partial(run, brought, plan.split()[0], base / plan, base)
+            ranks, _, _ = forked(work, folder, seconds=600.0)
+            found[plan] = [{"error": "nothing"} if rank is None else rank for rank in ranks]
         wanted = [ranks["straight"] for ranks in found["ddp"]]
         for plan, ranks in found.items():
             errors = [rank["error"] for rank in ranks if "error" in rank]

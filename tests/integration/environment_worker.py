@@ -5,9 +5,7 @@ the strategy, and a folder.
 """
 
 import json
-import logging
 import sys
-import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,8 +14,8 @@ from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mist import MistStrategy, Plan, StagePlan
-from lightning_mist.plan import StageMesh
+from lightning_mist import MistStrategy
+from tests.fits import make_trainer, plan, quiet
 
 
 class Net(pl.LightningModule):
@@ -36,31 +34,17 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def pipeline():
-    stages = tuple(
-        StagePlan(layers=(2 * index, 2 * index + 2), mesh=StageMesh(devices=(index,)), microbatch_size=4)
-        for index in range(2)
-    )
-    return MistStrategy(plan=Plan(global_batch_size=8, num_microbatches=2, stages=stages))
-
-
 def main():
     environment, name, folder = sys.argv[1:]
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
     pl.seed_everything(1, verbose=False)
     module = Net()
-    trainer = pl.Trainer(
-        strategy=pipeline() if name == "mist" else name,
-        accelerator="cpu",
+    trainer = make_trainer(
+        MistStrategy(plan=plan([(2, [0]), (2, [1])], rows=4, microbatches=2)) if name == "mist" else name,
         devices=2 if environment == "mpi" else 1,
         num_nodes=1 if environment == "mpi" else 2,
         plugins=[KubeflowEnvironment()] if environment == "kubeflow" else None,
         max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
     values = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))

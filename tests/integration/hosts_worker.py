@@ -4,12 +4,10 @@ Arguments: a folder, the strategy's name, and how many steps.
 """
 
 import json
-import logging
 import os
 import socket
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mist import MistStrategy
+from tests.fits import make_trainer, mist, quiet
 
 WIDTH, LAYERS, ROWS, EPOCH = 512, 8, 4, 64
 """Of the model; rows of a rank's batch, and steps of an epoch."""
@@ -57,31 +55,20 @@ class Wide(pl.LightningModule):
 def strategy_of(name, folder):
     if name != "mist":
         return name
-    return MistStrategy(
-        profile_directory=str(folder / "profiles"),
-        plan_path=str(folder / "plan.json"),
-        report_path=str(folder / "report.json"),
-    )
+    return mist(folder, "auto", report_path=str(folder / "report.json"))
 
 
-def main():
-    folder, name, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+def fit(folder, name, steps):
     torch.set_num_threads(1)
+    quiet()
     pl.seed_everything(1, verbose=False)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    trainer = pl.Trainer(
-        strategy=strategy_of(name, folder),
-        accelerator="cpu",
+    trainer = make_trainer(
+        strategy_of(name, folder),
         devices=per_node,
         num_nodes=int(os.environ["WORLD_SIZE"]) // per_node,
         max_epochs=-1,
         max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
     values = torch.randn(ROWS * 4 * EPOCH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -95,4 +82,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    fit(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -7,9 +7,8 @@ is the mean over the ranks' batches of the loss of the user's step on the whole 
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import wraps
-from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -19,13 +18,9 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.plan import (
-    Checkpointing,
     ModuleMap,
     OffloadRatios,
     Plan,
-    StageMesh,
-    StagePlan,
-    ZeroStage,
     row_slice,
 )
 from lightning_mist.runtime.communication.transport import Transport, Work
@@ -43,6 +38,7 @@ from lightning_mist.schedule import Action
 from lightning_mist.schedule.lowering import lower
 from lightning_mist.tensors import batch_rows, slice_rows
 from tests.memory_transport import InMemoryWorld, drive
+from tests.plans import plan_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest difference of a gradient from the reference, relative to the largest entry of any gradient or to 1."""
@@ -96,68 +92,39 @@ def make_plan(
     layers: Sequence[int],
     *,
     degrees: Sequence[int] | None = None,
-    tensor: int | Sequence[int] = 1,
-    context: int | Sequence[int] = 1,
-    sequence: bool | Sequence[bool] = False,
     parts: int = 1,
     rows: int = 4,
-    zero: int | Sequence[int] = 0,
-    shard: int | Sequence[int | None] | None = None,
-    checkpointed: int | Sequence[int] = 0,
     schedule: str = "1f1b",
     chunks: int = 1,
     offload: OffloadRatios | None = None,
+    checkpointed: int | Sequence[int] = 0,
+    **options: Any,
 ) -> Plan:
     """A plan from the number of layers of each stage.
 
     Args:
         layers: Layers per stage.
-        degrees: Data-parallel degree per stage; 1 each if None.
-        tensor: Tensor-parallel degree, of all stages or each.
-        context: Context-parallel degree, of all stages or each.
-        sequence: Whether stages with a tensor-parallel degree above 1 are sequence parallel, all or each.
+        degrees: Data-parallel degree per group of devices; 1 each if None.
         parts: Microbatches per batch of a rank in a replica whose stages have degree 1.
         rows: Rows per rank.
-        zero: ZeRO stage, of all stages or each.
-        shard: Ranks that ZeRO shards over, of all stages or each; all with the same parameters if None.
-        checkpointed: Checkpointed layers per stage at most.
         schedule: Name of the schedule.
-        chunks: Stages per group of devices; degrees are those of the groups.
+        chunks: Stages per group of devices.
         offload: What every stage keeps in host memory.
+        checkpointed: Checkpointed layers at most, of all stages or each.
+        **options: ``zero`` of stages, ``tensor``, ``context``, ``sequence`` and ``shard`` of groups: of all or of each.
     """
     groups = len(layers) // chunks
     degrees = [1] * groups if degrees is None else degrees
-    within_rows = [context] * groups if isinstance(context, int) else context
-    tensors = [tensor] * groups if isinstance(tensor, int) else tensor
-    widths = [width * each for width, each in zip(tensors, within_rows, strict=True)]
-    shared = [sequence] * groups if isinstance(sequence, bool) else sequence
-    within = [shard] * groups if shard is None or isinstance(shard, int) else shard
-    offsets = [0, *accumulate(degree * width for degree, width in zip(degrees, widths, strict=True))]
-    world = offsets[-1]
+    made = []
+    for index, size in enumerate(layers):
+        stage = {"layers": size, "data": degrees[index % groups], "offload": asdict(offload or OffloadRatios())}
+        for name, value in {"checkpointed": checkpointed, **options}.items():
+            at = index if name in ("zero", "checkpointed") else index % groups
+            stage[name] = value[at] if isinstance(value, Sequence) else value
+        made.append({**stage, "checkpointed": min(size, stage["checkpointed"])})
+    world = sum(stage["data"] * stage.get("tensor", 1) * stage.get("context", 1) for stage in made[:groups])
     replicas = next(g for g in range(world, 0, -1) if all(degree % g == 0 for degree in degrees))
-    count = parts * world // replicas
-    ends = list(accumulate(layers))
-    stages = tuple(
-        StagePlan(
-            layers=(end - size, end),
-            mesh=StageMesh(
-                devices=tuple(range(offsets[index % groups], offsets[index % groups + 1])),
-                data_parallel_degree=degrees[index % groups],
-                tensor_parallel_degree=tensors[index % groups],
-                context_parallel_degree=within_rows[index % groups],
-                sequence_parallel=shared[index % groups] and tensors[index % groups] > 1,
-                shard_degree=within[index % groups],
-            ),
-            microbatch_size=rows * world // (degrees[index % groups] * count),
-            zero_stage=ZeroStage(zero if isinstance(zero, int) else zero[index]),
-            checkpointing=Checkpointing(
-                layers=min(size, checkpointed if isinstance(checkpointed, int) else checkpointed[index])
-            ),
-            offload=offload or OffloadRatios(),
-        )
-        for index, (size, end) in enumerate(zip(layers, ends, strict=True))
-    )
-    return Plan(global_batch_size=rows * world, num_microbatches=count, stages=stages, schedule=schedule)
+    return plan_of(rows * world, parts * world // replicas, *made, groups=groups, schedule=schedule)
 
 
 def map_of(module: nn.Module, batch: Any) -> ModuleMap:

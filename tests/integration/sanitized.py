@@ -11,12 +11,11 @@ from unittest import mock
 
 import torch
 
-from benchmarks.parity.cell import on_all_ranks, subject, train_batch
-from benchmarks.parity.plans import Group, Layout, make_plan
+from benchmarks.parity.cell import subject
+from benchmarks.parity.plans import Group, Layout
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
-from tests.integration.parity import make_optimizer
+from tests.integration.test_parity_offload import clipped_steps
 
 STEPS = 4
 ALL = OffloadRatios(parameters=1.0, optimizer=1.0, activations=1.0)
@@ -29,22 +28,9 @@ LAYOUTS = (
 
 def train(layout, device):
     """Clipped steps; the bytes that were copied from host memory."""
-    model = subject("nano_even", torch.float32, device)
-
-    def work(engine):
-        optimizer = make_optimizer(engine.module)
-        engine.take_optimizer(optimizer)
-        engine.hollow()
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            train_batch(engine, model.batches[step % 2][engine.rank])
-            engine.clip_by_norm(optimizer, 0.05)
-            optimizer.step()
-            complete(engine.executor.gather_parameters())
-        engine.module_values()
-        return engine.executor.streams.loaded_bytes
-
-    return sum(on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work))
+    return sum(
+        nbytes for *_, nbytes in clipped_steps(subject("nano_even", torch.float32, device), layout, STEPS, device)
+    )
 
 
 def main():

@@ -1,49 +1,227 @@
 """``Fabric(strategy="mist")`` on two ranks: loops of every kind against Fabric's DDP."""
 
-import json
-import subprocess
-
+import lightning.fabric as lf
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
 
-from tests.integration.fabric_traps import TRAPS
-from tests.integration.fabric_worker import CASES
-from tests.ranks import command_of, environment
+from lightning_mist import MistFabricStrategy
+from tests.fits import LAYERS, VOCABULARY, WIDTH, Block, Tokens, plan
+from tests.machine import assume_profile
+from tests.workers import launched
+
+WHOLE = [(4, [0, 1])]
+STAGES = [(2, [1]), (2, [0])]
+AWAY = {"parameters": 1.0, "optimizer": 1.0, "activations": 1.0}
+
+
+class Logits(nn.Module):
+    """Leaves its loss to the loop."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(self.embed(x) if x.dtype == torch.long else x)
+        return self.head(x)
+
+
+class Loss(Logits):
+    """Returns its loss beside its logits."""
+
+    def forward(self, x, y=None):
+        logits = super().forward(x)
+        if y is None:
+            return logits
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+
+
+def loss_of(model, batch):
+    module = model.module
+    if isinstance(module, Loss):
+        return model(batch["x"], y=batch["y"])["loss"]
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def simple(fabric, model, optimizer, batch, index, told):
+    loss = loss_of(model, batch)
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    told.append(loss)
+
+
+def accumulated(fabric, model, optimizer, batch, index, told, **clipping):
+    is_adding = index % 2 == 0
+    with fabric.no_backward_sync(model, enabled=is_adding):
+        loss = loss_of(model, batch)
+        fabric.backward(loss / 2)
+    told.append(loss)
+    if not is_adding:
+        if clipping:
+            told.append(fabric.clip_gradients(model, optimizer, **clipping))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_norm(*args):
+    accumulated(*args, max_norm=0.3)
+
+
+def by_largest(*args):
+    accumulated(*args, max_norm=0.01, norm_type="inf")
+
+
+def by_value(*args):
+    accumulated(*args, clip_val=0.003)
+
+
+def evaluating(fabric, model, optimizer, batch, index, told):
+    """Evaluates between steps, and changes the learning rate by hand."""
+    simple(fabric, model, optimizer, batch, index, told)
+    if index % 3 == 1:
+        model.eval()
+        with torch.no_grad():
+            told.append(loss_of(model, batch))
+        model.train()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+def forgetting(fabric, model, optimizer, batch, index, told):
+    """Adds gradients up without no_backward_sync, clears them late, and leaves a forward without a backward."""
+    loss = loss_of(model, batch)
+    if index % 3 == 0:
+        optimizer.zero_grad(set_to_none=index % 2 == 0)
+    told.append(loss)
+    if index % 4 == 3:
+        return
+    fabric.backward(loss)
+    if index % 3 == 2:
+        optimizer.step()
+
+
+def shaped(fabric, model, optimizer, batch, index, told):
+    """A loss that is no multiple of the module's."""
+    loss = loss_of(model, batch)
+    loss = loss**2 * (1.0 + fabric.global_rank) if not isinstance(model.module, Loss) else loss * 0.5 + 1.0
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    told.append(loss)
+
+
+def closing(fabric, model, optimizer, batch, index, told):
+    """Runs forward and backward inside of the optimizer's step."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        fabric.backward(loss)
+        return loss
+
+    told.append(optimizer.step(closure))
+
+
+SPLIT = {"layout": WHOLE, "microbatches": 1}
+CASES = {
+    "plain": (Logits, simple, SPLIT, {}),
+    "zero1": (Logits, by_norm, {**SPLIT, "zero": 1, "checkpointed": 2}, {}),
+    "zero2": (Logits, by_value, {**SPLIT, "zero": 2}, {}),
+    "zero3": (Logits, evaluating, {**SPLIT, "zero": 3, "checkpointed": 1}, {}),
+    "zero3 norm": (Logits, by_largest, {**SPLIT, "zero": 3}, {}),
+    "recomputed": (Logits, shaped, {**SPLIT, "checkpointed": 4}, {}),
+    "moved": (Logits, evaluating, {**SPLIT, "zero": 1, "checkpointed": 1, "offload": AWAY}, {}),
+    "forgetting": (Logits, forgetting, {**SPLIT, "zero": 2}, {}),
+    "closing": (Logits, closing, {**SPLIT, "zero": 3}, {}),
+    "bf16": (Logits, by_norm, {**SPLIT, "zero": 3}, {"precision": "bf16-mixed"}),
+    "stages": (Loss, by_norm, {"layout": STAGES, "microbatches": 4}, {}),
+    "tensor": (Loss, evaluating, {"layout": WHOLE, "microbatches": 2, "tensor": 2}, {}),
+    "parts": (Loss, shaped, {"layout": WHOLE, "microbatches": 2, "zero": 2}, {}),
+    "stages forgetting": (Loss, forgetting, {"layout": STAGES, "microbatches": 2, "checkpointed": 1}, {}),
+    "stages moved": (Loss, evaluating, {"layout": STAGES, "microbatches": 2, "offload": AWAY}, {}),
+    "stages bf16": (Loss, simple, {"layout": STAGES, "microbatches": 2}, {"precision": "bf16-mixed"}),
+    "double": (Logits, by_norm, {**SPLIT, "zero": 3}, {"precision": "64-true"}),
+    "stages double": (Loss, by_norm, {"layout": STAGES, "microbatches": 2}, {"precision": "64-true"}),
+}
+
+
+def run(strategy, case, out, *, start=None, batches=7):
+    kind, step, _, options = CASES[case]
+    fabric = lf.Fabric(strategy=strategy, accelerator="cpu", devices=2, **options)
+    fabric.launch()
+    fabric.seed_everything(3, verbose=False)
+    module = kind()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3))
+    state = {"model": model, "optimizer": optimizer, "number": 0}
+    if start is not None:
+        fabric.load(start, state)
+    loader = fabric.setup_dataloaders(DataLoader(Tokens(8 * batches, 1), batch_size=4, shuffle=True))
+    told = []
+    for index, batch in enumerate(loader):
+        step(fabric, model, optimizer, batch, index, told)
+    saved = out / f"{case}-{getattr(strategy, '_start_method', 'ddp')}-{batches}-{start is None}.ckpt"
+    state["number"] = state["number"] + batches
+    fabric.save(saved, state)
+    mean = float(fabric.all_reduce(torch.tensor(float(fabric.global_rank))))
+    content = torch.load(saved, weights_only=True)
+    fresh = kind().to(next(iter(content["model"].values())).dtype)
+    fresh.load_state_dict(content["model"])
+    states = content["optimizer"]["state"]
+    return {
+        "told": [float(value) for value in told if value is not None],
+        "weights": {name: value.double().flatten()[:9].tolist() for name, value in fresh.state_dict().items()},
+        "sums": {name: float(value.double().pow(2).sum()) for name, value in fresh.state_dict().items()},
+        "moments": [float(states[key]["exp_avg_sq"].double().sum()) for key in sorted(states)],
+        "steps": [float(states[key]["step"]) for key in sorted(states)],
+        "number": content["number"],
+        "mean": mean,
+        "plan": type(fabric.strategy).__name__,
+        "path": str(saved),
+    }
+
+
+def mist(case, folder, **options):
+    layout = dict(CASES[case][2])
+    return MistFabricStrategy(
+        plan=plan(layout.pop("layout"), rows=4, **layout), profile_directory=str(folder / "profiles"), **options
+    )
+
+
+def both(out, names, resumed):
+    """What a rank sees of loops under either strategy, and of those that go on, each from the other's checkpoint."""
+    assume_profile(out / "profiles", 2)
+    results = {}
+    for name in names:
+        ddp, ours = run("ddp", name, out), run(mist(name, out), name, out)
+        results[name] = {"ddp": ddp, "mist": ours}
+        if name in resumed:
+            results[name]["ddp resumed"] = run("ddp", name, out, start=ours["path"], batches=4)
+            results[name]["mist resumed"] = run(mist(name, out), name, out, start=ddp["path"], batches=4)
+    return results
+
 
 TOLERANCE = {"double": 1e-10, "stages double": 1e-10}
 OFTEN = ("zero1", "zero3", "forgetting", "stages double")
 RESUMED = ("zero3",)
 """Cases that every change runs, and those of them that are gone on from."""
 
-TRAPS_OFTEN = ("two forwards", "factor of the rank", "other output", "never averaged", "looked at output")
-MORE_TRAPS = [name for name in (*TRAPS, "adversaries") if name not in TRAPS_OFTEN]
-
-
-def run(module, folder, names):
-    command = command_of(2, f"tests.integration.{module}", str(folder), *names)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-
 
 @pytest.fixture(scope="module")
 def often(tmp_path_factory):
-    return run("fabric_worker", tmp_path_factory.mktemp("often"), [*OFTEN, *(f"{name}:resumed" for name in RESUMED)])
+    return launched(both, tmp_path_factory.mktemp("often"), OFTEN, RESUMED)
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
     names = [name for name in CASES if name not in OFTEN]
-    return run("fabric_worker", tmp_path_factory.mktemp("others"), [*names, *(f"{name}:resumed" for name in names)])
-
-
-@pytest.fixture(scope="module")
-def traps(tmp_path_factory):
-    return run("fabric_traps", tmp_path_factory.mktemp("traps"), TRAPS_OFTEN)
-
-
-@pytest.fixture(scope="module")
-def more_traps(tmp_path_factory):
-    return run("fabric_traps", tmp_path_factory.mktemp("more_traps"), MORE_TRAPS)
+    return launched(both, tmp_path_factory.mktemp("others"), names, names)
 
 
 def numbers(value, name=""):
@@ -72,38 +250,3 @@ def test_losses_parameters_and_states_are_those_of_ddp(often, case):
 @pytest.mark.parametrize("case", [name for name in CASES if name not in OFTEN])
 def test_so_they_are_in_further_cases(others, case):
     compare(others, case)
-
-
-REFUSED = {
-    "two forwards of logits": "TraceError: backward through a forward that was let go: the module ran again",
-    "factor of the rank": "TraceError: ranks multiply the module's loss by 1 to 2",
-    "other output": "TraceError: the loop's loss depends on another output of the module than its loss",
-    "never averaged": "TraceError: optimizer.step after a forward inside no_backward_sync",
-    "stepped in between": "TraceError: backward through a forward that was let go: the optimizer stepped",
-    "trained in eval mode": "TraceError: backward through a forward that the plan does not train",
-    "clipped by hand": "PlanError: the plan has zero_stage of 2, which this module rules out: the loop may look at",
-    "averaged by hand": "PlanError: square of ",
-    "backward of its own": "RuntimeError: The current strategy and precision selection requires you to call",
-    "evaluated in between, away": "TraceError: backward through a forward that was let go: the module was evaluated",
-    "stages of a scaled loss": "PlanError: the plan has 2 stages, which this module rules out: losses are scaled",
-    "stages of logits": "PlanError: the plan has 2 stages, which this module rules out: the loop computes the loss",
-}
-
-
-@pytest.mark.parametrize("trap", TRAPS_OFTEN)
-def test_traps_train_as_under_ddp_or_are_refused(traps, trap):
-    judge(traps, trap)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("trap", MORE_TRAPS)
-def test_so_do_further_traps(more_traps, trap):
-    judge(more_traps, trap)
-
-
-def judge(traps, trap):
-    for result in traps:
-        assert result[trap]["error"].startswith(REFUSED.get(trap, ""))
-        assert bool(result[trap]["error"]) == (trap in REFUSED)
-    if trap not in REFUSED:  # rank 0 has the whole module
-        assert traps[0][trap]["difference"] < 1e-5

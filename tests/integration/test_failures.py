@@ -3,16 +3,92 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
+from benchmarks.faults.sweep import main as run_sweep
+from benchmarks.faults.worlds import run_worlds
+from lightning_mist.runtime.communication import failure
+from tests.fits import Project, Tokens, make_trainer, mist, plan, quiet
+from tests.machine import assume_profile
 from tests.tiers import asked_for, tiered
+from tests.workers import apart
 
-WORKER = Path(__file__).with_name("failure_worker.py")
+PIPELINE = plan([(2, [1]), (2, [0])], rows=4, microbatches=2)
+
+
+class Failing(Project):
+    """Goes wrong in the sixth batch, on the rank that the mode names."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def training_step(self, batch, batch_idx):
+        mode, _, rank = self.mode.partition(":")
+        if self.trainer.global_step == 5 and str(self.trainer.strategy.local_rank) == rank:
+            if mode == "raise":
+                raise RuntimeError(f"broken on rank {rank}")
+            if mode == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if mode == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        mode, _, rank = self.mode.partition(":")
+        if mode == "stuck" and self.trainer.global_step == 5:
+            if str(self.trainer.strategy.local_rank) == rank:
+                raise RuntimeError(f"broken on rank {rank}")
+            torch.futures.Future().wait()  # as a collective whose backend does not notice that a peer has gone
+
+    def loss(self, batch):
+        mode, _, rank = self.mode.partition(":")
+        is_time = self.trainer.global_step == 3
+        skipped, order = set(), list(range(len(self.blocks)))
+        if mode == "skip_on" and is_time and str(self.trainer.strategy.local_rank) == rank:
+            skipped = {3}
+        if mode == "swap" and is_time:
+            order = [0, 2, 1, 3]
+        if mode == "branch" and str(self.trainer.strategy.local_rank) == rank:
+            order = [1, 0, 2, 3]
+        hidden = self.embed(batch["x"])
+        for index in order:
+            if index not in skipped:
+                hidden = self.blocks[index](hidden)
+        logits = self.head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten()), logits
+
+
+def train(mode, folder):
+    # Whoever starts the tests in the background of a script starts them deaf to interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    failure.GRACE_SECONDS = 3.0
+    options = {
+        "wrong_world": {"plan": plan([(2, [2]), (1, [1]), (1, [0])], rows=4, microbatches=3)},
+        "tight": {"plan": "auto", "memory_limit": "10KiB"},
+    }.get(mode, {"plan": PIPELINE})
+    assume_profile(folder / "profiles", 2)
+    strategy = mist(folder, **options)
+    trainer = make_trainer(strategy, max_epochs=3, default_root_dir=folder)
+    trainer.fit(Failing(mode), DataLoader(Tokens(80, 0), batch_size=4))
+    print("trained to the end")
+
+
+def run_modes(modes, folder):
+    """How worlds of forked processes, side by side, ended."""
+    fates = run_worlds(train, modes, folder, jobs=4)
+    return {mode: [fate.codes, fate.output] for mode, fate in fates.items()}
+
+
 ROOT = Path(__file__).parents[2]
 
 RUNNING = {
@@ -89,14 +165,12 @@ def found(request, tmp_path_factory):
     """What became of all worlds: of those of this folder, and of those of the program that sweeps over all faults."""
     folder = tmp_path_factory.mktemp("failures")
     faults = folder / "faults.json"
-    commands = (
-        ("-m", "tests.integration.failure_worker", folder / "modes", *asked_for(request, "mode")),
-        ("-m", "benchmarks.faults.sweep", "--hasty", "--jobs", "7", "--out", faults, *asked_for(request, "name")),
-    )
-    with ThreadPoolExecutor(2) as pool:
-        modes, sweep = pool.map(lambda command: finish(start(*command), 400), commands)
-    assert faults.is_file(), sweep[-3000:]
-    return json.loads(modes.splitlines()[-1]), {cell["cell"]: cell for cell in json.loads(faults.read_text())}
+    swept = ("--hasty", "--jobs", "7", "--out", str(faults), *asked_for(request, "name"))
+    with ThreadPoolExecutor(1) as pool:
+        sweep = pool.submit(apart, run_sweep, swept, seconds=400)
+        modes = apart(run_modes, asked_for(request, "mode"), folder / "modes", seconds=400)
+        sweep.result()
+    return modes, {cell["cell"]: cell for cell in json.loads(faults.read_text())}
 
 
 @pytest.mark.parametrize("mode", tiered(RUNNING, FIRST))
@@ -125,7 +199,12 @@ def test_harm_to_one_rank_ends_all(found, name):
 
 @pytest.mark.thorough
 def test_a_failing_rank_ends_all_that_lightning_has_started(tmp_path):
-    process = start(WORKER, "raise:1", tmp_path)
+    process = start(__file__, "raise:1", tmp_path)
     output = finish(process, 200)
     assert process.returncode != 0
     assert "RuntimeError: broken on rank 1" in output
+
+
+if __name__ == "__main__":  # Lightning starts the second process
+    quiet()
+    train(sys.argv[1], Path(sys.argv[2]))

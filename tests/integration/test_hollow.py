@@ -8,10 +8,10 @@ from torch import nn
 
 from lightning_mist import MistStrategy, PlanError
 from lightning_mist.model import map_module
-from lightning_mist.plan import Plan, StageMesh, StagePlan
 from lightning_mist.runtime.parameters.absent_parameters import at_work
 from lightning_mist.strategy.training import module_state
 from lightning_mist.strategy.training.engine import start_engine
+from tests.plans import plan_of
 
 
 class Net(nn.Module):
@@ -31,14 +31,7 @@ def _hollow_rank():
     torch.manual_seed(0)
     module = Net()
     whole = {name: value.clone() for name, value in module.state_dict().items()}
-    plan = Plan(
-        global_batch_size=4,
-        num_microbatches=2,
-        stages=tuple(
-            StagePlan(layers=(2 * index, 2 * index + 2), mesh=StageMesh(devices=(1 - index,)), microbatch_size=2)
-            for index in range(2)
-        ),
-    )
+    plan = plan_of(4, 2, {"layers": 2, "devices": [1]}, {"layers": 2, "devices": [0]})
     found = map_module(module, module.training_step, torch.randn(2, 4))
     engine = start_engine(module, plan, found, device=torch.device("cpu"), timeout=None)
     engine.hollow()

@@ -1,19 +1,114 @@
 """One of two processes is killed while both save: the other one ends, and what has a checkpoint's name is whole."""
 
-import json
+import builtins
 import os
 import re
-import subprocess
-import sys
+import shutil
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
+from benchmarks.faults.worlds import HARM, run_worlds
 from benchmarks.uses.session import plain
+from lightning_mist import MistStrategy
+from lightning_mist.runtime.communication import failure
 from lightning_mist.strategy.checkpoints.directory import read_directory
-from tests.integration.killed_saves_worker import EPOCHS, SAVED, STEPS
-from tests.ranks import environment
+from tests.fits import Project, Tokens, make_trainer, plan
+from tests.machine import assume_profile
+from tests.strategy.checkpoints.kill_points import Killer
 from tests.tiers import asked_for, tiered
+from tests.workers import apart
+
+FORMS = {
+    "file": {},
+    "directory": {"save_distributed_checkpoint": True},
+    "behind": {"save_distributed_checkpoint": True, "save_asynchronously": True},
+}
+NAMES = {"{step}": "min", "last": "max"}
+"""Of checkpoints, and a mode by which Lightning tells their callbacks apart."""
+
+STEPS, EPOCHS = 2, 3
+SAVED = "saved"
+
+
+class Harm(Killer):
+    """Kills before changes of one kind, and notes when."""
+
+    def __init__(self, change, number, folder):
+        super().__init__(number)
+        self._change, self._folder = change, folder
+
+    def is_time(self):
+        if not super().is_time():
+            return False
+        (self._folder / HARM).touch()
+        return True
+
+    def before(self, function):
+        return super().before(function) if function.__name__.removeprefix("_") == self._change else function
+
+    def open(self):
+        return super().open() if self._change == "write" else builtins.open
+
+
+def armed(strategy, harm):
+    """Let this process be killed when it saves for the second epoch, or later."""
+    save, saves = strategy.save_checkpoint, []
+
+    def counted(*args, **kwargs):
+        saves.append(args)
+        if len(saves) == len(NAMES) + 1:
+            harm.__enter__()  # to the end: what is written behind training ends later
+        (save if len(saves) <= len(NAMES) else last)(*args, **kwargs)
+
+    last = harm.before(save)
+    strategy.save_checkpoint = counted
+
+
+def fit(name, folder, *, resumes=None):
+    """Train, saving after each epoch under a new name and under the same."""
+    torch.set_num_threads(1)
+    failure.GRACE_SECONDS, failure.TOLD_SECONDS, failure.AGREE_SECONDS = 2.0, 3.0, 2.0
+    form, rank, change, number = name.split(":")
+    strategy = MistStrategy(
+        plan=plan([(2, [1]), (2, [0])], rows=4, microbatches=2),
+        profile_directory=str(assume_profile(folder / "profiles", 2)),
+        self_check=False,
+        **FORMS[form],
+    )
+    if os.environ["LOCAL_RANK"] == rank and resumes is None:
+        armed(strategy, Harm(change, int(number), folder))
+    pl.seed_everything(3, verbose=False)
+    options = {"dirpath": folder / SAVED, "enable_version_counter": False, "save_on_train_epoch_end": True}
+    trainer = make_trainer(
+        strategy,
+        max_epochs=EPOCHS,
+        callbacks=[ModelCheckpoint(filename=name, mode=mode, save_top_k=-1, **options) for name, mode in NAMES.items()],
+        default_root_dir=folder,
+    )
+    trainer.fit(Project(), DataLoader(Tokens(4 * 2 * STEPS, 0), batch_size=4), ckpt_path=resumes)
+    print("trained to the end")
+
+
+def go_on(name, folder):
+    """Train to the end from the last checkpoint of a world, over what its kill has left."""
+    before = folder.parents[1] / "killed" / folder.name
+    if os.environ["LOCAL_RANK"] == "0":
+        shutil.copytree(before / SAVED, folder / SAVED, symlinks=True)
+    fit(name, folder, resumes=before / SAVED / "last.ckpt")
+
+
+def killed(names, folder):
+    """What became of worlds, and of fits that go on from what they left, side by side."""
+    found = {}
+    for what, work in (("killed", fit), ("gone on", go_on)):
+        fates = run_worlds(work, names, folder / what, jobs=3)
+        found[what] = {name: [list(fate.codes), fate.output] for name, fate in fates.items()}
+    return found
+
 
 ENDED = re.compile("ended without a word|Connection closed by peer|Connection reset by peer")
 
@@ -36,16 +131,7 @@ FIRST = ("file:0:replace:2", "directory:1:fsync:1")
 def found(request, tmp_path_factory):
     """A folder, and what became of the worlds in it."""
     folder = tmp_path_factory.mktemp("killed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.killed_saves_worker", folder, *asked_for(request, "world")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    return folder, apart(killed, asked_for(request, "world"), folder, seconds=600)
 
 
 def content(path):

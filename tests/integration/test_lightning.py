@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_mist import MistStrategy
-from tests.fits import ALL, Project, Tokens, mist, plan, trainer
+from tests.fits import ALL, Project, Tokens, make_trainer, mist, plan
 from tests.machine import assume_profile
 from tests.tiers import asked_for, tiered
 from tests.workers import launched
@@ -140,7 +140,7 @@ def fit(strategy, case, folder, *, ckpt_path=None, epochs=2):
     pl.seed_everything(3, verbose=False)
     losses = Losses()
     checkpoint = ModelCheckpoint(folder / "checkpoints", monitor="val_loss", save_last=True)
-    made = trainer(
+    made = make_trainer(
         strategy,
         max_epochs=epochs,
         logger=CSVLogger(folder, name="", version=0),

@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks.launch import run_module
+from benchmarks.accuracy.limited import lower
 from tests.machine import assume_profile
+from tests.workers import launched
 
 # Trains under one limit after the other.
 pytestmark = pytest.mark.thorough
@@ -12,8 +13,7 @@ pytestmark = pytest.mark.thorough
 @pytest.fixture(scope="module")
 def entries(tmp_path_factory):
     profiles = assume_profile(tmp_path_factory.mktemp("profiles"), 2)
-    options = ["--factor", "0.5", "--profiles", str(profiles)]
-    return run_module("benchmarks.accuracy.limited", options, processes=2, timeout_seconds=280)["entries"]
+    return launched(lower, 2, 0.5, 8, profiles)[0]
 
 
 def test_the_plan_changes_with_the_limit(entries):

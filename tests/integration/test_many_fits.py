@@ -1,23 +1,56 @@
 """Nothing that a fit makes outlives it: neither groups of processes, nor threads, nor files."""
 
-import json
-import subprocess
+import gc
+import os
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integration import many_fits_worker
-from tests.ranks import command_of, environment
+from lightning_mist import MistStrategy
+from tests.fits import make_trainer, plan
 from tests.tiers import tiered
+from tests.workers import launched
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def fit(folder):
+    given = plan([(2, [0]), (2, [1])], rows=4, microbatches=2)
+    trainer = make_trainer(MistStrategy(plan=given), max_steps=3)
+    module = Net()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4))
+    # The optimizer's state comes from all ranks also when the fit's groups are gone.
+    trainer.save_checkpoint(folder / "last.ckpt")
+
+
+def left_by(fits, folder):
+    """Groups, threads and files of a rank after each fit."""
+    counts = []
+    for _ in range(fits):
+        fit(folder)
+        gc.collect()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        counts.append((groups, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
 
 
 @pytest.mark.parametrize("fits", tiered((4, 20), (4,)))
 def test_many_fits_leave_as_much_as_one(tmp_path, fits):
-    command = command_of(2, many_fits_worker.__name__, str(tmp_path), str(fits))
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    for rank in range(2):
-        counts = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for counts in launched(left_by, fits, tmp_path):
         assert len(counts) == fits
         groups, threads, files = zip(*counts[1:], strict=True)  # the first makes what the process has from then on
         assert set(groups) == {1}

@@ -1,12 +1,136 @@
 """Master weights under Lightning, in two processes: as the same arithmetic in one, to the bit, for twenty steps."""
 
-import json
-import subprocess
+import os
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from tests.ranks import command_of, environment
+from benchmarks.parity.plans import Group, Layout
+from lightning_mist import MistStrategy
+from lightning_mist.model import find_blocks
+from tests import zoo
+from tests.fits import make_trainer
+from tests.integration.masters import train_alone
+from tests.integration.parity import MAX_NORM, cast, make_optimizer
+from tests.integration.test_curves import LAYOUTS, ROWS, plan
 from tests.tiers import asked_for
+from tests.workers import launched
+
+STEPS, DECAY = 10, 0.75
+
+LAYOUTS = {**LAYOUTS, "ddp": Layout(groups=(Group(dp=2),)), "zero1": Layout(groups=(Group(dp=2, zero=1),))}
+
+
+class Average(pl.Callback):
+    """An exponential moving average of what the optimizer has updated, as user code keeps them."""
+
+    def __init__(self):
+        self.values = None
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        module.types.add(("in hooks", *{str(p.dtype) for p in trained}, *{str(p.grad.dtype) for p in trained}))
+
+    def on_train_batch_end(self, trainer, module, *_):
+        now = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+        self.values = (
+            now if self.values is None else {n: DECAY * v + (1 - DECAY) * now[n] for n, v in self.values.items()}
+        )
+
+
+class Project(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model, self.make_batch = zoo.make("vit")
+        self.losses, self.types = [], set()
+
+    def training_step(self, batch, batch_idx):
+        self.types.add(("in the step", *{str(p.dtype) for p in self.model.parameters()}))
+        return zoo.loss_of(self.model.training_step(batch, batch_idx))
+
+    def validation_step(self, batch, batch_idx):
+        self.types.add(("in validation", *{str(p.dtype) for p in self.model.parameters()}))
+        self.log("loss", zoo.loss_of(self.model.training_step(batch, batch_idx)), sync_dist=True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self):
+        return make_optimizer(self.model)
+
+
+def project():
+    pl.seed_everything(2, verbose=False)
+    return Project()
+
+
+def batches_of(rank, module):
+    torch.manual_seed(100 + rank)
+    return [module.make_batch(ROWS) for _ in range(STEPS)]
+
+
+def fit(layout, world, folder, epochs, callbacks=(), resumed=None):
+    module = project()
+    layers = len(find_blocks(module.model))
+    made = plan(LAYOUTS[layout], layers)
+    trainer = make_trainer(
+        MistStrategy(plan=made, master_weights=True),
+        precision="bf16-true",
+        max_epochs=epochs,
+        gradient_clip_val=MAX_NORM,
+        callbacks=list(callbacks),
+        use_distributed_sampler=False,
+        num_sanity_val_steps=1,
+        default_root_dir=folder,
+    )
+    batches = batches_of(int(os.environ["RANK"]), module)
+    trainer.fit(
+        module, DataLoader(batches, batch_size=None), DataLoader(batches[:1], batch_size=None), ckpt_path=resumed
+    )
+    path = folder / f"{layout}-{epochs}.ckpt"
+    trainer.save_checkpoint(path)
+    return module, made, path
+
+
+def compared(pair, world, folder):
+    first, _, second = pair.partition(">")
+    average = Average()
+    callbacks = (average,) if first == "ddp" else ()
+    if second:
+        *_, path = fit(first, world, folder, 1)
+        module, made, path = fit(second, world, folder, 2, resumed=path)
+    else:
+        module, made, path = fit(first, world, folder, 2, callbacks)
+    own = project()
+    torch.set_default_dtype(torch.float32)
+    every = [cast(batches_of(rank, own), torch.bfloat16) for rank in range(world)]
+    steps = [list(batches) for batches in zip(*every, strict=True)] * 2
+    seen = []
+    losses, masters, _ = train_alone(own.model, made, steps, torch.bfloat16, make_optimizer, seen.append)
+    saved = torch.load(path, weights_only=True)
+    off = {
+        name: float((saved["state_dict"][f"model.{name}"] - value.detach()).abs().max())
+        for name, value in masters.named_parameters()
+    }
+    wanted = None
+    for now in seen:
+        wanted = now if wanted is None else {n: DECAY * v + (1 - DECAY) * now[n] for n, v in wanted.items()}
+    averages = average.values or wanted
+    return {
+        "losses": module.losses,
+        "expected": [float(loss[int(os.environ["RANK"])]) for loss in losses][-len(module.losses) :],
+        "off": max(off.values()),
+        "average": max(float((averages[n] - v).abs().max()) for n, v in wanted.items()),
+        "types": sorted(" ".join(item) for item in module.types),
+        "saved": sorted({str(value.dtype) for value in saved["state_dict"].values()}),
+    }
+
+
+def every(pairs, folder):
+    return {pair: compared(pair, int(os.environ["WORLD_SIZE"]), folder) for pair in pairs}
+
 
 PAIRS = ["ddp", "zero1", "zero3", "split", "ddp>zero1", "zero2>zero3"]
 THOROUGH = ["zero2", "two", "chunks"]
@@ -14,12 +138,8 @@ THOROUGH = ["zero2", "two", "chunks"]
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("masters")
     asked = [pair for pair in [*PAIRS, *THOROUGH] if pair in asked_for(request, "pair")]
-    command = command_of(2, "tests.integration.master_weights_worker", str(folder), *asked)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return launched(every, asked, tmp_path_factory.mktemp("masters"))
 
 
 @pytest.mark.parametrize("pair", [*PAIRS, *(pytest.param(pair, marks=pytest.mark.thorough) for pair in THOROUGH)])

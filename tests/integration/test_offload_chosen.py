@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import InfeasibleError, MistStrategy
+from tests.fits import make_trainer
 from tests.machine import assume_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
@@ -104,17 +105,7 @@ def train(strategy, module, callbacks=()):
     pl.seed_everything(1, verbose=False)
     module = module()
     rows = torch.randn(6 * ROWS, 6, generator=torch.Generator().manual_seed(0))
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=list(callbacks),
-    )
+    trainer = make_trainer(strategy, devices=1, max_epochs=1, callbacks=list(callbacks))
     trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=ROWS))
     return trainer, module.losses
 

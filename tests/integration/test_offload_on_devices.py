@@ -9,15 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.parity.cell import on_all_ranks, subject, train_batch
-from benchmarks.parity.plans import make_plan
+from benchmarks.parity.cell import subject
 from benchmarks.record import ROOT
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.communication.transport import complete
 from tests.devices.kinds import CARD, DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
-from tests.integration.parity import make_optimizer
-from tests.integration.test_parity_offload import PLANS
+from tests.integration.test_parity_offload import PLANS, clipped_steps
 from tests.tiers import tiered
 
 pytestmark = [
@@ -34,21 +31,7 @@ def train(label, device, *, moves):
     if not moves:
         layout = replace(layout, groups=tuple(replace(group, offload=OffloadRatios()) for group in layout.groups))
 
-    def work(engine):
-        optimizer = make_optimizer(engine.module)
-        engine.take_optimizer(optimizer)
-        engine.hollow()
-        losses = []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            losses.append(train_batch(engine, model.batches[step % 2][engine.rank]))
-            engine.clip_by_norm(optimizer, 0.05)
-            optimizer.step()
-            complete(engine.executor.gather_parameters())
-        values = {name: value.to(device) for name, value in engine.module_values().items()}
-        return losses, values, engine.executor.streams.loaded_bytes
-
-    return on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work)
+    return clipped_steps(model, layout, STEPS, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import InfeasibleError, MistStrategy, SearchSpace
 from lightning_mist.strategy.memory_retry import MOST_PLANS
+from tests.fits import make_trainer
 from tests.machine import assume_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
@@ -92,17 +93,7 @@ def train(strategy, fails=(), module=None, **options):
         (Path(os.environ[FAILS]) / f"{batch}-{number}").touch()
     module = (module or Net)()
     rows = torch.randn(BATCHES * ROWS, 6, generator=torch.Generator().manual_seed(0))
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **options,
-    )
+    trainer = make_trainer(strategy, devices=1, max_epochs=1, **options)
     trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=ROWS))
     return trainer, module
 

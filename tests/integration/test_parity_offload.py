@@ -125,26 +125,29 @@ def undelayed(label):
     return trained(DELAYED[label], HostOps())
 
 
-def trained(layout, ops):
-    """Losses and values of three clipped steps."""
-    model = subject("nano_even", torch.float64)
-    plan = make_plan(layout, len(model.module_map.blocks))
+def clipped_steps(model, layout, steps, device="cpu"):
+    """Losses and values of every rank after clipped steps, and bytes that came from host memory."""
 
     def work(engine):
         optimizer = make_optimizer(engine.module)
         engine.take_optimizer(optimizer)
         engine.hollow()
         losses = []
-        for step in range(3):
+        for step in range(steps):
             optimizer.zero_grad()
             losses.append(train_batch(engine, model.batches[step % 2][engine.rank]))
             engine.clip_by_norm(optimizer, 0.05)
             optimizer.step()
             complete(engine.executor.gather_parameters())
-        return losses, engine.module_values()
+        values = {name: value.to(device) for name, value in engine.module_values().items()}
+        return losses, values, engine.executor.streams.loaded_bytes
 
+    return on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work)
+
+
+def trained(layout, ops):
     with mock.patch("lightning_mist.runtime.executor.ops_of", return_value=ops), weak_copies():
-        return on_all_ranks(model, plan, work)
+        return [rank[:2] for rank in clipped_steps(subject("nano_even", torch.float64), layout, 3)]
 
 
 @pytest.mark.parametrize("label", tiered(DELAYED, ["some of all", "pipeline"]))

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import time
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from lightning_mist.plan import from_json
 from tests.hosts import Signpost, crossings, hosts_of_stages, kill, two_hosts, why_not
 from tests.integration import hosts_worker
-from tests.ranks import command_of, environment
+from tests.workers import launched
 
 pytestmark = pytest.mark.thorough
 
@@ -48,9 +47,7 @@ def test_the_pipeline_is_cut_where_the_slow_link_is(planned):
 
 
 def test_losses_are_those_of_ddp_on_one_host(planned, tmp_path):
-    command = command_of(4, WORKER, str(tmp_path), "ddp", str(STEPS))
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
+    launched(hosts_worker.fit, tmp_path, "ddp", STEPS, world=4, seconds=400)
     ours, theirs = (json.loads(path.read_text()) for path in (planned / "mist.json", tmp_path / "ddp.json"))
     assert len(theirs["losses"]) == STEPS
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)

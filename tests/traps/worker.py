@@ -1,10 +1,8 @@
 """One rank of one fit of a trap; what it saw goes into a file."""
 
 import json
-import logging
 import os
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from lightning_mist.errors import MistError
 from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.communication import failure
 from lightning_mist.strategy.planning import plain_parallelism as simplest
+from tests.fits import make_trainer
 from tests.machine import assume_profile
 from tests.traps.plain_masters import PlainMasters
 from tests.traps.project import PLANS, Trap
@@ -39,8 +38,6 @@ class Losses(Callback):
 
 def run(trap: Trap, plan: str, folder: Path) -> None:
     """Train a trap by the plan of that name, or with ``"ddp"``, and write what this rank saw or what went wrong."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     failure.GRACE_SECONDS = 5.0
     losses = Losses()
@@ -81,17 +78,8 @@ def _fit(trap: Trap, plan: str, folder: Path, losses: Losses) -> dict[str, Any]:
     defaults: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0 if trap.val is None else 1.0}
     if trap.has_masters and plan != "ddp":
         defaults["precision"] = "bf16-true"
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        callbacks=[losses, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **(defaults | dict(trap.trainer)),
+    trainer = make_trainer(
+        strategy, callbacks=[losses, *callbacks], default_root_dir=folder, **(defaults | dict(trap.trainer))
     )
     if trap.then[:1] != ("alone",):
         trainer.fit(module, trap.train(), None if trap.val is None else trap.val())

@@ -1,15 +1,7 @@
-"""Loops written to be trained wrongly by a plan, on two ranks: as under DDP, or an error; run by tests.ranks.
-
-Each writes what came of it: differences from DDP's parameters, or the error.
-"""
-
-import json
-import logging
-import sys
-import warnings
-from pathlib import Path
+"""Loops written to be trained wrongly by a plan, on two ranks: as under DDP, or an error."""
 
 import lightning.fabric as lf
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric.plugins.precision import MixedPrecision
@@ -17,8 +9,10 @@ from torch import nn
 
 from lightning_mist import MistFabricStrategy
 from tests.fits import VOCABULARY, plan
-from tests.integration.fabric_worker import STAGES, WHOLE, Logits, Loss
+from tests.integration.test_fabric import STAGES, WHOLE, Logits, Loss
 from tests.machine import assume_profile
+from tests.tiers import asked_for, tiered
+from tests.workers import launched
 
 SHARDED = {"layout": WHOLE, "microbatches": 1, "zero": 2}
 SHARDED_3 = {"layout": WHOLE, "microbatches": 1, "zero": 3}
@@ -226,21 +220,44 @@ def adversaries(strategy):
     return [p.detach().flatten() for model in (maker, judge) for p in model.parameters()]
 
 
-def main():
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    out, names = Path(sys.argv[1]), sys.argv[2:] or [*TRAPS, "adversaries"]
-    assume_profile(out / "profiles", 2)
-    results = {}
-    for name in names:
-        if name == "adversaries":
-            ddp, ours = (torch.cat(adversaries(strategy)) for strategy in ("ddp", "mist"))
-            results[name] = {"error": "", "difference": float((ddp - ours).abs().max())}
-        else:
-            results[name] = outcome(name, out)
-    rank = torch.distributed.get_rank()
-    (out / f"rank{rank}.json").write_text(json.dumps(results))
+def judged(folder, names):
+    """What came of loops: differences from DDP's parameters, or the error."""
+    assume_profile(folder / "profiles", 2)
+    results = {name: outcome(name, folder) for name in names if name != "adversaries"}
+    if "adversaries" in names:
+        ddp, ours = (torch.cat(adversaries(strategy)) for strategy in ("ddp", "mist"))
+        results["adversaries"] = {"error": "", "difference": float((ddp - ours).abs().max())}
+    return results
 
 
-if __name__ == "__main__":
-    main()
+OFTEN = ("two forwards", "factor of the rank", "other output", "never averaged", "looked at output")
+MORE = tuple(name for name in (*TRAPS, "adversaries") if name not in OFTEN)
+
+REFUSED = {
+    "two forwards of logits": "TraceError: backward through a forward that was let go: the module ran again",
+    "factor of the rank": "TraceError: ranks multiply the module's loss by 1 to 2",
+    "other output": "TraceError: the loop's loss depends on another output of the module than its loss",
+    "never averaged": "TraceError: optimizer.step after a forward inside no_backward_sync",
+    "stepped in between": "TraceError: backward through a forward that was let go: the optimizer stepped",
+    "trained in eval mode": "TraceError: backward through a forward that the plan does not train",
+    "clipped by hand": "PlanError: the plan has zero_stage of 2, which this module rules out: the loop may look at",
+    "averaged by hand": "PlanError: square of ",
+    "backward of its own": "RuntimeError: The current strategy and precision selection requires you to call",
+    "evaluated in between, away": "TraceError: backward through a forward that was let go: the module was evaluated",
+    "stages of a scaled loss": "PlanError: the plan has 2 stages, which this module rules out: losses are scaled",
+    "stages of logits": "PlanError: the plan has 2 stages, which this module rules out: the loop computes the loss",
+}
+
+
+@pytest.fixture(scope="module")
+def found(request, tmp_path_factory):
+    return launched(judged, tmp_path_factory.mktemp("traps"), asked_for(request, "trap"))
+
+
+@pytest.mark.parametrize("trap", tiered((*OFTEN, *MORE), OFTEN))
+def test_traps_train_as_under_ddp_or_are_refused(found, trap):
+    for result in found:
+        assert result[trap]["error"].startswith(REFUSED.get(trap, ""))
+        assert bool(result[trap]["error"]) == (trap in REFUSED)
+    if trap not in REFUSED:  # rank 0 has the whole module
+        assert found[0][trap]["difference"] < 1e-5
