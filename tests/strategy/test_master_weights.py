@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_mist import MistStrategy, PlanError
+from tests.fits import make_trainer
 from tests.strategy.test_strategy import Net, _end_of_the_process_group, loader, one_stage, profiles, train
 
 pytestmark = [
@@ -188,16 +189,11 @@ def test_a_checkpoint_goes_on_in_plain_bfloat16_and_back(tmp_path, profiles):
     for epochs, dtype in ((1, torch.float32), (2, torch.bfloat16), (3, torch.float32)):
         expected, state = epoch_by_hand(expected, state, dtype)
         masters = MistStrategy(plan=one_stage(), master_weights=True, profile_directory=profiles)
-        trainer = pl.Trainer(
-            strategy=masters if dtype is torch.float32 else "ddp",
-            accelerator="cpu",
+        trainer = make_trainer(
+            masters if dtype is torch.float32 else "ddp",
             devices=1,
             precision="bf16-true",
             max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             use_distributed_sampler=False,
             default_root_dir=tmp_path,
         )

@@ -18,8 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import InfeasibleError, MistStrategy, PlanError, SearchSpace
-from lightning_mist.plan import Checkpointing, Plan, Predicted, PredictedStage, StageMesh, StagePlan, save
+from lightning_mist.plan import Predicted, PredictedStage, save
+from tests.fits import make_trainer
 from tests.machine import assume_profile
+from tests.plans import plan_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
 
@@ -74,13 +76,7 @@ def loader(rows=6 * ROWS):
 
 
 def one_stage(*, microbatches=1, checkpointed=0, layers=LAYERS, rows=ROWS):
-    stage = StagePlan(
-        layers=(0, layers),
-        mesh=StageMesh(devices=(0,)),
-        microbatch_size=rows // microbatches,
-        checkpointing=Checkpointing(layers=checkpointed),
-    )
-    return Plan(global_batch_size=rows, num_microbatches=microbatches, stages=(stage,))
+    return plan_of(rows, microbatches, {"layers": layers, "checkpointed": checkpointed})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,18 +95,8 @@ def profiles(tmp_path_factory):
 def train(folder, strategy, module=None, callbacks=(), epochs=2, **options):
     pl.seed_everything(1, verbose=False)
     module = module or Net()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=any(isinstance(item, ModelCheckpoint) for item in callbacks),
-        callbacks=list(callbacks),
-        default_root_dir=folder,
-        **options,
+    trainer = make_trainer(
+        strategy, devices=1, max_epochs=epochs, callbacks=list(callbacks), default_root_dir=folder, **options
     )
     trainer.fit(module, loader(), loader())
     return trainer, module
@@ -341,15 +327,7 @@ def test_fit_test_predict_and_fit_again(tmp_path):
 
 
 def test_a_module_that_no_device_holds_is_not_evaluated_whole(tmp_path):
-    trainer = pl.Trainer(
-        strategy=MistStrategy(memory_limit=64),
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = make_trainer(MistStrategy(memory_limit=64), devices=1, default_root_dir=tmp_path)
     with pytest.raises(InfeasibleError, match=r"memory_limit is 64 B .*there is no plan.*MistStrategy\(plan=\.\.\.\)"):
         trainer.test(Net(), loader(), verbose=False)
 
@@ -419,10 +397,7 @@ def test_checkpoints_go_both_ways(tmp_path):
     for strategy in ("ddp", MistStrategy(plan=plan)):
         pl.seed_everything(1, verbose=False)
         module = Net()
-        trainer = pl.Trainer(
-            strategy=strategy, accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
-        )  # fmt: skip
+        trainer = make_trainer(strategy, devices=1, max_epochs=2, default_root_dir=tmp_path)
         trainer.fit(module, loader(), loader(), ckpt_path=saved.last_model_path)
         assert_equal(values(module), values(straight))
     loaded = Net.load_from_checkpoint(saved.last_model_path, map_location="cpu")

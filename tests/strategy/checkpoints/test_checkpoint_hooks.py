@@ -16,6 +16,7 @@ from lightning_mist import MistStrategy
 from lightning_mist.errors import CheckpointError
 from lightning_mist.strategy.checkpoints.directory import DirectoryWriter, read_directory
 from tests import packed
+from tests.fits import make_trainer
 from tests.strategy.checkpoints.test_directory import assert_same
 from tests.strategy.test_strategy import Net, loader, one_stage, train
 from tests.tiers import tiered
@@ -111,10 +112,7 @@ def test_one_file_made_of_a_directory_is_resumed_by_anybody(tmp_path, microbatch
         (strategy_of(tmp_path, plan), "file.ckpt"),
         (strategy_of(tmp_path, plan), "end.ckpt"),
     ):
-        again = pl.Trainer(
-            strategy=strategy, accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
+        again = make_trainer(strategy, devices=1, max_epochs=3, default_root_dir=tmp_path)
         other = Net()
         again.fit(other, loader(), loader(), ckpt_path=tmp_path / path)
         assert again.global_step == 18
@@ -140,10 +138,7 @@ def test_state_of_a_class_is_resumed_from_directories_and_what_is_made_of_them(t
     assert later.read()["param_groups"][0]["lr"] == 0.25
     ends = []
     for plan, path in ((one_stage(), "during.ckpt"), (one_stage(), "file.ckpt"), ("auto", "end.ckpt")):
-        again = pl.Trainer(
-            strategy=strategy_of(tmp_path, plan), accelerator="cpu", devices=1, max_epochs=3, default_root_dir=tmp_path,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        again = make_trainer(strategy_of(tmp_path, plan), devices=1, max_epochs=3, default_root_dir=tmp_path)
         other = Net(optimizer=packed.InAClass)
         again.fit(other, loader(), loader(), ckpt_path=tmp_path / path)
         ends.append(dict(other.state_dict()))
@@ -174,11 +169,7 @@ def test_a_module_without_values_takes_those_of_a_directory(tmp_path):
     trainer, _ = fit(tmp_path, plan, callbacks=[], save_distributed_checkpoint=True)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     for module in (Net(), Configured()):
-        again = pl.Trainer(
-            strategy=strategy_of(tmp_path, plan), accelerator="cpu", devices=1, max_epochs=3, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )  # fmt: skip
+        again = make_trainer(strategy_of(tmp_path, plan), devices=1, max_epochs=3, default_root_dir=tmp_path)
         again.fit(module, loader(), ckpt_path=tmp_path / "end.ckpt")
         ends.append(dict(module.state_dict()))
     assert_same(*ends)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.strategy.planning import first_batch as first_batch_module
 from lightning_mist.strategy.planning.first_batch import first_batch, load_the_same, on_device
+from tests.fits import make_trainer
 
 
 class Stream(IterableDataset):
@@ -174,17 +175,7 @@ class Validated(Module):
 def fit(strategy, name, folder, *, ckpt_path=None, save=False, draws=False, kind=Module, fails=False, **options):
     pl.seed_everything(1, verbose=False)
     module = kind((DATA | DATA_WITH_EPOCHS)[name], draws=draws)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **{"max_epochs": 2, **options},
-    )
+    trainer = make_trainer(strategy, devices=1, default_root_dir=folder, **{"max_epochs": 2, **options})
     with pytest.raises(RuntimeError, match="a bad sample") if fails else contextlib.nullcontext():
         trainer.fit(module, ckpt_path=ckpt_path)
     if save:
