@@ -61,22 +61,22 @@ class Layer(nn.Module):
         dropout = dims.attention_dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
         x = x + self.dropouts[0](self.linear["output"](y.transpose(1, 2).reshape(*x.shape[:2], -1)))
-        inner = self.norms[1](x)
-        if dims.feed_forward == "swiglu":
-            inner = F.silu(self.linear["gate"](inner)) * self.linear["up"](inner)
-        else:
-            inner = F.gelu(self.linear["up"](inner))
-        return x + self.dropouts[1](self.linear["down"](inner))
+        return x + self.dropouts[1](self.linear["down"](self.inner(self.norms[1](x))))
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.dims.feed_forward == "swiglu":
+            return F.silu(self.linear["gate"](x)) * self.linear["up"](x)
+        return F.gelu(self.linear["up"](x))
 
 
 class Transformer(nn.Module):
-    def __init__(self, dims: TransformerDims) -> None:
+    def __init__(self, dims: TransformerDims, layer: type[Layer] = Layer) -> None:
         super().__init__()
         self.dims = dims
         self.tokens = nn.Embedding(dims.vocabulary, dims.hidden)
         self.positions = nn.Embedding(dims.positions, dims.hidden) if dims.positions else None
         self.dropout = nn.Dropout(dims.embedding_dropout)
-        self.layers = nn.ModuleList([Layer(dims) for _ in range(dims.layers)])
+        self.layers = nn.ModuleList([layer(dims) for _ in range(dims.layers)])
         self.norm = nn.LayerNorm(dims.hidden) if dims.norm == "layer" else nn.RMSNorm(dims.hidden)
         self.head = nn.Linear(dims.hidden, dims.vocabulary, bias=False)
 

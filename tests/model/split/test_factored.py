@@ -1,7 +1,6 @@
 """Large matrices in checks: with factors the same is computed and found as with the matrix, and wrong splits show."""
 
-import subprocess
-import sys
+import resource
 
 import pytest
 import torch
@@ -9,14 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.split import factored
+from lightning_mist.estimate.closed_form.network_sizes import TransformerDims
+from lightning_mist.model import map_module
+from lightning_mist.model.sources.reference_decoder import hollow
+from lightning_mist.model.split import derive_splits, factored
 from lightning_mist.model.split.block_calls import BlockCall
 from lightning_mist.model.split.factored import Factored, Room
 from lightning_mist.model.split.split_check import prepare
+from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit
 from tests import zoo
-from tests.model.split.large_models import SHAPES
+from tests.cost.transformers import Layer, Transformer, tokens
 from tests.model.split.test_splits import derived, of_zoo
+from tests.workers import apart
 
 WIDTH = 16
 
@@ -222,25 +226,49 @@ def test_what_takes_too_much_memory_is_not_silently_left_out(monkeypatch):
     assert "otherwise than in a product: trying that takes" in reason
 
 
-_LARGE_MODELS = """
-import resource, torch
-from tests.model.split.large_models import SHAPES, split
-found = split({name!r})
-assert [each.degree for each in found.splits] == [2, 4, 8], (found.unsplit, found.exclusions)
-assert all(each.sequence for each in found.splits)
-degree = {degree}
-assert not found.split(degree).notes
-whole = {{use.name for use in found.parameters if found.split(degree).of(use.name) is None}}
-assert degree == 8 or "10 groups (heads, for example), which 4 does not divide" in found.split(4).notes[0]
-assert not {{name for name in whole if "norm" not in name and not name.endswith("bias")}}, whole
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
+GROUPED = {"heads": 32, "key_value_heads": 8, "rotary": False, "repeats_key_value": True}
+PHI = {**GROUPED, "layers": 2, "fused_query_key_value": True}
+GPT = {"feed_forward": "gelu", "feed_forward_bias": True, "rotary": False}
+LARGE = {
+    "llama 8b": TransformerDims(hidden=4096, ffn=14336, layers=32, vocabulary=128256, **GROUPED),
+    "gpt 175b": TransformerDims(hidden=12288, ffn=49152, layers=1, heads=96, vocabulary=50304, **GPT),
+    "phi 14b": TransformerDims(hidden=5120, ffn=17920, vocabulary=32064, **{**PHI, "heads": 40, "key_value_heads": 10}),
+    "phi small": TransformerDims(hidden=4096, ffn=14336, vocabulary=100352, **PHI),
+}
+
+
+class PackedLayer(Layer):
+    """Gate and up side by side in one matrix, as query, key and value are."""
+
+    def __init__(self, dims: TransformerDims) -> None:
+        super().__init__(dims)
+        del self.linear["gate"], self.linear["up"]
+        self.linear["gate_up"] = nn.Linear(dims.hidden, 2 * dims.ffn, bias=False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        gate, up = self.linear["gate_up"](x).chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def split_of(name: str) -> tuple[ModuleMap, int]:
+    """How a large model without values can be split over 2, 4 and 8 ranks, and the KiB that this takes."""
+    dims = LARGE[name]
+    module = hollow(lambda: Transformer(dims, PackedLayer if dims.fused_query_key_value else Layer))
+    batch, step = tokens(4, 2048), zoo.step(module)
+    found = map_module(module, step, batch, second_batch=tokens(3, 2048), blocks="layers")
+    splits = derive_splits(module, step, batch, found, (2, 4, 8))
+    return splits, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", LARGE)
 def test_models_of_any_size_are_split_within_4_gib(name):
-    text = _LARGE_MODELS.format(name=name, degree=2 if name == "phi 14b" else 8)
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) * 1024 < 4 * 2**30
+    found, kib = apart(split_of, name)
+    degree = 2 if name == "phi 14b" else 8
+    assert [each.degree for each in found.splits] == [2, 4, 8], (found.unsplit, found.exclusions)
+    assert all(each.sequence for each in found.splits)
+    assert not found.split(degree).notes
+    whole = {use.name for use in found.parameters if found.split(degree).of(use.name) is None}
+    assert degree == 8 or "10 groups (heads, for example), which 4 does not divide" in found.split(4).notes[0]
+    assert not {name for name in whole if "norm" not in name and not name.endswith("bias")}, whole
+    assert kib * 1024 < 4 * 2**30
