@@ -47,13 +47,14 @@ def fit(root, how, folder):
     quiet()
     lightning = importlib.import_module(root)
     lightning.seed_everything(1, verbose=False)
-    strategy, module = how, Net()
+    strategy, kind = how, Net
     if root != "lightning.pytorch":
-        module = type("Net", (Steps, lightning.LightningModule), {})()
+        kind = type("Net", (Steps, lightning.LightningModule), {})
     if how != "ddp_fork":
         home = "lightning" if root == "lightning.pytorch" else "pytorch_lightning"
         mist = importlib.import_module(f"lightning_mist.strategy.{home}").MistStrategy
         strategy = mist(plan=plan([(2, [1]), (2, [0])], rows=4, microbatches=2), start_method=how)
+    module = kind()
     silent = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     options = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "default_root_dir": folder, **silent}
     trainer = lightning.Trainer(strategy=strategy, **options)
@@ -70,7 +71,8 @@ def started(*arguments):
     command = [sys.executable, __file__, *map(str, arguments)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
-    return next(found for found in map(json.loads, done.stdout.splitlines()) if found["rank"] == 0)
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return next(found for found in printed if found["rank"] == 0)
 
 
 @pytest.fixture(scope="module")
