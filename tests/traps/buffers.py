@@ -57,13 +57,6 @@ class RunningMean(Project):
         self.mean.mul_(0.9).add_(counts, alpha=0.1)
 
 
-class WrittenThroughData(RunningMean):
-    """The same, written to behind autograd's back, as codebooks often are."""
-
-    def update(self, counts: torch.Tensor) -> None:
-        self.mean.data.copy_(self.mean.data * 0.9 + 0.1 * counts)
-
-
 class SetThroughData(RunningMean):
     """The same, with the buffer's data set, and nothing else that a trace would see."""
 

@@ -128,12 +128,6 @@ class FreezesBlock(Project):
             self.blocks[0].requires_grad_(False)
 
 
-class FreezesEmbedding(Project):
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.embed.requires_grad_(False)
-
-
 class Unfreezes(Project):
     def __init__(self) -> None:
         super().__init__()
@@ -234,17 +228,6 @@ class ScaledByLogLater(Project):
 
     def scaled(self, loss: Any) -> Any:
         return loss / (1.0 + self.trainer.callback_metrics["train_loss_step"])
-
-
-class ReadsOwnLog(Project):
-    """Logs, and reads at once what it logged."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("scale", loss.detach(), on_step=True)
-        loss = loss * (1.0 + self.trainer.callback_metrics.get("scale", 0.0))
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
 
 
 class ScaledByEpoch(Project):
