@@ -147,7 +147,7 @@ def _read_profile(folder: Path, machine: Cluster) -> None:
 
 
 def _corrections(folder: Path, machine: Cluster, profile: HardwareProfile) -> tuple[Path, Callable[[Path], None]]:
-    known = [Correction(term=term, factor=1.2, spread=0.1, samples=3) for term in ("forward", "update")]
+    known = [Correction(term=term, factor=1.2, ratios=(1.2, 1.2, 1.2)) for term in ("forward", "update")]
     store = correction_store(folder, machine, "64-true", profile)
     save_corrections(store, known)
 

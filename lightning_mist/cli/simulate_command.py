@@ -1,4 +1,4 @@
-"""``lightning-mist simulate``: a plan's schedule on a clock, as text."""
+"""``lightning-mist simulate``: a plan's schedule on a clock, in figures."""
 
 import json as json_text
 from dataclasses import asdict
@@ -8,13 +8,13 @@ from lightning_mist.plan import load
 
 
 def simulate(plan: str, /, json: bool = False) -> None:
-    """Run a plan's schedule on a clock, by its predicted seconds: who works when, who waits, what the step hangs on.
+    """Run a plan's schedule on a clock, by its predicted seconds: who works, who waits, what the step hangs on.
 
     Args:
         plan: The plan file.
         json: Print JSON on stdout and nothing else there.
     """
-    from lightning_mist.report.clock_text import clock, render_clock
+    from lightning_mist.report.step_clock import clock, render_clock
 
     found = clock(load(plan))
     if not json:

@@ -24,9 +24,7 @@ def render_profile(cluster: Cluster, profile: HardwareProfile, *, width: int = 1
     known = profile.interference
     error = f"; mean error {known.spread:.1%}" if known is not None and known.spread else ""
     together = f"slowdown when running together ({known.source}{error})" if known is not None else ""
-    corrections = [
-        (item.term, f"{item.factor:.3f}", f"{item.spread:.3f}", str(item.samples)) for item in profile.corrections
-    ]
+    corrections = [(item.term, f"{item.factor:.3f}", str(len(item.ratios))) for item in profile.corrections]
     dtypes = tuple(rate.dtype for rate in profile.compute)
     for title, headings, rows in (
         ("matrix products", ("edge", *dtypes), _matrix_products(profile)),
@@ -35,7 +33,7 @@ def render_profile(cluster: Cluster, profile: HardwareProfile, *, width: int = 1
         ("memory, launches, copies", (), _rates(profile)),
         ("collectives", ("operation", "ranks", "nodes", "latency", "payload", "spread"), _collectives(profile)),
         (together, (), [(_PAIRS[name], f"{getattr(known, name):.0%}") for name in COEFFICIENTS if known is not None]),
-        ("corrections of predictions, from runs", ("term", "factor", "spread", "runs"), corrections),
+        ("corrections of predictions, from runs", ("term", "factor", "runs"), corrections),
     ):
         if rows:
             console.print(_table(title, headings, rows))

@@ -90,7 +90,7 @@ class Monitor:
         self._first_stage = decision.plan.stage_of(dist.get_rank())
         stage = decision.plan.stages[self._first_stage]
         self._overlaps = stage.mesh.num_peers > 1 and stage.zero_stage < ZeroStage.GRADIENTS
-        path, basis = decision.plan_path, decision.basis
+        basis = decision.basis
         # Where the plan was made, the run teaches of its machine.
         self._learner = (
             None
@@ -99,8 +99,6 @@ class Monitor:
                 basis=basis,
                 plan=decision.plan,
                 is_plain=decision.plan.is_plain,
-                search_seconds=decision.search_seconds,
-                path=None if path is None else path.with_name(f"{path.stem}_better.json"),
                 say=self._progress.say,
                 cached_at=decision.cached_at,
             )
@@ -154,7 +152,6 @@ class Monitor:
             self._compare()
             if self.report is not None:
                 self._progress.details(self.report.table())
-            self._look_again(is_training=True)
 
     def finish(self) -> None:
         """Compare over all steps that were timed, on a CPU those of the whole run, and write the report."""
@@ -164,7 +161,6 @@ class Monitor:
         self._compare()
         if self.report is not None:
             self._progress.conclude(self.report.summary(), self.report.table())
-        self._look_again(is_training=False)
         if self._report_path is not None and dist.get_rank() == 0 and self.report is not None:
             path = Path(self._report_path)
             try:
@@ -207,18 +203,10 @@ class Monitor:
             predicted_rates=None if predicted is None else step_rates(plan, predicted.step_seconds),
             measured_rates=step_rates(plan, middle),
         )
-        if self._learner is not None and all(is_usual for *_, is_usual, _ in gathered):
-            self._learner.learn(self.measured)
-
-    def _look_again(self, *, is_training: bool) -> None:
-        """Say on rank 0 whether another plan would be better by what this run has taught."""
-        if self._learner is None or self.report is None:
-            return
-        self._learner.look_again(is_training=is_training)
-        corrections, better = self._learner.basis.corrections, self._learner.better
-        self.report = replace(self.report, corrections=corrections, better=better)
-        if better is not None:
-            self._progress.tell(str(better))
+        if self._learner is not None:
+            if all(is_usual for *_, is_usual, _ in gathered):
+                self._learner.learn(self.measured)
+            self.report = replace(self.report, corrections=self._learner.basis.corrections)
 
     def _stage(self, index: int, measured: Sequence[_Bytes]) -> StageReport:
         """One stage: what was said of its most loaded rank, and the most that any of them needed."""

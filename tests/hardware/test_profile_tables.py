@@ -67,13 +67,13 @@ def test_kinds_of_operators():
         backward_bytes_per_second=(1e9, 3e9),
         spread=0.02,
     )
-    correction = Correction(term="compute", factor=1.1, spread=0.05, samples=3)
+    correction = Correction(term="compute", factor=1.1, ratios=(1.1, 1.2))
     profile = replace(PROFILE, kernels=(kernel,), rates=(memory,), corrections=(correction,))
     shown = cells(render_profile(CLUSTER, profile))
     assert ["causal attention", "bfloat16", "10 TFLOP/s", "5 TFLOP/s", "1.0%"] in shown
     assert ["reduction", "1.0 MiB", "10 GB/s", "1 GB/s", "2.0%"] in shown
     assert ["", "16.0 MiB", "20 GB/s", "3 GB/s", ""] in shown
-    assert ["compute", "1.100", "0.050", "3"] in shown
+    assert ["compute", "1.100", "2"] in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])

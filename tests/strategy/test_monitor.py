@@ -11,7 +11,6 @@ from lightning_mist.estimate import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Predicted, PredictedStage
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.monitoring.run_report import Better
 from lightning_mist.strategy.monitoring.stage_times import StageTimes
 from lightning_mist.strategy.planning.decision import Decision
 from lightning_mist.tensors import batch_signature
@@ -139,35 +138,26 @@ def test_where_seconds_go_is_recorded_in_the_first_timed_steps_only(tmp_path, mo
 
 
 @pytest.mark.usefixtures("single_rank")
-def test_what_was_learned_and_a_better_plan_are_in_the_report(tmp_path, capsys):
+def test_what_was_learned_is_in_the_report(tmp_path, capsys):
     monitor, module, path = make(tmp_path)
-    learned = Correction(term="forward", factor=1.5, spread=0.1, samples=1)
-    better = Better(name="2 stages", path="better.json", current_seconds=2.0, step_seconds=1.5)
+    learned = Correction(term="forward", factor=1.5, ratios=(1.5, 1.5))
     calls = []
 
     class FakeLearner:
-        basis, better = SimpleNamespace(corrections=(learned,)), None
+        basis = SimpleNamespace(corrections=())
 
         def learn(self, measured):
             calls.append(len(measured))
-
-        def look_again(self, *, is_training):
-            calls.append(is_training)
-            self.better = better
+            self.basis = SimpleNamespace(corrections=(learned,))
 
     monitor._learner = FakeLearner()
     run(monitor, module, 14)
-    assert calls == [1, True]
-    assert monitor.report.better == better
+    assert calls == [1]
     assert monitor.report.corrections == (learned,)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "another plan would now take 25% less per step: 2 stages, 1.5 s instead of 2 s" in said
-    assert "use it with strategy.plan=better.json" in said
+    assert "forward, later plans" in " ".join(capsys.readouterr().err.split())
     monitor.finish()
-    assert calls == [1, True, 1, False]
     written = json.loads(path.read_text())
-    assert written["better"]["path"] == "better.json"
-    assert written["corrections"] == [{"term": "forward", "factor": 1.5, "spread": 0.1, "samples": 1}]
+    assert written["corrections"] == [{"term": "forward", "factor": 1.5, "ratios": [1.5, 1.5]}]
 
 
 @pytest.mark.usefixtures("single_rank")
@@ -176,7 +166,6 @@ def test_without_a_basis_nothing_is_learned(tmp_path):
     assert monitor._learner is None
     run(monitor, module, 14)
     assert monitor.report.corrections == ()
-    assert monitor.report.better is None
 
 
 @pytest.mark.usefixtures("single_rank")
@@ -185,9 +174,7 @@ def test_batches_of_another_shape_teach_nothing(tmp_path, rows, lessons):
     monitor, module, _ = make(tmp_path)
     monitor.decision = replace(monitor.decision, signature=batch_signature(torch.zeros(3, 4)))
     taught = []
-    monitor._learner = SimpleNamespace(
-        learn=taught.append, look_again=lambda is_training: None, basis=SimpleNamespace(corrections=()), better=None
-    )
+    monitor._learner = SimpleNamespace(learn=taught.append, basis=SimpleNamespace(corrections=()))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for index in range(14):
         with monitor.step(optimizer, step) as closure:

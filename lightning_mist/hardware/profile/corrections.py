@@ -1,33 +1,17 @@
 """What runs have taught about a machine: factors on what is predicted of it.
 
 A prediction is a sum of terms, each of them seconds ``r_t`` that follow from a profile and from measured layers. A
-correction is a factor ``f_t`` on every term of one kind, believed within a standard deviation ``s_t``. Before anything
-ran, ``f_t = 1`` and ``s_t = PRIOR_SPREAD``. One run observes sums of terms: seconds ``m`` where ``sum_t f_t r_t`` was
-expected, with relative standard deviation ``e`` between its own steps and stages. Runs of one plan differ too, so
+correction is a factor ``f_t`` on every term of one kind: the median of 1, which is what the profile says, and of what
+the last runs measured over what was expected of it without a factor. So one odd run (another program on the machine)
+moves a factor by half of what it is off, and after two that agree by nothing to speak of.
 
-    s_t   := min(PRIOR_SPREAD, sqrt(s_t^2 + DRIFT^2))     once per run: machines change
-    p      = sum_t f_t r_t                                what is predicted
-    S      = sum_t s_t^2 r_t^2 + p^2 (BETWEEN_RUNS^2 + e^2)
-    g_t    = s_t^2 r_t / S
-    f_t   := f_t + g_t clip(m - p, -SURPRISE sqrt(S), SURPRISE sqrt(S))
-    s_t^2 := (1 - g_t r_t) s_t^2                          if nothing was clipped
-    s_t   := min(PRIOR_SPREAD, s_t + |change of f_t|)     if it was
+One run observes sums of terms. Each teaches of the term that most of it is, the others taken as this run has shown
+them already, or else at their factors so far:
 
-which is a Kalman filter that forgets how the errors of different terms are related, with Huber's bound on what one
-observation may do. What matters of it:
+    (measured - sum_{u != t} f_u r_u) / r_t
 
-* The prediction moves towards the measurement by the share ``sum_t g_t r_t < 1`` and never beyond it, so repeated
-  predicting, measuring and correcting approaches a constant truth from one side. (Observations of one run that share
-  terms pull at each other, by less the more is known.)
-* What is only observed in sums is only known in sums: predictions become right, not every factor by itself.
-* Terms that make up more of the sum, and those that are less certain, take more of the difference.
-* The wider a run's steps scatter, the less it moves anything; factors start from 1 and stay near it until runs agree.
-* After many runs a single one still moves a factor by ``DRIFT / BETWEEN_RUNS`` of the difference, about.
-* A run that was disturbed (another program on the machine while layers were timed, or while it trained) moves factors
-  by no more than one that differs by ``SURPRISE`` standard deviations, however odd its seconds are. It also makes them
-  less certain, so that the next runs, if they agree with it, move them faster.
-
-Factors stay within ``BOUNDS``: what is wrong by more than that is no matter of calibration.
+within ``BOUNDS``: what is wrong by more than that is no matter of calibration. Where no term is half of the sum nothing
+is learned.
 
 They are kept as a JSON file beside the profile, for the machine, the number of its devices, the precision, the profile
 that they correct and the version of the cost model: a profile that was measured again, or other rules of predicting,
@@ -37,10 +21,11 @@ make them void. A file that cannot be used is ignored with a sentence that says 
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, get_args
 
 from lightning_mist.hardware.cluster import Cluster
@@ -57,20 +42,8 @@ BOUNDS = (0.5, 2.0)
 """The least and the largest factor. The largest error of a predicted step in the record
 ``accuracy_amd-epyc-2-cores_202611.json`` is 19 %."""
 
-PRIOR_SPREAD = 0.2
-"""Standard deviation of factors before anything ran: the largest error of a predicted step in that record, rounded."""
-
-BETWEEN_RUNS = 0.05
-"""Relative standard deviation between runs of the same. Whole steps of one computation differ by 3.3 % (root mean
-square over the pairs of ``throughput-against-ddp_amd-epyc-2-cores_202611.json``), and a term by more than the step."""
-
-SURPRISE = 2.0
-"""Standard deviations from which on an observation is as good as any farther away. Of those that scatter as expected
-one in twenty lies beyond."""
-
-DRIFT = 0.01
-"""How far a factor is taken to move from one run to the next: a fifth of what runs differ by, so that in the end the
-last ten runs or so count."""
+RUNS = 9
+"""The last runs that count: a machine that has changed is followed after five."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +52,17 @@ class Observation:
 
     Attributes:
         expected: Uncorrected seconds by kind of term.
-        spread: Relative standard deviation of the measurement, from its own samples.
     """
 
     expected: tuple[tuple[Term, float], ...]
     seconds: float
-    spread: float
+
+    @property
+    def main(self) -> Term | None:
+        """The term that most of it is; None where none is half of it."""
+        total = sum(seconds for _, seconds in self.expected)
+        term, most = max(self.expected, key=lambda item: item[1], default=("overhead", 0.0))
+        return term if most > 0 and 2 * most >= total and self.seconds > 0 else None
 
 
 _ELSEWHERE = ("unit_seconds", "split_operator_seconds")
@@ -94,6 +72,11 @@ _ELSEWHERE = ("unit_seconds", "split_operator_seconds")
 def factor_of(corrections: Iterable[Correction], term: Term) -> float:
     """The factor on terms of one kind; 1 without a correction."""
     return next((item.factor for item in corrections if item.term == term), 1.0)
+
+
+def correction_of(term: Term, ratios: Sequence[float]) -> Correction:
+    """What runs have taught of a kind of terms: measured over expected in each, the last run last."""
+    return Correction(term=term, factor=median((1.0, *ratios[-RUNS:])), ratios=tuple(ratios[-RUNS:]))
 
 
 def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> HardwareProfile:
@@ -106,7 +89,7 @@ def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> Ha
         raise ValueError(f"the profile has corrections already ({profile.source}): correct the profile as measured")
     if not corrections:
         return profile
-    runs = max(item.samples for item in corrections)
+    runs = max(len(item.ratios) for item in corrections)
     scale = factor_of(corrections, "overhead")
     before = profile.overheads
     names = [field.name for field in fields(before) if field.name not in _ELSEWHERE]
@@ -121,49 +104,32 @@ def corrected(profile: HardwareProfile, corrections: Sequence[Correction]) -> Ha
 def learn(corrections: Sequence[Correction], observations: Sequence[Observation]) -> tuple[Correction, ...]:
     """Corrections after one more run; see the module's text.
 
+    Args:
+        observations: What is seen in few other terms comes before what is seen in many.
+
     Returns:
-        One correction for every kind of term that any run observed, in the order of :data:`TERMS`.
+        One correction for every kind of term that any run taught of, in the order of :data:`TERMS`.
     """
-    known: dict[str, Correction] = {item.term: item for item in corrections}
-    usable = [item for item in observations if _total(item) > 0 < item.seconds]
-    seen = {term for item in usable for term, seconds in item.expected if seconds > 0}
-    for term in seen:
-        before = known.get(term, Correction(term=term, factor=1.0, spread=PRIOR_SPREAD, samples=0))
-        spread = min(PRIOR_SPREAD, (before.spread**2 + DRIFT**2) ** 0.5)
-        known[term] = replace(before, spread=spread, samples=before.samples + 1)
-    for item in usable:
-        _update(known, item)
+    known = {item.term: item for item in corrections}
+    shown = {term: factor_of(corrections, term) for term in TERMS}
+    for term in dict.fromkeys(item.main for item in observations):
+        if term is None:
+            continue
+        of_term = [item for item in observations if item.main == term]
+        expected = [pair for item in of_term for pair in item.expected]
+        others = sum(shown[other] * seconds for other, seconds in expected if other != term)
+        own = sum(seconds for other, seconds in expected if other == term)
+        ratio = (sum(item.seconds for item in of_term) - others) / own
+        shown[term] = min(max(ratio, BOUNDS[0]), BOUNDS[1])
+        known[term] = correction_of(term, (*(known[term].ratios if term in known else ()), shown[term]))
     return tuple(known[term] for term in TERMS if term in known)
 
 
-def _total(observation: Observation) -> float:
-    return sum(seconds for _, seconds in observation.expected)
-
-
-def _update(known: dict[str, Correction], observation: Observation) -> None:
-    """One step of a scalar Kalman filter for every term, with innovation clipping (Huber); see the module's text."""
-    raw: Mapping[str, float] = {term: seconds for term, seconds in observation.expected if seconds > 0}
-    predicted = sum(known[term].factor * seconds for term, seconds in raw.items())
-    noise = predicted**2 * (BETWEEN_RUNS**2 + observation.spread**2)
-    variance = sum((known[term].spread * seconds) ** 2 for term, seconds in raw.items()) + noise
-    most = SURPRISE * variance**0.5
-    difference = min(max(observation.seconds - predicted, -most), most)
-    for term, seconds in raw.items():
-        before = known[term]
-        gain = before.spread**2 * seconds / variance
-        factor = min(max(before.factor + gain * difference, BOUNDS[0]), BOUNDS[1])
-        if abs(difference) < most:
-            spread = before.spread * (1.0 - gain * seconds) ** 0.5
-        else:
-            spread = min(PRIOR_SPREAD, before.spread + gain * most)
-        known[term] = replace(before, factor=factor, spread=spread)
-
-
-SCHEMA = 1
+SCHEMA = 2
 """Version of the file format; other versions are not read."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionStore:
     """Where the corrections of one machine in one precision are, and what they depend on."""
 
@@ -226,8 +192,12 @@ def load_corrections(store: CorrectionStore) -> tuple[tuple[Correction, ...], st
 
 def _decode(data: dict[str, Any]) -> Correction:
     found: Correction = decode(Correction, data)
-    if found.term not in TERMS:
+    for term in TERMS:
+        if found.term == term:
+            break
+    else:
         raise ValueError(f"no predictions have the term {found.term!r}")
-    if not BOUNDS[0] <= found.factor <= BOUNDS[1] or not 0 < found.spread <= PRIOR_SPREAD or found.samples < 1:
-        raise ValueError(f"a factor of {found.factor} ± {found.spread} from {found.samples} runs")
+    is_sane = 0 < len(found.ratios) <= RUNS and all(BOUNDS[0] <= ratio <= BOUNDS[1] for ratio in found.ratios)
+    if not is_sane or found != correction_of(term, found.ratios):
+        raise ValueError(f"a factor of {found.factor} from runs that measured {found.ratios} times as much")
     return found

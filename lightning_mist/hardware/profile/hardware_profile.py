@@ -135,13 +135,13 @@ class Correction:
     See :mod:`lightning_mist.hardware.profile.corrections`.
 
     Attributes:
-        spread: Standard deviation within which the factor is believed.
+        factor: By what predicted seconds are multiplied.
+        ratios: What the last runs measured over what was expected of them without a factor.
     """
 
     term: str
     factor: float
-    spread: float
-    samples: int
+    ratios: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

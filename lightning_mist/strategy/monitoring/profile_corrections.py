@@ -1,4 +1,4 @@
-"""What a run teaches of its machine, and whether another plan would be better by what it taught.
+"""What a plan follows from, and what a run that measures its terms teaches of its machine.
 
 All of it happens on rank 0, between steps; the other ranks need to know nothing of it.
 """
@@ -9,39 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mist.cost import predict
-from lightning_mist.errors import MistError
 from lightning_mist.explain import plan_that_fits
 from lightning_mist.hardware import (
     Cluster,
     Correction,
     CorrectionStore,
     HardwareProfile,
+    Observation,
+    Term,
     corrected,
     correction_store,
+    factor_of,
     learn,
     load_corrections,
     save_corrections,
 )
 from lightning_mist.model import ModelSpec
-from lightning_mist.plan import Feature, Plan, Predicted, SearchSpace, save
-from lightning_mist.plan.plan_text import short_name
+from lightning_mist.plan import Feature, Plan, Predicted, SearchSpace
 from lightning_mist.runtime.support import executed_offload
-from lightning_mist.strategy.monitoring.observed_terms import observe
-from lightning_mist.strategy.monitoring.run_report import Better
 from lightning_mist.strategy.monitoring.stage_times import Measured
 from lightning_mist.tuner import Planner, TuneResult
 
-LEAST_GAIN = 0.05
-"""Share of the step that another plan must save by the corrected model to be spoken of."""
+LEAST_CHANGE = 0.05
+"""Share of the predicted step by which what was learned must change it, so that later runs plan anew: less cannot be
+told from what predictions are wrong by."""
 
 LEAST_STEPS = 5
 """A run of fewer recorded steps teaches nothing: the median of so few says little of how far they scatter."""
-
-QUICK_SECONDS = 2.0
-"""A search that took longer is not repeated while training goes on."""
-
-PATIENCE_SECONDS = 10.0
-"""The most seconds that a search may take when training has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +120,7 @@ def with_corrections(basis: Basis, directory: Path, precision: str, say: Callabl
 
 
 def _factors(corrections: Sequence[Correction]) -> str:
-    return ", ".join(f"{item.term} x {item.factor:.2f} ± {item.spread:.2f}" for item in corrections)
+    return ", ".join(f"{item.term} x {item.factor:.2f}" for item in corrections)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,20 +129,15 @@ class Learner:
 
     Args:
         is_plain: Whether the plan runs without the runtime.
-        path: Where a better plan is written, if anywhere.
-        cached_at: Where the plan is kept for later runs; a better one makes them plan anew.
+        cached_at: Where the plan is kept for later runs, which plan anew if what was learned matters to it.
     """
 
     basis: Basis
     plan: Plan
     is_plain: bool
-    search_seconds: float
-    path: Path | None
     say: Callable[[str], None]
     cached_at: Path | None = None
-    better: Better | None = None
     _has_learned: bool = False
-    _has_looked: bool = False
 
     def learn(self, measured: Sequence[Measured | None]) -> None:
         """Correct predictions by what the stages measured, once per run, and keep that for later runs."""
@@ -163,37 +152,141 @@ class Learner:
             is_plain=self.is_plain,
             knows_layers=bool(basis.spec.seconds),
         )
-        if not observations:
+        if not any(item.main for item in observations):
             return
         self._has_learned = True
         self.basis = replace(basis, corrections=learn(basis.corrections, observations))
         try:
             save_corrections(basis.store, self.basis.corrections)
+            later = "later plans for this machine are corrected by it"
+            before, after = (item.predict(self.plan).step_seconds for item in (basis, self.basis))
+            if self.cached_at is not None and abs(after - before) > LEAST_CHANGE * before:
+                self.cached_at.unlink(missing_ok=True)
+                later += ", and the next fit plans anew"
         except OSError as error:
             self.say(f"what this run measured is not kept for later ones: {error}")
             return
-        self.say(f"later plans for this machine are corrected by it: {_factors(self.basis.corrections)}")
+        self.say(f"{later}: {_factors(self.basis.corrections)}")
 
-    def look_again(self, *, is_training: bool) -> None:
-        """Search for a plan that is better by what was learned, quickly while training goes on, and write it."""
-        if not self._has_learned or self._has_looked or (is_training and self.search_seconds > QUICK_SECONDS):
-            return
-        self._has_looked = True
-        patience = QUICK_SECONDS if is_training else PATIENCE_SECONDS
-        search = replace(self.basis.search, solver_seconds=min(patience, self.basis.search.solver_seconds))
-        try:
-            found = replace(self.basis, search=search).tune()
-            current = self.basis.predict(self.plan)
-            if found.predicted.step_seconds < (1.0 - LEAST_GAIN) * current.step_seconds:
-                if self.path is not None:
-                    save(replace(found.plan, fingerprint=self.plan.fingerprint), self.path)
-                if self.cached_at is not None:
-                    self.cached_at.unlink(missing_ok=True)
-                self.better = Better(
-                    name=short_name(found.plan),
-                    path=None if self.path is None else str(self.path),
-                    current_seconds=current.step_seconds,
-                    step_seconds=found.predicted.step_seconds,
-                )
-        except (MistError, OSError) as error:
-            self.say(f"no other plan was looked for: {error}")
+
+_Terms = dict[Term, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prediction:
+    plan: Plan
+    corrections: Sequence[Correction]
+    has_overheads: bool
+
+    def raw(self, index: int, name: str, term: Term) -> float:
+        """An uncorrected term of a stage."""
+        assert self.plan.predicted is not None
+        terms = dict(self.plan.predicted.stages[index].breakdown)
+        return terms.get(f"{name}_seconds", 0.0) / factor_of(self.corrections, term)
+
+    def shared(self, index: int, *names: str) -> float:
+        """Uncorrected terms of what a stage's ranks exchange."""
+        return sum(self.raw(index, name, "communication") for name in names)
+
+    def overhead(self, index: int, name: str) -> float:
+        """An uncorrected term of the runtime's own Python."""
+        return self.raw(index, name, "overhead") if self.has_overheads else 0.0
+
+
+def observe(
+    plan: Plan,
+    measured: Sequence[Measured | None],
+    *,
+    corrections: Sequence[Correction],
+    is_plain: bool,
+    knows_layers: bool,
+) -> tuple[Observation, ...]:
+    """What a run observed, over all its stages: forwards, backwards, reduction of gradients, and updates.
+
+    A single backward and the reduction beside it are not told apart. Waiting is not observed: it follows from the
+    others.
+
+    Args:
+        corrections: Those that the prediction was made with; its terms are divided by them.
+        is_plain: Whether the plan runs without the runtime.
+        knows_layers: Whether computation was predicted from measured layers; if not, nothing is learned of it.
+    """
+    times = [item.times for item in measured if item is not None]
+    if plan.predicted is None or len(times) < plan.num_stages:
+        return ()
+    prediction = _Prediction(plan=plan, corrections=corrections, has_overheads=not is_plain)
+    found = []
+    if not is_plain:
+        # The least of all: a group may also have waited where nobody saw it.
+        least = min(range(plan.num_groups), key=lambda index: times[index].other_seconds)
+        terms: _Terms = {"overhead": prediction.overhead(least, "once")}
+        found.append(_observation([terms], times[least].other_seconds))
+    for expected, names in _kinds(plan, knows_layers):
+        stages = range(plan.num_stages)
+        seconds = sum(getattr(times[index], name) for index in stages for name in names)
+        found.append(_observation([expected(prediction, index) for index in stages], seconds))
+    return tuple(item for item in found if sum(seconds for _, seconds in item.expected) > 0 and item.seconds > 0)
+
+
+def _observation(stages: Sequence[_Terms], seconds: float) -> Observation:
+    """All stages as one observation: they are on one machine, so their errors are not independent."""
+    total: _Terms = {}
+    for terms in stages:
+        for term, each in terms.items():
+            total[term] = total.get(term, 0.0) + each
+    return Observation(expected=tuple(total.items()), seconds=seconds)
+
+
+_Kind = tuple[Callable[[_Prediction, int], _Terms], tuple[str, ...]]
+
+
+def _kinds(plan: Plan, knows_layers: bool) -> list[_Kind]:
+    """What is observed, and from which of the measured seconds."""
+    has_peers = any(stage.mesh.num_peers > 1 for stage in plan.stages)
+    # Without peers reducing is scaling, which predictions count as part of the update.
+    update: _Kind = (_update, ("optimizer_seconds",) if has_peers else ("optimizer_seconds", "reduction_seconds"))
+    forward: _Kind = (_forward, ("forward_seconds",))
+    backward: _Kind = (_backward, ("backward_seconds",))
+    if not knows_layers:
+        return [update]
+    if not has_peers:
+        return [forward, update, backward]
+    if plan.num_microbatches > 1:
+        return [forward, (_reduction, ("reduction_seconds",)), update, backward]
+    return [forward, update, (_backward_and_reduction, ("backward_seconds", "reduction_seconds"))]
+
+
+def _forward(prediction: _Prediction, index: int) -> _Terms:
+    count = prediction.plan.num_microbatches
+    return {
+        "forward": count * prediction.raw(index, "forward", "forward"),
+        "communication": count * (prediction.shared(index, "unshard") / 2 + prediction.shared(index, "forward_ring")),
+        "overhead": count * prediction.overhead(index, "forward_overhead"),
+    }
+
+
+def _backward(prediction: _Prediction, index: int) -> _Terms:
+    count = prediction.plan.num_microbatches
+    ring = prediction.shared(index, "ring") - prediction.shared(index, "forward_ring")
+    every = prediction.shared(index, "unshard") / 2 + prediction.shared(index, "scatter") + ring
+    overhead = prediction.overhead(index, "overhead") - prediction.overhead(index, "forward_overhead")
+    backward, first = (prediction.raw(index, name, "backward") for name in ("backward", "accumulate"))
+    return {
+        "backward": count * backward - first,
+        "forward": count * prediction.raw(index, "recompute", "forward"),
+        "communication": count * every,
+        "overhead": count * overhead,
+    }
+
+
+def _reduction(prediction: _Prediction, index: int) -> _Terms:
+    return {"communication": prediction.shared(index, "reduce", "tied")}
+
+
+def _backward_and_reduction(prediction: _Prediction, index: int) -> _Terms:
+    terms = _backward(prediction, index)
+    return terms | {"communication": terms["communication"] + _reduction(prediction, index)["communication"]}
+
+
+def _update(prediction: _Prediction, index: int) -> _Terms:
+    return {"update": prediction.raw(index, "update", "update"), "communication": prediction.shared(index, "gather")}

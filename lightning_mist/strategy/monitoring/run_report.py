@@ -51,30 +51,6 @@ class StageReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Better:
-    """Another plan that would gain by what the run has taught: seconds of a step, as predicted now, of both."""
-
-    name: str
-    path: str | None
-    current_seconds: float
-    step_seconds: float
-
-    @property
-    def gain(self) -> float:
-        """Share of the step that it saves."""
-        return 1.0 - self.step_seconds / self.current_seconds
-
-    def __str__(self) -> str:
-        """Its name, the gain, and how to use it."""
-        use = f"it is written to {self.path}: use it with strategy.plan={self.path}, or let the next run choose"
-        return (
-            f"by what was measured another plan would now take {self.gain:.0%} less per step: {self.name}, "
-            f"{format_seconds(self.step_seconds)} instead of {format_seconds(self.current_seconds)}; "
-            f"{'the next run will choose it' if self.path is None else use}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """What a run was predicted to need and what it needed.
 
@@ -98,7 +74,6 @@ class RunReport:
     predicted_rates: StepRates | None = None
     measured_rates: StepRates | None = None
     corrections: tuple[Correction, ...] = ()
-    better: Better | None = None
 
     def to_json(self) -> str:
         """The report as JSON; seconds and bytes."""
@@ -154,6 +129,8 @@ class RunReport:
         for index, stage in enumerate(self.stages):
             for name, predicted, measured in stage.rows():
                 table.add_row(*_row(f"{name}, stage {index}", predicted, measured, format_bytes))
+        for item in self.corrections:
+            table.add_row(f"{item.term}, later plans", "", f"x {item.factor:.2f}", "")
         return table
 
 

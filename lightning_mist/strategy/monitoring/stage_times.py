@@ -53,10 +53,9 @@ NAMES = tuple(field.name for field in fields(StageTimes))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a rank, or the ranks of a stage, measured: medians over steps, and median absolute deviations from them."""
+    """What a rank, or the ranks of a stage, measured: medians over steps."""
 
     times: StageTimes
-    spread: StageTimes
     steps: int
 
 
@@ -158,21 +157,16 @@ def over_steps(steps: Sequence[Mapping[int, StageTimes]]) -> dict[int, Measured]
 
 
 def _measured(steps: Sequence[StageTimes]) -> Measured:
-    columns = list(zip(*(astuple(step) for step in steps), strict=True))
-    middles = [median(column) for column in columns]
-    spreads = [median(abs(value - middle) for value in column) for column, middle in zip(columns, middles, strict=True)]
-    return Measured(times=_times(middles), spread=_times(spreads), steps=len(steps))
+    middles = [median(column) for column in zip(*(astuple(step) for step in steps), strict=True)]
+    return Measured(times=_times(middles), steps=len(steps))
 
 
 def over_ranks(ranks: Sequence[Measured]) -> Measured | None:
     """What the ranks of a stage measured on average; None without any."""
     if not ranks:
         return None
-    times, spread = (
-        _times([sum(column) / len(ranks) for column in zip(*(astuple(item) for item in items), strict=True)])
-        for items in ([rank.times for rank in ranks], [rank.spread for rank in ranks])
-    )
-    return Measured(times=times, spread=spread, steps=min(rank.steps for rank in ranks))
+    means = [sum(column) / len(ranks) for column in zip(*(astuple(rank.times) for rank in ranks), strict=True)]
+    return Measured(times=_times(means), steps=min(rank.steps for rank in ranks))
 
 
 def divide_exchange(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measured | None, ...]:

@@ -171,7 +171,6 @@ class Decision:
     plan_path: Path | None
     estimate: "MemoryEstimate | None" = None
     basis: "Basis | None" = None
-    search_seconds: float = 0.0
     signature: Hashable = None
     cached_at: Path | None = None
     cache_place: Path | None = None

@@ -185,7 +185,6 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
         plan_path=path,
         estimate=estimate,
         basis=planner.basis,
-        search_seconds=0.0 if made is None else made.stats.seconds,
         signature=batch_signature(planner.batch),
         cached_at=planner.cached_at,
         cache_place=planner.cache_place,

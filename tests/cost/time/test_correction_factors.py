@@ -11,7 +11,7 @@ from tests.cost.memory.test_memory_model import make_plan
 from tests.specs import cluster, profile, spec
 
 FACTORS = {"forward": 1.5, "backward": 0.75, "communication": 2.0, "update": 0.5}
-CORRECTIONS = tuple(Correction(term=term, factor=factor, spread=0.1, samples=2) for term, factor in FACTORS.items())
+CORRECTIONS = tuple(Correction(term=term, factor=factor) for term, factor in FACTORS.items())
 PLAN = make_plan([2, 4], degree=2, microbatches=4, rows=2, zero=1, checkpointed=1)
 
 
@@ -38,7 +38,7 @@ def test_every_term_takes_its_factor(zero):
 
 def test_without_corrections_nothing_changes():
     network, machine = spec(6, measured=True), profile()
-    neutral = [Correction(term=term, factor=1.0, spread=0.1, samples=1) for term in FACTORS]
+    neutral = [Correction(term=term, factor=1.0) for term in FACTORS]
     plain = predict(network, machine, cluster(4), PLAN)
     assert predict(network, corrected(machine, neutral), cluster(4), PLAN) == plain
     assert predict(network, corrected(machine, CORRECTIONS), cluster(4), PLAN) != plain

@@ -7,8 +7,8 @@ from lightning_mist.hardware import Correction, correction_store, load_correctio
 from tests.hardware.profile.test_profile_files import CLUSTER, PROFILE
 
 CORRECTIONS = (
-    Correction(term="forward", factor=1.1, spread=0.02, samples=3),
-    Correction(term="update", factor=0.75, spread=0.2, samples=1),
+    Correction(term="forward", factor=1.1, ratios=(1.1, 1.3, 1.1)),
+    Correction(term="update", factor=0.75, ratios=(0.5,)),
 )
 
 
@@ -49,14 +49,15 @@ def test_a_profile_that_was_measured_again_makes_them_void(store, tmp_path):
     [
         (lambda content: "{", "cannot be read"),
         (lambda content: "[" * 3000, "cannot be read"),
-        (lambda content: [], "have schema None, schema 1 is read"),
-        (lambda content: content | {"schema": 7}, "have schema 7, schema 1 is read"),
-        (lambda content: content | {"corrections": [{"term": "forward"}]}, "are not corrections of schema 1"),
+        (lambda content: [], "have schema None, schema 2 is read"),
+        (lambda content: content | {"schema": 7}, "have schema 7, schema 2 is read"),
+        (lambda content: content | {"corrections": [{"term": "forward"}]}, "are not corrections of schema 2"),
         (lambda content: _first(content, term="nothing"), "no predictions have the term 'nothing'"),
-        (lambda content: _first(content, factor=7.0), "a factor of 7.0 ± 0.02 from 3 runs"),
+        (lambda content: _first(content, factor=7.0), "a factor of 7.0 from runs"),
         (lambda content: _first(content, factor=float("nan")), "nan in place of a number"),
-        (lambda content: _first(content, spread=0.0), "± 0.0 from"),
-        (lambda content: _first(content, samples=0), "from 0 runs"),
+        (lambda content: _first(content, factor=1.2), "a factor of 1.2 from runs"),
+        (lambda content: _first(content, factor=1.0, ratios=[]), "a factor of 1.0 from runs"),
+        (lambda content: _first(content, factor=1.0, ratios=[1.0] * 10), "a factor of 1.0 from runs"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_a_reason(store, spoil, said):

@@ -98,7 +98,7 @@ def test_who_comes_last_to_an_exchange_tells_what_it_takes():
         recorded(("exchange", 2, 1), ("results", 3, 3), ("0F0", 4, 0), ("closure", 9, 0), ("step", 9, 0)), 0
     )
     assert found == {0: StageTimes(forward_seconds=4, exchange_seconds=5)}
-    late = Measured(times=StageTimes(exchange_seconds=2, waiting_seconds=1), spread=StageTimes(), steps=1)
+    late = Measured(times=StageTimes(exchange_seconds=2, waiting_seconds=1), steps=1)
     early = replace(late, times=StageTimes(exchange_seconds=5, other_seconds=1))
     chunk = replace(late, times=StageTimes(forward_seconds=1))
     first, second, third = divide_exchange([late, early, chunk], 2)
@@ -112,7 +112,6 @@ def test_medians_over_steps_and_means_over_ranks():
     steps = [{3: StageTimes(forward_seconds=seconds, other_seconds=1.0)} for seconds in (1.0, 2.0, 9.0)]
     (stage,) = over_steps(steps).values()
     assert stage.times == StageTimes(forward_seconds=2.0, other_seconds=1.0)
-    assert stage.spread == StageTimes(forward_seconds=1.0)
     both = over_ranks([stage, replace(stage, times=StageTimes(forward_seconds=4.0), steps=2)])
     assert both.times == StageTimes(forward_seconds=3.0, other_seconds=0.5)
     assert both.steps == 2

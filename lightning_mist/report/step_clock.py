@@ -1,4 +1,4 @@
-"""A plan's schedule on a clock, as text: who works when, who waits for how long, and what the step hangs on."""
+"""A plan's schedule on a clock, in figures: who works and waits for how long, and what the step hangs on."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,33 +8,22 @@ from rich.table import Table
 
 from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan
-from lightning_mist.report.timeline import (
-    LEAST_IDLE,
-    BarKind,
-    Lane,
-    Timeline,
-    Window,
-    left_out,
-    timeline_of,
-    windows_of,
-)
+from lightning_mist.report.timeline import LEAST_IDLE, BarKind, Lane, Timeline, timeline_of
 from lightning_mist.schedule import simulate_plan
 from lightning_mist.schedule.critical_path import CriticalPath, critical_path
 from lightning_mist.units import format_seconds
 
-KINDS: dict[BarKind, tuple[str, str]] = {
-    "forward": ("F", "forward"),
-    "recompute": ("r", "recomputed forward"),
-    "backward": ("B", "backward"),
-    "input backward": ("I", "gradients of inputs"),
-    "weight backward": ("W", "gradients of weights"),
-    "collectives": ("c", "collectives"),
-    "copies": ("h", "host copies"),
-    "optimizer": ("u", "optimizer"),
+KINDS: dict[BarKind, str] = {
+    "forward": "forward",
+    "recompute": "recomputed forward",
+    "backward": "backward",
+    "input backward": "gradients of inputs",
+    "weight backward": "gradients of weights",
+    "collectives": "collectives",
+    "copies": "host copies",
+    "optimizer": "optimizer",
 }
-"""How each kind of work is written: its letter, and in words."""
-
-WAITING = "."
+"""Kinds of work in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,63 +107,14 @@ def _seen(seconds: float, step: float) -> float:
 
 
 def render_clock(found: SimulatedStep, *, width: int = 120, color: bool = False) -> str:
-    """A schedule on a clock as text."""
+    """The figures of a schedule on a clock as text."""
     console = TextConsole(width, color=color)
     idle = f", devices wait for {found.timeline.idle_share:.1%} of it" if len(found.groups) > 1 else ""
     console.print(f"one step on a clock: {format_seconds(found.step_seconds)}{idle}", style="bold")
-    for line in grid_lines(found.timeline, width):
-        console.print(line, no_wrap=True, overflow="crop")
-    console.print(_legend(found.timeline) + "\n")
     console.print_table(_table(found))
     for line in path_lines(found):
         console.print(line)
     return console.text
-
-
-def grid_lines(timeline: Timeline, width: int) -> list[str]:
-    """Lanes of letters: each says what its group of devices does most of that part of the step.
-
-    Of many microbatches the first and the last are shown, as in pictures.
-    """
-    head = max(len(lane.label) for lane in timeline.lanes) + 2
-    windows = windows_of(timeline)
-    room = max(10 * len(windows), width - head - len(_LEFT_OUT) * (len(windows) - 1))
-    each = sum(end - start for start, end in windows) / room
-    columns = [max(1, round((end - start) / each)) for start, end in windows]
-    columns[-1] += room - sum(columns)
-    lines = []
-    for lane in timeline.lanes:
-        parts = (_letters(lane, window, count) for window, count in zip(windows, columns, strict=True))
-        lines.append(f"{lane.label:<{head}}{_LEFT_OUT.join(parts)}")
-    return lines
-
-
-_LEFT_OUT = " ~ "
-
-
-def _legend(timeline: Timeline) -> str:
-    """What letters mean, and what is left out between them."""
-    kinds = {bar.kind for lane in timeline.lanes for bar in lane.work}
-    known = ", ".join(" ".join(KINDS[kind]) for kind in KINDS if kind in kinds)
-    windows = windows_of(timeline)
-    hidden = left_out(windows, timeline.microbatch_seconds)
-    return f"{known}, {WAITING} waiting" + (f";{_LEFT_OUT}{hidden}" if hidden else "")
-
-
-def _letters(lane: Lane, window: Window, columns: int) -> str:
-    """What takes most of each column's time."""
-    start, each = window[0], (window[1] - window[0]) / columns
-    shares: list[dict[str, float]] = [dict.fromkeys(WAITING, each) for _ in range(columns)]
-    for bar in lane.work:
-        if bar.end <= start or bar.start >= window[1]:
-            continue
-        first, last = max(0, int((bar.start - start) / each)), min(int((bar.end - start) / each), columns - 1)
-        for column in range(first, last + 1):
-            inside = min(bar.end, start + (column + 1) * each) - max(bar.start, start + column * each)
-            share, letter = shares[column], KINDS[bar.kind][0]
-            share[letter] = share.get(letter, 0.0) + inside
-            share[WAITING] -= inside
-    return "".join(max(share, key=lambda letter: share[letter]) for share in shares)
 
 
 def _table(found: SimulatedStep) -> Table:
@@ -182,7 +122,7 @@ def _table(found: SimulatedStep) -> Table:
     kinds = [kind for kind in KINDS if any(kind in dict(group.work_seconds) for group in found.groups)]
     for heading in (
         "stage",
-        *(KINDS[kind][1] for kind in kinds),
+        *(KINDS[kind] for kind in kinds),
         "in all",
         "waiting",
         "longest wait",

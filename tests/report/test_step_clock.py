@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.report.clock_text import clock, grid_lines, path_lines, render_clock
+from lightning_mist.report.step_clock import clock, path_lines, render_clock
 from lightning_mist.schedule import simulate_plan
 from tests.report.networks import predicted
 
@@ -15,23 +15,6 @@ def test_every_group_adds_up_to_the_step(schedule):
         assert group.waiting_seconds == pytest.approx(bubble)
         assert 0 < group.longest_wait <= group.waiting_seconds
     assert [group.most_in_flight for group in found.groups] == ([8] * 4 if schedule == "gpipe" else [4, 3, 2, 1])
-
-
-def test_letters_are_as_wide_as_what_they_stand_for():
-    timeline = clock(predicted(2, 4)).timeline
-    lines = grid_lines(timeline, 100)
-    assert [line[:9] for line in lines] == ["stage 0  ", "stage 1  "]
-    assert {len(line) for line in lines} == {100}
-    for line, lane in zip(lines, timeline.lanes, strict=True):
-        for kind, letter in (("forward", "F"), ("backward", "B")):
-            seconds = sum(bar.end - bar.start for bar in lane.work if bar.kind == kind)
-            assert line.count(letter) / 91 == pytest.approx(seconds / timeline.step_seconds, abs=0.08)
-
-
-def test_of_many_microbatches_the_first_and_last_are_written():
-    text = render_clock(clock(predicted(2, 256)))
-    assert " ~ " in text.splitlines()[1]
-    assert "~ left out: " in text
 
 
 def test_what_is_said_of_a_step():
