@@ -1,15 +1,14 @@
 """``lightning-mist plan --compare``: the plan beside what people would have chosen."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from textwrap import fill
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from lightning_mist.cli.output import answer, has_colors, say, terminal_width
+from lightning_mist.cli.output import answer, has_colors, terminal_width
 from lightning_mist.console import TextConsole
 from lightning_mist.plan import Plan, to_json
 from lightning_mist.plan.plan_tables import per_second
@@ -18,54 +17,9 @@ from lightning_mist.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from lightning_mist.explain import ComparedPlan
     from lightning_mist.model import ModelSpec
-    from lightning_mist.plan import SearchSpace
-    from lightning_mist.tuner import Planner, TuneResult
 
 TITLE = "what people would have chosen, each at its best by the same cost model"
 """What the table says it is."""
-
-
-def compare_with_others(
-    planner: "Planner",
-    result: "TuneResult",
-    *,
-    memory_limit: int | None = None,
-    host_memory_limit: int | None = None,
-    search: "SearchSpace | None" = None,
-    rivals: "Mapping[str, Planner]" = MappingProxyType({}),
-) -> "tuple[TuneResult, tuple[ComparedPlan, ...]]":
-    """A plan and the best of what people would have chosen for the same batch, under the same limits.
-
-    Where one of these is faster on the clock and one of the plans searched, it takes the place of the plan.
-
-    Args:
-        search: What the plan was searched for in.
-        rivals: Planners in the precisions of others' tools; see
-            :func:`~lightning_mist.explain.baseline_plans.baselines_with`.
-
-    Returns:
-        What was found, with the plan that is best of all, and that plan beside the others.
-    """
-    from lightning_mist.explain import baselines_with, compare_plans, faster_plan, outside, with_faster
-
-    def asked(plan: Plan) -> tuple[str, ...]:
-        return outside(planner, plan, search)
-
-    others = baselines_with(
-        planner,
-        global_batch_size=result.plan.global_batch_size,
-        memory_limit=memory_limit,
-        host_memory_limit=host_memory_limit,
-        search=search,
-        tell=say,
-        others=rivals,
-    )
-    compared = compare_plans(result.plan, others, outside=asked)
-    better = faster_plan(compared)
-    if better is not None:
-        result = with_faster(result, better)
-        compared = compare_plans(result.plan, others, outside=asked)
-    return result, compared
 
 
 def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
@@ -78,8 +32,7 @@ def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tupl
     """What to know of a comparison."""
     from lightning_mist.explain import baseline_notes, faster_notes
 
-    ours = items[0].plan
-    return (*(() if ours is None else faster_notes(ours, items)), *baseline_notes(spec))
+    return (*faster_notes(items), *baseline_notes(spec))
 
 
 def render_comparison(
@@ -127,12 +80,19 @@ def comparison_json(items: "Sequence[ComparedPlan]") -> list[dict[str, object]]:
     """A comparison for machines: every figure, and the plans as in plan files."""
     return [
         {
-            **{field.name: getattr(item, field.name) for field in fields(item)},
+            **{name: getattr(item, name) for name in _FIGURES},
             "plan": None if item.plan is None else json.loads(to_json(item.plan)),
             "not_executed": not_executed(item),
         }
         for item in items
     ]
+
+
+_FIGURES = (
+    *("name", "settings", "reason", "note", "step_seconds", "ratio", "rows_per_second", "tokens_per_second"),
+    *("peak_bytes", "stack", "precision"),
+)
+"""What is said of each plan of a comparison beside the plan itself."""
 
 
 def _cells(item: "ComparedPlan", has_tokens: bool) -> tuple[str, ...]:

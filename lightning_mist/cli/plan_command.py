@@ -17,7 +17,7 @@ from lightning_mist.cli.cluster_input import (
     open_profile,
     precision_of,
 )
-from lightning_mist.cli.compare import compare_with_others, comparison_json, print_comparison
+from lightning_mist.cli.compare import comparison_json, print_comparison
 from lightning_mist.cli.found_plan import FoundPlan, memory_words
 from lightning_mist.cli.html_output import check_html, check_target, write_html
 from lightning_mist.cli.network import NetworkRequest, describe_network
@@ -136,7 +136,7 @@ def plan(*, request: PlanRequest, options: SearchSpace) -> None:
 def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units
-    from lightning_mist.explain import estimate_of, plan_that_fits
+    from lightning_mist.explain import baselines, compare_plans, plan_that_fits
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
     from lightning_mist.tuner.space import check_memory_limit
@@ -172,15 +172,16 @@ def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
     compared = None
     if request.compare:
         rivals = {name: Planner(other, machine, profile=profile) for name, other in _rivals(network).items()}
-        result, compared = compare_with_others(planner, result, rivals=rivals, **limits)
+        batch = request.global_batch_size
+        others = baselines(planner, global_batch_size=batch, tell=say, others=rivals, **limits)
+        compared = compare_plans(result.plan, others)
     plan = with_units(planner.model, replace(result.plan, fingerprint=_made_for(spec, result.plan)))
-    estimate = fitting.estimate if result is fitting.result else estimate_of(spec, machine, plan, limit)
     return FoundPlan(
         planner=planner,
         asked=asked,
         result=result,
         plan=plan,
-        memory=memory_words(estimate),
+        memory=memory_words(fitting.estimate),
         precision_note=precision.note,
         restricted=(*restricted, *fitting.notes),
         compared=compared if compared is None else (replace(compared[0], plan=plan), *compared[1:]),

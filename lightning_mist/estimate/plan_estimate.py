@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from lightning_mist.cost.memory import TERMS, StageMemory
 from lightning_mist.errors import PlanError
-from lightning_mist.estimate.changes import changes_that_fit
 from lightning_mist.estimate.estimate_data import MemoryEstimate, StageEstimate, verdict_of, worst_of
 from lightning_mist.estimate.host_need import HostNeed, host_need
 from lightning_mist.estimate.stage_estimates import (
@@ -14,6 +13,7 @@ from lightning_mist.estimate.stage_estimates import (
     summed_estimate,
     what_is_not_run,
 )
+from lightning_mist.estimate.what_fits import changes_that_fit
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.plan import ModuleMap, Plan, PredictedStage
 from lightning_mist.units import format_bytes, parse_bytes

@@ -1,8 +1,8 @@
 """What people would choose, under the same cost model and the same limits: the plans that a found one has to beat.
 
-Each baseline is at its best: everything that its own tool leaves to the user is tried, and that includes how many
-layers are recomputed, and how small microbatches are. A comparison with recomputation where none is needed would say
-nothing.
+Each baseline is a restriction of the search space, and at its best there: everything that its own tool leaves to the
+user is tried, how many layers are recomputed and how small microbatches are included. A comparison with recomputation
+where none is needed would say nothing.
 
 ``DDP``
     Data parallelism as torch's DistributedDataParallel does it: every device has everything, each batch is one
@@ -24,69 +24,38 @@ nothing.
     Stages of their own sizes and arrangements of devices, with their own recomputed layers; nothing is sharded or
     offloaded (Liu et al., 2024).
 ``Mist paper's space``
-    The published space of Zhu et al., 2025 (:mod:`lightning_mist.explain.published_space`).
+    Stages with the same devices, arranged alike, without sequence parallelism; microbatches of 1, 2 or 4 rows on each
+    device, their number a power of two; every stage with its own layers, recomputed layers, ZeRO stage from 1 to 3
+    and offload ratios (Zhu et al., 2025). The ratios are those of the grid that the search for a plan uses, and
+    stages have any number of layers, where the published tuner keeps within two of an even share.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from time import thread_time
 from types import MappingProxyType
+from typing import Any
 
 from lightning_mist.cost import MixedCostModel, profiles_of
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.errors import InfeasibleError, ProfileError
-from lightning_mist.explain.published_space import ZERO_STAGES, Asked, has_published, published_plan
-from lightning_mist.explain.techniques import DEFERRED_UPDATE
-from lightning_mist.hardware import HardwareProfile, MixedCluster
+from lightning_mist.explain.explanation import closed_form_of, differences, kind_of
+from lightning_mist.hardware import HardwareProfile
 from lightning_mist.hardware.catalog import with_stack
-from lightning_mist.model.spec import LayerSpec, ModelSpec
-from lightning_mist.plan import OFFLOADED, OffloadRatios, Plan, SearchSpace
+from lightning_mist.model.spec import ModelSpec
+from lightning_mist.plan import OFFLOADED, OffloadRatios, Plan, SearchSpace, step_rates
+from lightning_mist.plan.changes import DEFERRED_UPDATE
+from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import mixed_stages
-from lightning_mist.tuner.select import Shortage, UniformPlans, fastest_uniform
+from lightning_mist.tuner.select import ALIKE, Shortage, UniformPlans, fastest_uniform
+from lightning_mist.tuner.space import divisors
 from lightning_mist.units import format_bytes
 
-_GRID = SearchSpace(equal_stages=True, zero_stages=(0, 1), offload=(), schedules=("1f1b", "interleaved-1f1b"))
-_ALONE = replace(_GRID, num_stages=(1,), tensor_parallel_degrees=(1,))
-"""Equal stages, and one whose ranks all compute on other rows."""
-
-_OPTIMIZER = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
-_WITH_PARAMETERS = tuple(replace(item, parameters=1.0) for item in _OPTIMIZER)
-
-FAMILIES: tuple[tuple[str, UniformPlans], ...] = (
-    ("DDP", UniformPlans(search=replace(_ALONE, zero_stages=(0,), checkpointing=False, num_microbatches=(1,)))),
-    ("DDP, tuned", UniformPlans(search=replace(_ALONE, zero_stages=(0,)))),
-    ("FSDP", UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)))),
-    ("ZeRO-Offload", UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)), offloads=_OPTIMIZER)),
-    (
-        "ZeRO-Infinity",
-        UniformPlans(
-            search=replace(_ALONE, zero_stages=(3,)),
-            offloads=_WITH_PARAMETERS,
-            offloads_if_all_recomputed=tuple(replace(item, activations=1.0) for item in _WITH_PARAMETERS),
-        ),
-    ),
-    ("Megatron-LM, nothing recomputed", UniformPlans(search=replace(_GRID, checkpointing=False))),
-    ("Megatron-LM, all recomputed", UniformPlans(search=replace(_GRID, checkpointed_shares=(1.0,)))),
-    ("Megatron-LM, tuned", UniformPlans(search=_GRID)),
-)
-"""Baselines whose stages are all alike."""
-
-FUSED = ("Megatron-LM, nothing recomputed", "Megatron-LM, all recomputed", "Megatron-LM, tuned")
-"""Those of them that run fused kernels (TransformerEngine's); the others are eager torch, as this runtime."""
-
-_ALL_RECOMPUTED = replace(_GRID, checkpointed_shares=(1.0,))
-_LEAST_OF_ACESO = UniformPlans(search=replace(_ALL_RECOMPUTED, zero_stages=(0,)))
-"""Plans of Aceso's that need little memory."""
-
-_LEAST_OF_MIST = UniformPlans(
-    search=replace(_ALL_RECOMPUTED, zero_stages=ZERO_STAGES),
-    offloads=(OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0),),
-)
-"""Plans of the published space that need little memory."""
-
-_LEAST_WITHOUT_OFFLOAD = replace(_LEAST_OF_MIST, offloads=(OffloadRatios(),))
-"""The same where nothing can be offloaded."""
+OURS = "this plan"
+"""What the plan itself is called."""
 
 REST = "all others"
 """In the place of a name: every baseline that is not named."""
@@ -94,8 +63,6 @@ REST = "all others"
 WITH_AUTOCAST = ("DDP", "DDP, tuned")
 """Baselines whose tool keeps weights in 32 bits and casts them for use; those of all others keep weights in 16 bits,
 and masters in 32 (FSDP2's mixed precision, DeepSpeed, Megatron-LM, on which Aceso and Mist are built)."""
-
-MIST = "Mist paper's space"
 
 UNDIVIDED = "no number of microbatches or stages that it allows divides this batch"
 """Why there is no plan where memory is not the reason."""
@@ -108,13 +75,120 @@ CUT_SHORT = "the best found in the time that there was"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """The best plan that a person or a tool would choose.
+class Asked:
+    """For what plans are asked; of the search space the limits that hold for all of them."""
+
+    global_batch_size: int
+    memory_limit: int | None
+    host_memory_limit: int | None
+    search: SearchSpace
+
+    def limits(self) -> dict[str, Any]:
+        """What a planner is asked beside the search space."""
+        names = ("global_batch_size", "memory_limit", "host_memory_limit")
+        return {name: getattr(self, name) for name in names}
+
+
+Spaces = Callable[[Planner, Asked], Iterator[tuple[float, SearchSpace]]]
+"""Spaces that together are a baseline's, each with seconds that none of its plans goes below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """The plans that a tool would choose among.
+
+    Attributes:
+        alike: Its plans, whose stages are all alike; or those of them that need least memory, to say what is missing.
+        spaces: Its plans where stages may differ.
+        is_fused: Whether its tool runs fused kernels (TransformerEngine's); others run eager torch, as this runtime.
+    """
+
+    name: str
+    alike: UniformPlans
+    spaces: Spaces | None = None
+    is_fused: bool = False
+
+
+def _aceso(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
+    yield 0.0, replace(asked.search, zero_stages=(0,), sequence_parallel=False, offload=(), schedules=("1f1b",))
+
+
+def _mist(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
+    batch, wide = asked.global_batch_size, planner.space(asked.global_batch_size, asked.search)
+    powers = tuple(takewhile(lambda power: power <= batch, (2**exponent for exponent in count())))
+    for devices in divisors(wide.world_size):
+        for tensor in sorted({degree for degree, _ in wide.tensor if devices % degree == 0}):
+            search = replace(
+                asked.search,
+                num_microbatches=powers,
+                microbatch_sizes=(1, 2, 4),
+                devices_per_stage=(devices,),
+                data_parallel_degrees=(devices // tensor,),
+                tensor_parallel_degrees=(tensor,),
+                zero_stages=(1, 2, 3),
+                sequence_parallel=False,
+                schedules=("1f1b",),
+            )
+            space, bounds = planner.space(batch, search), []
+            for num_stages, num_microbatches in space.pipelines():
+                seconds = planner.model.region_seconds(space.rows(num_microbatches, devices // tensor), tensor)
+                once = float((seconds.forward_R + seconds.backward_R).sum())
+                bounds.append((num_microbatches - 1) * once / num_stages + once)
+            if bounds:
+                yield min(bounds), search
+
+
+_GRID = SearchSpace(equal_stages=True, zero_stages=(0, 1), offload=(), schedules=("1f1b", "interleaved-1f1b"))
+_ALONE = replace(_GRID, num_stages=(1,), tensor_parallel_degrees=(1,))
+"""Equal stages, and one whose ranks all compute on other rows."""
+
+_ALL_RECOMPUTED = replace(_GRID, checkpointed_shares=(1.0,))
+_OPTIMIZER = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
+_WITH_PARAMETERS = tuple(replace(item, parameters=1.0) for item in _OPTIMIZER)
+_EVERYTHING = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0)
+
+RIVALS = (
+    Rival(
+        name="DDP",
+        alike=UniformPlans(search=replace(_ALONE, zero_stages=(0,), checkpointing=False, num_microbatches=(1,))),
+    ),
+    Rival(name="DDP, tuned", alike=UniformPlans(search=replace(_ALONE, zero_stages=(0,)))),
+    Rival(name="FSDP", alike=UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)))),
+    Rival(name="ZeRO-Offload", alike=UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)), offloads=_OPTIMIZER)),
+    Rival(
+        name="ZeRO-Infinity",
+        alike=UniformPlans(
+            search=replace(_ALONE, zero_stages=(3,)),
+            offloads=_WITH_PARAMETERS,
+            offloads_if_all_recomputed=tuple(replace(item, activations=1.0) for item in _WITH_PARAMETERS),
+        ),
+    ),
+    Rival(
+        name="Megatron-LM, nothing recomputed",
+        alike=UniformPlans(search=replace(_GRID, checkpointing=False)),
+        is_fused=True,
+    ),
+    Rival(name="Megatron-LM, all recomputed", alike=UniformPlans(search=_ALL_RECOMPUTED), is_fused=True),
+    Rival(name="Megatron-LM, tuned", alike=UniformPlans(search=_GRID), is_fused=True),
+    Rival(name="Aceso", alike=UniformPlans(search=replace(_ALL_RECOMPUTED, zero_stages=(0,))), spaces=_aceso),
+    Rival(
+        name="Mist paper's space",
+        alike=UniformPlans(search=replace(_ALL_RECOMPUTED, zero_stages=(1, 2, 3)), offloads=(_EVERYTHING,)),
+        spaces=_mist,
+    ),
+)
+"""The baselines, in the order in which they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPlan:
+    """The best plan that a person or a tool would choose, as one line of a comparison.
 
     Attributes:
         plan: The plan with its prediction; None if there is none that fits.
         reason: Why there is none; empty if there is one.
         note: What to know of the search for it.
+        ratio: How many times as long as the plan that all are compared with.
         stack: Whose kernels it is priced with, if not with those of the plan that it is compared with.
         precision: What its tool computes in, for people, if that is another precision than the plan's.
     """
@@ -123,20 +197,55 @@ class Baseline:
     plan: Plan | None
     reason: str = ""
     note: str = ""
+    ratio: float | None = None
     stack: str = ""
     precision: str = ""
 
+    @property
+    def settings(self) -> str:
+        """What the plan does, in words."""
+        return "" if self.plan is None else settings_of(self.plan)
 
-def baselines_with(
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted seconds of its step."""
+        return None if self.plan is None or self.plan.predicted is None else self.plan.predicted.step_seconds
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """Rows of all devices."""
+        rates = None if self.plan is None or self.step_seconds is None else step_rates(self.plan, self.step_seconds)
+        return None if rates is None else rates.rows_per_second
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all devices, if rows have tokens."""
+        rates = None if self.plan is None or self.step_seconds is None else step_rates(self.plan, self.step_seconds)
+        return None if rates is None else rates.tokens_per_second
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What tensors take on the device that needs most."""
+        if self.plan is None or self.plan.predicted is None:
+            return None
+        return max(stage.peak_bytes for stage in self.plan.predicted.stages)
+
+    def noted(self, text: str) -> str:
+        """What is said of it, with its note."""
+        notes = [note for note in (self.precision and f"in {self.precision}", self.note) if note]
+        return f"{text} ({', '.join(notes)})" if notes else text
+
+
+def baselines(
     planner: Planner,
     *,
     global_batch_size: int,
     memory_limit: int | None = None,
     host_memory_limit: int | None = None,
     search: SearchSpace | None = None,
-    tell: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
     others: Mapping[str, Planner] = MappingProxyType({}),
-) -> tuple[Baseline, ...]:
+) -> tuple[ComparedPlan, ...]:
     """The best plan of every baseline; see the module.
 
     Args:
@@ -153,67 +262,85 @@ def baselines_with(
         PlanError: If the batch does not come in equal parts from the devices.
         ProfileError: If the profile lacks what the cost model needs.
     """
-    given, say = search or SearchSpace(), tell or _silent
+    given, refused = search or SearchSpace(), _why_no_offload(planner)
     asked = Asked(
         global_batch_size=global_batch_size,
         memory_limit=memory_limit,
         host_memory_limit=host_memory_limit,
-        search=replace(
-            SearchSpace(),
+        search=SearchSpace(
             tensor_parallel_degrees=given.tensor_parallel_degrees,
             context_parallel_degrees=(),  # none of these tools searches it
             data_parallel_size=given.data_parallel_size,
-            offload=OFFLOADED,
+            offload=() if refused else OFFLOADED,
             offload_ratios=given.offload_ratios,
             solver_seconds=given.solver_seconds,
         ),
     )
     result = []
-    refused = _why_no_offload(planner)
-    for name, family in FAMILIES:
-        say(f"comparing with {name}")
-        if refused and family.is_offloaded:
-            result.append(Baseline(name=name, plan=None, reason=refused))
-            continue
-        own = others.get(name, others.get(REST, planner))
-        result.append(_told(_of_family(own, asked, name, family), own, planner))
-    say("comparing with Aceso")
-    rest = others.get(REST, planner)
-    result.append(_told(_aceso(rest, asked), rest, planner))
-    say("comparing with the Mist paper's space")
-    if refused:
-        asked, least = replace(asked, search=replace(asked.search, offload=())), _LEAST_WITHOUT_OFFLOAD
-    else:
-        least = _LEAST_OF_MIST
-    if isinstance(planner.cluster, MixedCluster):
-        result.append(Baseline(name=MIST, plan=None, reason="not for unlike devices: all its stages have the same"))
-    else:
-        result.append(_told(_published(rest, asked, least), rest, planner))
+    for rival in RIVALS:
+        tell(f"comparing with {rival.name}")
+        own = others.get(rival.name, others.get(REST, planner))
+        found = _best(own, asked, rival, refused)
+        text = own.spec.precision_text
+        result.append(found if text == planner.spec.precision_text else replace(found, precision=text))
     return tuple(result)
 
 
-def _of_family(own: Planner, asked: Asked, name: str, family: UniformPlans) -> Baseline:
-    """The best plan of a family, with the kernels of its tool."""
-    fused = _fused(own) if name in FUSED else None
-    plan, shortage = _uniform(fused or own, asked, family)
+def _best(planner: Planner, asked: Asked, rival: Rival, refused: str) -> ComparedPlan:
+    """The best plan of a baseline, with the kernels of its tool.
+
+    Args:
+        refused: Why nothing can be offloaded; empty if it can.
+    """
+    if rival.spaces is not None:
+        return _searched(planner, asked, rival, rival.spaces, refused)
+    if refused and rival.alike.is_offloaded:
+        return ComparedPlan(name=rival.name, plan=None, reason=refused)
+    fused = _fused(planner) if rival.is_fused else None
+    plan, shortage = _uniform(fused or planner, asked, rival.alike)
     stack = "" if fused is None else "fused"
-    return Baseline(name=name, plan=plan, reason="" if plan else _why(shortage), stack=stack)
+    return ComparedPlan(name=rival.name, plan=plan, reason="" if plan else _why(shortage), stack=stack)
 
 
-def _fused(planner: Planner) -> Planner | None:
-    """A planner of the same with fused kernels; none where they are not known, or the planner's own."""
-    profile = planner.profile
-    if not isinstance(profile, HardwareProfile) or profile.stack != "eager" or planner.cluster.kind != "cuda":
-        return None
-    if not profile.source.startswith("catalog") or planner.spec.seconds:
-        return None
-    return Planner(planner.spec, planner.cluster, profile=with_stack(profile, "fused"))
+def _searched(planner: Planner, asked: Asked, rival: Rival, spaces: Spaces, refused: str) -> ComparedPlan:
+    """The best plan of several spaces, of which those are searched that may have it while there is time."""
+    began, best, is_late, is_asked = thread_time(), None, False, False
+    if isinstance(planner.model, MixedCostModel) and spaces is _mist:
+        return ComparedPlan(name=rival.name, plan=None, reason="not for unlike devices: all its stages have the same")
+    for bound, search in sorted(spaces(planner, asked), key=lambda item: item[0]):
+        if best is not None and bound >= closed_form_of(best):
+            break
+        spent, most = thread_time() - began, asked.search.solver_seconds
+        if is_asked and spent >= most:
+            is_late = True
+            break
+        is_asked, left = True, most - spent if spent < most else most
+        try:
+            found = planner.tune(**asked.limits(), search=replace(search, solver_seconds=left))
+        except UndecidedError:
+            is_late = True
+            continue
+        except InfeasibleError:
+            continue
+        is_late |= found.status == "time limit"
+        best = min(filter(None, (best, found.plan)), key=_seconds)
+    if best is not None:
+        return ComparedPlan(name=rival.name, plan=best, note=CUT_SHORT if is_late else "")
+    if is_late or not is_asked:
+        return ComparedPlan(name=rival.name, plan=None, reason=UNDECIDED if is_late else UNDIVIDED)
+    # It does not fit: with the least that stages need that are alike.
+    least = replace(rival.alike, offloads=(OffloadRatios(),)) if refused else rival.alike
+    _, shortage = _uniform(planner, asked, least)
+    if shortage is None:  # Stages that are alike do not divide the batch, but others did.
+        reason = "does not fit; with stages that are alike nothing divides the batch"
+    else:
+        reason = f"{_why(shortage)}, with stages that are alike"
+    return ComparedPlan(name=rival.name, plan=None, reason=reason)
 
 
-def _told(found: Baseline, own: Planner, planner: Planner) -> Baseline:
-    """A baseline that says its precision, if that is not the plan's."""
-    text = own.spec.precision_text
-    return found if text == planner.spec.precision_text else replace(found, precision=text)
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
 
 
 def _uniform(planner: Planner, asked: Asked, family: UniformPlans) -> tuple[Plan | None, Shortage | None]:
@@ -231,46 +358,14 @@ def _uniform(planner: Planner, asked: Asked, family: UniformPlans) -> tuple[Plan
     return fastest_uniform(planner.stages(space, *limits), family)
 
 
-def _aceso(planner: Planner, asked: Asked) -> Baseline:
-    """The best plan that Aceso could choose."""
-    search = replace(asked.search, zero_stages=(0,), sequence_parallel=False, offload=(), schedules=("1f1b",))
-    try:
-        found = planner.tune(
-            global_batch_size=asked.global_batch_size,
-            memory_limit=asked.memory_limit,
-            host_memory_limit=asked.host_memory_limit,
-            search=search,
-        )
-    except UndecidedError:
-        return Baseline(name="Aceso", plan=None, reason=UNDECIDED)
-    except InfeasibleError:
-        return _unfit(planner, asked, "Aceso", _LEAST_OF_ACESO)
-    return Baseline(name="Aceso", plan=found.plan, note=_NOTES.get(found.status, ""))
-
-
-_NOTES = {"time limit": CUT_SHORT}
-
-
-def _published(planner: Planner, asked: Asked, least: UniformPlans) -> Baseline:
-    """The best plan of the published space."""
-    if not has_published(planner, asked):
-        return Baseline(name=MIST, plan=None, reason=UNDIVIDED)
-    published = published_plan(planner, asked)
-    if published.plan is not None:
-        return Baseline(name=MIST, plan=published.plan, note="" if published.is_best else CUT_SHORT)
-    if not published.is_best:
-        return Baseline(name=MIST, plan=None, reason=UNDECIDED)
-    return _unfit(planner, asked, MIST, least)
-
-
-def _unfit(planner: Planner, asked: Asked, name: str, least: UniformPlans) -> Baseline:
-    """A baseline that does not fit, whose stages may differ: with the least that stages need that are alike."""
-    _, shortage = _uniform(planner, asked, least)
-    if shortage is None:  # Stages that are alike do not divide the batch, but others did.
-        reason = "does not fit; with stages that are alike nothing divides the batch"
-    else:
-        reason = f"{_why(shortage)}, with stages that are alike"
-    return Baseline(name=name, plan=None, reason=reason)
+def _fused(planner: Planner) -> Planner | None:
+    """A planner of the same with fused kernels; none where they are not known, or the planner's own."""
+    profile = planner.profile
+    if not isinstance(profile, HardwareProfile) or profile.stack != "eager" or planner.cluster.kind != "cuda":
+        return None
+    if not profile.source.startswith("catalog") or planner.spec.seconds:
+        return None
+    return Planner(planner.spec, planner.cluster, profile=with_stack(profile, "fused"))
 
 
 def _why(short: Shortage | None) -> str:
@@ -293,14 +388,46 @@ def _why_no_offload(planner: Planner) -> str:
     return ""
 
 
-def _silent(text: str) -> None:
-    """Nobody listens."""
+def compare_plans(ours: Plan, others: Sequence[ComparedPlan]) -> tuple[ComparedPlan, ...]:
+    """A plan beside others; the plan comes first, the others in their order, each with how many times as long it takes.
+
+    Raises:
+        ValueError: If the plan has no prediction, or takes no time by it.
+    """
+    if ours.predicted is None or ours.predicted.step_seconds <= 0:
+        raise ValueError("plan.predicted = None or 0 s: only plans whose seconds are predicted can be compared")
+    seconds = ours.predicted.step_seconds
+    return tuple(
+        item if item.step_seconds is None else replace(item, ratio=item.step_seconds / seconds)
+        for item in (ComparedPlan(name=OURS, plan=ours), *others)
+    )
+
+
+def faster_notes(items: Sequence[ComparedPlan]) -> tuple[str, ...]:
+    """Which of a comparison are faster than the plan itself, the first, for people; nothing if none is.
+
+    The search proves its plan by the closed form of the step, looks for it where it was told to, and prefers what is
+    simpler to what gains little.
+    """
+    notes: dict[Plan, str] = {}
+    ours = items[0].plan
+    for item in items:
+        if item.plan is None or ours is None or item.ratio is None or item.ratio > 1 - ALIKE:
+            continue
+        kernels = (f"the kernels of another stack ({item.stack})",) if item.stack else ()
+        precision = (item.precision,) if item.precision else ()
+        what = (*kernels, *precision, *differences(kind_of(ours), kind_of(item.plan))) or (settings_of(item.plan),)
+        less = f"{item.name} takes {1 - item.ratio:.1%} less on the clock: {'; '.join(what)}"
+        # Of plans that several come to the first is enough.
+        notes.setdefault(item.plan, f"{less}. Its plan is in what --json prints, under compare")
+    return tuple(notes.values())
 
 
 def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:
     """What to know of the baselines of a network, for people."""
     attention = "Megatron-LM's selective recomputation repeats attention's scores"
-    if any(_is_fused(layer) for layer in spec.layers):
+    kinds = {item.kind for layer in spec.layers for item in layer.forward_work}
+    if kinds & {"attention", "causal_attention"}:
         selective = f"{attention}: the fused attention of these layers keeps none, so it is the same as none recomputed"
     else:
         selective = f"{attention}: these layers have no fused attention, and parts of layers are not recomputed here"
@@ -317,7 +444,3 @@ def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:
         "as this runtime runs it"
     )
     return (named, selective, offload, stacks)
-
-
-def _is_fused(layer: LayerSpec) -> bool:
-    return any(item.kind in ("attention", "causal_attention") for item in layer.forward_work)

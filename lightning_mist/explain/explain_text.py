@@ -14,9 +14,9 @@ from lightning_mist.explain.explanation import (
     Version,
     WhatIf,
     in_words,
-    ranges_of,
 )
 from lightning_mist.plan import Plan
+from lightning_mist.plan.changes import ranges_of
 from lightning_mist.tuner.select import LEAST_SHARE, step_seconds_of_plan
 from lightning_mist.units import format_bytes, format_seconds
 

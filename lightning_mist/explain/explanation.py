@@ -1,10 +1,12 @@
 """Why a plan is what it is, as data: what binds, what each technique buys, what else there was, what more would buy."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_mist.cost import step_seconds
 from lightning_mist.plan import OFFLOADED, Plan
+from lightning_mist.plan.changes import state_in_words
 from lightning_mist.tuner.select import step_seconds_of_plan
 from lightning_mist.units import format_bytes
 
@@ -111,6 +113,16 @@ def kind_of(plan: Plan) -> Kind:
     )
 
 
+def closed_form_of(plan: Plan) -> float:
+    """Step seconds of a plan under 1F1B, by the form that the search minimises; chunks as if they were in one piece."""
+    assert plan.predicted is not None
+    stages = plan.predicted.stages
+    groups = [[stages[chunk] for chunk in plan.chunks(group)] for group in range(plan.num_groups)]
+    steady = [sum(item.steady_seconds for item in group) for group in groups]
+    boundary = [sum(item.boundary_seconds for item in group) for group in groups]
+    return step_seconds(steady, boundary, plan.num_microbatches)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPlan:
     """The best plan that was found of another kind."""
@@ -196,22 +208,6 @@ def _zero(levels: Sequence[int]) -> str:
     return in_words(["no ZeRO" if level == 0 else f"ZeRO-{level}" for level in levels])
 
 
-def state_in_words(name: str) -> str:
-    """A kind of what may be offloaded, for people."""
-    return "optimizer state" if name == "optimizer" else name
-
-
 def in_words(items: Sequence[str]) -> str:
     """Items as a list in a sentence: ``a, b and c``."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
-
-
-def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and the last of numbers that follow each other, ascending."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1] = found[-1][0], number
-        else:
-            found.append((number, number))
-    return found

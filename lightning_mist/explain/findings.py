@@ -14,8 +14,9 @@ from lightning_mist.cost.inputs import slots_of
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.time import copy_rates
 from lightning_mist.estimate import WORDS
-from lightning_mist.explain.explanation import Finding, Version, in_words, state_in_words
-from lightning_mist.plan import OFFLOADED, Plan, StagePlan
+from lightning_mist.explain.explanation import Finding, Version, in_words
+from lightning_mist.plan import Plan, StagePlan
+from lightning_mist.plan.changes import OFFLOADS, SAVINGS
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.tuner.select import LEAST_SHARE
 from lightning_mist.units import format_bytes, format_rate, format_seconds
@@ -101,24 +102,6 @@ def findings_of(
     return tuple(found)
 
 
-def _relaxed(stage: StagePlan, ratios: Sequence[float]) -> Iterator[tuple[str, StagePlan]]:
-    """Versions of a stage that each save one step less of memory, with words for them."""
-    kept = stage.checkpointing.layers
-    if kept:
-        fewer = replace(stage.checkpointing, layers=kept - 1)
-        yield "with one layer fewer recomputed", replace(stage, checkpointing=fewer)
-    if stage.zero_stage:
-        lower = stage.zero_stage - 1
-        text = f"with ZeRO-{lower} in place of ZeRO-{int(stage.zero_stage)}"
-        yield text, stage.with_zero(lower)
-    for kind in OFFLOADED:
-        ratio = getattr(stage.offload, kind)
-        if ratio:
-            less = max((value for value in ratios if value < ratio), default=0.0)
-            text = f"with {less:.0%} of its {state_in_words(kind)} in host memory in place of {ratio:.0%}"
-            yield text, replace(stage, offload=replace(stage.offload, **{kind: less}))
-
-
 def _changed_group(plan: Plan, group: int, stage: StagePlan) -> Plan:
     """A plan whose group of devices does with its first stage as told; chunks agree in all but recomputed layers."""
     stages = list(plan.stages)
@@ -173,7 +156,8 @@ class _Cost:
 
 
 def _versions(model: CostModel, costs: Costs, group: int, ratios: Sequence[float]) -> Iterator[_Cost]:
-    for text, stage in _relaxed(costs.plan.stages[group], ratios):
+    own = costs.plan.stages[group]
+    for text, stage in (version for saving in SAVINGS for version in saving.less(own, ratios)):
         plan = _changed_group(costs.plan, group, stage)
         steady, boundary = _times(model, plan, group)
         gain = costs.alone(group) - plan.num_microbatches * steady - boundary
@@ -271,24 +255,18 @@ def _host_memory(model: CostModel, costs: Costs, group: int, host_limit: float, 
         text = f"{head}, of which no limit is known"
         known = (("host_bytes", float(held)),)
         return Finding(stage=group, limit="host memory", binds=False, values=known, text=text)
+    own = plan.stages[group]
     more = [
         _memory_of(model, _changed_group(plan, group, stage), group)
-        for stage in _more_offloaded(plan.stages[group], ratios)
+        for saving in OFFLOADS.values()
+        if saving.level(own)
+        for stage in saving.more(own, ratios)
     ]
     binds = bool(more) and all(item.host_bytes > host_limit for item in more)
     values = (("host_bytes", float(held)), ("host_limit_bytes", host_limit))
     text = f"{head}, of {format_bytes(host_limit)} that each may use"
     text += "; there is no room to offload one step more of each kind that it offloads" if binds else ""
     return Finding(stage=group, limit="host memory", binds=binds, values=values, text=text)
-
-
-def _more_offloaded(stage: StagePlan, ratios: Sequence[float]) -> Iterator[StagePlan]:
-    """A stage with one step more of each kind that it offloads."""
-    for kind in OFFLOADED:
-        ratio = getattr(stage.offload, kind)
-        more = min((value for value in ratios if value > ratio), default=None)
-        if ratio and more is not None:
-            yield replace(stage, offload=replace(stage.offload, **{kind: more}))
 
 
 def _host_link(model: CostModel, plan: Plan, group: int) -> Finding:

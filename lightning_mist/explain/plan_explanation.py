@@ -10,8 +10,6 @@ from time import thread_time
 
 from lightning_mist.cost import profiles_of
 from lightning_mist.errors import PlanError
-from lightning_mist.explain.changed_plan import microbatch_counts, with_microbatches
-from lightning_mist.explain.comparison import closed_form_of
 from lightning_mist.explain.explanation import (
     Explanation,
     Finding,
@@ -19,14 +17,15 @@ from lightning_mist.explain.explanation import (
     TechniqueValue,
     Version,
     WhatIf,
+    closed_form_of,
     differences,
     kind_of,
 )
 from lightning_mist.explain.findings import batch_finding, findings_of
 from lightning_mist.explain.queries import Asker
-from lightning_mist.explain.techniques import TECHNIQUES, Technique
 from lightning_mist.explain.what_if import Machine, better_machines
 from lightning_mist.plan import Plan, SearchSpace
+from lightning_mist.plan.changes import TECHNIQUES, Technique, microbatch_counts, with_microbatches
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import COMPARED
 from lightning_mist.tuner.select import TuneResult, step_seconds_of_plan

@@ -7,10 +7,10 @@ from time import thread_time
 from lightning_mist.cost import predict_with
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError, MistError
-from lightning_mist.explain.changed_plan import Ground
 from lightning_mist.explain.explanation import Version
 from lightning_mist.explain.what_if import Machine
 from lightning_mist.plan import Plan, SearchSpace
+from lightning_mist.plan.changes import Ground
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 

@@ -2,10 +2,9 @@ import json
 from dataclasses import replace
 
 from lightning_mist.cli.compare import comparison_json, render_comparison
-from lightning_mist.explain.baseline_plans import Baseline
-from lightning_mist.explain.comparison import compare_plans
+from lightning_mist.explain.baseline_plans import ComparedPlan, compare_plans
 from lightning_mist.plan import OffloadRatios, StageMesh, from_json
-from tests.explain.test_comparison import plan
+from tests.explain.test_baseline_plans import plan
 
 
 def moved():
@@ -17,10 +16,10 @@ def moved():
 
 def compared():
     others = [
-        Baseline(name="same", plan=plan(2.0, tokens=16)),
-        Baseline(name="moved", plan=moved()),
-        Baseline(name="again", plan=moved()),
-        Baseline(name="none", plan=None, reason="does not fit: needs 3 GiB of 2 GiB per device", note="to know"),
+        ComparedPlan(name="same", plan=plan(2.0, tokens=16)),
+        ComparedPlan(name="moved", plan=moved()),
+        ComparedPlan(name="again", plan=moved()),
+        ComparedPlan(name="none", plan=None, reason="does not fit: needs 3 GiB of 2 GiB per device", note="to know"),
     ]
     return compare_plans(plan(2.0, tokens=16), others)
 

@@ -1,18 +1,30 @@
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lightning_mist.cost import predict, predict_with, step_seconds
-from lightning_mist.explain import baselines_with
-from lightning_mist.explain.baseline_plans import baseline_notes
-from lightning_mist.explain.comparison import compare_plans
+from lightning_mist.explain import baselines
+from lightning_mist.explain.baseline_plans import ComparedPlan, baseline_notes, compare_plans, faster_notes
 from lightning_mist.hardware import MixedCluster, parse_cluster
 from lightning_mist.hardware.catalog import with_stack
-from lightning_mist.plan import row_slice
+from lightning_mist.plan import (
+    Checkpointing,
+    Plan,
+    Predicted,
+    PredictedStage,
+    StageMesh,
+    StagePlan,
+    StepWork,
+    ZeroStage,
+    row_slice,
+)
+from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import Planner, SearchSpace, tune
 from lightning_mist.tuner.infeasible import UndecidedError
+from lightning_mist.tuner.space.applied_space import Shape
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.select.test_context_plans import network as sharing_rows
 
@@ -41,7 +53,7 @@ SMALL = SearchSpace(offload=OFFLOADED, offload_ratios=(0.0, 1.0))
 
 
 def found(network=NETWORK, *, devices=4, rows=4, memory=10**12, kind="cuda", **more):
-    items = baselines_with(
+    items = baselines(
         Planner(network, cluster(devices, kind=kind), profile=MACHINE),
         global_batch_size=rows * devices,
         memory_limit=memory,
@@ -78,7 +90,7 @@ def test_each_is_what_it_says():
 def test_none_shares_rows(memory):
     planner = Planner(sharing_rows(2, 4), cluster(4), profile=profile(link=1e9))
     asked = {"global_batch_size": 4, "memory_limit": memory, "search": SearchSpace(offload=())}
-    items = baselines_with(planner, **asked)
+    items = baselines(planner, **asked)
     plans = [item.plan for item in items if item.plan is not None]
     assert not any(stage.mesh.context_parallel_degree > 1 for plan in plans for stage in plan.stages)
     # Ours does, where nothing else fits.
@@ -90,20 +102,18 @@ def test_rivals_are_priced_with_their_own_kernels_on_machines_of_the_catalog():
     machine = parse_cluster("4xH100")
     network = replace(NETWORK, precision="bf16-true", seconds=())
     planner = Planner(network, machine)
-    items = {item.name: item for item in baselines_with(planner, global_batch_size=16, search=SMALL)}
+    items = {item.name: item for item in baselines(planner, global_batch_size=16, search=SMALL)}
     for name, item in items.items():
         is_fused = name.startswith("Megatron-LM")
         assert item.stack == ("fused" if is_fused else "")
         if item.plan is not None and name in NAMES[:8]:
             stack = with_stack(planner.profile, "fused" if is_fused else "eager")
             assert item.plan.predicted == predict(network, stack, machine, item.plan)
-    own = compare_plans(items["DDP"].plan, items.values(), outside=lambda plan: ())
-    assert {item.outside for item in own if item.name.startswith("Megatron-LM")} == {
-        ("the kernels of another stack (fused)",)
-    }
+    own = compare_plans(items["DDP"].plan, items.values())
+    assert all("kernels of another stack (fused)" in note for note in faster_notes(own) if note.startswith("Megatron"))
     # Of a planner for fused kernels all are.
     fused = Planner(network, machine, profile=with_stack(planner.profile, "fused"))
-    assert {item.stack for item in baselines_with(fused, global_batch_size=16, search=SMALL)} == {""}
+    assert {item.stack for item in baselines(fused, global_batch_size=16, search=SMALL)} == {""}
     assert not any(item.stack for item in found().values())
 
 
@@ -191,7 +201,7 @@ def test_searches_that_are_cut_short_say_so():
     planner = Planner(NETWORK, cluster(4, kind="cuda"), profile=MACHINE)
     search = replace(SMALL, solver_seconds=1e-9)
     asked = {"global_batch_size": 16, "memory_limit": 10**12, "search": search}
-    items = {item.name: item for item in baselines_with(planner, **asked)}
+    items = {item.name: item for item in baselines(planner, **asked)}
     assert items["Aceso"].note == "the best found in the time that there was"
     published = items["Mist paper's space"]
     said = (
@@ -233,7 +243,7 @@ def test_devices_that_have_no_host():
         assert "compute in host memory" in items[name].reason
     assert not any(stage.offload.any for stage in items["Mist paper's space"].plan.stages)
     slow = Planner(NETWORK, cluster(4, kind="cuda"), profile=profile())
-    items = {item.name: item for item in baselines_with(slow, global_batch_size=16, memory_limit=10**12)}
+    items = {item.name: item for item in baselines(slow, global_batch_size=16, memory_limit=10**12)}
     assert "offload needs both rates" in items["ZeRO-Offload"].reason
 
 
@@ -250,7 +260,7 @@ def test_unlike_devices():
     )
     whole = MixedCluster(parts=(slow, fast), link=None)
     planner = Planner(network, whole, profile=(MACHINE, quick))
-    items = {item.name: item for item in baselines_with(planner, global_batch_size=16, search=SMALL)}
+    items = {item.name: item for item in baselines(planner, global_batch_size=16, search=SMALL)}
     assert list(items) == NAMES
     assert items[NAMES[-1]].reason == "not for unlike devices: all its stages have the same"
     grid = items["Megatron-LM, tuned"].plan
@@ -268,7 +278,7 @@ def test_unlike_devices():
 
 def test_progress_is_told():
     said = []
-    baselines_with(
+    baselines(
         Planner(NETWORK, cluster(2), profile=profile()), global_batch_size=2, memory_limit=10**12, tell=said.append
     )
     assert len(said) == len(NAMES)
@@ -281,3 +291,116 @@ def test_selective_recomputation_is_explained():
     work = tuple(replace(item, kind="causal_attention") for item in block.forward_work)
     fused = replace(NETWORK, layers=(replace(block, forward_work=work),))
     assert "the same as none recomputed" in baseline_notes(fused)[1]
+
+
+def plan(seconds, *, microbatches=2, tokens=None):
+    work = StepWork(
+        model_flops=1e9, peak_flops_per_second=0.0, peak_source="", roofline_seconds=0.0, sequence_length=tokens
+    )
+    stages = tuple(
+        StagePlan(layers=edge, mesh=StageMesh(devices=(rank,)), microbatch_size=8 // microbatches)
+        for edge, rank in (((0, 2), 1), ((2, 4), 0))
+    )
+    shown = tuple(
+        PredictedStage(
+            steady_seconds=1.0, boundary_seconds=0.0, forward_seconds=0.3, backward_seconds=0.7, peak_bytes=peak
+        )
+        for peak in (3000, 2000)
+    )
+    return Plan(
+        global_batch_size=8,
+        num_microbatches=microbatches,
+        stages=stages,
+        predicted=Predicted(step_seconds=seconds, stages=shown, work=work),
+    )
+
+
+def test_figures():
+    others = [
+        ComparedPlan(name="slow", plan=plan(4.0, tokens=16)),
+        ComparedPlan(name="none", plan=None, reason="too large"),
+    ]
+    ours, slow, none = compare_plans(plan(2.0, microbatches=4), others)
+    assert (ours.name, ours.step_seconds, ours.ratio, ours.rows_per_second) == ("this plan", 2.0, 1.0, 4.0)
+    assert (ours.tokens_per_second, ours.peak_bytes) == (None, 3000)
+    assert ours.settings == "2 stages; 4 microbatches of 2 rows"
+    assert (slow.name, slow.ratio, slow.rows_per_second, slow.tokens_per_second) == ("slow", 2.0, 2.0, 32.0)
+    assert slow.plan == others[0].plan
+    assert (none.plan, none.reason, none.ratio, none.step_seconds) == (None, "too large", None, None)
+
+
+def test_a_plan_without_a_prediction_cannot_be_compared():
+    with pytest.raises(ValueError, match="only plans whose seconds are predicted"):
+        compare_plans(replace(plan(1.0), predicted=None), [])
+
+
+def test_what_is_faster_is_said_once_with_what_it_does():
+    ours, quick = plan(2.0), plan(1.9)
+    others = [
+        ComparedPlan(name="slow", plan=plan(2.1)),
+        ComparedPlan(name="alike", plan=plan(1.99)),
+        ComparedPlan(name="quick", plan=quick),
+        ComparedPlan(name="as quick", plan=quick),
+        ComparedPlan(name="late", plan=replace(plan(1.97), schedule="zb-h1")),
+        ComparedPlan(name="fused", plan=plan(1.5), stack="fused", precision="bf16-mixed"),
+        ComparedPlan(name="none", plan=None, reason="too large"),
+    ]
+    first, late, fused = faster_notes(compare_plans(ours, others))
+    assert first == (
+        "quick takes 5.0% less on the clock: 2 stages; 2 microbatches of 4 rows. Its plan is in what --json prints, "
+        "under compare"
+    )
+    assert late.startswith("late takes 1.5% less on the clock: schedule zb-h1 in place of 1f1b. ")
+    assert "25.0% less on the clock: the kernels of another stack (fused); bf16-mixed. " in fused
+
+
+def test_the_published_space_has_one_arrangement_of_devices_and_small_microbatches():
+    network = with_splits(spec(9, measured=True, widths=(10_000,)), (2, False), (2, True))
+    for memory in (10**9, 1_500_000):
+        plan = found(network, rows=8, memory=memory)["Mist paper's space"].plan
+        if plan is None:
+            continue
+        assert len({(stage.data_parallel_degree, len(stage.devices)) for stage in plan.stages}) == 1
+        assert not any(stage.mesh.sequence_parallel for stage in plan.stages)
+        assert plan.num_microbatches & (plan.num_microbatches - 1) == 0
+        assert all(stage.microbatch_size in (1, 2, 4) for stage in plan.stages)
+        assert all((int(stage.zero_stage) == 0) == (stage.data_parallel_degree == 1) for stage in plan.stages)
+
+
+@pytest.mark.parametrize("link", [1e8, 3e6])
+def test_the_published_space_is_searched_as_exactly_as_any(link):
+    """Against every plan of it on two devices without offload, by the closed form of the step."""
+    network = with_splits(spec(4, measured=True, parameter_bytes=400_000), (2, False), (2, True))
+    planner = Planner(network, cluster(2), profile=profile(link=link))
+    every = sorted(_everything(planner), key=lambda plan: max(stage.peak_bytes for stage in plan.predicted.stages))
+    kinds = set()
+    for part in (1.0, 0.3, 0.1, 0.0):
+        limit = max(stage.peak_bytes for stage in every[int(part * (len(every) - 1))].predicted.stages)
+        items = baselines(planner, global_batch_size=16, memory_limit=limit, search=SearchSpace(offload=()))
+        plan = items[-1].plan
+        fitting = [item for item in every if max(stage.peak_bytes for stage in item.predicted.stages) <= limit]
+        assert closed_form(plan) <= min(map(closed_form, fitting)) * 1.01
+        kinds.add((plan.num_stages, plan.stages[0].mesh.tensor_parallel_degree))
+    assert kinds
+
+
+def _everything(planner):
+    for stages, data, tensor in ((1, 2, 1), (1, 1, 2), (2, 1, 1)):
+        shape, layout = Shape(data, tensor), rank_layout([(data, tensor)] * stages)
+        for rows, cut in itertools.product((1, 2, 4), range(1, 4) if stages == 2 else (4,)):
+            edges = [(0, 4)] if stages == 1 else [(0, cut), (cut, 4)]
+            zeros = (1, 2, 3) if data > 1 else (0,)
+            choices = [itertools.product(range(end - start + 1), zeros) for start, end in edges]
+            for chosen in itertools.product(*choices):
+                made = [
+                    StagePlan(
+                        layers=edge,
+                        mesh=shape.mesh(devices),
+                        microbatch_size=rows,
+                        zero_stage=ZeroStage(zero),
+                        checkpointing=Checkpointing(layers=recomputed),
+                    )
+                    for edge, devices, (recomputed, zero) in zip(edges, layout, chosen, strict=True)
+                ]
+                plan = Plan(global_batch_size=16, num_microbatches=16 // (rows * data), stages=tuple(made))
+                yield replace(plan, predicted=predict_with(planner.model, plan))

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.explain.explanation import Finding, Kind, Version, differences, kind_of
-from lightning_mist.plan import Checkpointing, OffloadRatios, ZeroStage
+from lightning_mist.explain.explanation import Finding, Kind, Version, closed_form_of, differences, kind_of
+from lightning_mist.plan import Checkpointing, OffloadRatios, Predicted, PredictedStage, ZeroStage
 from tests.plans import plan_of
+from tests.tuner import plans
 
 
 def pipeline(**changes):
@@ -93,3 +94,16 @@ def test_one_stage_has_no_schedule_to_speak_of():
 def test_the_way_back_is_told_too():
     other = replace(KIND, tensor=(2,), checkpointing=True)
     assert differences(other, KIND) == ("no tensor parallelism", "recomputes no layer")
+
+
+def test_chunks_share_the_devices_of_their_group():
+    chunks = plans.pipeline(*[{"layers": 1}] * 4, groups=2, schedule="interleaved-1f1b", microbatches=4)
+    stages = tuple(
+        PredictedStage(
+            steady_seconds=1.0, boundary_seconds=8.0, forward_seconds=0.3, backward_seconds=0.7, peak_bytes=1
+        )
+        for _ in chunks.stages
+    )
+    chunks = replace(chunks, predicted=Predicted(step_seconds=11.0, stages=stages))
+    # Groups take 2 s of each of 4 microbatches, and 16 s once, which nothing hides for the first.
+    assert closed_form_of(chunks) == 3 * 2.0 + 2 * 2.0 + 16.0

@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict_with, stage_memory
-from lightning_mist.explain.comparison import closed_form_of
-from lightning_mist.explain.explanation import Version
+from lightning_mist.explain.explanation import Version, closed_form_of
 from lightning_mist.explain.findings import batch_finding, findings_of
 from lightning_mist.plan import Checkpointing
 from lightning_mist.units import format_bytes, format_seconds

@@ -3,12 +3,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.cost import predict, predict_with, stage_memory
-from lightning_mist.explain.comparison import closed_form_of
-from lightning_mist.explain.explanation import kind_of
+from lightning_mist.explain.explanation import closed_form_of, kind_of
 from lightning_mist.explain.plan_explanation import _remember, explain_plan
 from lightning_mist.explain.queries import Asker
-from lightning_mist.explain.techniques import TECHNIQUES
 from lightning_mist.hardware import MixedCluster
+from lightning_mist.plan.changes import TECHNIQUES
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.select.selection import Alternative

@@ -2,7 +2,7 @@ import pytest
 
 from lightning_mist.report.figures import save
 from lightning_mist.report.frontier import Frontier, FrontierPoint, frontier_figure
-from tests.explain.test_comparison import plan
+from tests.explain.test_baseline_plans import plan
 
 GIB = 2**30
 

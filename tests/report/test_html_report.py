@@ -6,8 +6,7 @@ import pytest
 from lightning_mist.cli.html_output import check_html
 from lightning_mist.cost import with_units
 from lightning_mist.errors import PlanError
-from lightning_mist.explain import baselines_with, explain_plan
-from lightning_mist.explain.comparison import compare_plans
+from lightning_mist.explain import baselines, compare_plans, explain_plan
 from lightning_mist.plan import OffloadRatios, StageMesh
 from lightning_mist.report.frontier import memory_frontier
 from lightning_mist.report.html_report import Report, headline, render_report
@@ -26,7 +25,7 @@ def whole():
     network = spec(4, measured=True)
     planner = Planner(network, cluster(2), profile=MACHINE)
     result = planner.tune(**ASKED)
-    others = baselines_with(planner, **ASKED)
+    others = baselines(planner, **ASKED)
     return Report(
         title="net <4> on 2 cpu",
         plan=with_units(planner.model, result.plan),

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.explain.comparison import ComparedPlan
+from lightning_mist.explain import ComparedPlan
+from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.report.html_tables import (
     HATCHED,
     comparison_bars,
@@ -34,17 +35,13 @@ def test_what_does_not_fit_says_why():
     ours = ComparedPlan(
         name="this plan",
         plan=predicted(2, 4),
-        settings="2 stages",
         note="the best found",
-        step_seconds=1.0,
         ratio=1.0,
-        rows_per_second=8.0,
-        peak_bytes=2**20,
     )
     text = comparison_table([ours, ComparedPlan(name="DDP", plan=None, reason="none divides")])
     assert "none divides" in text
     assert "does not fit" not in text
-    assert "2 stages (the best found)" in text
+    assert f"{settings_of(ours.plan)} (the best found)" in text
     assert "rows/s" in text
     assert "tokens/s" not in text
 
@@ -53,7 +50,7 @@ def test_rivals_are_bars_as_long_as_their_steps():
     fast, slow = predicted(2, 4), predicted(2, 8)
     step = {plan: plan.predicted.step_seconds for plan in (fast, slow)}
     lines = [
-        ComparedPlan(name=name, plan=plan, step_seconds=step[plan], ratio=step[plan] / step[fast], peak_bytes=1)
+        ComparedPlan(name=name, plan=plan, ratio=step[plan] / step[fast])
         for name, plan in (("this plan", fast), ("FSDP", slow))
     ]
     why = "does not fit: " + "so it is " * 10

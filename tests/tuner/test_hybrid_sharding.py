@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mist.explain.changed_plan import Ground
-from lightning_mist.explain.membership import outside
-from lightning_mist.explain.techniques import TECHNIQUES
+from lightning_mist.plan.changes import TECHNIQUES, Ground
 from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
@@ -35,7 +33,7 @@ def test_groups_are_found_where_they_pay_and_are_asked_for():
 
 
 def test_what_the_groups_buy_is_told():
-    hybrid, planner = best(replace(SPACE, shard_degrees=(2,))), Planner(NETWORK, PLACE, profile=HARDWARE)
+    hybrid = best(replace(SPACE, shard_degrees=(2,)))
     technique = next(item for item in TECHNIQUES if item.name == "hybrid sharding")
     asked = replace(SPACE, shard_degrees=(2,))
     assert technique.use(hybrid.plan) == "groups of 2 ranks on the only stage"
@@ -43,8 +41,6 @@ def test_what_the_groups_buy_is_told():
     assert [stage.mesh.shard_degree for stage in off.stages] == [None]
     assert technique.without(hybrid.plan, asked) == SPACE
     assert technique.use(off) == ""
-    assert outside(planner, hybrid.plan, asked) == ()
-    assert any("ZeRO over groups of 2" in reason for reason in outside(planner, hybrid.plan, SPACE))
     without = [
         item.off(hybrid.plan, Ground(cuts_batches=True, search=asked)) for item in TECHNIQUES if "ZeRO-1" in item.name
     ]

@@ -15,14 +15,15 @@ that some stage offloads or shares out. Of these it is relieved as far as it fit
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
 
 from lightning_mist.cost import CostModel, predict_with, seconds_with
 from lightning_mist.cost.interleaved_memory import plans_peaks
-from lightning_mist.plan import OffloadRatios, Plan
+from lightning_mist.plan import Plan
+from lightning_mist.plan.changes import OFFLOADS, ZERO, burdens
 from lightning_mist.tuner.options import OPTIONS
 
 ALIKE = OPTIONS.alike
@@ -33,37 +34,6 @@ Fits: TypeAlias = Callable[[Plan], bool]
 
 Simplicity: TypeAlias = tuple[int, int, int]
 """Numbers of techniques, of shapes of stages, and of stages: the lesser, the simpler."""
-
-_OFFLOADED = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-}
-_SHARED = ("optimizer state", "gradients", "parameters")
-
-
-def techniques(plan: Plan) -> tuple[str, ...]:
-    """What a plan does beyond computing every layer once on every rank, in words."""
-    meshes = [stage.mesh for stage in plan.stages]
-    # Alone a rank has nobody to share anything with.
-    sharing = [stage for stage in plan.stages if stage.data_parallel_degree * stage.mesh.context_parallel_degree > 1]
-    level = max((int(stage.zero_stage) for stage in sharing), default=0)
-    offloaded = [
-        words for name, words in _OFFLOADED.items() if any(getattr(stage.offload, name) for stage in plan.stages)
-    ]
-    found = [f"{words} in host memory" for words in offloaded]
-    found += [f"sharded {words}" for words in _SHARED[:level]]
-    used = {
-        "groups that share out": any(mesh.shard_degree for mesh in meshes),
-        "tensor parallelism": any(mesh.tensor_parallel_degree > 1 for mesh in meshes),
-        "sequence parallelism": any(mesh.sequence_parallel for mesh in meshes),
-        "context parallelism": any(mesh.context_parallel_degree > 1 for mesh in meshes),
-        "recomputation": any(stage.checkpointing.layers for stage in plan.stages),
-        # One stage has no schedule to speak of, and both of these run whole backwards of whole stages.
-        plan.schedule: plan.num_groups > 1 and plan.schedule not in ("1f1b", "gpipe"),
-    }
-    return (*found, *(name for name, is_used in used.items() if is_used))
 
 
 def shapes(plan: Plan) -> int:
@@ -88,7 +58,7 @@ def shapes(plan: Plan) -> int:
 
 def simplicity(plan: Plan) -> Simplicity:
     """How simple a plan is, see :data:`Simplicity`."""
-    return len(techniques(plan)), shapes(plan), plan.num_stages
+    return len(burdens(plan)), shapes(plan), plan.num_stages
 
 
 def simplest(plans: Iterable[tuple[Plan, float]]) -> Plan:
@@ -105,7 +75,7 @@ def simplest(plans: Iterable[tuple[Plan, float]]) -> Plan:
 
 def why_simpler(plan: Plan, other: Plan) -> str:
     """What makes a plan simpler than another, in words: the first thing that counts."""
-    own, others = techniques(plan), techniques(other)
+    own, others = burdens(plan), burdens(other)
     if len(own) < len(others):
         without = " and ".join(name for name in others if name not in own)
         return f"it does without {without}"
@@ -128,8 +98,8 @@ def drop_savings(model: CostModel, plan: Plan, fits: Fits, zero_stages: Sequence
     assert plan.predicted is not None
     most, best = plan.predicted.step_seconds * (1 + OPTIONS.alike), plan
     while True:
-        count = len(techniques(best))
-        less = (item for item in _with_less(best, zero_stages) if len(techniques(item)) < count)
+        count = len(burdens(best))
+        less = (item for item in _with_less(best, zero_stages) if len(burdens(item)) < count)
         found = next((item for item in less if fits(item) and seconds_with(model, item) <= most), None)
         if found is None:
             return best if best is plan else replace(best, predicted=predict_with(model, best))
@@ -157,10 +127,9 @@ def fits_within(
 
 def _with_less(plan: Plan, zero_stages: Sequence[int]) -> Iterator[Plan]:
     """Plans that offload one kind of state less, then those that share out less."""
-    for field in fields(OffloadRatios):
-        stages = tuple(replace(item, offload=replace(item.offload, **{field.name: 0.0})) for item in plan.stages)
-        yield replace(plan, stages=stages, predicted=None)
+    for saving in OFFLOADS.values():
+        yield saving.at_most(plan, 0.0)
     for most in sorted(zero_stages):
-        stages = tuple(item.with_zero(min(most, item.zero_stage)) for item in plan.stages)
-        if all(item.zero_stage in zero_stages for item in stages):
-            yield replace(plan, stages=stages, predicted=None)
+        less = ZERO.at_most(plan, most)
+        if all(item.zero_stage in zero_stages for item in less.stages):
+            yield less

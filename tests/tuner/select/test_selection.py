@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict
+from lightning_mist.plan.changes import burdens
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.inter_stage import InterStageProblem
 from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.select.selection import clocked, ending_sooner, step_seconds_of_plan
-from lightning_mist.tuner.select.simplest_plan import simplicity, techniques
+from lightning_mist.tuner.select.simplest_plan import simplicity
 from tests.specs import cluster, profile, spec
 from tests.tuner.plans import pipeline
 from tests.tuner.problems import slot
@@ -60,7 +61,7 @@ def test_other_schedules_have_to_gain_on_the_fastest(monkeypatch):
     explored = planner.tune(global_batch_size=8, memory_limit=10**9, search=SearchSpace(**asked))
     assert explored.plan.schedule == "interleaved-1f1b"
     assert explored.status == "explored"
-    assert techniques(explored.plan) == ("interleaved-1f1b",)
+    assert burdens(explored.plan) == ("interleaved-1f1b",)
     assert np.isfinite(explored.closed_form_seconds)
     # What gains less than can be told apart is left.
     monkeypatch.setattr(OPTIONS, "alike", 0.9)

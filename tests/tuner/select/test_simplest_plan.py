@@ -4,6 +4,7 @@ import pytest
 
 from lightning_mist.cost import StageCostModel, predict, predict_with
 from lightning_mist.cost.interleaved_memory import plan_memory
+from lightning_mist.plan.changes import burdens
 from lightning_mist.tuner.select.simplest_plan import (
     ALIKE,
     drop_savings,
@@ -11,7 +12,6 @@ from lightning_mist.tuner.select.simplest_plan import (
     shapes,
     simplest,
     simplicity,
-    techniques,
     why_simpler,
 )
 from tests.specs import cluster, profile, spec
@@ -34,7 +34,7 @@ def both(**changes):
         (both(data=1, zero=2), ()),
         (both(checkpointed=1), ("recomputation",)),
         (both(tensor=2), ("tensor parallelism",)),
-        (both(tensor=2, sequence=True), ("tensor parallelism", "sequence parallelism")),
+        (both(tensor=2, sequence=True), ("sequence parallelism", "tensor parallelism")),
         (both(offload={"optimizer": 0.5}), ("optimizer state in host memory",)),
         (dataclasses.replace(PLAIN, schedule="gpipe"), ()),
         (dataclasses.replace(PLAIN, schedule="zb-h1"), ("zb-h1",)),
@@ -42,7 +42,7 @@ def both(**changes):
     ],
 )
 def test_techniques_are_what_a_plan_does_beyond_computing_once(plan, used):
-    assert techniques(plan) == used
+    assert burdens(plan) == used
 
 
 def test_stages_have_one_shape_wherever_they_are():
@@ -99,9 +99,9 @@ def within(plan, more=0.0):
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b"])
 def test_what_nothing_is_lost_by_is_left_out(schedule):
     plan = saving(schedule, zero=1, offload={"optimizer": 0.25, "gradients": 0.5})
-    assert len(techniques(plan)) == 4
+    assert len(burdens(plan)) == 4
     found = drop_savings(MODEL, plan, within(plan, 1e9), EVERY)
-    assert techniques(found) == (schedule,)
+    assert burdens(found) == (schedule,)
     assert found.predicted == predict(NETWORK, FAST, cluster(4), found)
     assert found.predicted.step_seconds <= plan.predicted.step_seconds * (1 + ALIKE)
 
@@ -127,7 +127,7 @@ def test_only_what_may_be_is_tried():
         plan, stages=tuple(dataclasses.replace(stage, zero_stage=1) for stage in plan.stages), predicted=plan.predicted
     )
     assert drop_savings(MODEL, plan, within(plan, 1e9), (1, 2)) is plan
-    assert techniques(drop_savings(MODEL, plan, within(plan, 1e9), (0, 1))) == ("zb-h1",)
+    assert burdens(drop_savings(MODEL, plan, within(plan, 1e9), (0, 1))) == ("zb-h1",)
 
 
 def test_what_takes_longer_is_not_simpler():

@@ -3,8 +3,22 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.errors import PlanError
-from lightning_mist.explain.changed_plan import Ground
-from lightning_mist.explain.techniques import TECHNIQUES, places
+from lightning_mist.plan import plan_of
+from lightning_mist.plan.changes import (
+    OFFLOADS,
+    RECOMPUTATION,
+    SAVINGS,
+    TECHNIQUES,
+    ZERO,
+    Ground,
+    burdens,
+    even_lengths,
+    every_stage,
+    microbatch_counts,
+    places,
+    with_lengths,
+    with_microbatches,
+)
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from tests.tuner.plans import pipeline
@@ -181,3 +195,80 @@ def test_places_are_runs_of_stages():
     assert places(plan, lambda stage: stage.checkpointing.layers > 0) == "stages 0, 2 to 4"
     assert places(plan, lambda stage: stage.layers[0] == 5) == "stage 5"
     assert places(plan, lambda stage: True) == "every stage"
+
+
+def test_a_batch_that_is_not_cut_leaves_one_number_of_microbatches():
+    whole = replace(GROUND, cuts_batches=False)
+    assert microbatch_counts(PLAIN, [1, 1], whole) == (2,)
+    cut = pipeline({"layers": 6, "data": 2}, microbatches=4, rows=4)
+    assert microbatch_counts(cut, [2], GROUND) == (1, 2, 4)
+    assert microbatch_counts(cut, [2], whole) == (1,)
+
+
+def test_only_asked_numbers_of_microbatches_are_looked_at():
+    asked = replace(GROUND, search=SearchSpace(num_microbatches=(2, 3)))
+    assert microbatch_counts(pipeline({"layers": 6, "data": 2}, rows=4), [2], asked) == (2,)
+
+
+def test_chunks_need_rounds_of_microbatches():
+    plan = pipeline(*({"layers": 1} for _ in range(6)), groups=3, schedule="interleaved-1f1b", microbatches=3, rows=4)
+    assert microbatch_counts(plan, [1, 1, 1], GROUND) == (3, 6, 12)
+
+
+def test_other_microbatches_leave_the_batch_as_it_is():
+    plan = pipeline({"layers": 3, "data": 2}, {"layers": 3}, microbatches=6, rows=4)
+    changed = with_microbatches(plan, 3)
+    assert changed.global_batch_size == plan.global_batch_size
+    assert [stage.microbatch_size for stage in changed.stages] == [2, 4]
+
+
+def test_layers_are_dealt_out_evenly_and_no_more_are_recomputed_than_there_are():
+    plan = pipeline({"layers": 1}, {"layers": 6, "checkpointed": 6})
+    assert even_lengths(plan) == (3, 4)
+    even = with_lengths(plan, (3, 4))
+    assert even.bounds == ((0, 3), (3, 7))
+    assert [stage.checkpointing.layers for stage in even.stages] == [0, 4]
+
+
+def test_all_stages_change():
+    other = replace(PLAIN.stages[1].checkpointing, layers=2)
+    wider = every_stage(PLAIN, lambda stage: replace(stage, checkpointing=other))
+    assert [stage.checkpointing.layers for stage in wider.stages] == [2, 2]
+
+
+def test_rows_that_are_shared_become_rows_of_their_own():
+    plan = plan_of(4, world_size=4, global_batch_size=8, context_parallel_degree=2, zero_stage=3)
+    technique = BY_NAME["context parallelism"]
+    assert technique.use(plan) == "2 devices share every row on the only stage"
+    (stage,) = technique.off(plan, GROUND).stages
+    assert (stage.data_parallel_degree, stage.mesh.context_parallel_degree, int(stage.zero_stage)) == (4, 1, 3)
+    assert technique.without(plan, SearchSpace()) == SearchSpace(context_parallel_degrees=())
+    (stage,) = BY_NAME["ZeRO-3"].off(plan, GROUND).stages
+    assert stage.mesh.context_parallel_degree == 2
+
+
+def test_savings_go_a_level_down_and_up():
+    stage = EVERYTHING.stages[1]
+    texts = [text for saving in SAVINGS for text, _ in saving.less(stage, (0.0, 0.25, 1.0))]
+    assert texts == [
+        "with one layer fewer recomputed",
+        "with ZeRO-0 in place of ZeRO-1",
+        "with 25% of its optimizer state in host memory in place of 50%",
+        "with 25% of its activations in host memory in place of 50%",
+    ]
+    (more,) = OFFLOADS["optimizer"].more(stage, (0.0, 1.0))
+    assert more.offload.optimizer == 1.0
+    assert not list(RECOMPUTATION.more(stage, ()))
+    assert [int(item.zero_stage) for item in ZERO.at_least(EVERYTHING, 2).stages] == [3, 2]
+    assert [item.checkpointing.layers for item in RECOMPUTATION.at_least(EVERYTHING, 3).stages] == [2, 5]
+    assert [item.offload.optimizer for item in OFFLOADS["optimizer"].at_least(EVERYTHING, 0.25).stages] == [0.25, 0.5]
+
+
+def test_what_nobody_is_there_to_share_with_is_no_burden():
+    alone = pipeline({"layers": 4, "zero": 2}, {"layers": 4, "zero": 2})
+    assert burdens(alone) == ()
+    assert set(burdens(EVERYTHING)) == {
+        *(f"sharded {state}" for state in ("optimizer state", "gradients", "parameters")),
+        *("optimizer state in host memory", "activations in host memory", "recomputation"),
+        *("tensor parallelism", "sequence parallelism"),
+    }

@@ -1,7 +1,7 @@
 """What would make a plan fit: changes of it, the smallest first, each estimated like the plan itself."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeAlias
@@ -11,7 +11,8 @@ from lightning_mist.estimate.estimate_data import Change, verdict_of, worst_of
 from lightning_mist.estimate.stage_estimates import Estimator, Replaying, what_is_not_run
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import Cluster, single
-from lightning_mist.plan import Feature, Plan, StagePlan, ZeroStage, plan_of
+from lightning_mist.plan import Feature, Plan, plan_of
+from lightning_mist.plan.changes import OFFLOADS, RECOMPUTATION, ZERO, with_microbatches
 
 SHOWN = 6
 """Changes that are kept at most."""
@@ -50,7 +51,7 @@ def changes_that_fit(estimator: Estimator, plan: Plan) -> tuple[Change, ...]:
     """
     plan = replace(plan, predicted=None, fingerprint=())
     steps = _Steps(estimator, plan)
-    found = [_least(estimator, ladder) for ladder in (steps.recomputed(), steps.cut(), steps.sharded())]
+    found = [_least(estimator, ladder) for ladder in (steps.recomputed(plan), steps.cut(plan), steps.sharded())]
     if not any(found):
         found = [next((item for item in (_least(estimator, way) for way in steps.together()) if item), None)]
     found += [_first(estimator, trials) for trials in steps.regrouped()]
@@ -107,26 +108,25 @@ class _Steps:
         self._plan, self._spec = plan, estimator.spec
         self._cluster = single(estimator.cluster, "looking for changes that fit")
 
-    def recomputed(self, plan: Plan | None = None, text: str = "") -> Ladder:
+    def recomputed(self, plan: Plan, text: str = "") -> Ladder:
         """More layers recomputed, on every stage as many."""
-        plan = plan or self._plan
         if self._excludes("checkpointing"):
             return ()
         most = max(stage.num_layers for stage in plan.stages)
         have = min(stage.checkpointing.layers for stage in plan.stages)
         where = " of every stage" if plan.num_stages > 1 else ""
         return [
-            self._trial(f"{text}{_layers(n, most)}{where} checkpointed", _recomputing(plan, n))
+            self._trial(f"{text}{_layers(n, most)}{where} checkpointed", RECOMPUTATION.at_least(plan, n))
             for n in range(have + 1, most + 1)
         ]
 
-    def cut(self, plan: Plan | None = None, text: str = "") -> Ladder:
+    def cut(self, plan: Plan, text: str = "") -> Ladder:
         """Smaller microbatches, more of them."""
-        plan = plan or self._plan
         if self._excludes("microbatches"):
             return ()
         common = gcd(*(stage.microbatch_size for stage in plan.stages))
-        cut = [_cut(plan, parts) for parts in range(2, common + 1) if common % parts == 0]
+        parts = [number for number in range(2, common + 1) if common % number == 0]
+        cut = [with_microbatches(plan, plan.num_microbatches * number) for number in parts]
         words = "{text}num_microbatches={plan.num_microbatches} of {plan.stages[0].microbatch_size} rows"
         return [self._trial(words.format(text=text, plan=smaller), smaller) for smaller in cut]
 
@@ -135,11 +135,11 @@ class _Steps:
         if all(stage.data_parallel_degree == 1 for stage in self._plan.stages):
             return ()
         have = min(int(stage.zero_stage) for stage in self._plan.stages)
-        return [self._trial(f"zero_stage={level}", _sharded(self._plan, level)) for level in range(have + 1, 4)]
+        return [self._trial(f"zero_stage={level}", ZERO.at_least(self._plan, level)) for level in range(have + 1, 4)]
 
     def together(self) -> Iterator[Ladder]:
         """Several changes at once, as few as possible."""
-        sharded, cut = self.sharded(), self.cut()
+        sharded, cut = self.sharded(), self.cut(self._plan)
         for first in (cut[-1:], sharded[-1:]):
             for trial in first:
                 yield self.recomputed(trial.plan, f"{trial.text} and ")
@@ -161,15 +161,15 @@ class _Steps:
 
     def offloaded(self) -> Iterator[Ladder]:
         """More of optimizer state in host memory, then of everything."""
-        have = min((stage.offload for stage in self._plan.stages), key=lambda ratios: ratios.optimizer)
         for kind, words in (("optimizer", "optimizer state"), ("activations", "the activations")):
+            have = min(OFFLOADS[kind].level(stage) for stage in self._plan.stages)
             # What recomputation by operator keeps stays on the device.
             stays = any(stage.checkpointing.kind == "selective" for stage in self._plan.stages)
-            if kind == "optimizer" or not (have.activations or stays):
+            if kind == "optimizer" or not (have or stays):
                 yield [
-                    self._trial(f"{ratio:.0%} of {words} in host memory", _offloading(self._plan, kind, ratio))
+                    self._trial(f"{ratio:.0%} of {words} in host memory", OFFLOADS[kind].at_least(self._plan, ratio))
                     for ratio in OFFLOAD_RATIOS
-                    if ratio > getattr(have, kind)
+                    if ratio > have
                 ]
 
     def larger(self) -> Iterator[Sequence[_Trial]]:
@@ -216,31 +216,6 @@ def _layers(count: int, of: int) -> str:
     if count == of:
         return "all layers"
     return f"{count} layer{'s' if count > 1 else ''}"
-
-
-def _with_stages(plan: Plan, change: Callable[[StagePlan], StagePlan]) -> Plan:
-    return replace(plan, stages=tuple(change(stage) for stage in plan.stages))
-
-
-def _recomputing(plan: Plan, layers: int) -> Plan:
-    def change(stage: StagePlan) -> StagePlan:
-        wanted = max(stage.checkpointing.layers, min(layers, stage.num_layers))
-        return replace(stage, checkpointing=replace(stage.checkpointing, layers=wanted))
-
-    return _with_stages(plan, change)
-
-
-def _cut(plan: Plan, parts: int) -> Plan:
-    stages = tuple(replace(stage, microbatch_size=stage.microbatch_size // parts) for stage in plan.stages)
-    return replace(plan, stages=stages, num_microbatches=plan.num_microbatches * parts)
-
-
-def _sharded(plan: Plan, level: int) -> Plan:
-    return _with_stages(plan, lambda stage: replace(stage, zero_stage=max(stage.zero_stage, ZeroStage(level))))
-
-
-def _offloading(plan: Plan, kind: str, ratio: float) -> Plan:
-    return _with_stages(plan, lambda stage: replace(stage, offload=replace(stage.offload, **{kind: ratio})))
 
 
 def _shape_of(plan: Plan) -> dict[str, Any] | None:
