@@ -14,7 +14,7 @@ from lightning_mist.errors import MistError
 if TYPE_CHECKING:
     from torch import nn
 
-    from lightning_mist.estimate.closed_form import TransformerDims
+    from lightning_mist.estimate.transformer_sizes import TransformerDims
     from lightning_mist.model import ModelSpec, OptimizerSpec
 
 LONG_ROWS = 32_768
@@ -227,7 +227,7 @@ def closed_network(request: NetworkRequest) -> "ModelSpec":
 
 def _dims(model: str, seq_len: int) -> "TransformerDims":
     """The sizes that a preset or a configuration file states."""
-    from lightning_mist.estimate.closed_form import dims_of, shape_dims
+    from lightning_mist.estimate.transformer_sizes import dims_of, shape_dims
     from lightning_mist.model.presets import PRESETS, read_configuration
 
     if model in PRESETS:

@@ -10,10 +10,11 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.estimate.allocator import parse_allocator_settings
-from lightning_mist.estimate.closed_form import closed_spec, module_dims, with_second_opinion
+from lightning_mist.estimate.closed_form import closed_spec, with_second_opinion
 from lightning_mist.estimate.estimate_data import MemoryEstimate
 from lightning_mist.estimate.plan_estimate import estimate_plan, limit_of
 from lightning_mist.estimate.stage_estimates import Estimator
+from lightning_mist.estimate.transformer_sizes import module_dims
 from lightning_mist.hardware import Cluster, parse_cluster, single
 from lightning_mist.hardware.catalog import capability_of
 from lightning_mist.model import (

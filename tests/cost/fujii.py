@@ -21,7 +21,7 @@ multiplies, which is ``h`` times as much; ``literal`` reproduces it.
 
 from dataclasses import dataclass
 
-from lightning_mist.estimate.closed_form.network_sizes import TransformerDims
+from lightning_mist.estimate.transformer_sizes import TransformerDims
 
 SAFE_SHARE = 0.8
 """Share of a device's memory up to which an estimate has never run out (arXiv:2411.06465, abstract)."""

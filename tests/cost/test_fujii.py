@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_mist.estimate.closed_form.network_sizes import TransformerDims
+from lightning_mist.estimate.transformer_sizes import TransformerDims
 from tests.cost.fujii import Degrees, Experts, fujii_estimate
 
 LLAMA_3_8B = TransformerDims(hidden=4096, ffn=14336, layers=32, heads=32, key_value_heads=8, vocabulary=128256)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.estimate.closed_form.network_sizes import TransformerDims
 from lightning_mist.model import map_module
 from lightning_mist.model.sources.reference_decoder import hollow
 from lightning_mist.model.split import derive_splits, factored
@@ -18,7 +17,7 @@ from lightning_mist.model.split.split_check import prepare
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit
 from tests import zoo
-from tests.cost.transformers import Layer, Transformer, tokens
+from tests.cost.transformers import Sizes, Transformer, tokens
 from tests.model.split.test_splits import derived, of_zoo
 from tests.workers import apart
 
@@ -226,34 +225,19 @@ def test_what_takes_too_much_memory_is_not_silently_left_out(monkeypatch):
     assert "otherwise than in a product: trying that takes" in reason
 
 
-GROUPED = {"heads": 32, "key_value_heads": 8, "rotary": False, "repeats_key_value": True}
-PHI = {**GROUPED, "layers": 2, "fused_query_key_value": True}
-GPT = {"feed_forward": "gelu", "feed_forward_bias": True, "rotary": False}
 LARGE = {
-    "llama 8b": TransformerDims(hidden=4096, ffn=14336, layers=32, vocabulary=128256, **GROUPED),
-    "gpt 175b": TransformerDims(hidden=12288, ffn=49152, layers=1, heads=96, vocabulary=50304, **GPT),
-    "phi 14b": TransformerDims(hidden=5120, ffn=17920, vocabulary=32064, **{**PHI, "heads": 40, "key_value_heads": 10}),
-    "phi small": TransformerDims(hidden=4096, ffn=14336, vocabulary=100352, **PHI),
+    "llama 8b": Sizes(hidden=4096, ffn=14336, layers=32, vocabulary=128256, heads=32, groups=8),
+    "gpt 175b": Sizes(
+        hidden=12288, ffn=49152, layers=1, vocabulary=50304, heads=96, is_gated=False, has_inner_bias=True
+    ),
+    "phi 14b": Sizes(hidden=5120, ffn=17920, layers=2, vocabulary=32064, heads=40, groups=10, is_packed=True),
+    "phi small": Sizes(hidden=4096, ffn=14336, layers=2, vocabulary=100352, heads=32, groups=8, is_packed=True),
 }
-
-
-class PackedLayer(Layer):
-    """Gate and up side by side in one matrix, as query, key and value are."""
-
-    def __init__(self, dims: TransformerDims) -> None:
-        super().__init__(dims)
-        del self.linear["gate"], self.linear["up"]
-        self.linear["gate_up"] = nn.Linear(dims.hidden, 2 * dims.ffn, bias=False)
-
-    def inner(self, x: Tensor) -> Tensor:
-        gate, up = self.linear["gate_up"](x).chunk(2, -1)
-        return F.silu(gate) * up
 
 
 def split_of(name: str) -> tuple[ModuleMap, int]:
     """How a large model without values can be split over 2, 4 and 8 ranks, and the KiB that this takes."""
-    dims = LARGE[name]
-    module = hollow(lambda: Transformer(dims, PackedLayer if dims.fused_query_key_value else Layer))
+    module = hollow(lambda: Transformer(LARGE[name]))
     batch, step = tokens(4, 2048), zoo.step(module)
     found = map_module(module, step, batch, second_batch=tokens(3, 2048), blocks="layers")
     splits = derive_splits(module, step, batch, found, (2, 4, 8))
