@@ -186,10 +186,8 @@ def test_slow_links_favour_stages_and_small_memory_favours_recomputation():
 
 
 def test_explains_itself():
-    found = search(spec(4, tied=True, measured=True), rows=32)
-    lines = found.explain()
+    lines = search(spec(4, tied=True, measured=True), rows=32).explain()
     assert "no plan of the search space is faster by the closed form of the cost model" in lines[0]
-    assert any(line.startswith("2 stages instead: ") and "per step (+" in line for line in lines)
     assert "seconds of layers are measured" in search(spec(4, tied=True, measured=True)).explain()
 
 
