@@ -289,7 +289,7 @@ TRAPS = {
     "clips itself": _trap(_single(ClipsInStep), equal=_ONE),
     "adaptive": _trap(_single(Adaptive), equal=_ONE),
     "sometimes": _trap(Sometimes, reason="blocks"),
-    "thaws": _trap(Thaws, reason="unfrozen"),
+    "thaws": _trap(Thaws, reason="parameter"),  # unfrozen, or used by its hook
     "backbone": _trap(
         Backbone, callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)], reason=_PLAIN
     ),

@@ -411,7 +411,8 @@ TRAPS = {
     "in head": Trap(module=InHead, plans=SHARED, equal=SHARED),
     "in block": Trap(module=InBlock, plans=("zero3whole", "zero3", *SHARED), equal=("zero3whole",), reason="mean"),
     "late in block": Trap(module=LateInBlock, plans=("zero3", "checkpointed", *SHARED), reason="mean"),
-    "renewed in block": Trap(module=RenewedInBlock, plans=("zero3", "checkpointed"), reason="mean"),
+    "renewed in block": Trap(module=RenewedInBlock, plans=("checkpointed",), reason="mean"),
+    "renewed by hook": Trap(module=RenewedInBlock, plans=("zero3",), reason="may use parameters (self.blocks"),
     "between": Trap(module=Between, plans=SHARED, equal=SHARED),
     "in loss": Trap(module=InLoss, plans=("zero3whole", *SHARED), equal=("zero3whole",), reason="error"),
     "as loss": Trap(module=AsLoss, plans=("zero3whole", *SHARED), equal=("zero3whole",), reason="error"),
@@ -448,7 +449,7 @@ TRAPS = {
         val=lambda: own_rows(12, 7),
         plans=("zero3whole", "pp2"),
         equal=("zero3whole", "pp2"),
-        whole=("zero3whole", "pp2"),
+        whole=("pp2",),
     ),
     "reset in step": Trap(module=ResetInStep, plans=("pp2cut",), equal=("pp2cut",)),
 }
