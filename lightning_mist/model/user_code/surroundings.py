@@ -4,13 +4,20 @@ Counters on classes, globals, closures, the trainer and its callbacks, arrays, r
 """
 
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
-from lightning_mist.attributes import container
+from lightning_mist.attributes import container, is_a, package_of
 from lightning_mist.model.user_code.contents import MOST_BYTES, Contents, Replayed, held_iterators, is_code
 from lightning_mist.model.user_code.reach import Reach, Space
 
 _Place = tuple[int, str]  # number of a space and a name in it
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a value is no code, nor what this package answers with meanwhile, such as a recorder of ``log``."""
+    is_ours = is_a(value, MethodType) and package_of(value) == __name__.partition(".")[0]
+    return not (is_code(value) or is_ours)
 
 
 class Snapshot:
@@ -23,7 +30,7 @@ class Snapshot:
         self.frozen: dict[_Place, Any] = {}
         for number, space in enumerate(reach.spaces):
             for name, value in reach.named(space):
-                if not is_code(value):
+                if _is_state(value):
                     self.values[number, name] = value
                     self.frozen[number, name] = self._contents.freeze(value)
 
@@ -36,7 +43,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back as it was."""
         for number, space in enumerate(self._reach.spaces):
-            now = {name: value for name, value in self._reach.named(space) if not is_code(value)}
+            now = {name: value for name, value in self._reach.named(space) if _is_state(value)}
             for name in now.keys() - {name for of, name in self.values if of == number}:
                 space.remove(name)
         for (number, name), value in self.values.items():
