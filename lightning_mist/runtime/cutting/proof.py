@@ -368,7 +368,8 @@ def _rules(
     known = frozenset(entry.key[:2] for taken in (tape, fewer) for entry in taken.entries if entry.name in SUSPICIOUS)
     slices = [first_slice(entry.args[1]) for entry in tape.entries if entry.name == "__getitem__"]
     by_number = [ends for ends in slices if ends and any(isinstance(end, Number) for end in ends)]
-    fewer_rows = [ends for ends in slices if ends and ends not in by_number and not takes_all(ends, tape.rows)]
+    fixed = [ends for ends in slices if ends and all(end is None or type(end) is int for end in ends)]
+    fewer_rows = [ends for ends in fixed if not takes_all(ends, tape.rows)]
     return CutRules(
         slices=(*dict.fromkeys(fewer_rows), *([ROWS] if by_number else ())),
         sites=tuple(with_weights(site, lambda weight: portable_values(weight, module)) for site in sites),
