@@ -289,7 +289,8 @@ TRAPS = {
     "clips itself": _trap(_single(ClipsInStep), equal=_ONE),
     "adaptive": _trap(_single(Adaptive), equal=_ONE),
     "sometimes": _trap(Sometimes, reason="blocks"),
-    "thaws": _trap(Thaws, reason="parameter"),  # unfrozen, or used by its hook
+    "thaws": _trap(Thaws, plans=_ONE, reason="unfrozen"),
+    "thaws by hook": _trap(Thaws, plans=("zero1", "zero3"), reason="on_train_epoch_start of Thaws may use parameters"),
     "backbone": _trap(
         Backbone, callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)], reason=_PLAIN
     ),

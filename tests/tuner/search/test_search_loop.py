@@ -66,7 +66,7 @@ def test_where_a_plan_is_known_only_faster_ones_are_looked_for(memory):
     same = searched(stages_of(memory=memory), below=whole.least)
     assert same.winner is None
     assert not same.found
-    assert same.solved <= whole.solved
+    assert same.solved < whole.solved or (memory < 10**12 and same.solved == whole.solved)
 
 
 def test_where_nothing_fits_there_is_no_winner():
