@@ -166,6 +166,7 @@ class PipelineStage:
             run = StepRun(self._wanted, None, get_random_state(self._device))
             with self._entered(run):
                 call()
+            self._check_run(run)
             self._continue_random(run)
             specs = tuple(self._spec(live, run.objects[live.key]) for live in self._receives)
             self._specs[key] = specs
@@ -215,6 +216,7 @@ class PipelineStage:
         value, is_complete = None, False
         with self._entered(run):
             value, is_complete = call(), True
+        self._check_run(run)
         if self.split is not None:
             value = self.split.given(value)
         if self._num_stages == 1:
@@ -264,6 +266,9 @@ class PipelineStage:
             pass
         finally:
             self._run = None
+
+    def _check_run(self, run: StepRun) -> None:
+        """Raise what is wrong with a run that was left; behind the exception that leaves it, which is no cause."""
         if run.error is not None:
             raise run.error
         if run.region < self._first and self._num_stages > 1:

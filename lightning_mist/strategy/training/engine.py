@@ -160,7 +160,7 @@ class Engine(WholeGradients):
                 parameter.grad = gradient
             self.exchange.forget()
             pieces = self._bring_home(self._logs.of_parts, digest)
-            self._logs.of_parts.clear()
+            self._logs.forget()
             state = pieces[-1].random_state if self.exchange.whole else own_state
             set_random_state(state, self.device)
             result = combine(pieces, self.device, self._part_steps.ways)

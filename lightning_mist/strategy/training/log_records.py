@@ -89,6 +89,11 @@ class LogRecorder:
         """Take a record in."""
         self.records.append(record)
 
+    def forget(self) -> None:
+        """Keep nothing: where a step is left early its last calls are not taken, and may hold its graph."""
+        self.records, self.metrics = [], None
+        self.of_parts.clear()
+
     def take(self) -> tuple[Record, ...]:
         """The calls since the last time, which are forgotten."""
         records, self.records = tuple(self.records), []
