@@ -315,10 +315,12 @@ def test_a_trace_comes_back_whole() -> None:
 
 
 def test_a_process_with_threads_for_backward_is_not_copied():
-    started, ended = threading.Event(), threading.Event()
+    started, ended, task = threading.Event(), threading.Event(), Path()
 
     def wait():
-        Path("/proc/thread-self/comm").write_text("pt_autograd_0")
+        nonlocal task
+        task = Path(f"/proc/self/task/{threading.get_native_id()}")
+        (task / "comm").write_text("pt_autograd_0")
         started.set()
         ended.wait()
 
@@ -330,6 +332,8 @@ def test_a_process_with_threads_for_backward_is_not_copied():
     finally:
         ended.set()
         thread.join()
+    while task.exists():  # Python's thread has ended, the kernel's may take a moment more
+        os.sched_yield()
     assert can_fork(threads=True)
 
 
