@@ -19,7 +19,13 @@ class ProfileError(MistError):
 
 
 class InfeasibleError(MistError):
-    """No plan of the search space satisfies every constraint; the message names the binding one."""
+    """No plan of the search space satisfies every constraint; the message names the binding one.
+
+    Attributes:
+        shortage: What the least demanding plan needs and may use, for people; empty where memory is not the reason.
+    """
+
+    shortage = ""
 
 
 class PlanError(MistError):

@@ -10,15 +10,15 @@ where none is needed would say nothing.
 ``FSDP``
     torch's FullyShardedDataParallel: one stage under ZeRO-3 (full shard) or ZeRO-2 (shard gradients and optimizer).
 ``ZeRO-Offload``
-    One stage under ZeRO-2 or ZeRO-3 whose optimizer state, or optimizer state and gradients, are in host memory (Ren et
-    al., 2021). The update itself is priced on the device, through which the state passes.
+    One stage under ZeRO-2 or ZeRO-3 whose optimizer state and gradients may be in host memory (Ren et al., 2021). The
+    update itself is priced on the device, through which the state passes.
 ``ZeRO-Infinity``
-    One stage under ZeRO-3 whose parameters and optimizer state are in host memory, with or without gradients, and
-    if all layers are recomputed with or without what these keep (Rajbhandari et al., 2021).
+    One stage under ZeRO-3 whose parameters, gradients, optimizer state and activations may be in host memory
+    (Rajbhandari et al., 2021).
 ``Megatron-LM``
     Stages of equally many layers, all with the same degrees of data and tensor parallelism, with or without sequence
     parallelism, under ZeRO-0 or ZeRO-1 (its distributed optimizer), in one piece or in interleaved chunks (Narayanan et
-    al., 2021; Korthikanti et al., 2022). Three times: with no layer recomputed, with all, and with as many of every
+    al., 2021; Korthikanti et al., 2022). Three times: with no layer recomputed, with all, and with as many of each
     stage as are best.
 ``Aceso``
     Stages of their own sizes and arrangements of devices, with their own recomputed layers; nothing is sharded or
@@ -44,15 +44,13 @@ from lightning_mist.explain.explanation import closed_form_of, differences, kind
 from lightning_mist.hardware import HardwareProfile
 from lightning_mist.hardware.catalog import with_stack
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import OFFLOADED, OffloadRatios, Plan, SearchSpace, step_rates
+from lightning_mist.plan import OFFLOADED, Plan, SearchSpace, step_rates
 from lightning_mist.plan.changes import DEFERRED_UPDATE
 from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
-from lightning_mist.tuner.search import mixed_stages
-from lightning_mist.tuner.select import ALIKE, Shortage, UniformPlans, fastest_uniform
+from lightning_mist.tuner.select import ALIKE
 from lightning_mist.tuner.space import divisors
-from lightning_mist.units import format_bytes
 
 OURS = "this plan"
 """What the plan itself is called."""
@@ -98,15 +96,30 @@ class Rival:
     """The plans that a tool would choose among.
 
     Attributes:
-        alike: Its plans, whose stages are all alike; or those of them that need least memory, to say what is missing.
-        spaces: Its plans where stages may differ.
+        spaces: Of them, or the one space, within the limits that hold for all.
         is_fused: Whether its tool runs fused kernels (TransformerEngine's); others run eager torch, as this runtime.
     """
 
     name: str
-    alike: UniformPlans
-    spaces: Spaces | None = None
+    spaces: Spaces | SearchSpace
     is_fused: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what it is known for is to have state in host memory."""
+        return isinstance(self.spaces, SearchSpace) and bool(self.spaces.offload)
+
+    def within(self, planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
+        """Its spaces within the limits that hold for all; none where these leave it no degree, or no recomputation."""
+        if not isinstance(self.spaces, SearchSpace):
+            yield from self.spaces(planner, asked)
+            return
+        own, every = self.spaces, planner.space(asked.global_batch_size, asked.search)
+        allowed = own.tensor_parallel_degrees
+        degrees = tuple(sorted({degree for degree, _ in every.tensor if allowed is None or degree in allowed}))
+        if degrees and (own.checkpointed_shares is None or every.checkpointing):
+            loaders = asked.search.data_parallel_size
+            yield 0.0, replace(own, tensor_parallel_degrees=degrees, data_parallel_size=loaders)
 
 
 def _aceso(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
@@ -138,44 +151,28 @@ def _mist(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]
                 yield min(bounds), search
 
 
-_GRID = SearchSpace(equal_stages=True, zero_stages=(0, 1), offload=(), schedules=("1f1b", "interleaved-1f1b"))
+_GRID = SearchSpace(
+    equal_stages=True,
+    zero_stages=(0, 1),
+    context_parallel_degrees=(),
+    offload=(),
+    offload_ratios=(0.0, 1.0),
+    schedules=("1f1b", "interleaved-1f1b"),
+)
 _ALONE = replace(_GRID, num_stages=(1,), tensor_parallel_degrees=(1,))
 """Equal stages, and one whose ranks all compute on other rows."""
 
-_ALL_RECOMPUTED = replace(_GRID, checkpointed_shares=(1.0,))
-_OPTIMIZER = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
-_WITH_PARAMETERS = tuple(replace(item, parameters=1.0) for item in _OPTIMIZER)
-_EVERYTHING = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0)
-
 RIVALS = (
-    Rival(
-        name="DDP",
-        alike=UniformPlans(search=replace(_ALONE, zero_stages=(0,), checkpointing=False, num_microbatches=(1,))),
-    ),
-    Rival(name="DDP, tuned", alike=UniformPlans(search=replace(_ALONE, zero_stages=(0,)))),
-    Rival(name="FSDP", alike=UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)))),
-    Rival(name="ZeRO-Offload", alike=UniformPlans(search=replace(_ALONE, zero_stages=(2, 3)), offloads=_OPTIMIZER)),
-    Rival(
-        name="ZeRO-Infinity",
-        alike=UniformPlans(
-            search=replace(_ALONE, zero_stages=(3,)),
-            offloads=_WITH_PARAMETERS,
-            offloads_if_all_recomputed=tuple(replace(item, activations=1.0) for item in _WITH_PARAMETERS),
-        ),
-    ),
-    Rival(
-        name="Megatron-LM, nothing recomputed",
-        alike=UniformPlans(search=replace(_GRID, checkpointing=False)),
-        is_fused=True,
-    ),
-    Rival(name="Megatron-LM, all recomputed", alike=UniformPlans(search=_ALL_RECOMPUTED), is_fused=True),
-    Rival(name="Megatron-LM, tuned", alike=UniformPlans(search=_GRID), is_fused=True),
-    Rival(name="Aceso", alike=UniformPlans(search=replace(_ALL_RECOMPUTED, zero_stages=(0,))), spaces=_aceso),
-    Rival(
-        name="Mist paper's space",
-        alike=UniformPlans(search=replace(_ALL_RECOMPUTED, zero_stages=(1, 2, 3)), offloads=(_EVERYTHING,)),
-        spaces=_mist,
-    ),
+    Rival(name="DDP", spaces=replace(_ALONE, zero_stages=(0,), checkpointing=False, num_microbatches=(1,))),
+    Rival(name="DDP, tuned", spaces=replace(_ALONE, zero_stages=(0,))),
+    Rival(name="FSDP", spaces=replace(_ALONE, zero_stages=(2, 3))),
+    Rival(name="ZeRO-Offload", spaces=replace(_ALONE, zero_stages=(2, 3), offload=("optimizer", "gradients"))),
+    Rival(name="ZeRO-Infinity", spaces=replace(_ALONE, zero_stages=(3,), offload=OFFLOADED)),
+    Rival(name="Megatron-LM, nothing recomputed", spaces=replace(_GRID, checkpointing=False), is_fused=True),
+    Rival(name="Megatron-LM, all recomputed", spaces=replace(_GRID, checkpointed_shares=(1.0,)), is_fused=True),
+    Rival(name="Megatron-LM, tuned", spaces=_GRID, is_fused=True),
+    Rival(name="Aceso", spaces=_aceso),
+    Rival(name="Mist paper's space", spaces=_mist),
 )
 """The baselines, in the order in which they are shown."""
 
@@ -292,22 +289,19 @@ def _best(planner: Planner, asked: Asked, rival: Rival, refused: str) -> Compare
     Args:
         refused: Why nothing can be offloaded; empty if it can.
     """
-    if rival.spaces is not None:
-        return _searched(planner, asked, rival, rival.spaces, refused)
-    if refused and rival.alike.is_offloaded:
+    if refused and rival.offloads:
         return ComparedPlan(name=rival.name, plan=None, reason=refused)
-    fused = _fused(planner) if rival.is_fused else None
-    plan, shortage = _uniform(fused or planner, asked, rival.alike)
-    stack = "" if fused is None else "fused"
-    return ComparedPlan(name=rival.name, plan=plan, reason="" if plan else _why(shortage), stack=stack)
-
-
-def _searched(planner: Planner, asked: Asked, rival: Rival, spaces: Spaces, refused: str) -> ComparedPlan:
-    """The best plan of several spaces, of which those are searched that may have it while there is time."""
-    began, best, is_late, is_asked = thread_time(), None, False, False
-    if isinstance(planner.model, MixedCostModel) and spaces is _mist:
+    if isinstance(planner.model, MixedCostModel) and rival.spaces is _mist:
         return ComparedPlan(name=rival.name, plan=None, reason="not for unlike devices: all its stages have the same")
-    for bound, search in sorted(spaces(planner, asked), key=lambda item: item[0]):
+    fused = _fused(planner) if rival.is_fused else None
+    found = _searched(fused or planner, asked, rival)
+    return found if fused is None else replace(found, stack="fused")
+
+
+def _searched(planner: Planner, asked: Asked, rival: Rival) -> ComparedPlan:
+    """The best plan of several spaces, of which those are searched that may have it while there is time."""
+    began, best, is_late, reason, is_asked = thread_time(), None, False, UNDIVIDED, False
+    for bound, search in sorted(rival.within(planner, asked), key=lambda item: item[0]):
         if best is not None and bound >= closed_form_of(best):
             break
         spent, most = thread_time() - began, asked.search.solver_seconds
@@ -320,42 +314,19 @@ def _searched(planner: Planner, asked: Asked, rival: Rival, spaces: Spaces, refu
         except UndecidedError:
             is_late = True
             continue
-        except InfeasibleError:
+        except InfeasibleError as error:
+            reason = f"does not fit: {error.shortage}" if error.shortage else reason
             continue
         is_late |= found.status == "time limit"
         best = min(filter(None, (best, found.plan)), key=_seconds)
     if best is not None:
         return ComparedPlan(name=rival.name, plan=best, note=CUT_SHORT if is_late else "")
-    if is_late or not is_asked:
-        return ComparedPlan(name=rival.name, plan=None, reason=UNDECIDED if is_late else UNDIVIDED)
-    # It does not fit: with the least that stages need that are alike.
-    least = replace(rival.alike, offloads=(OffloadRatios(),)) if refused else rival.alike
-    _, shortage = _uniform(planner, asked, least)
-    if shortage is None:  # Stages that are alike do not divide the batch, but others did.
-        reason = "does not fit; with stages that are alike nothing divides the batch"
-    else:
-        reason = f"{_why(shortage)}, with stages that are alike"
-    return ComparedPlan(name=rival.name, plan=None, reason=reason)
+    return ComparedPlan(name=rival.name, plan=None, reason=UNDECIDED if is_late else reason)
 
 
 def _seconds(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.step_seconds
-
-
-def _uniform(planner: Planner, asked: Asked, family: UniformPlans) -> tuple[Plan | None, Shortage | None]:
-    """The best plan of stages that are all alike, or what is missing for one."""
-    batch, limits = asked.global_batch_size, (asked.memory_limit, asked.host_memory_limit)
-    loaders = asked.search.data_parallel_size
-    every, allowed = planner.space(batch, asked.search), family.search.tensor_parallel_degrees
-    degrees = tuple(sorted({degree for degree, _ in every.tensor if allowed is None or degree in allowed}))
-    if not degrees or (family.search.checkpointed_shares is not None and not every.checkpointing):
-        return None, None
-    space = planner.space(batch, replace(family.search, tensor_parallel_degrees=degrees, data_parallel_size=loaders))
-    model = planner.model
-    if isinstance(model, MixedCostModel):
-        return fastest_uniform(mixed_stages(model, space, *limits), family)
-    return fastest_uniform(planner.stages(space, *limits), family)
 
 
 def _fused(planner: Planner) -> Planner | None:
@@ -366,14 +337,6 @@ def _fused(planner: Planner) -> Planner | None:
     if not profile.source.startswith("catalog") or planner.spec.seconds:
         return None
     return Planner(planner.spec, planner.cluster, profile=with_stack(profile, "fused"))
-
-
-def _why(short: Shortage | None) -> str:
-    """Why there is no plan."""
-    if short is None:
-        return UNDIVIDED
-    needed, limit = format_bytes(short.needed_bytes), format_bytes(short.limit_bytes)
-    return f"does not fit: needs {needed} of {limit} per device{' in host memory' if short.is_host else ''}"
 
 
 def _why_no_offload(planner: Planner) -> str:

@@ -244,7 +244,10 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
             f"{', '.join(str(count) for count in sorted({item.num_stages for item in pipelines}))} stages: "
             "allow other numbers in devices_per_stage or num_stages"
         )
-    raise InfeasibleError(_message(intra, plan, is_least, _with_more_host(intra, pipelines, make_plan, look)))
+    with_more_host = _with_more_host(intra, pipelines, make_plan, look)
+    error = InfeasibleError(_message(intra, plan, is_least, with_more_host))
+    error.shortage = _shortage(intra, plan, with_more_host)
+    raise error
 
 
 def _with_more_host(
@@ -343,6 +346,18 @@ def _by_memory(
     shapes = intra.space.shapes_of(num_stages, num_microbatches)
     slots = (intra.slot(stage_index, num_stages, num_microbatches, shape, pipeline) for shape in shapes)
     return with_peaks_as_seconds(SlotChoices.joined([look.choices(intra, slot) for slot in slots]))
+
+
+def _shortage(intra: Stages, plan: Plan, with_more_host: Plan | None) -> str:
+    """What is needed where most is missing, of what may be used there; of host memory where that is what binds."""
+    if with_more_host is None:
+        needs_S = [stage.peak_bytes for stage in stage_memory(intra.model.spec, plan)]
+        limits_S, where = intra.limits(plan), ""
+    else:
+        needs_S = [item.host_bytes for item in plan_memory(intra.model.memory, with_more_host)]
+        limits_S, where = intra.host_limits(with_more_host), " in host memory"
+    needed, limit = max(zip(needs_S, limits_S, strict=True), key=lambda pair: pair[0] / max(pair[1], 1.0))
+    return f"needs {format_bytes(needed)} of {format_bytes(limit)} per device{where}"
 
 
 def _message(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> str:

@@ -49,11 +49,6 @@ class Options:
             same plan (the steps of DDP in the record ``throughput-against-ddp_amd-epyc-2-cores_202611.json``, but for
             one outlier). So the simplest of such plans is chosen, and another schedule than that of the exact search
             has to gain more.
-        clocked: Plans of a search of equal stages that are run on the clock, the best by the closed form. On it
-            pipelines take between 13 % less and 8 % more (:mod:`lightning_mist.cost.step_time`), so the best by the
-            form need not be the fastest there; of seventeen searches for networks of 1.3 to 22 billion parameters, with
-            up to 36 pipelines each, the fastest was always among the best four by the form. Three times as many leave
-            room, and cost milliseconds each.
         chunked: The most plans with chunks that are run on the clock, the best by a bound of their seconds.
         recomputed: Parts of each stage's layers that are recomputed where devices share rows, unless shares are asked
             for: of plans that are all tried there should be few.
@@ -85,7 +80,6 @@ class Options:
     bound_tolerance: float = _number(3e-3, "of a bound")
     batches_matter: float = _number(0.01, "of a device's memory")
     alike: float = _number(0.01, "of a step's seconds")
-    clocked: int = _number(12, "plans")
     chunked: int = _number(48, "plans")
     recomputed: tuple[float, ...] = _number((0.0, 0.25, 0.5, 0.75, 1.0), "of a stage's layers")
     layout_gain: float = _number(0.15, "of a step's seconds")

@@ -1,10 +1,6 @@
 """From pipelines to the plan: clock, other schedules, layouts of ranks, the simplest of equals."""
 
 from lightning_mist.tuner.select.equal_stages import (
-    CLOCKED,
-    Shortage,
-    UniformPlans,
-    fastest_uniform,
     fastest_with_context,
     known_contexts,
 )

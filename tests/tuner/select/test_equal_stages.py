@@ -1,17 +1,20 @@
 import itertools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel, predict_with, step_seconds
-from lightning_mist.plan import OffloadRatios
+from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan.rank_order import rank_layout
+from lightning_mist.tuner import tune
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
+from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.select import schedule_variants
-from lightning_mist.tuner.select.equal_stages import UniformPlans, even_chunks, fastest_uniform
+from lightning_mist.tuner.select.equal_stages import even_chunks
 from lightning_mist.tuner.space.applied_space import SearchSpace, Shape, apply, divisors
+from lightning_mist.tuner.space.usable_memory import usable_bytes
 from tests.plans import plan_of
 from tests.specs import cluster, profile, spec, with_splits
 
@@ -25,7 +28,6 @@ MACHINE = replace(
     host_bytes_per_second_per_node=0,
 )
 MODEL = StageCostModel(NETWORK, MACHINE, cluster(4, kind="cuda"))
-OFFLOADS = (OffloadRatios(optimizer=1.0), OffloadRatios(optimizer=1.0, gradients=1.0))
 DEVICES, ROWS = 4, 4
 
 
@@ -33,46 +35,45 @@ DEVICES, ROWS = 4, 4
 class Family:
     """Plans with stages that are all alike, in words of what they have."""
 
-    zero_stages: tuple[int, ...]
-    has_stages: bool = False
     recomputes: str = "best"
-    cuts_batches: bool = True
-    has_chunks: bool = False
-    offloads: tuple[OffloadRatios, ...] = (OffloadRatios(),)
-    offloads_if_all_recomputed: tuple[OffloadRatios, ...] = ()
+    has_chunks: bool = True
 
     @property
-    def plans(self):
+    def search(self):
         """The same for the planner."""
-        search = SearchSpace(
+        return SearchSpace(
             equal_stages=True,
-            num_stages=None if self.has_stages else (1,),
-            tensor_parallel_degrees=None if self.has_stages else (1,),
-            num_microbatches=None if self.cuts_batches else (1,),
-            zero_stages=self.zero_stages,
+            zero_stages=(0, 1),
             checkpointing=self.recomputes != "none",
             checkpointed_shares=(1.0,) if self.recomputes == "all" else None,
             offload=(),
             schedules=("1f1b", "interleaved-1f1b") if self.has_chunks else ("1f1b",),
         )
-        more = self.offloads_if_all_recomputed
-        return UniformPlans(search=search, offloads=self.offloads, offloads_if_all_recomputed=more)
 
 
-GRID = Family(zero_stages=(0, 1), has_stages=True, has_chunks=True)
+GRID = Family()
 
 
-def fastest(family, network=NETWORK, memory=np.inf, host=np.inf):
-    """The fastest plan of a family, and what is missing."""
-    plans = family.plans
-    space = apply(plans.search, network, DEVICES, ROWS * DEVICES, devices_per_node=DEVICES)
-    model = StageCostModel(network, MACHINE, cluster(DEVICES, kind="cuda"))
-    return fastest_uniform(IntraStage(model, space, memory, host_limit=host), plans)
+def fastest(family, network=NETWORK, memory=10**12):
+    """The fastest plan of a family whose tensors take so many bytes; none if none fits."""
+    machine = cluster(DEVICES, kind="cuda")
+    limit = next(item for item in range(int(memory / 0.8), 2 * memory) if usable_bytes(machine, item) >= memory)
+    try:
+        return tune(
+            network,
+            machine,
+            profile=MACHINE,
+            global_batch_size=ROWS * DEVICES,
+            memory_limit=limit,
+            search=family.search,
+        ).plan
+    except InfeasibleError:
+        return None
 
 
-def alike(stages, microbatches, shape, checkpointed, zero, offload=None, chunks=1):
+def alike(stages, microbatches, shape, checkpointed, zero, chunks):
     layout, count = rank_layout([(shape.data, shape.tensor)] * stages), 8 // (stages * chunks)
-    kept = {"layers": count, "zero": zero, "checkpointed": checkpointed, "offload": asdict(offload or OffloadRatios())}
+    kept = {"layers": count, "zero": zero, "checkpointed": checkpointed}
     shared = {"tensor": shape.tensor, "sequence": shape.sequence}
     made = [{**kept, **shared, "devices": layout[index % stages]} for index in range(stages * chunks)]
     schedule = "1f1b" if chunks == 1 else "interleaved-1f1b"
@@ -93,10 +94,9 @@ def everything(family):
 
 
 def _plans(family):
-    kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)] if family.has_stages else [(1, False)]
-    counts = divisors(DEVICES) if family.has_stages else (1,)
-    for stages, (tensor, sequence), part in itertools.product(counts, kinds, divisors(ROWS)):
-        if DEVICES % (stages * tensor) or (part > 1 and not family.cuts_batches):
+    kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+    for stages, (tensor, sequence), part in itertools.product(divisors(DEVICES), kinds, divisors(ROWS)):
+        if DEVICES % (stages * tensor):
             continue
         shape, microbatches = Shape(DEVICES // (stages * tensor), tensor, sequence), part * stages * tensor
         for chunks in (1, 2, 4) if family.has_chunks and stages > 1 else (1,):
@@ -104,11 +104,8 @@ def _plans(family):
             if chunks * stages > 8 or microbatches % stages:
                 continue
             recomputed = {"none": [0], "all": [count], "best": range(count + 1)}[family.recomputes]
-            zeros = family.zero_stages if shape.data > 1 else (0,)
-            for checkpointed, zero in itertools.product(recomputed, zeros):
-                more = family.offloads_if_all_recomputed if checkpointed == count else ()
-                for offload in (*family.offloads, *more):
-                    yield alike(stages, microbatches, shape, checkpointed, zero, offload, chunks)
+            for checkpointed, zero in itertools.product(recomputed, (0, 1) if shape.data > 1 else (0,)):
+                yield alike(stages, microbatches, shape, checkpointed, zero, chunks)
 
 
 def peak(plan):
@@ -121,89 +118,35 @@ def closed_form(plan):
     return step_seconds(*times, plan.num_microbatches)
 
 
-ONE_STAGE = [
-    Family(zero_stages=(0,), recomputes="none", cuts_batches=False),
-    Family(zero_stages=(0,), recomputes="all"),
-    Family(zero_stages=(2, 3)),
-    Family(zero_stages=(2, 3), offloads=OFFLOADS),
-    Family(
-        zero_stages=(3,),
-        offloads=(OffloadRatios(optimizer=1.0, parameters=1.0),),
-        offloads_if_all_recomputed=(OffloadRatios(optimizer=1.0, parameters=1.0, activations=1.0),),
-    ),
-]
-
-
-@pytest.mark.parametrize("family", ONE_STAGE)
-def test_one_stage_is_the_best_of_all(family):
-    every = sorted(everything(family), key=peak)
-    # Without a limit, with one that half of the plans keep, and with one that none does.
-    for limit in (np.inf, peak(every[len(every) // 2]), peak(every[0]) - 1):
-        plan, short = fastest(family, memory=limit)
-        fitting = [plan for plan in every if peak(plan) <= limit]
-        if not fitting:
-            assert plan is None
-            assert (short.needed_bytes, short.limit_bytes, short.is_host) == (peak(every[0]), limit, False)
-            continue
-        assert plan.predicted.step_seconds == pytest.approx(
-            min(plan.predicted.step_seconds for plan in fitting), rel=1e-12
-        )
-        assert plan in fitting
-
-
 @pytest.mark.parametrize("recomputes", ["none", "all", "best"])
 def test_a_grid_is_as_fast_as_the_best_by_the_closed_form_and_as_any_with_chunks(recomputes):
     family = replace(GRID, recomputes=recomputes)
     every = sorted(everything(family), key=peak)
     used = set()
-    for limit in (np.inf, *(peak(every[int(part * (len(every) - 1))]) for part in (0.75, 0.5, 0.25, 0.0))):
-        found, _ = fastest(family, memory=limit)
+    for limit in (10**12, *(peak(every[int(part * (len(every) - 1))]) for part in (0.75, 0.5, 0.25, 0.0))):
+        found = fastest(family, memory=limit)
         fitting = [plan for plan in every if peak(plan) <= limit]
         assert found in fitting
         used.add(found.schedule)
         whole = [plan for plan in fitting if plan.schedule == "1f1b"]
         chunked = [plan for plan in fitting if plan.schedule != "1f1b"]
         rivals = sorted(whole, key=closed_form)[:1] + chunked
-        assert found.predicted.step_seconds <= min(plan.predicted.step_seconds for plan in rivals) * (1 + 1e-12)
+        # Of plans that are as fast but for what lies between runs the simplest is taken.
+        assert found.predicted.step_seconds <= min(plan.predicted.step_seconds for plan in rivals) * (1 + OPTIONS.alike)
     assert used == {"1f1b", "interleaved-1f1b"}
 
 
 def test_chunks_shorten_a_bubble():
-    (whole, _), (chunked, _) = fastest(replace(GRID, has_chunks=False)), fastest(GRID)
+    whole, chunked = fastest(replace(GRID, has_chunks=False)), fastest(GRID)
     assert (whole.schedule, chunked.schedule) == ("1f1b", "interleaved-1f1b")
     assert chunked.predicted.step_seconds < whole.predicted.step_seconds
 
 
-def test_host_memory_is_a_limit():
-    family = Family(zero_stages=(2, 3), offloads=OFFLOADS)
-    plan, short = fastest(family, host=0)
-    assert plan is None
-    assert short.is_host
-    assert (short.needed_bytes, short.missing) == (short.missing, short.needed_bytes)
-    plan, _ = fastest(family, host=short.needed_bytes)
-    assert plan.stages[0].offload == OFFLOADS[0]
-    _, less = fastest(family, host=short.needed_bytes - 1)
-    assert less.missing == 1
-
-
 def test_stages_have_equally_many_layers():
     # 6 layers cannot be dealt out to 4 equal stages.
-    for limit in (np.inf, 1_400_000, 1_100_000):
-        found, _ = fastest(replace(GRID, has_chunks=False), spec(6, measured=True), memory=limit)
+    for limit in (10**12, 1_400_000, 1_100_000):
+        found = fastest(replace(GRID, has_chunks=False), spec(6, measured=True), memory=limit)
         assert found is None or found.num_stages in (1, 2)
-
-
-def test_what_a_module_does_not_allow():
-    network = spec(4, measured=True, exclusions=[("pipeline", "x"), ("checkpointing", "y"), ("microbatches", "z")])
-    plan, _ = fastest(GRID, network)
-    assert (plan.num_stages, plan.num_microbatches, plan.stages[0].checkpointing.layers) == (1, 1, 0)
-
-
-def test_where_nothing_divides_the_batch_nothing_is_missing():
-    network = spec(4, measured=True, exclusions=[("pipeline", "x")])
-    plans = UniformPlans(search=replace(GRID.plans.search, num_stages=(2,)))
-    space = apply(plans.search, network, DEVICES, ROWS * DEVICES, devices_per_node=DEVICES)
-    assert fastest_uniform(IntraStage(MODEL, space, np.inf), plans) == (None, None)
 
 
 @pytest.mark.parametrize(
