@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
-from lightning_mist.plan.plan_text import recipe_of, settings_of, short_name
+from lightning_mist.plan.plan_text import recipe_of, settings_of
 
 
 def stage(first, count, devices, rows=1, *, tensor=1, sequence=False, zero=0, shard=None, recompute=0, **offload):
@@ -73,12 +73,6 @@ CHUNKS = plan(
 )
 def test_words(given, words):
     assert settings_of(given) == words
-
-
-def test_a_short_name_says_in_what_groups_is_sharded():
-    hybrid = plan(1, stage(0, 4, tuple(range(16)), zero=3, shard=8))
-    assert short_name(hybrid) == "1 stage x dp 16, G=1, ZeRO 3 HSDP 2 x 8"
-    assert short_name(plan(1, stage(0, 4, tuple(range(16)), zero=3))) == "1 stage x dp 16, G=1, ZeRO 3"
 
 
 @pytest.mark.parametrize(
