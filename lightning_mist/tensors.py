@@ -10,7 +10,8 @@ import copy
 import dataclasses
 import enum
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -38,6 +39,20 @@ def substitute(parameter: nn.Parameter, data: Tensor, *, requires_grad: bool) ->
     made = nn.Parameter(data, requires_grad=requires_grad)
     made.__dict__.update((name, value) for name, value in vars(parameter).items() if not name.startswith("_"))
     return made
+
+
+@contextmanager
+def gradients_aside(parameters: Iterable[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Inside, tensors have no gradients; afterwards those in the list that is given: those that they had."""
+    every = list(parameters)
+    kept = [parameter.grad for parameter in every]
+    for parameter in every:
+        parameter.grad = None
+    try:
+        yield kept
+    finally:
+        for parameter, gradient in zip(every, kept, strict=True):
+            parameter.grad = gradient
 
 
 def is_dense(tensor: Tensor) -> bool:

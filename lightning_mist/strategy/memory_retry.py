@@ -17,6 +17,7 @@ from lightning_mist.model.user_code import Generators, ModuleState, Snapshot
 from lightning_mist.runtime.parameters import at_work
 from lightning_mist.strategy.planning import Decision, is_out_of_memory, remember_limit
 from lightning_mist.strategy.training import gradients_are_about_to_go, recorded_logs, replay
+from lightning_mist.tensors import gradients_aside
 from lightning_mist.units import format_bytes
 
 WATCHED_STEPS = 2
@@ -147,15 +148,11 @@ class FirstSteps:
             plans = f"{self._tries + 1} plans, each for less than the one before"
             raise InfeasibleError(f"out of memory in the first steps under {plans}{self._asking(failed)}")
         self._tries += 1
-        gradients = [(p, p.grad) for p in self._module.parameters()]
-        for parameter, _ in gradients:
-            parameter.grad = None
         try:
-            self._strategy.replace_plan(partial(_other, replan, failed, batch))
+            with gradients_aside(self._module.parameters()):
+                self._strategy.replace_plan(partial(_other, replan, failed, batch))
         except InfeasibleError as error:
             raise InfeasibleError(f"out of memory, and no plan needs less: {error}") from error
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         self._remember(self._strategy._decision.needs)
 
     def _remember(self, limit: int) -> None:

@@ -14,7 +14,6 @@ class Namespace:
 
     root: str
     ddp_strategy: Any
-    isolate_rng: Any
     is_param_in_hook_signature: Any
     fitting: Any
     ends_quietly: Any
@@ -44,7 +43,6 @@ def namespace(root: str) -> Namespace:
     return Namespace(
         root=root,
         ddp_strategy=find("strategies", "DDPStrategy"),
-        isolate_rng=find("utilities.seed", "isolate_rng"),
         is_param_in_hook_signature=find("utilities.signature_utils", "is_param_in_hook_signature"),
         fitting=find("trainer.states", "TrainerFn").FITTING,
         ends_quietly=find("utilities.exceptions", "_TunerExitException"),

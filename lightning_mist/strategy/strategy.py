@@ -185,9 +185,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         with self._planning():
             plain = self._why_plain(trainer)
             step = step_of_fit(trainer, self, self._names, plain=plain)
-            self._decision = decide(
-                *(trainer, self, self._names.isolate_rng, self._request, step), plain=plain, initial=self._initial
-            )
+            self._decision = decide(trainer, self, self._request, step, plain=plain, initial=self._initial)
         if self._is_dry_run:
             self._end_dry_run()
         self._first_steps = FirstSteps(self, self._decision)

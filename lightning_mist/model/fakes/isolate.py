@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.fakes.fake_modules import form_of, renew_flat_weights
-from lightning_mist.model.user_code import Generators, ModuleState
+from lightning_mist.model.user_code import unchanged
 from lightning_mist.plan import calls
 from lightning_mist.recomputation import neutral_checkpointing
 from lightning_mist.tensors import substitute
@@ -22,19 +22,13 @@ Handler = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 @contextmanager
 def isolated(module: nn.Module) -> Iterator[None]:
-    """Whatever happens to the module inside the ``with`` is undone at its end.
+    """As :func:`~lightning_mist.model.user_code.unchanged`; inside, every operator of a step can be seen.
 
-    Covers attributes of every submodule, buffers, hooks, training flags, parameters put into other slots, and random
-    state. Inside, compiled functions run eagerly, so that operators stay visible, and the user's own activation
-    checkpointing is off (see :mod:`lightning_mist.recomputation`).
+    Compiled functions run eagerly, and the user's own activation checkpointing is off (see
+    :mod:`lightning_mist.recomputation`).
     """
-    state, generators = ModuleState(module, with_contents=True), Generators()
-    try:
-        with neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        state.restore()
-        generators.restore()
+    with unchanged(module), neutral_checkpointing(), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode, home: torch.device) -> torch.Tensor:

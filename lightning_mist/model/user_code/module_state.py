@@ -7,6 +7,7 @@ own classes, the contents of buffers, and torch's generators.
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -138,6 +139,31 @@ class Generators:
             and _comparable(self._numpy) != _comparable(later._numpy)
         ):
             yield "numpy's global generator"
+
+
+@contextmanager
+def same_generators() -> Iterator[None]:
+    """Random generators are behind it as before."""
+    before = Generators()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[ModuleState]:
+    """Whatever happens to a module and to random generators inside is undone at the end; gives the state before.
+
+    Covers attributes of every submodule, buffers, hooks, training flags, and parameters put into other slots. What is
+    written into parameters stays, and so do gradients, which :func:`~lightning_mist.tensors.gradients_aside` keeps.
+    """
+    before = ModuleState(module, with_contents=True)
+    with same_generators():
+        try:
+            yield before
+        finally:
+            before.restore()
 
 
 def _comparable(state: Any) -> tuple[Any, ...]:

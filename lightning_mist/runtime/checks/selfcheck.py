@@ -1,11 +1,6 @@
-"""A check with real numbers, made once before training: the cut module against the whole.
+"""A check with real numbers, made once before training: the cut module against the whole."""
 
-It leaves the module as it found it: gradients, buffers, attributes, random generators.
-"""
-
-import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +15,7 @@ from lightning_mist.runtime.checks.gradient_differences import FLOOR, GradientDi
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import PipelineStage, StageOutput
-from lightning_mist.tensors import batch_rows, copy_batch, slice_rows
+from lightning_mist.tensors import batch_rows, copy_batch, gradients_aside, slice_rows
 
 Call = Callable[[Any], Any]
 
@@ -84,7 +79,8 @@ def check_stages(
 ) -> None:
     """Compare the whole module with the same module run stage by stage, in loss and in every gradient.
 
-    Stages run alone, so it makes no difference which of them will share devices as chunks.
+    Stages run alone, so it makes no difference which of them will share devices as chunks. Gradients are afterwards as
+    before; what else steps do to the module and to random generators is the caller's to undo.
 
     Args:
         splits_backwards: Whether gradients of weights are made after those of all inputs, as zero-bubble schedules do.
@@ -95,7 +91,7 @@ def check_stages(
         TraceError: If they differ; names the parameter that differs most.
     """
     cut, device = _Cut(module, module_map, bounds, call), _device_of(module)
-    with _undisturbed(module, device), Steady(device, without_dropout=False) as steady:
+    with gradients_aside(module.parameters()), torch.enable_grad(), Steady(device, without_dropout=False) as steady:
         state = get_random_state(device)
         loss = loss_of(call(copy_batch(batch)))
         expected_loss = loss.detach()
@@ -265,36 +261,3 @@ def _tolerance(module: nn.Module, *, is_coarse: bool) -> float:
 
 def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance * FLOOR, equal_nan=True)
-
-
-@contextmanager
-def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards gradients, buffers, attributes and generators are as before."""
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    spaces = [(child.__dict__, dict(child.__dict__)) for child in module.modules()]
-    contents = [
-        (value, copy.copy(value))
-        for _, values in spaces
-        for value in values.values()
-        if type(value) in (dict, list, set)
-    ]
-    state = get_random_state(device)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        set_random_state(state, device)
-        for space, values in spaces:
-            space.clear()
-            space.update(values)
-        for value, content in contents:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
-        with torch.no_grad():
-            for buffer, values_before in buffers:
-                buffer.copy_(values_before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

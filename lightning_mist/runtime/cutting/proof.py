@@ -29,7 +29,7 @@ from lightning_mist.runtime.cutting.tape import Number, Recorder, Tape
 from lightning_mist.runtime.cutting.tape_replay import Slice, UncuttableError, Values, ancestors, run_entry
 from lightning_mist.runtime.cutting.traced_numbers import Origin, Read, Ref, Rows, refs_of
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
-from lightning_mist.tensors import batch_rows, batch_tensors, slice_rows
+from lightning_mist.tensors import batch_rows, batch_tensors, gradients_aside, slice_rows
 
 MOST_ROWS = 5
 """Rows of the batch that is followed: parts of two and three, or of one and four."""
@@ -59,23 +59,20 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
     Calls the user's step twice. What it does to the module besides gradients is the caller's to undo.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    state = get_random_state(device)
-    for parameter, _ in gradients:
-        parameter.grad = None
     try:
         recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
-        with torch.enable_grad(), Steady(device, without_dropout=True) as steady, _steady_recurrence(module):
+        with (
+            gradients_aside(module.parameters()),
+            torch.enable_grad(),
+            Steady(device, without_dropout=True) as steady,
+            _steady_recurrence(module),
+        ):
             proof = _Proof(module, blocks, step, batch, device)
             with GradientDifferences(module) as differences:
                 rules = proof.rules(differences)
         return replace(rules, has_dropout=steady.is_dropping or recurrent)
     except UncuttableError as error:
         return str(error)
-    finally:
-        set_random_state(state, device)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from lightning_mist.runtime.communication import Microbatch, Work, complete
 from lightning_mist.runtime.parameters import works
 from lightning_mist.runtime.random_state import get_random_state
 from lightning_mist.strategy.training import BatchResult, Engine
+from lightning_mist.tensors import gradients_aside
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -103,16 +104,10 @@ class LoopEngine(Engine):
     @contextmanager
     def _gradients_aside(self) -> Iterator[Gradients]:
         """Inside, parameters have no gradients of earlier batches; gives those that were made inside, at the end."""
-        parameters = list(self.stages.parameters.values())
-        earlier, made = [parameter.grad for parameter in parameters], Gradients()
-        for parameter in parameters:
-            parameter.grad = None
-        try:
+        made, parameters = Gradients(), self.stages.parameters.values()
+        with gradients_aside(parameters):
             yield made
             made += [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        finally:
-            for parameter, gradient in zip(parameters, earlier, strict=True):
-                parameter.grad = gradient
 
 
 def whole_fill(engine: Engine) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import map_module
-from lightning_mist.model.user_code import Generators
 from lightning_mist.plan import Exclusion, Plan
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
@@ -120,7 +119,7 @@ class LoopPlanning(_Base):
             )
             precision = str(getattr(self.precision, "precision", "32-true"))
             loop = UsersLoop(lightning_module=module, strategy=self, precision=precision)
-            decision = decide(loop, self, _same_generators, self._request, step, plain=self._why_plain(planned, call))
+            decision = decide(loop, self, self._request, step, plain=self._why_plain(planned, call))
             self._install(planned, decision)
             # Only the guard needs it; replanning is for a trainer's fit.
             self._decision = replace(decision, reach=None, replan=None)
@@ -223,15 +222,6 @@ def has_gradient(call: Call) -> bool:
 
 def _copied(call: Call) -> Call:
     return rebuild(call, lambda node: node.detach().clone() if isinstance(node, Tensor) else None)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _same_generators() -> Iterator[None]:
-    before = Generators()
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 def _form_of_call(run: Callable[[Call], Any], module: nn.Module, call: Call) -> OutputForm:

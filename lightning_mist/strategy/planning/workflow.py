@@ -1,7 +1,5 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -15,6 +13,7 @@ from lightning_mist.errors import InfeasibleError, PlanError, TraceError
 from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.explain import estimate_of
 from lightning_mist.model.initialization import InitialValues
+from lightning_mist.model.user_code import same_generators, unchanged
 from lightning_mist.plan import (
     Fingerprint,
     ModuleMap,
@@ -52,14 +51,10 @@ from lightning_mist.tuner import TuneResult, degrees_to_try
 from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes, format_seconds
 
-Isolate = Callable[[], AbstractContextManager[Any]]
-"""Makes a context behind which random generators are as before."""
-
 
 def decide(
     trainer: Any,
     strategy: Any,
-    isolate: Isolate,
     request: PlanRequest,
     step: PlannedStep,
     *,
@@ -71,7 +66,6 @@ def decide(
     Args:
         trainer: Lightning's trainer, its loaders and module attached, or what stands for it where there is none.
         strategy: The strategy, its process group and optimizers made.
-        isolate: Makes a context behind which random generators are as before.
         step: What is to be trained.
         plain: Why only plain data parallelism is possible, if so.
 
@@ -94,8 +88,8 @@ def decide(
     if reason is None:
         try:
             # Trials look at operators, and nothing must be compiled for them.
-            with isolate(), torch.compiler.set_stance("force_eager"), progress:
-                return _decided(trainer, strategy, isolate, request, progress, step, plain=plain, initial=initial)
+            with same_generators(), torch.compiler.set_stance("force_eager"), progress:
+                return _decided(trainer, strategy, request, progress, step, plain=plain, initial=initial)
         except (TraceError, PlanError) as error:
             if not is_auto or initial is not None or request.master_weights:
                 raise
@@ -117,7 +111,6 @@ def decide(
 def _decided(
     trainer: Any,
     strategy: Any,
-    isolate: Isolate,
     request: PlanRequest,
     progress: Progress,
     step: PlannedStep,
@@ -149,19 +142,19 @@ def _decided(
         progress.tell(f"all processes load the same first batch{step.hint}")
     # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
     with recorded_logs(module):
-        return _made(planner, isolate, started)
+        return _made(planner, started)
 
 
-def _replanned(planner: Planner, isolate: Isolate, limit: int, batch: Any) -> Decision:
+def _replanned(planner: Planner, limit: int, batch: Any) -> Decision:
     """Another decision, within so many bytes of each device; the whole module is in place."""
     planner.request, planner.batch = replace(planner.request, memory_limit=limit), batch
     planner.is_scarce = True
     planner.progress.tell(f"out of memory: planning again, within {format_bytes(limit)} per device")
-    with isolate(), torch.compiler.set_stance("force_eager"), planner.progress, recorded_logs(planner.module):
-        return _made(planner, isolate, perf_counter())
+    with same_generators(), torch.compiler.set_stance("force_eager"), planner.progress, recorded_logs(planner.module):
+        return _made(planner, perf_counter())
 
 
-def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
+def _made(planner: Planner, started: float) -> Decision:
     call, is_auto = planner.call, planner.request.plan == "auto"
     # A model that no device holds whole cannot be made whole to plan for it again.
     is_fixed = planner.initial is not None or planner.request.master_weights
@@ -189,7 +182,7 @@ def _made(planner: Planner, isolate: Isolate, started: float) -> Decision:
         cached_at=planner.cached_at,
         cache_place=planner.cache_place,
         needs=_needs(planner, plan) if is_auto else None,
-        replan=partial(_replanned, planner, isolate) if is_alone else None,
+        replan=partial(_replanned, planner) if is_alone else None,
         reach=call.reach,
         rules=planner.rules,
         records_metrics=call.records_metrics,
@@ -347,8 +340,13 @@ def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     ways = on_rank_zero(lambda: [keeps for keeps in (False, True) if keeps or not planner.room.is_crowded()])
 
     def compared(keeps_at_home: bool) -> bool:
-        check = partial(check_stages, splits_backwards=splits, divided=divided, keeps_at_home=keeps_at_home)
-        planner.tried(lambda: check(planner.module, found, plan.bounds, planner.call, small()))
+        more: Any = {"splits_backwards": splits, "divided": divided, "keeps_at_home": keeps_at_home}
+
+        def check() -> None:
+            with unchanged(planner.module):
+                check_stages(planner.module, found, plan.bounds, planner.call, small(), **more)
+
+        planner.tried(check)
         return True
 
     for keeps_at_home in ways:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.communication import complete
 from lightning_mist.runtime.parameters import works
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.whole_model import OwnedOptimizer
+from lightning_mist.tensors import gradients_aside
 
 NOT_AVERAGED = (
     "backward where gradients are not to be averaged over ranks (sync_grad=False, block_backward_sync): this plan "
@@ -65,22 +67,14 @@ class ManualEngine(Engine):
             raise TraceError(NOT_AVERAGED)
         self._all_do(_BACKWARD)
         parameters, reducer = list(self.stages.parameters.values()), self.executor.reducer
-        earlier = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        self._is_within = True
-        try:
-            watched = nullcontext() if self.guard is None else self.guard.backward()
+        watched = nullcontext() if self.guard is None else self.guard.backward()
+        with replaced(self, _is_within=True), gradients_aside(parameters) as gradients:
             with reducer.around_backward(), watched:
                 yield
             complete(reducer.reduce())
-            for index, (parameter, before) in enumerate(zip(parameters, earlier, strict=True)):
+            for index, (parameter, before) in enumerate(zip(parameters, gradients, strict=True)):
                 if parameter.grad is not None:
-                    earlier[index] = parameter.grad if before is None else before.add_(parameter.grad)
-        finally:
-            self._is_within = False
-            for parameter, gradient in zip(parameters, earlier, strict=True):
-                parameter.grad = gradient
+                    gradients[index] = parameter.grad if before is None else before.add_(parameter.grad)
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         if not self._is_within:

@@ -38,6 +38,7 @@ from lightning_mist.runtime.parameters import (
 )
 from lightning_mist.strategy.namespace import refuse_unknown
 from lightning_mist.strategy.user_code import is_lightnings
+from lightning_mist.tensors import gradients_aside
 
 
 class OwnedOptimizer:
@@ -237,14 +238,8 @@ class WholeGradients(ABC):
         """While gradients are multiplied by a factor: those in host memory are hidden, and will be."""
         offloaded = self.executor.gradients
         hidden = [] if offloaded is None else [p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient]
-        kept = [parameter.grad for parameter in hidden]
-        for parameter in hidden:
-            parameter.grad = None
-        try:
+        with gradients_aside(hidden):
             yield
-        finally:
-            for parameter, gradient in zip(hidden, kept, strict=True):
-                parameter.grad = gradient
         if offloaded is not None:
             offloaded.multiply(factor)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_mist.model.user_code.module_state import Generators, ModuleState
+from lightning_mist.model.user_code.module_state import Generators, ModuleState, unchanged
 
 
 class Meter:
@@ -53,15 +53,16 @@ def test_nothing_changed():
 def test_everything_is_put_back():
     net = Net()
     parameters, inner = dict(net.named_parameters()), net.inner
-    before = ModuleState(net, with_contents=True)
-    for name, change in CHANGES.items():
-        if name != "generator":
-            change(net)
-    net.inner(torch.randn(4, 2))
-    net.inner = nn.Linear(2, 2)
-    net.register_buffer("late", torch.zeros(1))
-    inner._parameters["weight"] = nn.Parameter(torch.ones(2))
-    before.restore()
+    state = torch.get_rng_state()
+    with unchanged(net):
+        for name, change in CHANGES.items():
+            if name != "generator":
+                change(net)
+        net.inner(torch.randn(4, 2))
+        net.inner = nn.Linear(2, 2)
+        net.register_buffer("late", torch.zeros(1))
+        inner._parameters["weight"] = nn.Parameter(torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), state)
     assert (net.number, net.items, net.pair, net.meter.values) == (1, [1, {"a": 2}], (1, [2]), {"seen": 0})
     assert net.cached is None
     assert net.training

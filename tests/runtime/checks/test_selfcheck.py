@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.mapping import map_module
+from lightning_mist.model.user_code.module_state import unchanged
 from lightning_mist.runtime.checks.selfcheck import check_stages, loss_of, refuse_unchecked
 from lightning_mist.runtime.gradients.weight_gradients import WeightGradients
 from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
@@ -36,7 +37,8 @@ def test_correct_cuts_pass_and_leave_no_trace(name, splits_backwards):
     state, attributes = torch.get_rng_state(), {n: dict(vars(m)) for n, m in module.named_modules()}
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     step = zoo.step(module)
-    check_stages(module, found, halves(found), step, batch, splits_backwards=splits_backwards)
+    with unchanged(module):
+        check_stages(module, found, halves(found), step, batch, splits_backwards=splits_backwards)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in module.parameters())
     assert all(torch.equal(b, buffers[n]) for n, b in module.named_buffers())
