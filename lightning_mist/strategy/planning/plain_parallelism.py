@@ -7,7 +7,7 @@ share of it to be told from what predictions are wrong by, or less than a second
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -119,23 +119,42 @@ def steps_to_come(trainer: Any) -> float:
         return math.inf
 
 
-def saves_too_little(step_seconds: float, steps: float) -> str | None:
-    """Why nothing is searched where other plans save at most so many seconds of a step, if so."""
-    if step_seconds <= LEAST_SECONDS:
-        return f"no other plan could save more than {format_seconds(step_seconds)} of a step"
-    if step_seconds * steps <= LEAST_SECONDS_OF_RUN:
-        return f"no other plan could save more than {format_seconds(step_seconds * steps)} of {steps:.0f} steps"
-    return None
+def enough(
+    *,
+    fits: Callable[[], bool],
+    saved: float | None = None,
+    steps: float = math.inf,
+    seconds: Sequence[LayerSeconds] | None = None,
+    predicted: tuple[Predicted, Predicted] | None = None,
+) -> str | None:
+    """Why plain data parallelism is enough by what is known so far, if it is: it fits, and others save too little.
 
-
-def saves_too_small_a_share(saved: float, seconds: Sequence[LayerSeconds]) -> str | None:
-    """Why nothing is searched where other plans save at most so many seconds beside layers that take these, if so."""
-    whole = sum(_whole_seconds(item)[-1] for item in seconds)
-    least = sum(min(_whole_seconds(item)) for item in seconds)
-    if not whole:
+    Args:
+        fits: Whether it fits; asked only where others save too little.
+        saved: Seconds of a plain step that any other plan could save at most, beside what layers take; None if nothing
+            is known of that.
+        steps: Optimizer steps to come.
+        seconds: Measured seconds of layers; None before they are.
+        predicted: What is predicted of the fastest plan that was found, and of plain data parallelism; None before
+            anything was searched.
+    """
+    reason, end = None, ", and it fits"
+    if predicted is not None:
+        fastest, plain = (item.step_seconds for item in predicted)
+        if (gain := 1 - fastest / plain) < LEAST_GAIN:
+            reason, end = f"the fastest plan would save {max(gain, 0.0):.1%} of a step; {_TOO_LITTLE}", ""
+    elif saved is None:
         return None
-    share = (whole - least + saved) / (whole + saved)
-    return None if share >= LEAST_GAIN else f"no other plan could save more than {share:.1%} of a step; {_TOO_LITTLE}"
+    elif seconds is None:
+        if saved <= LEAST_SECONDS:
+            reason = f"no other plan could save more than {format_seconds(saved)} of a step"
+        elif saved * steps <= LEAST_SECONDS_OF_RUN:
+            reason = f"no other plan could save more than {format_seconds(saved * steps)} of {steps:.0f} steps"
+    elif whole := sum(_whole_seconds(item)[-1] for item in seconds):
+        least = sum(min(_whole_seconds(item)) for item in seconds)
+        if (share := (whole - least + saved) / (whole + saved)) < LEAST_GAIN:
+            reason = f"no other plan could save more than {share:.1%} of a step; {_TOO_LITTLE}"
+    return reason + end if reason is not None and fits() else None
 
 
 def sharing_seconds(profile: HardwareProfile, found: ModuleMap, seconds: Sequence[LayerSeconds], degree: int) -> float:
@@ -175,14 +194,6 @@ def fits_plainly(
     """Whether plain data parallelism certainly fits, if a step allocates so much at its peak."""
     held = sum(p.numel() * p.element_size() for p in parameters)
     return (STATES_WITH_MASTERS if master_weights else STATES) * held + step_bytes <= LARGEST_SHARE * limit
-
-
-def gains_too_little(plan: Predicted, plain: Predicted) -> str | None:
-    """Why the best plan is not worth it, if so."""
-    gain = 1 - plan.step_seconds / plain.step_seconds
-    if gain >= LEAST_GAIN:
-        return None
-    return f"the fastest plan would save {max(gain, 0.0):.1%} of a step; {_TOO_LITTLE}"
 
 
 def is_free(search: SearchSpace) -> bool:

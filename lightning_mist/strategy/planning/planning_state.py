@@ -41,14 +41,13 @@ from lightning_mist.strategy.planning.local_machine import alike
 from lightning_mist.strategy.planning.memory_budget import Budget, Room, everywhere_unless_out_of_memory
 from lightning_mist.strategy.planning.plain_parallelism import (
     BUT_PLAIN,
+    enough,
     fits_plainly,
-    gains_too_little,
+    is_free,
     most_to_save,
     optimizer_exclusions,
     optimizer_rule,
     plain_plan,
-    saves_too_little,
-    saves_too_small_a_share,
     sharing_seconds,
     steps_to_come,
     with_whole_blocks,
@@ -113,13 +112,23 @@ class Planner:
         """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
         return tried(self.call.around(work), self.strategy.root_device, clock=self.call.clock, tell=tell)
 
-    def plain_is_enough(self, reduction: float = 0.0) -> str | None:
-        """Why nothing needs to be searched, if so, where reductions take so many seconds per byte; on rank 0."""
+    @property
+    def may_be_plain(self) -> bool:
+        """Whether plain data parallelism is trained where it is enough; else whatever is searched for is."""
+        return is_free(self.request.search) and not self.is_scarce
+
+    def _saved(self, *, reduction: float = 0.0, update: float = 0.0) -> float | None:
+        """See :func:`most_to_save`; None for a module that no device holds whole."""
         if self.initial is not None:
             return None
-        saved = most_to_save(list(self.module.parameters()), self.alike, self.request.directory, reduction=reduction)
-        reason = None if saved is None else saves_too_little(saved, steps_to_come(self.trainer))
-        return None if reason is None or not self._fits_plainly() else f"{reason}, and it fits"
+        held = list(self.module.parameters())
+        return most_to_save(held, self.alike, self.request.directory, reduction=reduction, update=update)
+
+    def plain_is_enough(self, reduction: float = 0.0) -> str | None:
+        """Why nothing needs to be searched, if so, where reductions take so many seconds per byte; on rank 0."""
+        if (saved := self._saved(reduction=reduction)) is None:
+            return None
+        return enough(saved=saved, steps=steps_to_come(self.trainer), fits=self._fits_plainly)
 
     def worthwhile(
         self,
@@ -134,14 +143,11 @@ class Planner:
         Returns:
             Why nothing, if so; and the tensor-parallel degrees that could save more than they cost.
         """
-        saved = most_to_save(list(self.module.parameters()), self.alike, self.request.directory, update)
-        if saved is None or self.initial is not None:
+        if (saved := self._saved(update=update)) is None:
             return None, degrees
-        reason = saves_too_small_a_share(saved, seconds)
         useful = tuple(degree for degree in degrees if sharing_seconds(profile, found, seconds, degree) < saved)
-        if (reason is None and useful == degrees) or not self._fits_plainly():
-            return None, degrees
-        return reason and f"{reason}, and it fits", useful
+        reason = enough(saved=saved, seconds=seconds, fits=self._fits_plainly)
+        return reason, useful if useful == degrees or self._fits_plainly() else degrees
 
     def _fits_plainly(self) -> bool:
         """Whether plain data parallelism certainly fits; not where the step cannot be counted so quickly."""
@@ -371,11 +377,14 @@ class Planner:
         """The best plan that was found, or plain data parallelism if that fits and is as good; on rank 0."""
         if made.plan.is_plain:
             return made.plan
-        bare = self.plainest()
-        assert self.spec is not None
+        bare, spec = self.plainest(), self.spec
+        assert spec is not None
         assert bare.predicted is not None
-        why = gains_too_little(made.predicted, bare.predicted)
-        if why is None or estimate_of(self.spec, self.cluster, bare, self.budget.limit).verdict != "fits":
+        why = enough(
+            predicted=(made.predicted, bare.predicted),
+            fits=lambda: estimate_of(spec, self.cluster, bare, self.budget.limit).verdict == "fits",
+        )
+        if why is None:
             return made.plan
         self.progress.tell(f"plain data parallelism: {why}")
         return bare

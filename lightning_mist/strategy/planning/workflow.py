@@ -41,7 +41,7 @@ from lightning_mist.strategy.planning.memory_budget import (
     lack_for_whole,
     unless_out_of_memory,
 )
-from lightning_mist.strategy.planning.plain_parallelism import is_free, plain_plan, uneven_hooks
+from lightning_mist.strategy.planning.plain_parallelism import plain_plan, uneven_hooks
 from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.trial_step import TriedStep, leaves_no_trace
 from lightning_mist.strategy.progress import Progress
@@ -233,9 +233,8 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
         return plan, None, planner.split(found, degrees_of(plan))
     if planner.call.talk:
         raise PlanError(f"the step talks to other processes itself ({planner.call.talk})")
-    is_open = is_free(planner.request.search) and not planner.is_scarce
     enough = None
-    if is_open:
+    if planner.may_be_plain:
         device, directory = planner.strategy.root_device, planner.request.directory
         reduction = local_machine.guessed_reduction(planner.alike, device, directory)
         enough = on_rank_zero(lambda: planner.plain_is_enough(reduction))
@@ -268,9 +267,8 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
     if request.offload_directory is not None:
         profile = local_machine.with_files(profile, Path(request.offload_directory), device)
     seconds, update = planner.seconds(found), everywhere(planner.update_seconds)
-    is_open, enough = is_free(request.search) and not planner.is_scarce, None
-    degrees = degrees_to_try(request.search, planner.alike.devices_per_node)
-    if is_open:
+    enough, degrees = None, degrees_to_try(request.search, planner.alike.devices_per_node)
+    if planner.may_be_plain:
         enough, useful = on_rank_zero(lambda: planner.worthwhile(found, profile, seconds, update, degrees))
         for degree in sorted({*degrees} - {*useful}):
             planner.progress.say(f"what {degree} devices that share layers exchange takes longer than it could save")
@@ -284,7 +282,7 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
     def search() -> str:
         if enough is None:
             made.append(planner.tune())
-            plan = planner.simplest(made[-1]) if is_open else made[-1].plan
+            plan = planner.simplest(made[-1]) if planner.may_be_plain else made[-1].plan
         else:
             plan = planner.plainest()
         return to_json(replace(plan, fingerprint=planner.fingerprint(found).pairs()))

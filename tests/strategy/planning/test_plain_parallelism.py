@@ -17,14 +17,12 @@ from lightning_mist.model.child_process import BUDGET
 from lightning_mist.plan import LiveTensor, ModuleMap, Predicted, PredictedStage
 from lightning_mist.strategy.planning.plain_parallelism import (
     at_once_reason,
+    enough,
     fits_plainly,
-    gains_too_little,
     is_free,
     most_to_save,
     optimizer_reason,
     plain_plan,
-    saves_too_little,
-    saves_too_small_a_share,
     sharing_seconds,
     steps_to_come,
 )
@@ -96,8 +94,10 @@ def test_what_could_be_saved_grows_with_parameters_and_vanishes_on_one_device(tm
     ],
 )
 def test_what_nobody_would_notice_is_not_searched_for(seconds, steps, reason):
-    found = saves_too_little(seconds, steps)
-    assert found is None if reason is None else reason in found
+    found = enough(saved=seconds, steps=steps, fits=lambda: True)
+    assert found is None if reason is None else found.endswith(f"{reason}, and it fits")
+    assert enough(saved=seconds, steps=steps, fits=lambda: False) is None
+    assert enough(steps=steps, fits=lambda: True) is None
 
 
 def test_steps_that_cannot_be_counted_may_be_many():
@@ -136,8 +136,9 @@ def measured(rows, forward, layers=()):
     ],
 )
 def test_what_is_too_small_a_share_of_a_step_is_not_searched_for(saved, seconds, share):
-    found = saves_too_small_a_share(saved, [seconds])
+    found = enough(saved=saved, seconds=[seconds], fits=lambda: True)
     assert found is None if share is None else f"more than {share} of a step" in found
+    assert enough(saved=saved, seconds=[seconds], fits=lambda: False) is None
 
 
 def passing(*shapes, **properties):
@@ -180,9 +181,13 @@ def predicted(seconds):
 
 
 def test_a_gain_must_be_told_from_what_predictions_are_wrong_by():
-    assert "would save 4.9% of a step" in gains_too_little(predicted(0.951), predicted(1.0))
-    assert "would save 0.0% of a step" in gains_too_little(predicted(1.2), predicted(1.0))
-    assert gains_too_little(predicted(0.949), predicted(1.0)) is None
+    def found(seconds, *, fits=True):
+        return enough(predicted=(predicted(seconds), predicted(1.0)), fits=lambda: fits)
+
+    assert "would save 4.9% of a step" in found(0.951)
+    assert "would save 0.0% of a step" in found(1.2)
+    assert found(1.2, fits=False) is None
+    assert found(0.949) is None
 
 
 def test_plain_plans_are_plain():

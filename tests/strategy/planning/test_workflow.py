@@ -62,7 +62,7 @@ class Searching:
         self.count = lambda *_: self.done.append("count")
         self.simplest = lambda made: made.plan
         self.plainest = lambda: pipeline((2,), 1)
-        self.rule_out_cuts, self.is_scarce = self.done.append, False
+        self.rule_out_cuts, self.may_be_plain = self.done.append, True
         self.fingerprint = lambda found: SimpleNamespace(pairs=tuple)
 
     def worthwhile(self, found, profile, seconds, update, degrees):
