@@ -18,7 +18,6 @@ from lightning_mist.strategy.empty_parameters import device_limit, initial_value
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.planning import given_plan, is_map_of, refuse_whole_alone, splits_of_evaluated
 from lightning_mist.strategy.progress import Progress
-from lightning_mist.strategy.training import start_engine
 from lightning_mist.strategy.user_code import whole_in_evaluation
 
 CUT_DIFFERENTLY = "the plan's stages cut batches differently, and evaluation takes them whole"
@@ -93,12 +92,7 @@ class EvaluationAlone(PlanInstallation):
         assert self._outside is not None
         # What parameters are given in here stays when the evaluation is over.
         with torch.inference_mode(mode=False):
-            self._engine = start_engine(
-                *(module, self._outside, module_map),
-                device=self.root_device,
-                timeout=self._timeout,
-                host=self._request.host_of_each(self.num_processes, self.root_device),
-            )
+            self._engine = self._started(module, self._outside, module_map)
             # As where nothing wraps the module: buffers are those of rank 0 at the start, and then each rank's own.
             self._engine.buffers.is_enabled = False
             self._engine.begin(self._initial)

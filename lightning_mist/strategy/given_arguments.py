@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from difflib import get_close_matches
@@ -102,6 +103,19 @@ def _check_further(further: Mapping[str, Any], own: list[str]) -> None:
 
 
 _SET_BY_LIGHTNING = ("module", "device_ids")
+
+
+def with_words_of(own: type, other: type) -> str:
+    """The docstring of a class, with another's words on arguments of its constructor that it does not describe."""
+    (head, words), (_, others) = _described(own), _described(other)
+    names = [name for name in inspect.signature(own.__init__).parameters if name != "self"]  # type: ignore[misc]
+    return "\n".join([head, *(words.get(name) or others[name] for name in names)])
+
+
+def _described(cls: type) -> tuple[str, dict[str, str]]:
+    """What a docstring says before its arguments, and of each of them."""
+    head, title, text = (inspect.getdoc(cls) or "").partition("Args:\n")
+    return head + title.strip(), {item[1]: item[0] for item in re.finditer(r" {4}\**(\w+): .*(?:\n {8}.*)*", text)}
 
 
 def size_limit(name: str, value: str | int | float | None) -> int | None:

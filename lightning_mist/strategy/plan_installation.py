@@ -1,7 +1,7 @@
 """Putting plans in place of a fit, one after the other, and what a strategy says of the one that is there."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -15,8 +15,9 @@ from lightning_mist.attributes import replaced, set_on_class
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
 from lightning_mist.model.initialization import InitialValues
-from lightning_mist.plan import Plan
+from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.runtime.stage import no_caches
+from lightning_mist.strategy.given_arguments import check_arguments
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.monitoring import RunReport
@@ -36,13 +37,64 @@ if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
 
 
-class PlanInstallation(EndsTogether):
+class HoldsPlan:
+    """What strategies have for trainers and for loops alike: the user's options, what was decided, and its engine."""
+
+    # What the user asked for.
+    _request: PlanRequest
+    _find_unused_parameters: bool | None
+    # What is put in place; None before.
+    _decision: Decision | None = None
+    _engine: Engine | None = None
+
+    def _take_options(self, given: Mapping[str, Any]) -> None:
+        """Look at the arguments of a constructor, by name, and remember what they ask of planning."""
+        check_arguments(given)
+        self._request, self._find_unused_parameters = PlanRequest.of(given), given["find_unused_parameters"]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the current or last fit, or of the loop, once there is one."""
+        return None if self._decision is None else self._decision.plan
+
+    @property
+    def estimate(self) -> "MemoryEstimate | None":
+        """What the plan needs of every device, where that is known."""
+        return None if self._decision is None else self._decision.estimate
+
+    def _find_unused(self: Any, found: bool) -> None:
+        """Let DDP look for parameters without gradients where the user says so, or else where there are some."""
+        given = self._find_unused_parameters
+        self._ddp_kwargs["find_unused_parameters"] = found if given is None else given
+
+    def _started(self: Any, module: nn.Module, plan: Plan, module_map: ModuleMap, **more: Any) -> Engine:
+        """This rank's engine for a plan on the strategy's device; see :func:`start_engine` for the rest."""
+        host = self._request.host_of_each(self.num_processes, self.root_device)
+        more |= {"device": self.root_device, "timeout": self._timeout, "host": host}
+        return start_engine(module, plan, module_map, **more)
+
+    def _started_for(
+        self: Any, module: nn.Module, decision: Decision, optimizers: Sequence[Any], **more: Any
+    ) -> Engine:
+        """This rank's engine for the plan that was decided on, which guards its step and has the optimizers."""
+        engine: Engine = self._started(module, decision.plan, decision.module_map, rules=decision.rules, **more)
+        engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
+        engine.records_metrics = decision.records_metrics and not engine.exchange.is_own
+        if decision.reach is not None:
+            engine.guard = StepGuard(
+                *(module, decision.plan, self.global_rank, decision.reach, self.act_for),
+                records_metrics=engine.records_metrics,
+            )
+        for optimizer in optimizers:
+            engine.take_optimizer(optimizer)
+        return engine
+
+
+class PlanInstallation(HoldsPlan, EndsTogether):
     """The part of a strategy that holds the plan of a fit: installs and replaces it, and answers what was decided."""
 
     # What a fit puts in place; None before the first.
-    _decision: Decision | None = None
     _monitor: Monitor | None = None
-    _engine: Engine | None = None
     _initial: InitialValues | None = None
     _masters: dict[str, Tensor] | None = None
     _outside: Plan | None = None  # the plan of an evaluation outside of a fit, which has no optimizer
@@ -50,29 +102,16 @@ class PlanInstallation(EndsTogether):
     _is_planning = False
     _is_over = False  # after a dry run
     _names: ClassVar[Namespace]
-    # What the user asked for.
-    _request: PlanRequest
     _fitting: ExitStack
     _report_path: str | None
-    _find_unused_parameters: bool | None
     _timeout: timedelta | None
     act_for: Callable[[int | None], None]
     save_if_asked: Callable[..., None]
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of the current or last fit."""
-        return None if self._decision is None else self._decision.plan
-
-    @property
     def report(self) -> RunReport | None:
         """Predicted against measured of the current or last fit, once enough steps have run."""
         return None if self._monitor is None else self._monitor.report
-
-    @property
-    def estimate(self) -> "MemoryEstimate | None":
-        """What the plan needs of every device, where that is known."""
-        return None if self._decision is None else self._decision.estimate
 
     @property
     def is_planning(self) -> bool:
@@ -101,32 +140,15 @@ class PlanInstallation(EndsTogether):
         if self._decision.plan.is_plain and self._masters is None:
             if self._initial is not None:
                 self._initial.materialize(self._initial.names)
-            given, found = self._find_unused_parameters, self._decision.has_unused_parameters
-            self._ddp_kwargs["find_unused_parameters"] = found if given is None else given
+            self._find_unused(self._decision.has_unused_parameters)
             self.configure_ddp()
             self._fitting.enter_context(no_caches(module, self._decision.module_map))
             if isinstance(self._ddp_comm_state, PostLocalSGDState):
                 self._enable_model_averaging()
             return
-        self._engine = start_engine(
-            *(module, self._decision.plan, self._decision.module_map),
-            device=self.root_device,
-            timeout=self._timeout,
-            rules=self._decision.rules,
-            host=self._request.host_of_each(self.num_processes, self.root_device),
-            masters=self._masters,
-            kind=Engine if module.automatic_optimization else ManualEngine,
-        )
+        kind = Engine if module.automatic_optimization else ManualEngine
+        self._engine = self._started_for(module, self._decision, self.optimizers, masters=self._masters, kind=kind)
         self._masters = None  # the engine has what this rank keeps
-        self._engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
-        self._engine.records_metrics = self._decision.records_metrics and not self._engine.exchange.is_own
-        if (reach := self._decision.reach) is not None:
-            self._engine.guard = StepGuard(
-                *(module, self._decision.plan, self.global_rank, reach, self.act_for),
-                records_metrics=self._engine.records_metrics,
-            )
-        for optimizer in self.optimizers:
-            self._engine.take_optimizer(optimizer)
         self._fitting.enter_context(as_wrapped(module))
         if self._initial is not None:
             self._engine.begin(self._initial)

@@ -14,7 +14,6 @@ from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import all_ranks, empty_parameters
 from lightning_mist.strategy.acting_rank import ActingRank
 from lightning_mist.strategy.checkpoints import Checkpoints
-from lightning_mist.strategy.given_arguments import check_arguments, size_limit
 from lightning_mist.strategy.master_precision import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
@@ -24,9 +23,7 @@ from lightning_mist.strategy.plan_installation import refuse_waiting
 from lightning_mist.strategy.planning import (
     MANUAL,
     OFFERED,
-    PlanRequest,
     decide,
-    searched_with,
     step_of_fit,
     whole_module_reason,
     write_plan,
@@ -132,29 +129,14 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_arguments({**locals()})
+        self._take_options({**locals()})
         self.choose_directories(save_distributed_checkpoint, asynchronously=save_asynchronously)
         self._is_dry_run = refuse_waiting(dry_run, start_method)
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state)
         more = (ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, process_group_backend, timeout, start_method)
         super().__init__(*given, *more, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
-        self._find_unused_parameters, self._report_path = find_unused_parameters, report_path
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
-        self._request = PlanRequest(
-            plan=plan,
-            memory_limit=size_limit("memory_limit", memory_limit),
-            host_memory_limit=size_limit("host_memory_limit", host_memory_limit),
-            offload_directory=offload_directory,
-            search=searched_with(search, data_parallel_size),
-            cluster=cluster,
-            blocks=blocks,
-            plan_path=plan_path,
-            profile_directory=profile_directory,
-            correct_profile=correct_profile,
-            self_check=self_check,
-            verbose=verbose or dry_run,
-            master_weights=master_weights,
-        )
+        self._report_path = report_path
         self._fitting, self._constructions = ExitStack(), empty_parameters.DeferredConstructions()
 
     # Life cycle --------------------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ COPIES = {
 }
 
 
+FOR_LOOPS = ["lightning_mist.strategy.fabric_of_lightning", "lightning_mist.strategy.lightning_fabric"]
+
+
 @pytest.fixture(params=sorted(COPIES))
 def name(request):
     return request.param
@@ -40,8 +43,9 @@ def test_the_class_is_found_by_its_name(name):
     assert type(pickle.loads(pickle.dumps(found(memory_limit="1GiB")))) is found
 
 
-def test_each_argument_is_described_and_has_a_type(name):
-    found = strategy_of(name)
+@pytest.mark.parametrize("module", [*sorted(COPIES), *FOR_LOOPS])
+def test_each_argument_is_described_and_has_a_type(module):
+    found = getattr(importlib.import_module(module), "MistFabricStrategy" if module in FOR_LOOPS else "MistStrategy")
     parameters = list(inspect.signature(found).parameters.values())
     documented = re.findall(r"^\s{8}(\*{0,2}\w+): \S", inspect.getdoc(found).replace("\n    ", "\n        "), re.M)
     assert documented == [("**" if p.kind is p.VAR_KEYWORD else "") + p.name for p in parameters]

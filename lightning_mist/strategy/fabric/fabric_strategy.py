@@ -17,10 +17,10 @@ from lightning_mist.strategy.acting_rank import ActingRank
 from lightning_mist.strategy.fabric.loop_checkpoints import LoopCheckpoints
 from lightning_mist.strategy.fabric.outputs import Arrival
 from lightning_mist.strategy.fabric.planned_module import PlannedModule
-from lightning_mist.strategy.given_arguments import check_arguments, size_limit
+from lightning_mist.strategy.given_arguments import with_words_of
 from lightning_mist.strategy.namespace import fabric_ddp_strategy, refuse_unknown
 from lightning_mist.strategy.plan_installation import refuse_unreduced
-from lightning_mist.strategy.planning import PlanRequest, searched_with
+from lightning_mist.strategy.strategy import MistBase
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -32,7 +32,7 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
     If the module returns its loss, a plan may be anything that ``MistStrategy`` plans, and a forward runs the plan's
     whole schedule. If it returns something else, of which the loop computes the loss, plans have one stage that takes
     whole batches: data parallelism with ZeRO, recomputation and offloading. Losses, gradients and parameters are those
-    of DDP. See docs/fabric.md.
+    of DDP. See docs/fabric.md. Arguments that are not described here are those of ``MistStrategy``.
 
     Args:
         accelerator: Fabric's accelerator; set by Fabric.
@@ -40,30 +40,11 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
         cluster_environment: How processes find each other; set by Fabric.
         checkpoint_io: Fabric's checkpoint reader and writer.
         precision: Fabric's precision plugin.
-        plan: ``"auto"`` to make a plan, the path of a plan file, or a plan.
-        memory_limit: Bytes of each device that training may use, as a number or as text such as ``"22GiB"``; by default
-            what the device has, less a reserve.
-        host_memory_limit: The same of each node's host memory, for what a plan offloads; by default 80 %.
-        offload_directory: Folder whose files hold offloaded optimizer state and parameters; with CPUs only.
-        search: What the planner may choose from; by default everything.
-        cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
-            detected. It must have as many devices as there are processes.
-        blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.
         returns_loss: Whether the module returns the loss that is trained, which ranks multiply by the same factor if by
             any; by default it does if one scalar of what it returns can be differentiated, or is called ``loss``, and
             no loss is scaled (``16-mixed``).
         plan_path: Where the plan is written, if anywhere.
-        profile_directory: Where measurements of this machine are kept; by default ``lightning-mist`` in the user's
-            cache directory.
         correct_profile: Whether what earlier runs measured corrects what is predicted for this machine.
-        self_check: Whether to compare the cut module with the whole on one small batch before training.
-        verbose: Whether to print why this plan was chosen, what was measured and where the time of a step goes.
-        process_group_backend: As in DDP.
-        timeout: As in DDP.
-        start_method: As in DDP.
-        find_unused_parameters: As in DDP; by default decided by tracing the module.
-        gradient_as_bucket_view: As in DDP, but True by default, which saves one copy of the gradients.
-        **kwargs: Further arguments of torch's ``DistributedDataParallel``, for plain data parallelism.
     """
 
     def __init__(
@@ -93,29 +74,15 @@ class MistFabricBase(ActingRank, LoopCheckpoints):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_arguments({**locals()})
+        self._take_options({**locals()})
         kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         super().__init__(*given, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         self._backward_sync_control: Any = _SyncControl(self)
-        self._find_unused_parameters, self._returns_loss = find_unused_parameters, returns_loss
+        self._returns_loss = returns_loss
         self._modules: list[PlannedModule] = []
         self.optimizers: list[Any] = []
         self._arrived: list[Arrival] = []
-        self._request = PlanRequest(
-            plan=plan,
-            memory_limit=size_limit("memory_limit", memory_limit),
-            host_memory_limit=size_limit("host_memory_limit", host_memory_limit),
-            offload_directory=offload_directory,
-            search=searched_with(search, None),
-            cluster=cluster,
-            blocks=blocks,
-            plan_path=plan_path,
-            profile_directory=profile_directory,
-            correct_profile=correct_profile,
-            self_check=self_check,
-            verbose=verbose,
-        )
 
     # Setting up --------------------------------------------------------------------------------------------------
 
@@ -220,5 +187,6 @@ class _SyncControl:
 
 def build_fabric(root: str, module: str) -> type[MistFabricBase]:
     """The strategy class for one copy of Fabric; ``module`` is to hold it, so that it can be pickled."""
-    body = {"__module__": module, "__qualname__": "MistFabricStrategy", "__doc__": MistFabricBase.__doc__}
+    words = with_words_of(MistFabricBase, MistBase)
+    body = {"__module__": module, "__qualname__": "MistFabricStrategy", "__doc__": words}
     return type("MistFabricStrategy", (MistFabricBase, fabric_ddp_strategy(root)), body)

@@ -11,60 +11,43 @@ from torch import Tensor, nn
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import map_module
-from lightning_mist.plan import Exclusion, Plan
+from lightning_mist.plan import Exclusion
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.fabric.loop_engine import LoopEngine
 from lightning_mist.strategy.fabric.outputs import OutputForm, as_step_result, form_of, stand_in_loss
 from lightning_mist.strategy.fabric.planned_module import PlannedModule
 from lightning_mist.strategy.fabric.users_loop import Call, UsersLoop, loop_exclusions
-from lightning_mist.strategy.plan_installation import broadcasts_buffers
+from lightning_mist.strategy.plan_installation import HoldsPlan
 from lightning_mist.strategy.planning import (
     Decision,
     PlannedStep,
-    PlanRequest,
     decide,
     optimizer_reason,
     tried,
     write_plan,
 )
-from lightning_mist.strategy.training import StepGuard, attach_engine, start_engine
+from lightning_mist.strategy.training import attach_engine
 from lightning_mist.tensors import leaves, rebuild
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
-
-    from lightning_mist.estimate import MemoryEstimate
 else:
     _Base = object
 
 
-class LoopPlanning(_Base):
+class LoopPlanning(HoldsPlan, _Base):
     """The part of a strategy that makes a plan for a module and its optimizer, and puts it in place."""
 
     num_loaders: int | None = None
     averages = True  # whether gradients of the next forward are averaged over ranks
-    _decision: Decision | None = None
     _engine: LoopEngine | None = None
     _form: OutputForm
     _dtype: torch.dtype = torch.float32
-    # What the user asked for.
-    _request: PlanRequest
     _returns_loss: bool | None
-    _find_unused_parameters: bool | None
     _modules: list[PlannedModule]
     optimizers: list[Any]
     act_for: Callable[[int | None], None]
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan, once there is one."""
-        return None if self._decision is None else self._decision.plan
-
-    @property
-    def estimate(self) -> "MemoryEstimate | None":
-        """What the plan needs of every device, where that is known."""
-        return None if self._decision is None else self._decision.estimate
 
     @property
     def lightning_module(self) -> nn.Module:
@@ -129,23 +112,10 @@ class LoopPlanning(_Base):
     def _install(self, planned: PlannedModule, decision: Decision) -> None:
         if decision.plan.is_plain:
             # Without a trace DDP's own default counts.
-            given, found = self._find_unused_parameters, decision.has_unused_parameters
-            is_traced = bool(decision.module_map.parameters)
-            self._ddp_kwargs["find_unused_parameters"] = (is_traced and found) if given is None else given
+            self._find_unused(bool(decision.module_map.parameters) and decision.has_unused_parameters)
             return
-        engine = start_engine(
-            *(planned.module, decision.plan, decision.module_map),
-            device=self.root_device,
-            timeout=self._timeout,
-            rules=decision.rules,
-            host=self._request.host_of_each(self.num_processes, self.root_device),
-            kind=LoopEngine,
-        )
+        engine = self._started_for(planned.module, decision, self.optimizers[:1], kind=LoopEngine)
         self._engine = cast("LoopEngine", engine)
-        engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
-        if decision.reach is not None:
-            engine.guard = StepGuard(planned.module, decision.plan, self.global_rank, decision.reach, self.act_for)
-        engine.take_optimizer(self.optimizers[0])
         engine.begin(None)
         attach_engine(self.precision, engine)
 

@@ -5,7 +5,6 @@ from lightning_mist.strategy.planning.decision import (
     PlannedStep,
     PlanRequest,
     given_plan,
-    searched_with,
 )
 from lightning_mist.strategy.planning.evaluated_step import (
     EvaluatedStep,

@@ -1,7 +1,7 @@
 """What a fit asks of planning, and what it gets."""
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from lightning_mist.plan import Exclusion, ModuleMap, Plan, SearchSpace, from_js
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
 from lightning_mist.strategy.all_ranks import on_rank_zero
+from lightning_mist.strategy.given_arguments import size_limit
 from lightning_mist.strategy.planning.local_machine import default_directory
 
 if TYPE_CHECKING:
@@ -60,6 +61,14 @@ class PlanRequest:
     self_check: bool
     verbose: bool = False
     master_weights: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "PlanRequest":
+        """What a strategy's arguments, by name, ask for; ``ValueError`` if they are no sizes, or do not go together."""
+        asked = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        limits = {name: size_limit(name, given[name]) for name in ("memory_limit", "host_memory_limit")}
+        search = searched_with(given["search"], given.get("data_parallel_size"))
+        return cls(**{**asked, **limits, "search": search, "verbose": given["verbose"] or given.get("dry_run", False)})
 
     def with_plan(self) -> "PlanRequest":
         """The same with the plan that a file holds, as rank 0 sees it; called on all ranks at once."""
