@@ -31,8 +31,7 @@ class EvaluationAlone(PlanInstallation):
 
     def _set_up_outside(self, trainer: Any) -> None:
         """Put a plan in place for an evaluation of its own, or the whole module as plain data parallelism has it."""
-        module, accelerator = self.lightning_module, self.accelerator
-        assert module is not None
+        module, accelerator = self._module, self.accelerator
         assert accelerator is not None
         self._whole, self._maps, self._outside = None, {}, None
         accelerator.setup(trainer)
@@ -87,8 +86,7 @@ class EvaluationAlone(PlanInstallation):
 
     def _start(self, module_map: ModuleMap) -> None:
         """Share the module out by the plan for an evaluation outside of a fit; on all ranks at once."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self._outside is not None
         # What parameters are given in here stays when the evaluation is over.
         with torch.inference_mode(mode=False):
@@ -107,9 +105,8 @@ class EvaluationAlone(PlanInstallation):
         Args:
             source: A rank that has a batch.
         """
-        plan, module = self._outside, self.lightning_module
+        plan, module = self._outside, self._module
         assert plan is not None
-        assert module is not None
         assert module_map is not None
         module_map = splits_of_evaluated(plan, module, call, batch, module_map, source, self.root_device)
         try:
@@ -133,7 +130,7 @@ class EvaluationAlone(PlanInstallation):
 
     @property
     def _kind(self) -> str:
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        trainer = self._trainer
         return "predict" if trainer.predicting else "test" if trainer.testing else "validation"
 
     @property
@@ -142,7 +139,7 @@ class EvaluationAlone(PlanInstallation):
 
     @property
     def _evaluation_loop(self) -> Any:
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        trainer = self._trainer
         return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 
     def _step_context(self) -> AbstractContextManager[None]:

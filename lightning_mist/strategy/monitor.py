@@ -92,17 +92,10 @@ class Monitor:
         self._overlaps = stage.mesh.num_peers > 1 and stage.zero_stage < ZeroStage.GRADIENTS
         basis = decision.basis
         # Where the plan was made, the run teaches of its machine.
-        self._learner = (
-            None
-            if basis is None
-            else Learner(
-                basis=basis,
-                plan=decision.plan,
-                is_plain=decision.plan.is_plain,
-                say=self._progress.say,
-                cached_at=decision.cached_at,
-            )
-        )
+        self._learner: Learner | None = None
+        if basis is not None:
+            say, kept = self._progress.say, decision.cached_at
+            self._learner = Learner(basis=basis, plan=decision.plan, say=say, cached_at=kept)
         # What planning left with the allocator would count as reserved by training.
         ops_of(device).release_cached()
 

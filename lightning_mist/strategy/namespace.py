@@ -2,22 +2,23 @@
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
     """What this package needs of one of Lightning's copies, ``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
 
-    root: str
-    ddp_strategy: Any
-    is_param_in_hook_signature: Any
-    fitting: Any
-    ends_quietly: Any
-    set_sampler_epoch: Any
+    def __init__(self, root: str) -> None:
+        def find(module: str, name: str) -> Any:
+            return getattr(importlib.import_module(f"{root}.{module}"), name)
+
+        self.ddp_strategy = find("strategies", "DDPStrategy")
+        self.is_param_in_hook_signature = find("utilities.signature_utils", "is_param_in_hook_signature")
+        self.fitting = find("trainer.states", "TrainerFn").FITTING
+        self.ends_quietly = find("utilities.exceptions", "_TunerExitException")
+        self.set_sampler_epoch = importlib.import_module(f"{_FABRIC[root]}.utilities.data")._set_sampler_epoch
 
 
 def refuse_unknown(given: Mapping[str, Any], *harmless: str) -> None:
@@ -32,19 +33,3 @@ def refuse_unknown(given: Mapping[str, Any], *harmless: str) -> None:
 def fabric_ddp_strategy(root: str) -> Any:
     """``DDPStrategy`` of a copy of Fabric, ``"lightning.fabric"`` or ``"lightning_fabric"``."""
     return importlib.import_module(f"{root}.strategies").DDPStrategy
-
-
-def namespace(root: str) -> Namespace:
-    """The parts of the copy called ``root``."""
-
-    def find(module: str, name: str) -> Any:
-        return getattr(importlib.import_module(f"{root}.{module}"), name)
-
-    return Namespace(
-        root=root,
-        ddp_strategy=find("strategies", "DDPStrategy"),
-        is_param_in_hook_signature=find("utilities.signature_utils", "is_param_in_hook_signature"),
-        fitting=find("trainer.states", "TrainerFn").FITTING,
-        ends_quietly=find("utilities.exceptions", "_TunerExitException"),
-        set_sampler_epoch=importlib.import_module(f"{_FABRIC[root]}.utilities.data")._set_sampler_epoch,
-    )

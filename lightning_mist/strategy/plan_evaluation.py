@@ -148,9 +148,8 @@ class PlanEvaluation(EvaluationAlone):
             assert self._decision is not None
             refuse_whole(self._decision.lack_for_whole, reason)
         else:
-            assert self.lightning_module is not None
             limit = device_limit(self._request.memory_limit, self.root_device)
-            refuse_whole_alone(self.lightning_module, limit, reason, has_plan=True)
+            refuse_whole_alone(self._module, limit, reason, has_plan=True)
         if self._whole != reason or self._is_in_rounds:
             self._tell_whole(reason)
         self._whole, self._evaluator, self._is_in_rounds = reason, None, False
@@ -169,9 +168,8 @@ class PlanEvaluation(EvaluationAlone):
             self._make_evaluator()
 
     def _make_evaluator(self) -> None:
-        engine, module = self._engine, self.lightning_module
+        engine, module = self._engine, self._module
         assert engine is not None
-        assert module is not None
         plan, guard = of_whole_batches(engine.plan), None
         assert plan is not None
         if len(replica_ranks(plan, 0)) > 1:
@@ -195,8 +193,7 @@ class PlanEvaluation(EvaluationAlone):
 
     def _round(self, place: int, batch: Any, numbers: list[int] | None) -> tuple[list[int], bool, Any]:
         """One batch of every rank that has one; how far all have come, whether any had one, and this rank's output."""
-        module, step_name, has_batch = self.lightning_module, self._step_name, numbers is not None
-        assert module is not None
+        module, step_name, has_batch = self._module, self._step_name, numbers is not None
         if self._evaluator is not None:
             self.save_if_asked()
 
@@ -224,8 +221,7 @@ class PlanEvaluation(EvaluationAlone):
 
     def _look(self, loader: int, batch: Any, numbers: list[int] | None, step: Callable[..., Any]) -> None:
         """See how the step is to be evaluated on batches of a loader; all ranks come to the same."""
-        engine, module, name = self._engine, self.lightning_module, self._step_name
-        assert module is not None
+        engine, module, name = self._engine, self._module, self._step_name
         own: EvaluatedStep | None = None
         call = lambda part: step(part, *(numbers or ()))  # noqa: E731
         if numbers is not None:

@@ -173,8 +173,7 @@ class PlanInstallation(HoldsPlan, EndsTogether):
 
     def replace_plan(self, decide: Callable[[], Decision]) -> None:
         """Put another plan in place between two steps; of a fit of one process."""
-        module, optimizer = self.lightning_module, self.optimizers[0]
-        assert module is not None
+        module, optimizer = self._module, self.optimizers[0]
         state = self._withdraw(module)
         gc.collect()
         ops_of(self.root_device).release_cached()

@@ -17,7 +17,7 @@ from lightning_mist.strategy.checkpoints import Checkpoints
 from lightning_mist.strategy.master_precision import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitoring import FORWARD
-from lightning_mist.strategy.namespace import namespace
+from lightning_mist.strategy.namespace import Namespace
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
 from lightning_mist.strategy.planning import (
@@ -143,8 +143,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
 
     def setup(self, trainer: Any) -> None:
         """Make or read the plan, and put this rank's part of it in place."""
-        module, accelerator = self.lightning_module, self.accelerator
-        assert module is not None
+        module, accelerator = self._module, self.accelerator
         assert accelerator is not None
         self.begin_sharing(module)
         if trainer.state.fn != self._names.fitting:
@@ -191,8 +190,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
     def teardown(self, **more: Any) -> None:
         """Give the module all its values back, unless something went wrong and peers may be gone."""
         (engine, initial), self._engine, self._initial = (self._engine, self._initial), None, None
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        is_well = trainer is not None and trainer.state.status.value != "interrupted"
+        is_well = self._trainer is not None and self._trainer.state.status.value != "interrupted"
         if engine is None and initial is not None and self._outside is not None and is_well:
             initial.materialize(initial.names)  # no batch came, for which it would have been shared out
         if engine is not None:
@@ -265,8 +263,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         if isinstance(self._engine, ManualEngine):
             with self.all_take_part():
                 return self._engine.run_step(lambda: super(MistBase, self).training_step(*args, **kwargs))
-        module, context = self.lightning_module, self.precision_plugin.train_step_context
-        assert module is not None
+        module, context = self._module, self.precision_plugin.train_step_context
         scaler = getattr(self.precision_plugin, "scaler", None)
         # As the scaler itself would scale a loss: its scale stays on the device.
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
@@ -326,6 +323,6 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
 
 def build(root: str, module: str) -> type[MistBase]:
     """The strategy class for one copy of Lightning; ``module`` is to hold it, so that it can be pickled."""
-    names = namespace(root)
+    names = Namespace(root)
     body = {"__module__": module, "__qualname__": "MistStrategy", "__doc__": MistBase.__doc__, "_names": names}
     return type("MistStrategy", (MistBase, names.ddp_strategy), body)

@@ -1,12 +1,11 @@
 import pytest
 
-from lightning_mist.strategy.namespace import namespace
+from lightning_mist.strategy.namespace import Namespace
 
 
 @pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
 def test_each_copy_of_lightning_has_its_own_parts(root):
-    names = namespace(root)
-    assert names.root == root
+    names = Namespace(root)
     package = root.partition(".")[0]
     assert names.ddp_strategy.__module__.partition(".")[0] == package
     assert names.fitting == "fit"

@@ -2,4 +2,11 @@
 
 from lightning_mist.runtime.communication.boundary import Crossing, GraphEnd, Microbatch, Neighbours, Portion
 from lightning_mist.runtime.communication.failure import FailureWatcher, begin_anew, start_watcher
-from lightning_mist.runtime.communication.transport import DistributedTransport, TensorWork, Transport, Work, complete
+from lightning_mist.runtime.communication.transport import (
+    DistributedTransport,
+    TensorWork,
+    Transport,
+    Work,
+    complete,
+    told,
+)

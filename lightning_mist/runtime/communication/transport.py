@@ -86,6 +86,13 @@ class ObjectWork(Work, Protocol):
         """The gathered values, after completion."""
 
 
+def told(transport: Transport, value: Any, ranks: Sequence[int]) -> list[Any]:
+    """What each of some ranks has; all of them call it at once, and wait."""
+    gathered = transport.all_gather_object(value, ranks)
+    gathered.wait()
+    return list(gathered.result())
+
+
 def complete(run: Iterator[Work]) -> Any:
     """Run a generator of pending works to its end by blocking on each, and give what it returns."""
     try:

@@ -104,7 +104,7 @@ class Checkpoints(PlanInstallation):
     @property
     def _is_fitting(self) -> bool:
         """Whether a fit goes on, at whose end what is still being written is waited for."""
-        state = self.lightning_module.trainer.state if self.lightning_module is not None else None
+        state = None if self._trainer is None else self._trainer.state
         return state is not None and state.fn == self._names.fitting and state.status.value == "running"
 
     def finish_saving(self) -> None:
@@ -141,18 +141,17 @@ class Checkpoints(PlanInstallation):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights in DDP's layout; complete on global rank 0, or for a directory what each rank writes."""
-        assert self.lightning_module is not None
         if self._engine is not None:
             self.refuse_without_the_others("a checkpoint")
-        elif self.global_rank > 0 and empty_parameters.has_empty_parameters(self.lightning_module):
+        elif self.global_rank > 0 and empty_parameters.has_empty_parameters(self._module):
             return {}
         if self._saves_directories:
             with self.all_take_part():
-                return model_shards(self.lightning_module, self._engine, is_first=self.global_rank == 0)
+                return model_shards(self._module, self._engine, is_first=self.global_rank == 0)
         if self._engine is None:
             return super().lightning_module_state_dict()
         with self.all_take_part():
-            return module_state(self.lightning_module, self._engine)
+            return module_state(self._module, self._engine)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0, or for a directory what each rank writes."""
@@ -166,8 +165,7 @@ class Checkpoints(PlanInstallation):
         state = asked[self._place_of(optimizer)]() if asked else super().optimizer_state(optimizer)
         if not self._saves_directories:
             return state
-        assert self.lightning_module is not None
-        return named_state(state, names_in_order(optimizer, self.lightning_module))
+        return named_state(state, names_in_order(optimizer, self._module))
 
     # Loading -----------------------------------------------------------------------------------------------------
 
@@ -201,8 +199,7 @@ class Checkpoints(PlanInstallation):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True, **more: Any) -> None:
         """Take weights in DDP's layout, also while training (the learning-rate finder does), on every rank at once."""
-        module, engine = self.lightning_module, self._engine
-        assert module is not None
+        module, engine = self._module, self._engine
         with _loading(module):
             if engine is None and empty_parameters.has_empty_parameters(module):
                 refuse_unknown(more)

@@ -128,13 +128,11 @@ class Learner:
     """Learns from one run how its machine differs from the profile; on rank 0.
 
     Args:
-        is_plain: Whether the plan runs without the runtime.
         cached_at: Where the plan is kept for later runs, which plan anew if what was learned matters to it.
     """
 
     basis: Basis
     plan: Plan
-    is_plain: bool
     say: Callable[[str], None]
     cached_at: Path | None = None
     _has_learned: bool = False
@@ -149,7 +147,7 @@ class Learner:
             self.plan,
             measured,
             corrections=basis.corrections,
-            is_plain=self.is_plain,
+            is_plain=self.plan.is_plain,
             knows_layers=bool(basis.spec.seconds),
         )
         if not any(item.main for item in observations):

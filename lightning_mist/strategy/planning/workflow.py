@@ -89,7 +89,30 @@ def decide(
         try:
             # Trials look at operators, and nothing must be compiled for them.
             with same_generators(), torch.compiler.set_stance("force_eager"), progress:
-                return _decided(trainer, strategy, request, progress, step, plain=plain, initial=initial)
+                progress.say("looking at the first batch and finding where the module can be cut")
+                module, metrics = strategy.lightning_module, step.records_metrics
+                made = partial(TriedStep, trainer, module, step.call, name=step.name, records_metrics=metrics)
+                call = everywhere(made)
+                planner = Planner(
+                    trainer=trainer,
+                    strategy=strategy,
+                    request=request,
+                    progress=progress,
+                    plain=plain,
+                    batch=step.batch(),
+                    call=call,
+                    restrictions=step.restrictions,
+                    prepare=step.prepare if leaves_no_trace(strategy.root_device) else None,
+                    initial=initial,
+                    cluster=local_machine.cluster_for(request.cluster, strategy),
+                )
+                if load_the_same(planner.batch, request.loaders or strategy.world_size):
+                    # A project may share out its data only under strategies that it knows by name.
+                    progress.tell(f"all processes load the same first batch{step.hint}")
+                # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is
+                # refused.
+                with recorded_logs(module):
+                    return _made(planner, started)
         except (TraceError, PlanError) as error:
             if not is_auto or initial is not None or request.master_weights:
                 raise
@@ -106,43 +129,6 @@ def decide(
         planning_seconds=perf_counter() - started,
         plan_path=None,
     )
-
-
-def _decided(
-    trainer: Any,
-    strategy: Any,
-    request: PlanRequest,
-    progress: Progress,
-    step: PlannedStep,
-    *,
-    plain: str | None,
-    initial: InitialValues | None,
-) -> Decision:
-    """The decision after a look at the first batch."""
-    started = perf_counter()
-    progress.say("looking at the first batch and finding where the module can be cut")
-    module = strategy.lightning_module
-    made = partial(TriedStep, trainer, module, step.call, name=step.name, records_metrics=step.records_metrics)
-    call = everywhere(made)
-    planner = Planner(
-        trainer=trainer,
-        strategy=strategy,
-        request=request,
-        progress=progress,
-        plain=plain,
-        batch=step.batch(),
-        call=call,
-        restrictions=step.restrictions,
-        prepare=step.prepare if leaves_no_trace(strategy.root_device) else None,
-        initial=initial,
-        cluster=local_machine.cluster_for(request.cluster, strategy),
-    )
-    if load_the_same(planner.batch, request.loaders or strategy.world_size):
-        # A project may share out its data only under strategies that it knows by name.
-        progress.tell(f"all processes load the same first batch{step.hint}")
-    # Trials log nothing; the loader and its hooks are asked for good, so that what they must not log is refused.
-    with recorded_logs(module):
-        return _made(planner, started)
 
 
 def _replanned(planner: Planner, limit: int, batch: Any) -> Decision:

@@ -119,7 +119,7 @@ def merge_extra(parts: list[tuple[float, Any]]) -> Any:
     return values[-1]
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
     """A value that came home, with its tensors where the user's step had them."""
     return rebuild(value, lambda node: to_device(node, device) if is_a(node, Tensor) else None)
 
@@ -154,5 +154,5 @@ def combine(
         total = torch.stack([weight * value.reshape(()) for weight, value in losses]).sum()
         loss = to_device(total, device)
     # Lightning reduces logged tensors where they are, and a GPU's process group knows tensors of its GPU only.
-    records = tuple(replace(record, value=_to(record.value, device)) for record in records)
-    return BatchResult(loss=loss, extras=_to(extras, device), records=records)
+    records = tuple(replace(record, value=moved(record.value, device)) for record in records)
+    return BatchResult(loss=loss, extras=moved(extras, device), records=records)

@@ -20,7 +20,7 @@ from lightning_mist.model.initialization import InitialValues, empty_out
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import names_with_values, process_groups, talking_groups
 from lightning_mist.plan.messages import message_pairs
-from lightning_mist.runtime.communication import DistributedTransport, Microbatch, Transport, complete
+from lightning_mist.runtime.communication import DistributedTransport, Microbatch, Transport, complete, told
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.host_memory import HostPlace
@@ -354,9 +354,7 @@ class Engine(WholeGradients):
     # Over all ranks ----------------------------------------------------------------------------------------------
 
     def _gathered(self, value: Any) -> list[Any]:
-        gathered = self.transport.all_gather_object(value, self.exchange.group)
-        gathered.wait()
-        return list(gathered.result())
+        return told(self.transport, value, self.exchange.group)
 
     def _bring_home(self, records: Mapping[int, tuple[Record, ...]], digest: str | None) -> list[Piece]:
         """The pieces of this rank's own batch, in the order of its rows."""
@@ -365,8 +363,8 @@ class Engine(WholeGradients):
         tells = executor.mesh.is_last and executor.mesh.row_index == 0
         copies: dict[int, Tensor] = {}
         if self._homeward is not None:
-            told = results_in(executor.outputs, records) if tells else ()
-            copies = self._homeward.bring([*told, *self._part_steps.tensors()])
+            results = results_in(executor.outputs, records) if tells else ()
+            copies = self._homeward.bring([*results, *self._part_steps.tensors()])
         self._part_steps.check(copies)
         if tells:
             states = executor.random_states

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from lightning_mist.devices import to_device
 from lightning_mist.plan import ModuleMap, of_whole_batches, replica_of, replica_ranks
-from lightning_mist.runtime.communication import Microbatch, complete
+from lightning_mist.runtime.communication import Microbatch, complete, told
 from lightning_mist.runtime.forward_pass import ForwardPass
 from lightning_mist.runtime.parameters import present_meanwhile, works
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
-from lightning_mist.strategy.training.batch_results import home
+from lightning_mist.strategy.training.batch_results import home, moved
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.log_records import Record, recorded_logs, replay
 from lightning_mist.strategy.training.same_samples import digest_of
@@ -132,9 +132,7 @@ class Evaluator:
     @works
     def everybodys(self, value: Any) -> list[Any]:
         """What every rank has, by rank."""
-        gathered = self._transport.all_gather_object(value, self._world)
-        gathered.wait()
-        return list(gathered.result())
+        return told(self._transport, value, self._world)
 
     @works
     def run(
@@ -184,7 +182,7 @@ class Evaluator:
         engine, guard = self._engine, self._guard
         assert guard is not None
         notes = [self._notes[rank] for rank in group]
-        guard.compare(notes, lambda value: self._gathered(value, group))
+        guard.compare(notes, lambda value: told(self._transport, value, group))
         exchange = BatchExchange(forward.plan, engine.rank, self._transport, engine.device)
         own_state = get_random_state(engine.device)
         complete(exchange.run(batch, own_state, _packed(numbers)))
@@ -201,13 +199,13 @@ class Evaluator:
                 return call.run_part(part)
 
             complete(engine.executor.evaluate(forward, microbatches, run))
-        told, state = self._own(group, self._told(microbatches, log.of_parts))
-        set_random_state(own_state if told is None else state, engine.device)
-        if told is None:
+        every = told(self._transport, self._told(microbatches, log.of_parts), group)
+        own, state = next((found[engine.rank] for found in every if engine.rank in found), (None, own_state))
+        set_random_state(state, engine.device)
+        if own is None:
             return None, ()
-        device = engine.device
-        logged = [replace(item, value=rebuild(item.value, lambda x: _moved(x, device))) for item in told.records]
-        return told.output_on(device), logged
+        logged = [replace(item, value=moved(item.value, engine.device)) for item in own.records]
+        return own.output_on(engine.device), logged
 
     def _told(
         self, microbatches: Sequence[Microbatch], records: dict[int, tuple[Record, ...]]
@@ -222,29 +220,13 @@ class Evaluator:
                 continue
             output = executor.outputs[part.index]
             given = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-            told = _Told(
+            result = _Told(
                 output=home(output),
                 on_host=tuple(leaf.device.type == "cpu" for leaf in given),
                 records=tuple(replace(item, value=home(item.value)) for item in records[part.index]),
             )
-            found[part.owner] = told, executor.random_states[part.index]
+            found[part.owner] = result, executor.random_states[part.index]
         return found
-
-    def _own(self, group: tuple[int, ...], told: dict[int, tuple[_Told, Any]]) -> tuple[_Told | None, Any]:
-        for found in self._gathered(told, group):
-            if self._engine.rank in found:
-                mine: tuple[_Told, Any] = found[self._engine.rank]
-                return mine
-        return None, None
-
-    def _gathered(self, value: Any, group: tuple[int, ...]) -> Sequence[Any]:
-        gathered = self._transport.all_gather_object(value, group)
-        gathered.wait()
-        return list(gathered.result())
-
-
-def _moved(node: Any, device: torch.device) -> Any:
-    return to_device(node, device) if isinstance(node, Tensor) else None
 
 
 def _packed(numbers: Sequence[int] | None) -> int:

@@ -67,6 +67,16 @@ class EndsTogether(_Base):
     _is_told: bool = False
     _timeout: timedelta | None
 
+    @property
+    def _module(self) -> Any:
+        """The user's module; there is one from ``setup`` on."""
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Any:
+        """The trainer of the module, if there is one."""
+        return getattr(self.lightning_module, "_trainer", None)
+
     def _configure_launcher(self, **more: Any) -> None:
         super()._configure_launcher(**more)
         launcher: Any = self._launcher
@@ -81,9 +91,8 @@ class EndsTogether(_Base):
         self._begun = self._ended = 0
         if self.world_size > 1:
             self._watcher = start_watcher(is_one_machine=self.num_nodes == 1)
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if self._watcher is not None and trainer is not None:
-            connector: Any = trainer._signal_connector
+        if self._watcher is not None and self._trainer is not None:
+            connector: Any = self._trainer._signal_connector
             connector._sigterm_notifier_fn = partial(_told, self, connector)
 
     def stop_watching(self) -> None:
@@ -91,9 +100,8 @@ class EndsTogether(_Base):
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.stop()
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None:
-            vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        if self._trainer is not None:
+            vars(self._trainer._signal_connector).pop("_sigterm_notifier_fn", None)
 
     def on_exception(self, exception: BaseException, **more: Any) -> None:
         """Tell the other ranks, which may be waiting for this one where nothing would ever wake them."""

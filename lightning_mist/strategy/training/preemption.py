@@ -10,18 +10,15 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
+from lightning_mist.strategy.training.failure_handling import EndsTogether
 
 
-class Preemption(_Base):
+class Preemption(EndsTogether):
     """The part of the strategy that saves when SLURM asks for it."""
 
     _save_and_requeue: Callable[[int, Any], None] | None = None
@@ -31,7 +28,7 @@ class Preemption(_Base):
     def setup_environment(self, **more: Any) -> None:
         """Make the process group, and hear SLURM's signal in Lightning's place."""
         super().setup_environment(**more)
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer: Any = self._trainer
         environment: Any = self.cluster_environment
         # Lightning's own name of it; other environments have no such thing.
         if trainer is None or not getattr(environment, "auto_requeue", False):
@@ -54,9 +51,8 @@ class Preemption(_Base):
 
     def teardown(self, **more: Any) -> None:
         """Leave Lightning's handlers as they were."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None:
-            connector = vars(trainer._signal_connector)
+        if self._trainer is not None:
+            connector = vars(self._trainer._signal_connector)
             connector.pop("_slurm_sigusr_handler_fn", None)
             if (registering := connector.pop("register_signal_handlers", None)) is not None:
                 number = registering.args[1]
@@ -100,5 +96,4 @@ class Preemption(_Base):
 
     def _is_within_a_step(self, batch_idx: int) -> bool:
         """Whether gradients of earlier batches wait for their update, which no checkpoint holds."""
-        assert self.lightning_module is not None
-        return batch_idx % self.lightning_module.trainer.accumulate_grad_batches != 0
+        return bool(batch_idx % self._trainer.accumulate_grad_batches)

@@ -8,7 +8,7 @@ import torch
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan, loader_of, loader_ranks
-from lightning_mist.runtime.communication import Transport
+from lightning_mist.runtime.communication import Transport, told
 from lightning_mist.tensors import batch_tensors
 
 T = TypeVar("T")
@@ -73,8 +73,6 @@ def of_loader(own: list[T], digest: str | None, plan: Plan, transport: Transport
     if plan.data_parallel_size is None:
         return own
     ranks = loader_ranks(plan, loader_of(plan, transport.rank))
-    told = transport.all_gather_object((digest, own), ranks)
-    told.wait()
-    found = told.result()
+    found = told(transport, (digest, own), ranks)
     check_same_samples([of_rank for of_rank, _ in found], ranks, plan.num_loaders)
     return [item for _, items in found for item in items]

@@ -20,7 +20,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.leaves import on_host
 from lightning_mist.optimizers import replaced_methods
 from lightning_mist.plan import ModuleMap, Plan
-from lightning_mist.runtime.communication import DistributedTransport, Transport, complete
+from lightning_mist.runtime.communication import DistributedTransport, Transport, complete, told
 from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.offload import behind_closure, offload_optimizer_state
 from lightning_mist.runtime.parameters import (
@@ -64,9 +64,9 @@ class OwnedOptimizer:
             self._hooks.append(optimizer.register_step_pre_hook(lambda _, args, kw: behind_closure(args, kw, compare)))
         shares = any(stage.zero_stage or stage.mesh.num_row_peers > 1 for stage in mesh.plan.stages)
         if shares or mesh.plan.num_stages > 1:
-            told = _GroupOptions(optimizer, executor.transport)
-            before = optimizer.register_step_pre_hook(lambda _, args, kw: behind_closure(args, kw, told.compare))
-            self._hooks += [before, optimizer.register_step_post_hook(told.keep)]
+            options = _GroupOptions(optimizer, executor.transport)
+            before = optimizer.register_step_pre_hook(lambda _, args, kw: behind_closure(args, kw, options.compare))
+            self._hooks += [before, optimizer.register_step_post_hook(options.keep)]
         self._offloaded = offload_optimizer_state(
             *(optimizer, mesh, module_map, parameters, executor.streams, executor.state_pool, executor.shards),
             *(executor.gradients, executor.transport),
@@ -160,7 +160,7 @@ class _GroupOptions:
         digest = blake2b(repr(sorted(changed)).encode(), digest_size=7).digest()
         noted = self._transport.all_gather(torch.tensor([int.from_bytes(digest, "little")]), every).result()
         if len(set(noted.flatten().tolist())) > 1:
-            found = self._transport.all_gather_object(changed, every).result()
+            found = told(self._transport, changed, every)
             (place, key), _ = min(set().union(*found) - set.intersection(*found))
             raise PlanError(
                 f"{key!r} of parameter group {place} was set to another value on one rank than on others, which under "

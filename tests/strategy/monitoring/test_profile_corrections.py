@@ -61,7 +61,7 @@ class Teacher:
     def __init__(self, basis, folder):
         self.said, self.kept = [], folder / "kept.json"
         self.plan = basis.tune().plan
-        self.learner = Learner(basis=basis, plan=self.plan, is_plain=False, say=self.said.append, cached_at=self.kept)
+        self.learner = Learner(basis=basis, plan=self.plan, say=self.said.append, cached_at=self.kept)
 
 
 def test_a_run_corrects_what_later_runs_are_predicted_by(tmp_path):
