@@ -12,15 +12,9 @@ from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import exclusions_of
+from lightning_mist.strategy.planning.plain_parallelism import MANUAL
 from lightning_mist.strategy.training import NOT_AVERAGED
 from lightning_mist.strategy.user_code import GRADIENTS_AWAY, STATE_AWAY, read_in_step
-
-MANUAL = "automatic_optimization=False: the module calls backward and step itself"
-
-OFFERED = (
-    f"{MANUAL}, for which no plan is searched; one that is given (plan=) may shard optimizer state and gradients "
-    "(zero_stage 1 or 2), recompute layers and offload optimizer state"
-)
 
 BUT_MANUAL: tuple[Feature, ...] = (
     "pipeline",

@@ -22,9 +22,15 @@ from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, 
 from lightning_mist.plan.module_map import OFFLOADS, exclusions_of
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.all_ranks import of_all_ranks
-from lightning_mist.strategy.planning.manual_step import MANUAL
 from lightning_mist.strategy.planning.trial_step import tried
 from lightning_mist.units import format_seconds
+
+MANUAL = "automatic_optimization=False: the module calls backward and step itself"
+
+OFFERED = (
+    f"{MANUAL}, for which no plan is searched; one that is given (plan=) may shard optimizer state and gradients "
+    "(zero_stage 1 or 2), recompute layers and offload optimizer state"
+)
 
 LEAST_GAIN = 0.05
 """Share of a plain step that another plan must save by prediction. Predictions of steps lie 8% from what is measured on

@@ -29,7 +29,10 @@ from lightning_mist.runtime.parameters import (
     BufferSync,
     ParameterGatherer,
     at_work,
+    clip_by_norm,
+    clip_by_value,
     computing,
+    global_grad_norm,
     held_at,
     make_absent,
     make_present,
@@ -47,7 +50,8 @@ from lightning_mist.strategy.training.microbatch_step import PartSteps
 from lightning_mist.strategy.training.same_samples import digest_of, of_loader
 from lightning_mist.strategy.training.step_call import StepCall
 from lightning_mist.strategy.training.step_guard import StepGuard
-from lightning_mist.strategy.training.whole_model import OwnedOptimizer, WholeGradients
+from lightning_mist.strategy.training.whole_model import OwnedOptimizer
+from lightning_mist.tensors import gradients_aside
 
 
 class _InstallGradients(torch.autograd.Function):
@@ -65,7 +69,7 @@ class _InstallGradients(torch.autograd.Function):
         return None, torch.zeros_like(gradient), None, None
 
 
-class Engine(WholeGradients):
+class Engine:
     """This rank's part of a running plan; module, plan and map are the same on every rank."""
 
     guard: StepGuard | None = None
@@ -351,6 +355,77 @@ class Engine(WholeGradients):
             raise RuntimeError("take_optimizer must come first")
         return self._optimizers[0]
 
+    # Gradients of the whole model -------------------------------------------------------------------------------
+
+    def owned(self, optimizer: Any) -> OwnedOptimizer:
+        """What this rank owns of an optimizer of the user's, of which there may be one."""
+        return self.optimizer
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Around a backward that Lightning runs: one that hands over what is reduced already needs nothing."""
+        return nullcontext()
+
+    @works
+    def clip_by_norm(
+        self, optimizer: Any, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip this rank's gradients by the norm of the whole model's, which is returned.
+
+        Args:
+            norm_type: Order of the norm; another than 2 only where no gradients are in host memory.
+            error_if_nonfinite: Whether to raise ``RuntimeError`` instead if the norm is not finite, as torch does.
+        """
+        every = {name: parameter for parameter, name in self._names.items()}
+        order = [self._names[parameter] for group in self.owned(optimizer).cut.groups for parameter in group]
+        speakers = self.gatherer.speakers
+        offloaded = self.executor.gradients
+        known = {} if offloaded is None else offloaded.norms()
+        norm: Tensor = complete(
+            global_grad_norm(
+                *(self.executor.mesh, every, speakers, self.transport),
+                names=order,
+                norm_type=norm_type,
+                known=known,
+            )
+        )
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; to scale "
+                "them by it all the same pass error_if_nonfinite=False"
+            )
+        clip_by_norm(_here(optimizer), max_norm, norm)
+        if offloaded is not None:
+            # As torch.nn.utils.clip_grads_with_norm_ has it.
+            offloaded.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    @works
+    def clip_by_value(self, optimizer: Any, clip_value: float) -> None:
+        """Clamp every entry of this rank's gradients."""
+        clip_by_value(_here(optimizer), clip_value)
+        if self.executor.gradients is not None:
+            self.executor.gradients.change(lambda gradients: _clamp(gradients, clip_value))
+
+    @contextmanager
+    def unscaling(self, optimizer: Any, factor: Tensor) -> Iterator[None]:
+        """While gradients are multiplied by a factor: those in host memory are hidden, and will be."""
+        offloaded = self.executor.gradients
+        hidden = [] if offloaded is None else [p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient]
+        with gradients_aside(hidden):
+            yield
+        if offloaded is not None:
+            offloaded.multiply(factor)
+
+    def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Whether any rank found a gradient that is not finite; the same answer on all ranks."""
+        flag = found.get(self.device, torch.zeros((), device=self.device))
+        offloaded = self.executor.gradients
+        if offloaded is not None and offloaded.found is not None:
+            flag = flag + offloaded.found
+        if self.plan.world_size > 1:
+            self.transport.all_reduce(flag, tuple(range(self.plan.world_size))).wait()
+        return {self.device: flag.clamp(max=1.0)}
+
     # Over all ranks ----------------------------------------------------------------------------------------------
 
     def _gathered(self, value: Any) -> list[Any]:
@@ -376,6 +451,20 @@ class Engine(WholeGradients):
             pieces = [piece for part in every for piece in part.get(self.rank, ())]
             pieces = of_loader(pieces, digest, self.plan, self.transport)
         return sorted(pieces, key=lambda piece: piece.index)
+
+
+def _parameters(optimizer: Any) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _here(optimizer: Any) -> list[nn.Parameter]:
+    """What an optimizer updates whose gradients are here."""
+    return [parameter for parameter in _parameters(optimizer) if type(parameter.grad) is not AbsentGradient]
+
+
+def _clamp(gradients: list[Tensor], value: float) -> None:
+    torch._foreach_clamp_min_(gradients, -value)
+    torch._foreach_clamp_max_(gradients, value)
 
 
 def start_engine(

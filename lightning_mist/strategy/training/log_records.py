@@ -6,7 +6,7 @@ So each rank makes the same calls in the same order as under plain data parallel
 the records; see :mod:`.metric_calls`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,6 @@ from lightning_mist.strategy.training.metric_calls import (
     named_metrics,
     standing_in,
 )
-from lightning_mist.strategy.training.step_call import Finish
 from lightning_mist.tensor_parallel import whole
 
 _ARGUMENTS = (
@@ -48,6 +47,10 @@ class LogRecord:
 
 Record = LogRecord | MetricCall
 """What a step did that counts where its batch was loaded."""
+
+
+Finish = Callable[[Any], Any]
+"""Makes of what a step returned what the context around it, or the schedule, is given."""
 
 
 class LogRecorder:

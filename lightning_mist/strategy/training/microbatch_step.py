@@ -24,9 +24,8 @@ from lightning_mist.runtime.cutting import (
     leaves_of_result,
 )
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
-from lightning_mist.strategy.training.log_records import Record
+from lightning_mist.strategy.training.log_records import Finish, Record
 from lightning_mist.strategy.training.metric_calls import MetricCall
-from lightning_mist.strategy.training.step_call import Finish
 
 _SHARE_TOLERANCE = 1e-9
 

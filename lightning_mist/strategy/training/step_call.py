@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning_mist.runtime.communication import Microbatch
-
-Finish = Callable[[Any], Any]
-"""Makes of what a step returned what the context around it, or the schedule, is given."""
+from lightning_mist.strategy.training.log_records import Finish
 
 Around = Callable[[Microbatch], AbstractContextManager[Finish | None]]
 """Makes the context of a run. What that gives is called when all contexts have been left, the innermost's first."""

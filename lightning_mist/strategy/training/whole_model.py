@@ -1,44 +1,36 @@
-"""The whole model as optimizer and precision plugin see it: gradients clipped and unscaled, state, wherever they are.
+"""The whole model as optimizer and precision plugin see it, wherever its gradients and their state are.
 
 Lightning asks its precision plugin for clipping and loss scaling. The plugin object keeps its identity and the name of
 its class, because checkpoints store the plugin's state under that name; only its class is replaced by a subclass that
 asks the engine. The user's optimizer updates what this rank owns, its state where the plan wants it.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mist.errors import PlanError
 from lightning_mist.leaves import on_host
 from lightning_mist.optimizers import replaced_methods
-from lightning_mist.plan import ModuleMap, Plan
+from lightning_mist.plan import ModuleMap
 from lightning_mist.runtime.communication import DistributedTransport, Transport, complete, told
 from lightning_mist.runtime.executor import Executor
 from lightning_mist.runtime.offload import behind_closure, offload_optimizer_state
 from lightning_mist.runtime.parameters import (
-    AbsentGradient,
-    ParameterGatherer,
     Part,
-    clip_by_norm,
-    clip_by_value,
     gather_optimizer_state,
-    global_grad_norm,
     load_full_optimizer_state,
     own_state_dict,
     restrict_optimizer,
-    works,
 )
 from lightning_mist.strategy.namespace import refuse_unknown
 from lightning_mist.strategy.user_code import is_lightnings
-from lightning_mist.tensors import gradients_aside
 
 
 class OwnedOptimizer:
@@ -169,105 +161,6 @@ class _GroupOptions:
             )
 
 
-class WholeGradients(ABC):
-    """The part of an engine that knows of gradients of the whole model."""
-
-    plan: Plan
-    device: torch.device
-    executor: Executor
-    transport: Transport
-    gatherer: ParameterGatherer
-    _names: dict[nn.Parameter, str]
-
-    @property
-    @abstractmethod
-    def optimizer(self) -> OwnedOptimizer:
-        """The optimizer over what this rank owns."""
-
-    def owned(self, optimizer: Any) -> OwnedOptimizer:
-        """What this rank owns of an optimizer of the user's, of which there may be one."""
-        return self.optimizer
-
-    def around_backward(self) -> AbstractContextManager[None]:
-        """Around a backward that Lightning runs: one that hands over what is reduced already needs nothing."""
-        return nullcontext()
-
-    @works
-    def clip_by_norm(
-        self, optimizer: Any, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip this rank's gradients by the norm of the whole model's, which is returned.
-
-        Args:
-            norm_type: Order of the norm; another than 2 only where no gradients are in host memory.
-            error_if_nonfinite: Whether to raise ``RuntimeError`` instead if the norm is not finite, as torch does.
-        """
-        every = {name: parameter for parameter, name in self._names.items()}
-        order = [self._names[parameter] for group in self.owned(optimizer).cut.groups for parameter in group]
-        speakers = self.gatherer.speakers
-        offloaded = self.executor.gradients
-        known = {} if offloaded is None else offloaded.norms()
-        norm: Tensor = complete(
-            global_grad_norm(
-                *(self.executor.mesh, every, speakers, self.transport),
-                names=order,
-                norm_type=norm_type,
-                known=known,
-            )
-        )
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; to scale "
-                "them by it all the same pass error_if_nonfinite=False"
-            )
-        clip_by_norm(_here(optimizer), max_norm, norm)
-        if offloaded is not None:
-            # As torch.nn.utils.clip_grads_with_norm_ has it.
-            offloaded.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    @works
-    def clip_by_value(self, optimizer: Any, clip_value: float) -> None:
-        """Clamp every entry of this rank's gradients."""
-        clip_by_value(_here(optimizer), clip_value)
-        if self.executor.gradients is not None:
-            self.executor.gradients.change(lambda gradients: _clamp(gradients, clip_value))
-
-    @contextmanager
-    def unscaling(self, optimizer: Any, factor: Tensor) -> Iterator[None]:
-        """While gradients are multiplied by a factor: those in host memory are hidden, and will be."""
-        offloaded = self.executor.gradients
-        hidden = [] if offloaded is None else [p for p in _parameters(optimizer) if type(p.grad) is AbsentGradient]
-        with gradients_aside(hidden):
-            yield
-        if offloaded is not None:
-            offloaded.multiply(factor)
-
-    def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Whether any rank found a gradient that is not finite; the same answer on all ranks."""
-        flag = found.get(self.device, torch.zeros((), device=self.device))
-        offloaded = self.executor.gradients
-        if offloaded is not None and offloaded.found is not None:
-            flag = flag + offloaded.found
-        if self.plan.world_size > 1:
-            self.transport.all_reduce(flag, tuple(range(self.plan.world_size))).wait()
-        return {self.device: flag.clamp(max=1.0)}
-
-
-def _parameters(optimizer: Any) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _here(optimizer: Any) -> list[nn.Parameter]:
-    """What an optimizer updates whose gradients are here."""
-    return [parameter for parameter in _parameters(optimizer) if type(parameter.grad) is not AbsentGradient]
-
-
-def _clamp(gradients: list[Tensor], value: float) -> None:
-    torch._foreach_clamp_min_(gradients, -value)
-    torch._foreach_clamp_max_(gradients, value)
-
-
 def gradients_are_about_to_go(module: Any) -> bool:
     """Whether Lightning clears a module's gradients right after this step, and nobody looks at them before that."""
     trainer = module.trainer
@@ -283,7 +176,7 @@ def gradients_are_about_to_go(module: Any) -> bool:
 class _Mixed:
     """What is mixed into the class of an object while it works for an engine, for which no copy of it works."""
 
-    _mist_engine: WholeGradients | None
+    _mist_engine: Any  # None where there is none any more
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         get = getattr(self, "__getstate__", None)
@@ -325,7 +218,7 @@ class _AgreeingScaler(_Mixed):
         return self._mist_engine.agree_on_overflow(found)
 
 
-def attach_engine(plugin: Any, engine: WholeGradients | None) -> None:
+def attach_engine(plugin: Any, engine: Any | None) -> None:
     """Let a precision plugin (and its gradient scaler) work for an engine, or be as they were for none."""
     for instance, mixin in ((plugin, _Whole), (getattr(plugin, "scaler", None), _AgreeingScaler)):
         cls = type(instance)
