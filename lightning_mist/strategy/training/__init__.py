@@ -1,21 +1,21 @@
 """One Lightning batch through a plan, and what user code sees of it."""
 
-from lightning_mist.strategy.training.batch_exchange import take_apart
-from lightning_mist.strategy.training.batch_results import BatchResult
+from lightning_mist.strategy.training.batch_exchange import check_same_samples, digest_of, take_apart
 from lightning_mist.strategy.training.engine import Engine, module_state, start_engine
 from lightning_mist.strategy.training.evaluation import FINISHED, Evaluator, without_values
-from lightning_mist.strategy.training.failure_handling import EndsTogether
-from lightning_mist.strategy.training.log_records import LogRecord, LogRecorder, recorded_logs, replay
-from lightning_mist.strategy.training.manual_engine import NOT_AVERAGED, ManualEngine
-from lightning_mist.strategy.training.metric_calls import (
+from lightning_mist.strategy.training.failure_handling import EndsTogether, Preemption
+from lightning_mist.strategy.training.log_records import (
+    LogRecord,
+    LogRecorder,
     MetricCall,
     MetricRecorder,
     as_place,
     named_metrics,
+    recorded_logs,
+    replay,
     standing_in,
 )
-from lightning_mist.strategy.training.microbatch_step import results_of
-from lightning_mist.strategy.training.preemption import Preemption
-from lightning_mist.strategy.training.same_samples import check_same_samples, digest_of
+from lightning_mist.strategy.training.manual_engine import NOT_AVERAGED, ManualEngine
+from lightning_mist.strategy.training.microbatch_step import BatchResult, results_of
 from lightning_mist.strategy.training.step_guard import StepGuard
 from lightning_mist.strategy.training.whole_model import attach_engine, gradients_are_about_to_go

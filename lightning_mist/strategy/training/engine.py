@@ -43,13 +43,17 @@ from lightning_mist.runtime.random_state import get_random_state, set_random_sta
 from lightning_mist.runtime.stage import make_stages
 from lightning_mist.schedule import check, lower
 from lightning_mist.strategy.empty_parameters import leave_on_rank_zero
-from lightning_mist.strategy.training.batch_exchange import BatchExchange
-from lightning_mist.strategy.training.batch_results import BatchResult, Piece, combine, pieces_by_owner, results_in
+from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of, of_loader
 from lightning_mist.strategy.training.log_records import LogRecorder, Record, recorded_logs
-from lightning_mist.strategy.training.microbatch_step import PartSteps
-from lightning_mist.strategy.training.same_samples import digest_of, of_loader
-from lightning_mist.strategy.training.step_call import StepCall
-from lightning_mist.strategy.training.step_guard import StepGuard
+from lightning_mist.strategy.training.microbatch_step import (
+    BatchResult,
+    PartSteps,
+    Piece,
+    combine,
+    pieces_by_owner,
+    results_in,
+)
+from lightning_mist.strategy.training.step_guard import StepCall, StepGuard
 from lightning_mist.strategy.training.whole_model import OwnedOptimizer
 from lightning_mist.tensors import gradients_aside
 

@@ -22,13 +22,11 @@ from lightning_mist.runtime.communication import Microbatch, complete, told
 from lightning_mist.runtime.forward_pass import ForwardPass
 from lightning_mist.runtime.parameters import present_meanwhile, works
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
-from lightning_mist.strategy.training.batch_exchange import BatchExchange
-from lightning_mist.strategy.training.batch_results import home, moved
+from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.log_records import Record, recorded_logs, replay
-from lightning_mist.strategy.training.same_samples import digest_of
-from lightning_mist.strategy.training.step_call import StepCall
-from lightning_mist.strategy.training.step_guard import StepGuard
+from lightning_mist.strategy.training.microbatch_step import home, moved
+from lightning_mist.strategy.training.step_guard import StepCall, StepGuard
 from lightning_mist.tensors import leaves, rebuild
 
 FINISHED = 1 << 31

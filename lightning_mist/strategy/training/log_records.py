@@ -2,32 +2,392 @@
 
 While the engine runs a user's step, ``log`` and ``log_dict`` of the module only record. Afterwards every rank receives
 the records of its own batch, combines those of its microbatches and replays them once through the real ``self.log``.
-So each rank makes the same calls in the same order as under plain data parallelism. Calls of metric objects are among
-the records; see :mod:`.metric_calls`.
+So each rank makes the same calls in the same order as under plain data parallelism.
+
+Calls of the module's metric objects (torchmetrics) are among the records: where ranks run the step for each other, or
+for parts of a batch, they only record, and the rank that loaded the batch makes them with the arguments of the whole of
+it. So each rank's metrics hold what they hold under plain data parallelism, and reductions over ranks find it there.
+What a metric gives is not known while the step runs: it may be logged, given to another metric or returned beside the
+loss. A step that computes with it, or reads the state of a metric, is refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.attributes import is_a, stored
+from lightning_mist.attributes import entries, is_a, own, stored
+from lightning_mist.devices import used_generators
 from lightning_mist.errors import TraceError
+from lightning_mist.plan.calls import inside_block, user_line
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.cutting import ResultKey, Way, copied, together
-from lightning_mist.strategy.training.metric_calls import (
-    WAY_OUT,
-    MetricCall,
-    MetricRecorder,
-    combine_calls,
-    make_calls,
-    named_metrics,
-    standing_in,
-)
 from lightning_mist.tensor_parallel import whole
+from lightning_mist.tensors import leaves, rebuild
+
+WAY_OUT = "Use a plan with one stage, tensor_parallel_degree = 1 and whole batches"
+
+_REGISTRIES = frozenset(vars(nn.Module()))
+_DEPTH = 2
+_STATE = ("update", "compute", "_update_count", "_forward_cache", "_computed")
+"""What a metric has of its own beside its states."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricOf:
+    """Stands for a metric of the module, on its way to another rank."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOf:
+    """Stands for what a call of a metric gives, or for an entry of it."""
+
+    call: ResultKey
+    entry: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricCall:
+    """One call of a method of a metric; ``value`` has its arguments by position or name."""
+
+    metric: str
+    method: str
+    number: int
+    value: dict[int | str, Any]
+
+    @property
+    def key(self) -> ResultKey:
+        """What tells it from other calls of a step, alike in every run."""
+        return ("metric", f"{self.metric}.{self.method}", self.number)
+
+    def settled(self) -> "MetricCall":
+        """The call with whole tensors without a graph; on all ranks that share rows at once."""
+        with torch._C.DisableTorchFunction():
+            given = rebuild(whole(self.value), lambda x: x.detach() if is_a(x, Tensor) else None)
+        return replace(self, value=given)
+
+    def made(self, metric: Any, find: Callable[[Any], Any]) -> Any:
+        """Make the call; ``find`` gives for what stands for something what it stands for."""
+        given = rebuild(self.value, find)
+        args = [value for name, value in given.items() if is_a(name, int)]
+        return getattr(metric, self.method)(*args, **{k: v for k, v in given.items() if is_a(k, str)})
+
+
+def combine_calls(calls: Sequence[MetricCall], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> MetricCall:
+    """The call for a whole batch from those in its parts."""
+    first = calls[0]
+    if len(calls) == 1:
+        return first
+    value = {
+        name: _together((*first.key, name), [call.value.get(name) for call in calls], weights, ways)
+        for name in first.value
+    }
+    return replace(first, value=value)
+
+
+def _together(key: ResultKey, values: Sequence[Any], weights: Sequence[float], ways: Mapping[ResultKey, Way]) -> Any:
+    if key in ways:
+        return together(key, values, weights, ways[key])
+    first = values[0]
+    if is_a(first, dict):
+        return {name: _together((*key, name), [v[name] for v in values], weights, ways) for name in first}
+    if is_a(first, (list, tuple)):
+        items = [_together((*key, at), [v[at] for v in values], weights, ways) for at in range(len(first))]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    raise TraceError(f"what the step gives {key[1]} for a whole batch does not follow from its parts. {WAY_OUT}")
+
+
+def make_calls(module: Any) -> tuple[Callable[[MetricCall], None], Callable[[Any], Any]]:
+    """How calls are made on this rank's metrics, and what then gives, of a nesting, the values that stand in it."""
+    metrics, given = functools.cache(lambda: named_metrics(module)), dict[Hashable, Any]()
+
+    def found(node: Any) -> Any:
+        if is_a(node, MetricOf):
+            return metrics()[node.name]
+        if not is_a(node, OutputOf):
+            return None
+        output = given[node.call]
+        if node.entry is None:
+            return output
+        if node.entry not in output:
+            raise TraceError(f"{node.call[1]} gives no {node.entry!r} but {sorted(output)}. {WAY_OUT}")
+        return output[node.entry]
+
+    def make(call: MetricCall) -> None:
+        before = _drawn()
+        given[call.key] = call.made(metrics()[call.metric], found)
+        if _drawn() != before:
+            raise TraceError(
+                f"metric {call.metric} draws random numbers, which the step would draw in another order. {WAY_OUT}"
+            )
+
+    return make, lambda value: rebuild(value, found)
+
+
+def _drawn() -> list[bytes]:
+    """Where torch's generators stand."""
+    states = torch.get_rng_state(), *(generator.get_state() for generator in used_generators())
+    return [bytes(state.numpy()) for state in states]
+
+
+def named_metrics(module: Any) -> dict[str, Any]:
+    """The metric objects and collections of them that a module holds, also in lists and dictionaries, by name."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None or not is_a(module, nn.Module):
+        return {}
+    kinds, found, seen = (torchmetrics.Metric, torchmetrics.MetricCollection), dict[str, Any](), set[int]()
+    for name, child in _places(module):
+        if is_a(child, kinds) and id(child) not in seen:
+            seen.add(id(child))
+            found[name] = child
+    return found
+
+
+def held_by(metric: Any) -> dict[str, Any]:
+    """What a metric has of its own by name: its states, and what it makes of them; nothing of a collection."""
+    names = (*metric._defaults, *_STATE) if hasattr(metric, "_defaults") else ()
+    return {name: vars(metric)[name] for name in names if name in vars(metric)}
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    modules = list(module.named_modules())
+    yield from modules
+    for name, child in modules:
+        if type(child).__module__.partition(".")[0] in ("torch", "torchmetrics"):
+            continue
+        for attribute, value in list(entries(own(child))):
+            if attribute not in _REGISTRIES:
+                yield from _held(f"{name}.{attribute}".lstrip("."), value, _DEPTH)
+
+
+def _held(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if type(value) not in (list, tuple, dict):
+        if is_a(value, nn.Module):
+            yield name, value
+        return
+    for key, item in (value.items() if is_a(value, dict) else enumerate(value)) if depth else ():
+        yield from _held(f"{name}[{key!r}]", item, depth - 1)
+
+
+# While a step runs -----------------------------------------------------------------------------------------------
+
+
+class MetricOutput:
+    """Stands for what a metric gives while a step runs: nothing can be computed with it."""
+
+    __slots__ = ("_place", "_recorder")
+
+    def __init__(self, recorder: "MetricRecorder", place: OutputOf) -> None:
+        self._recorder, self._place = recorder, place
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        metric = str(self._place.call[1]).rpartition(".")[0]
+        self._recorder.refuse(f"the step computes with what metric {metric} gives ({name} at {_line()})")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = next(leaf for leaf in leaves([*args, *(kwargs or {}).values()]) if is_a(leaf, cls))
+        own._refuse(getattr(func, "__name__", "a function of torch"))
+
+
+def _line() -> str:
+    return user_line(("torch", "torchmetrics", "lightning_mist", "contextlib"))
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self._refuse(name)
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+for _name in (
+    *(f"__{prefix}{name}__" for name in _BINARY for prefix in ("", "r", "i")),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__abs__", "__bool__", "__float__"),
+    *("__int__", "__index__", "__len__", "__iter__", "__getitem__", "__str__", "__format__", "__array__"),
+):
+    setattr(MetricOutput, _name, _refusing(_name))
+
+
+class _Active(threading.local):
+    recorder: "MetricRecorder | None" = None
+
+
+_ACTIVE = _Active()
+
+
+class _Recorded:
+    """In front of a metric's class while calls record."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _recorder().called(self, "forward", args, kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        _recorder().called(self, "update", args, kwargs)
+
+    def reset(self) -> None:
+        _recorder().called(self, "reset", (), {})
+
+    def compute(self) -> Any:
+        _recorder().refuse_read(self, "compute()")
+
+    def _compute_groups_create_state_ref(self, copy: bool = False) -> None:
+        """What a collection does to the states of its members when it hands one out."""
+        _recorder().called(self, "_compute_groups_create_state_ref", (copy,), {})
+
+    def __hash__(self) -> int:
+        return id(self)  # a metric's own goes by its states
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self).get("_mist_away", ()):
+            _recorder().refuse_read(self, name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+def _recorder() -> "MetricRecorder":
+    if _ACTIVE.recorder is None:
+        raise TraceError(f"a metric is used where no step runs, in a layer that is recomputed perhaps. {WAY_OUT}")
+    return _ACTIVE.recorder
+
+
+@functools.cache
+def _recorded_class(kind: type) -> type:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Recorded, kind), names)
+
+
+class MetricRecorder:
+    """Takes down what runs of a step do with the metrics of its module, inside :func:`standing_in`.
+
+    Args:
+        metrics: By name.
+        keep: Is given every call.
+        has_loss: Whether the step returns a loss, which then is not what a metric gives.
+
+    Attributes:
+        refusal: What the step did that cannot be honoured; None if nothing.
+    """
+
+    def __init__(
+        self, metrics: Mapping[str, Any], keep: Callable[[MetricCall], None], *, has_loss: bool = True
+    ) -> None:
+        self.refusal: str | None = None
+        self._metrics, self._keep, self._has_loss = metrics, keep, has_loss
+        self._names = {id(metric): name for name, metric in metrics.items()}
+        self._counts: dict[str, int] = {}
+        self._given: list[tuple[Tensor, type, int, str]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a run of the step.
+
+        Raises:
+            TraceError: If it did what cannot be honoured, though it may have gone on in spite of it.
+        """
+        self._counts, self._given = {}, []
+        before, _ACTIVE.recorder = _ACTIVE.recorder, self
+        try:
+            yield
+        finally:
+            _ACTIVE.recorder = before
+            if self.refusal is not None:
+                self.refuse(self.refusal)
+
+    def called(self, metric: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method of a metric was called."""
+        name = self._name_of(metric)
+        if inside_block():
+            self.refuse(f"metric {name} is updated inside a layer (at {_line()})")
+        label = f"{name}.{method}"
+        number = self._counts[label] = self._counts.get(label, -1) + 1
+        with torch._C.DisableTorchFunction():
+            # All ranks that share rows are here at the same time.
+            given = whole(as_place({**dict(enumerate(args)), **kwargs}))
+            tensors = [leaf for leaf in leaves(given) if is_a(leaf, Tensor) and not leaf.is_inference()]
+            self._given += [(tensor, type(tensor), tensor._version, name) for tensor in tensors]
+        call = MetricCall(metric=name, method=method, number=number, value=given)
+        self._keep(call)
+        if method != "forward":
+            return None
+        if not stored(metric, "_enable_compute_groups") is not None:
+            return MetricOutput(self, OutputOf(call.key))
+        entries = [metric._set_name(key) for key in metric.keys(keep_base=True)]
+        return {entry: MetricOutput(self, OutputOf(call.key, entry)) for entry in entries}
+
+    def portable(self, value: Any) -> Any:
+        """A logged value as it can go to another rank."""
+        if id(value) in self._names:
+            return MetricOf(self._names[id(value)])
+        if not is_a(value, MetricOutput) and (is_a(value, _Recorded) or stored(value, "_update_count") is not None):
+            self.refuse(f"the step logs a {type(value).__name__} that is not an attribute of the module")
+        return as_place(value)
+
+    def finished(self, output: Any) -> Any:
+        """What a run of the step returned, with places in place of what metrics give."""
+        for name, metric in self._metrics.items():
+            for attribute in vars(metric).keys() & vars(metric)["_mist_away"].keys():
+                self.refuse(f"the step sets {attribute} of metric {name}")
+        for tensor, kind, version, name in self._given:
+            if type(tensor) is kind and tensor._version != version:
+                self.refuse(f"the step writes into a tensor after giving it to metric {name}")
+        if not self._given and not self._counts:
+            return output
+        self._given = []
+        loss = output.get("loss") if is_a(output, dict) else output
+        if self._has_loss and is_a(loss, MetricOutput):
+            self.refuse(f"the step returns what metric {loss._place.call[1]} gives as its loss")
+        return output if is_a(output, Tensor) else as_place(output)
+
+    def refuse_read(self, metric: Any, what: str) -> NoReturn:
+        """Refuse to answer what a metric holds."""
+        self.refuse(f"the step reads {what} of metric {self._name_of(metric)} (at {_line()})")
+
+    def refuse(self, what: str) -> NoReturn:
+        """End the step."""
+        self.refusal = what
+        raise TraceError(
+            f"{what}. Metrics are updated where batches were loaded, when the step has run for all of their rows. "
+            f"{WAY_OUT}"
+        )
+
+    def _name_of(self, metric: Any) -> str:
+        name = self._names.get(id(metric))
+        return self.refuse("the step uses a copy of a metric") if name is None else name
+
+
+def as_place(value: Any) -> Any:
+    """A nesting with places in place of what metrics give."""
+    return rebuild(value, lambda node: node._place if is_a(node, MetricOutput) else None)
+
+
+@contextmanager
+def standing_in(metrics: Iterable[Any]) -> Iterator[None]:
+    """Inside, methods of metrics record, to the recorder whose step runs on this thread."""
+    classes: list[tuple[Any, type]] = []
+    try:
+        for metric in metrics:
+            own = vars(metric)
+            kind: Any = type(metric)
+            classes.append((metric, kind))
+            own["_mist_away"] = {name: own.pop(name) for name in held_by(metric)}
+            metric.__class__ = _recorded_class(kind)
+        yield
+    finally:
+        for metric, kind in classes:
+            metric.__class__ = kind
+            vars(metric).update(vars(metric).pop("_mist_away"))
+
 
 _ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",

@@ -9,7 +9,7 @@ with it on all others, which wait for this one.
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.stage import Talk, watched_processes
-from lightning_mist.strategy.training.metric_calls import held_by, named_metrics
+from lightning_mist.strategy.training.log_records import Finish, held_by, named_metrics
 from lightning_mist.strategy.user_code import Survey, changed
 from lightning_mist.tensors import batch_signature
 
@@ -223,3 +223,45 @@ class StepGuard:
             f"batch {self._batches} of this fit: {what}. From here on the plan would not train as data parallelism "
             f"does; use {instead}, or let the step do so from its first batch on, so that the plan is made for it"
         )
+
+
+Around = Callable[[Microbatch], AbstractContextManager[Finish | None]]
+"""Makes the context of a run. What that gives is called when all contexts have been left, the innermost's first."""
+
+
+class StepCall:
+    """Calls the user's step on the parts of one batch after the other; no plan calls it from anywhere else.
+
+    One frame stands between the schedule and the user's code. What has to be seen of a run, or done around it, stands
+    in a list of contexts.
+
+    Args:
+        around: What stands around every run, the outermost first.
+    """
+
+    def __init__(self, *around: Around) -> None:
+        self._around = around
+
+    def begin(
+        self,
+        step: Callable[..., Any],
+        rest: Sequence[Any] = (),
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Call another step from now on.
+
+        Args:
+            step: Is called with the value of a microbatch, and the rest.
+            context: In which it runs.
+        """
+        self._step, self._rest, self._context = step, rest, context
+
+    def run_part(self, microbatch: Microbatch) -> Any:
+        """What the step gives for a part, as the schedule is to take it."""
+        with ExitStack() as stack:
+            finishes = [stack.enter_context(each(microbatch)) for each in self._around]
+            stack.enter_context(self._context())
+            output = self._step(microbatch.value, *self._rest)
+        for finish in reversed(finishes):
+            output = output if finish is None else finish(output)
+        return output

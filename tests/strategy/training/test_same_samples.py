@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.strategy.training.same_samples import check_same_samples, digest_of
+from lightning_mist.strategy.training.batch_exchange import check_same_samples, digest_of
 
 
 def test_ranks_that_have_loaded_the_same_go_on():

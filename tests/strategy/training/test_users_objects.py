@@ -6,9 +6,8 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_mist.leaves import plain_leaves, put_together, take_apart
-from lightning_mist.strategy.training.batch_results import merge_extra, merged
-from lightning_mist.strategy.training.log_records import LogRecorder
-from lightning_mist.strategy.training.metric_calls import MetricRecorder, as_place, named_metrics
+from lightning_mist.strategy.training.log_records import LogRecorder, MetricRecorder, as_place, named_metrics
+from lightning_mist.strategy.training.microbatch_step import merge_extra, merged
 from lightning_mist.tensors import batch_rows, leaves, slice_rows
 
 

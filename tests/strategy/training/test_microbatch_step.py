@@ -5,7 +5,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from lightning_mist.strategy.training.batch_results import Piece, combine, home, merge_extra, results_in
+from lightning_mist.strategy.training.microbatch_step import Piece, combine, home, merge_extra, results_in
 
 
 @pytest.mark.parametrize(
