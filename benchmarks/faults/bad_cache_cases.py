@@ -33,8 +33,8 @@ from lightning_mist.hardware import (
     save_profile,
 )
 from lightning_mist.plan import Fingerprint
+from lightning_mist.strategy.planning.decision import cached_plan, remembered_limit, write_plan
 from lightning_mist.strategy.planning.local_machine import rates_to_measure
-from lightning_mist.strategy.planning.plan_cache import cached_plan, remembered_limit, write_plan
 from tests.specs import spec
 
 OUT_OF_RANGE = (-1.0, 1e-300, 1e300, 5e-324, 2**62)

@@ -7,7 +7,7 @@ import torch
 
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.strategy.memory_retry import TIGHTER, WATCHED_STEPS, FirstSteps
-from lightning_mist.strategy.planning.plan_cache import remember_limit, remembered_limit
+from lightning_mist.strategy.planning.decision import remember_limit, remembered_limit
 
 
 def steps(folder, needs=1000):

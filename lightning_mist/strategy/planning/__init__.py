@@ -5,17 +5,19 @@ from lightning_mist.strategy.planning.decision import (
     PlannedStep,
     PlanRequest,
     given_plan,
-)
-from lightning_mist.strategy.planning.evaluated_step import (
-    EvaluatedStep,
-    is_map_of,
-    look_at_step,
-    splits_of_evaluated,
+    remember_limit,
+    write_plan,
 )
 from lightning_mist.strategy.planning.first_batch import step_of_fit
 from lightning_mist.strategy.planning.local_machine import default_directory, machine_profile
 from lightning_mist.strategy.planning.memory_budget import is_out_of_memory, refuse_whole, refuse_whole_alone
 from lightning_mist.strategy.planning.plain_parallelism import MANUAL, OFFERED, optimizer_reason, whole_module_reason
-from lightning_mist.strategy.planning.plan_cache import remember_limit, write_plan
-from lightning_mist.strategy.planning.trial_step import roots_of, tried
+from lightning_mist.strategy.planning.trial_step import (
+    EvaluatedStep,
+    is_map_of,
+    look_at_step,
+    roots_of,
+    splits_of_evaluated,
+    tried,
+)
 from lightning_mist.strategy.planning.workflow import decide

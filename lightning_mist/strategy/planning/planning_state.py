@@ -35,7 +35,14 @@ from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.monitoring import Basis, with_corrections
-from lightning_mist.strategy.planning.decision import PlanRequest
+from lightning_mist.strategy.planning.decision import (
+    PlanRequest,
+    cache_key,
+    cache_path,
+    cache_plan,
+    cached_plan,
+    remembered_limit,
+)
 from lightning_mist.strategy.planning.division_proofs import agree, prove_here, with_splits, written_by
 from lightning_mist.strategy.planning.local_machine import alike
 from lightning_mist.strategy.planning.memory_budget import Budget, Room, everywhere_unless_out_of_memory
@@ -52,7 +59,6 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     steps_to_come,
     with_whole_blocks,
 )
-from lightning_mist.strategy.planning.plan_cache import cache_key, cache_path, cache_plan, cached_plan, remembered_limit
 from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, timed_apart, tried
 from lightning_mist.strategy.progress import Progress
 from lightning_mist.strategy.training import take_apart

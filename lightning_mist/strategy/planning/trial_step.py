@@ -13,26 +13,29 @@ Every trial has an end: what does not keep within :class:`~lightning_mist.model.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_mist.attributes import replaced
 from lightning_mist.errors import MistError, TraceError
-from lightning_mist.model import run_apart
+from lightning_mist.model import derive_contexts, derive_splits, map_module, run_apart
 from lightning_mist.model.child_process import Endless, RunClock, can_fork
 from lightning_mist.model.user_code import Generators, Reach, Surroundings, is_users
-from lightning_mist.plan import Feature, ModuleMap
+from lightning_mist.plan import Feature, ModuleMap, Plan
 from lightning_mist.plan.module_map import OFFLOADS, Reasons, exclusions_of
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
-from lightning_mist.strategy.all_ranks import any_reason, of_all_ranks
-from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, standing_in
+from lightning_mist.strategy.all_ranks import any_reason, everywhere, of_all_ranks
+from lightning_mist.strategy.planning.division_proofs import degrees_of
+from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, recorded_logs, standing_in
 from lightning_mist.strategy.user_code import Survey, changed
-from lightning_mist.tensors import is_hollow
+from lightning_mist.tensors import batch_rows, is_hollow, slice_rows
 
 T = TypeVar("T")
 
@@ -359,3 +362,109 @@ def roots_of(trainer: Any) -> Mapping[str, tuple[dict[str, Any], frozenset[str]]
 def _different(found: list[dict[str, int]]) -> list[str]:
     names = {name for one in found for name in one}
     return sorted(name for name in names if any(one.get(name) != found[0].get(name) for one in found))
+
+
+# Steps that are only evaluated ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedStep:
+    """What a rank found of a step.
+
+    Attributes:
+        module_map: Where it can be cut; None if that cannot be told.
+        only_own: Why ranks may run it for batches of their own only.
+        failure: Why it cannot be told.
+    """
+
+    module_map: ModuleMap | None = None
+    only_own: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def form(self) -> Any:
+        """What is equal where ranks can evaluate together."""
+        found = self.module_map
+        if found is None:
+            return None
+        uses = tuple((use.name, use.regions) for use in found.parameters)
+        return found.blocks, uses, tuple(tuple(live.key for live in cut) for cut in found.cuts)
+
+
+def look_at_step(
+    trainer: Any, module: Any, name: str, call: Callable[[Any], Any], batch: Any, device: torch.device
+) -> EvaluatedStep:
+    """Try a step on a batch, without a trace of it; parameters need no values.
+
+    Args:
+        name: The step's name in the module.
+        call: Runs it on a batch.
+    """
+    step = TriedStep(trainer, module, call, name=name, records_metrics=True)
+    rows = batch_rows(batch)
+    smaller = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
+
+    def look() -> EvaluatedStep:
+        made = partial(map_module, module, step, batch, second_batch=smaller, step=name)
+        found, told = step.learn(partial(made, kept=step.given))
+        return EvaluatedStep(module_map=found, only_own=tuple(step.only_own(told)))
+
+    try:
+        with recorded_logs(module), torch.compiler.set_stance("force_eager"):
+            return tried(look, device, clock=step.clock)
+    except MistError as error:
+        return EvaluatedStep(failure=str(error))
+
+
+def is_map_of(module_map: ModuleMap, module: nn.Module) -> bool:
+    """Whether a map that a fit made of a module's step is one of this module, by its parameters in their order."""
+    shapes = [(use.name, tuple(use.shape)) for use in module_map.parameters]
+    return bool(shapes) and shapes == [(name, tuple(item.shape)) for name, item in module.named_parameters()]
+
+
+def splits_of_evaluated(
+    plan: Plan,
+    module: nn.Module,
+    call: Callable[[Any], Any],
+    batch: Any,
+    found: ModuleMap,
+    source: int,
+    device: torch.device,
+) -> ModuleMap:
+    """The map of an evaluated step with the ways to share layers that a plan asks for; on all ranks at once.
+
+    Args:
+        call: Runs the step on a batch.
+        batch: A batch on the rank ``source``.
+    """
+    tensor, context = degrees_of(plan)
+    if not (tensor and not found.excludes("tensor")) and not context:
+        return found
+
+    def derive() -> ModuleMap:
+        metrics = named_metrics(module)
+
+        def recorded(part: Any) -> Any:
+            recorder = MetricRecorder(metrics, lambda call: None, has_loss=False)
+            with recorder.recording():
+                output = call(part)
+            return recorder.finished(output)
+
+        def look() -> ModuleMap:
+            stands_in = standing_in(metrics.values())
+            with torch.inference_mode(mode=False), torch.enable_grad(), recorded_logs(module), stands_in:
+                made = derive_splits(module, recorded, batch, found, tensor)
+                return derive_contexts(module, recorded, batch, made, context)
+
+        return tried(look, device)
+
+    made = of_all_ranks(everywhere(lambda: derive() if dist.get_rank() == source else None))[source]
+    assert made is not None
+    return replace(
+        found,
+        splits=made.splits,
+        unsplit=made.unsplit,
+        contexts=made.contexts,
+        uncontexts=made.uncontexts,
+        exclusions=made.exclusions,
+    )

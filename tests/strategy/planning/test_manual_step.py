@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_mist.errors import TraceError
-from lightning_mist.strategy.planning.manual_step import rehearse
+from lightning_mist.strategy.planning.first_batch import rehearse
 
 
 @pytest.fixture

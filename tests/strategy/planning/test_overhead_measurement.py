@@ -11,7 +11,7 @@ from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.lowering import lower
 from lightning_mist.schedule.shard_units import expand
 from lightning_mist.schedule.stage_units import expanded_units, plan_units
-from lightning_mist.strategy.planning import overhead_measurement as overheads
+from lightning_mist.strategy.planning import local_machine as overheads
 from tests.specs import profile
 
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD

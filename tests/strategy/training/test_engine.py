@@ -8,7 +8,7 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan.grid import plan_of
-from lightning_mist.strategy.planning import overhead_measurement as overheads
+from lightning_mist.strategy.planning import local_machine as overheads
 from lightning_mist.strategy.training.engine import Engine, start_engine
 from lightning_mist.strategy.training.log_records import replay
 from tests.integration.parity import make_plan, map_of
