@@ -20,7 +20,6 @@ PAGE_LINES, PAGE_WITH_IMPORTER = 120, 400
 PAGES_WITH_A_REASON = {
     "lightning_mist.cli.profile_command": "every command has a module",
     "lightning_mist.cli.simulate_command": "every command has a module",
-    "lightning_mist.strategy.fabric.loop_checkpoints": "every part of the strategy has a module",
     "lightning_mist.devices.accelerator": "one module for each kind of device",
     "lightning_mist.hardware.measure.device_bench": "runs on CUDA devices only",
 }

@@ -271,7 +271,7 @@ def measure_here(cluster: "Cluster", device: "torch.device", precision: str, *, 
 
     from lightning_mist.hardware.profile import profile_path
     from lightning_mist.strategy.planning import default_directory, machine_profile
-    from lightning_mist.strategy.progress import Progress
+    from lightning_mist.strategy.ranks import Progress
 
     began = perf_counter()
     directory = default_directory()

@@ -34,7 +34,7 @@ from lightning_mist.strategy.monitoring import (
     step_times,
 )
 from lightning_mist.strategy.planning import Decision
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.ranks import Progress
 from lightning_mist.tensors import batch_signature
 
 _METERED_STEP = 1

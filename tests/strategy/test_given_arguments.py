@@ -6,6 +6,7 @@ import pytest
 from benchmarks.faults.bad_argument_cases import argument_sets
 from benchmarks.faults.series import is_deliberate
 from lightning_mist import MistFabricStrategy, MistStrategy
+from lightning_mist.strategy.given_arguments import Namespace
 
 WRONG_TYPES = {
     **dict.fromkeys(("correct_profile", "self_check", "verbose", "gradient_as_bucket_view"), ("yes", 1, None, [])),
@@ -83,3 +84,12 @@ def test_values_of_all_types_are_refused_or_taken():
             MistStrategy(**make())
         assert is_deliberate(error.value), text
     assert len(tried) > 80
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
+def test_each_copy_of_lightning_has_its_own_parts(root):
+    names = Namespace(root)
+    package = root.partition(".")[0]
+    assert names.ddp_strategy.__module__.partition(".")[0] == package
+    assert names.fitting == "fit"
+    assert names.is_param_in_hook_signature(lambda batch, batch_idx: None, "batch_idx", min_args=2)

@@ -6,7 +6,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_mist.errors import PlanError
-from lightning_mist.strategy.shared_loaders import SharedLoaders
+from lightning_mist.strategy.strategy import SharedLoaders
 
 
 class Base:

@@ -34,7 +34,7 @@ from lightning_mist.strategy.checkpoints.shards import (
     optimizer_shards,
     saved_parts,
 )
-from lightning_mist.strategy.namespace import refuse_unknown
+from lightning_mist.strategy.given_arguments import refuse_unknown
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.training import module_state
 

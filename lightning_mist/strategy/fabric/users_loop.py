@@ -1,13 +1,17 @@
-"""What planning must know of a loop that the user writes: where Lightning has a trainer, there is only code."""
+"""A loop that the user writes, as planning and training see it: its code, its calls, and what they return."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_mist.attributes import is_a
+from lightning_mist.errors import TraceError
 from lightning_mist.plan import Exclusion
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.strategy.user_code import GRADIENTS_AWAY, Code, gradients_read_in, is_known, is_library
@@ -73,3 +77,229 @@ def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
             waiting.append((frame.f_code, frame.f_globals, tuple(frame.f_locals.values()), True))
         frame = frame.f_back
     return gradients_read_in(waiting)
+
+
+# What a module returns --------------------------------------------------------------------------------------------
+# The loop is the user's, who may do with outputs whatever they like. They leave as results of one node of the graph, in
+# whose backward it is seen what gradients arrive for which of them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputForm:
+    """How a module's output is built.
+
+    Attributes:
+        spec: Its containers.
+        differentiable: For each leaf whether gradients can come back through it.
+        carried: For each leaf whether it is a value that can go to another rank.
+        loss: Which leaf is the loss; None if there is none, or it cannot be told which.
+    """
+
+    spec: TreeSpec
+    differentiable: tuple[bool, ...]
+    carried: tuple[bool, ...]
+    loss: int | None
+
+    def check(self, output: Any) -> list[Any]:
+        """The leaves of an output of this form.
+
+        Raises:
+            TraceError: If it has another form.
+        """
+        leaves, spec = tree_flatten(output)
+        if spec != self.spec:
+            raise TraceError(
+                f"the module returned {spec} and had returned {self.spec} when the plan was made: in training it must "
+                "return the same on every call; run it under torch.no_grad() where it is not trained"
+            )
+        return leaves
+
+
+def form_of(output: Any) -> OutputForm:
+    """The form of an output; its loss is the only scalar that gradients can come through, or is called so."""
+    leaves, spec = tree_flatten(output)
+    differentiable = tuple(is_a(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    scalars = [index for index, leaf in enumerate(leaves) if differentiable[index] and leaf.ndim == 0]
+    if is_a(output, Mapping) and is_a(output.get("loss"), Tensor):
+        scalars = [index for index in scalars if leaves[index] is output["loss"]]
+    carried = tuple(leaf is None or is_a(leaf, (Tensor, bool, int, float, str)) for leaf in leaves)
+    loss = scalars[0] if len(scalars) == 1 else None
+    return OutputForm(spec=spec, differentiable=differentiable, carried=carried, loss=loss)
+
+
+def as_step_result(form: OutputForm, output: Any) -> dict[str, Any]:
+    """What a module with a loss returned, as a step returns it."""
+    leaves = form.check(output)
+    assert form.loss is not None
+    rest = {str(index): leaf for index, leaf in enumerate(leaves) if index != form.loss and form.carried[index]}
+    return {"loss": leaves[form.loss], **rest}
+
+
+def from_step_result(form: OutputForm, loss: Tensor | None, extras: Mapping[str, Any]) -> list[Any]:
+    """The leaves that :func:`as_step_result` took apart; what no other rank can be given is a :class:`Withheld`."""
+    return [
+        loss if index == form.loss else extras[str(index)] if is_carried else Withheld()
+        for index, is_carried in enumerate(form.carried)
+    ]
+
+
+class Withheld:
+    """Stands for an object that a module returned where its parts ran: a cache of keys and values, for example."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse.
+
+        Raises:
+            TraceError: Always.
+        """
+        raise TraceError(
+            f"{name} of an object that the module returned beside its loss: a plan's schedule returns tensors, numbers "
+            "and text only. Let the module return what is needed as tensors, or pass returns_loss=False"
+        )
+
+    def __len__(self) -> int:
+        """Refuse, as for every other use."""
+        return int(self.__getattr__("the length"))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse, as for every other use."""
+        return iter(self.__getattr__("the items"))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse, as for every other use."""
+        return self.__getattr__("an item")
+
+
+def stand_in_loss(output: Any) -> Tensor | None:
+    """A loss that depends on all of an output, for planning where the loop computes the real one; None if none can."""
+    parts = [leaf.sum() for leaf in tree_flatten(output)[0] if is_a(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([part.float() for part in parts]).sum() if parts else None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Arrival:
+    """What one forward is to hear of its backward.
+
+    Attributes:
+        refusal: Why there can be no backward, if so.
+        finish: What to do behind the backward.
+        tell: Told that gradients have come.
+        number: Of the forward.
+        steps: How often the optimizer had stepped before it.
+        averages: Whether its gradients are to be averaged over ranks now.
+        gradients: For each output that gradients can come through, what has come; None before any has.
+        is_over: Whether its backward has been.
+    """
+
+    refusal: str = ""
+    finish: "Callable[[Arrival], None]" = lambda arrival: None
+    tell: "Callable[[Arrival], None]" = lambda arrival: None
+    number: int = 0
+    steps: int = 0
+    averages: bool = True
+    gradients: list[Tensor | None] | None = None
+    is_over: bool = False
+
+    def arrived(self, gradients: Sequence[Tensor | None]) -> None:
+        """Gradients come.
+
+        Raises:
+            TraceError: If there can be no backward.
+        """
+        if self.refusal:
+            raise TraceError(self.refusal)
+        if self.is_over or self.gradients is not None:
+            raise TraceError(
+                "backward ran twice through one forward of the module, which has its gradients only once; add up "
+                "losses and call fabric.backward once, or run the module again"
+            )
+        self.gradients = list(gradients)
+        self.tell(self)
+
+
+class _Outputs(torch.autograd.Function):
+    """Outputs whose gradients are told to an :class:`Arrival`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, arrival: Arrival, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.arrival = arrival
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.arrival.arrived(gradients)
+        return (None,) * (2 + len(gradients))
+
+
+def connected(leaves: Sequence[Any], differentiable: Sequence[bool], arrival: Arrival) -> list[Any]:
+    """The leaves of an output, those through which gradients can come telling an :class:`Arrival` of them."""
+    chosen = [index for index, is_one in enumerate(differentiable) if is_one]
+    if not chosen:
+        return list(leaves)
+    anchor = torch.zeros((), requires_grad=True, device=leaves[chosen[0]].device)
+    values = _Outputs.apply(anchor, arrival, *(leaves[index].detach() for index in chosen))  # type: ignore[no-untyped-call]
+    made = dict(zip(chosen, values, strict=True))
+    return [made.get(index, leaf) for index, leaf in enumerate(leaves)]
+
+
+def connected_output(output: Any, arrival: Arrival) -> Any:
+    """An output, whatever its form, as :func:`connected` has it."""
+    leaves, spec = tree_flatten(output)
+    flags = [is_a(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return tree_unflatten(connected(leaves, flags, arrival), spec)
+
+
+class OutsideLoss(torch.autograd.Function):
+    """A scalar whose backward gives outputs the gradients that came from the user's loop, whatever its own is."""
+
+    @staticmethod
+    def forward(ctx: Any, arrival: Arrival, *outputs: Tensor) -> Tensor:
+        """Give a number that nobody looks at."""
+        ctx.arrival = arrival
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Give outputs what has come."""
+        found, ctx.arrival.gradients = ctx.arrival.gradients, []
+        return (None, *found)
+
+
+Run = Callable[["PlannedModule", tuple[Any, ...], dict[str, Any]], Any]
+
+
+class PlannedModule(nn.Module):
+    """What ``fabric.setup`` gives back in place of the user's module: the strategy decides how its calls run.
+
+    Attributes:
+        module: The user's module, as under ``DistributedDataParallel``.
+        parallel: The module wrapped in that, where the plan is plain data parallelism.
+    """
+
+    parallel: nn.Module | None
+
+    def __init__(self, module: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.module = module
+        self.train(module.training)
+        # No children: what they hold is held once.
+        vars(self)["parallel"], vars(self)["_run"] = None, run
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of its parameters is."""
+        return any(parameter.requires_grad for parameter in self.module.parameters())
+
+    @property
+    def redirects(self) -> bool:
+        """Whether this call is of another method of the module than ``forward``, as Fabric lets them pass."""
+        return getattr(vars(self.module).get("forward"), "__name__", "") == "wrapped_forward"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return _uncompiled(vars(self)["_run"])(self, args, kwargs)
+
+
+def _uncompiled(function: Run) -> Run:
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,12 +1,13 @@
 """Predicted against measured, and what a run teaches of its machine."""
 
 from lightning_mist.strategy.monitoring.profile_corrections import Basis, Learner, with_corrections
-from lightning_mist.strategy.monitoring.run_report import RunReport, StageReport
-from lightning_mist.strategy.monitoring.stage_times import (
+from lightning_mist.strategy.monitoring.run_report import (
     CLOSURE,
     FORWARD,
     STEP,
     Measured,
+    RunReport,
+    StageReport,
     StageTimes,
     over_stages,
     over_steps,

@@ -1,18 +1,217 @@
 """Predicted against measured, as data and as a table."""
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from statistics import median
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lightning_mist.hardware import Correction
-from lightning_mist.plan import StepRates
+from lightning_mist.plan import Plan, StepRates
 from lightning_mist.plan.plan_tables import per_second
-from lightning_mist.strategy.monitoring.stage_times import NAMES, StageTimes
+from lightning_mist.runtime.recording import Recorded
+from lightning_mist.schedule import Action, ActionKind
+from lightning_mist.schedule.seconds import StageSeconds, plan_seconds
 from lightning_mist.units import format_bytes, format_seconds
+
+STEP, CLOSURE, FORWARD = "step", "closure", "forward"
+"""What is recorded beside actions: an optimizer step, its forwards and backwards, without a schedule the forward."""
+
+EXCHANGES = ("exchange", "results")
+"""What is recorded where ranks tell each other of batches, and of losses."""
+
+_LAST_BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT})
+"""The kinds of actions that complete gradients."""
+
+_FORWARDS = frozenset({ActionKind.FORWARD, ActionKind.RECV_ACTIVATION, ActionKind.SEND_ACTIVATION})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one step of a stage. Where chunks share devices, all but the first two are with the first of them.
+
+    Attributes:
+        waiting_seconds: Waiting for other stages, and for tensors on their way from and to them.
+        reduction_seconds: Reducing gradients where nothing hides it: also by how much longer the last backward takes
+            than the others.
+        optimizer_seconds: The optimizer's step, what comes between it and the last backward, and giving out parameters.
+        exchange_seconds: Telling other ranks of batches and losses, and waiting for theirs; nothing once it is divided
+            into waiting and the rest.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    reduction_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return float(sum(astuple(self)))
+
+
+NAMES = tuple(field.name for field in fields(StageTimes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a rank, or the ranks of a stage, measured: medians over steps."""
+
+    times: StageTimes
+    steps: int
+
+
+def predicted_times(plan: Plan) -> tuple[StageTimes, ...]:
+    """What was predicted of each stage of a plan; empty if nothing was."""
+    if plan.predicted is None:
+        return ()
+    terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
+    if not all("forward_seconds" in stage for stage in terms):
+        return ()
+    every = plan_seconds(plan, terms).stages
+    found = [
+        StageTimes(forward_seconds=plan.num_microbatches * stage.forward, backward_seconds=_backwards(plan, stage))
+        for stage in every
+    ]
+    for group in range(plan.num_groups):
+        chunks, stage = plan.chunks(group), every[group]
+        once = max(terms[chunk].get("once_seconds", 0.0) for chunk in chunks)
+        reduction, optimizer = stage.reduce + stage.reduce_tied, stage.step - once + stage.gather
+        busy = sum(found[chunk].total for chunk in chunks) + reduction + optimizer + once
+        found[group] = replace(
+            found[group],
+            waiting_seconds=max(0.0, plan.predicted.step_seconds - busy),
+            reduction_seconds=reduction,
+            optimizer_seconds=optimizer,
+            other_seconds=once,
+        )
+    return tuple(found)
+
+
+def _backwards(plan: Plan, stage: StageSeconds) -> float:
+    """Backwards of all microbatches; the first may be shorter."""
+    first = stage.backward if stage.first_backward is None else stage.first_backward
+    return first + (plan.num_microbatches - 1) * stage.backward
+
+
+def step_times(recorded: Iterable[Recorded], first: int, *, overlaps: bool = False) -> dict[int, StageTimes]:
+    """Seconds of one step of a rank, by stage; nothing if no forward was recorded: the module then steps by itself.
+
+    Args:
+        recorded: What was recorded in the step: it and its closure, and the actions or the forward inside.
+        overlaps: Whether gradients are reduced beside the last backward.
+    """
+    sums: dict[tuple[int, str], float] = {}
+    phases: dict[str, float] = {}
+    backwards: dict[tuple[int, ActionKind], list[float]] = {}
+
+    def add(stage: int, name: str, seconds: float) -> None:
+        sums[stage, name] = sums.get((stage, name), 0.0) + seconds
+
+    for item in recorded:
+        if isinstance(item.action, Action):
+            _add_action(item.action, item, first, add)
+            if item.action.kind in _LAST_BACKWARDS:
+                key = item.action.stage, item.action.kind
+                backwards.setdefault(key, []).append(item.seconds - item.waited_seconds)
+        elif item.action in (STEP, CLOSURE, FORWARD):
+            phases[item.action] = phases.get(item.action, 0.0) + item.seconds
+        elif item.action in EXCHANGES:
+            add(first, "exchange_seconds", item.seconds)
+        else:
+            add(first, "waiting_seconds", item.waited_seconds)
+    if FORWARD in phases:
+        add(first, "forward_seconds", phases[FORWARD])
+        add(first, "backward_seconds", phases[CLOSURE] - phases[FORWARD])
+    if not sums:
+        return {}
+    if overlaps:
+        for (stage, _), each in backwards.items():
+            longer = max(0.0, each[-1] - median(each[:-1])) if len(each) > 1 else 0.0
+            add(stage, "backward_seconds", -longer)
+            add(first, "reduction_seconds", longer)
+    add(first, "optimizer_seconds", phases[STEP] - phases[CLOSURE])
+    add(first, "other_seconds", max(0.0, phases[STEP] - sum(sums.values())))
+    stages = sorted({stage for stage, _ in sums})
+    return {stage: StageTimes(**{name: sums.get((stage, name), 0.0) for name in NAMES}) for stage in stages}
+
+
+def _add_action(action: Action, item: Recorded, first: int, add: Callable[[int, str, float], None]) -> None:
+    if action.kind is ActionKind.REDUCE_GRADIENTS:
+        # The ranks of a stage come to it together: waiting for each other is the reduction.
+        add(first, "reduction_seconds", item.seconds)
+        return
+    add(first, "waiting_seconds", item.waited_seconds)
+    name = "forward_seconds" if action.kind in _FORWARDS else "backward_seconds"
+    if action.kind is ActionKind.REDUCE_TIED:
+        name = "reduction_seconds"
+    elif action.microbatch is None:
+        name = "optimizer_seconds"
+    add(action.stage, name, item.seconds - item.waited_seconds)
+
+
+def over_steps(steps: Sequence[Mapping[int, StageTimes]]) -> dict[int, Measured]:
+    """What a rank measured of each of its stages, from each of its steps."""
+    # Without a schedule a user's own ``optimizer_step`` may step now in one way, now in another.
+    steps = [step for step in steps if step]
+    stages = steps[0] if steps else {}
+    return {stage: _measured([step[stage] for step in steps]) for stage in stages}
+
+
+def _measured(steps: Sequence[StageTimes]) -> Measured:
+    middles = [median(column) for column in zip(*(astuple(step) for step in steps), strict=True)]
+    return Measured(times=_times(middles), steps=len(steps))
+
+
+def over_ranks(ranks: Sequence[Measured]) -> Measured | None:
+    """What the ranks of a stage measured on average; None without any."""
+    if not ranks:
+        return None
+    means = [sum(column) / len(ranks) for column in zip(*(astuple(rank.times) for rank in ranks), strict=True)]
+    return Measured(times=_times(means), steps=min(rank.steps for rank in ranks))
+
+
+def divide_exchange(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measured | None, ...]:
+    """What stages measured, the exchange of batches and losses divided into waiting and the rest.
+
+    The group that comes to it last waits for nobody: what it takes there every group takes, and the rest is waiting.
+    The first stages of the ``num_groups`` groups of devices come first.
+    """
+    every = [item.times.exchange_seconds for item in stages[:num_groups] if item is not None]
+    least = min(every, default=0.0)
+
+    def divided(item: Measured) -> Measured:
+        times = item.times
+        changed = replace(
+            times,
+            exchange_seconds=0.0,
+            waiting_seconds=times.waiting_seconds + times.exchange_seconds - least,
+            other_seconds=times.other_seconds + least,
+        )
+        return replace(item, times=changed)
+
+    return tuple(
+        divided(item) if item is not None and index < num_groups else item for index, item in enumerate(stages)
+    )
+
+
+def _times(values: Sequence[float]) -> StageTimes:
+    return StageTimes(**dict(zip(NAMES, values, strict=True)))
+
+
+def over_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Measured | None, ...]:
+    """What each stage measured on average, from what each rank measured of its stages."""
+    stages = [
+        over_ranks([ranks[rank][index] for rank in stage.devices if index in ranks[rank]])
+        for index, stage in enumerate(plan.stages)
+    ]
+    return divide_exchange(stages, plan.num_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

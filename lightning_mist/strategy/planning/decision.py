@@ -31,9 +31,9 @@ from lightning_mist.plan import (
 )
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.runtime.host_memory import HostPlace
-from lightning_mist.strategy.all_ranks import on_rank_zero
 from lightning_mist.strategy.given_arguments import size_limit
 from lightning_mist.strategy.planning.local_machine import default_directory
+from lightning_mist.strategy.ranks import on_rank_zero
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate

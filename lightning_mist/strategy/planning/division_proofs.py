@@ -14,8 +14,7 @@ from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit, row_sli
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
-from lightning_mist.strategy.all_ranks import of_all_ranks, on_rank_zero
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import LogRecord, LogRecorder, as_place, recorded_logs, results_of
 
 

@@ -26,10 +26,10 @@ from lightning_mist.model.fakes import isolated
 from lightning_mist.model.user_code import Generators, is_users
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import exclusions_of
-from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
-from lightning_mist.strategy.namespace import Namespace
+from lightning_mist.strategy.given_arguments import Namespace
 from lightning_mist.strategy.planning.decision import PlannedStep
 from lightning_mist.strategy.planning.plain_parallelism import MANUAL, at_once_reason
+from lightning_mist.strategy.ranks import everywhere, of_all_ranks
 from lightning_mist.strategy.training import NOT_AVERAGED, check_same_samples, digest_of
 from lightning_mist.strategy.user_code import GRADIENTS_AWAY, STATE_AWAY, read_in_step
 from lightning_mist.tensors import copy_batch

@@ -36,8 +36,7 @@ from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.host_memory import HostPool, let_go
 from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.strategy.all_ranks import of_all_ranks, on_rank_zero
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import start_engine
 
 _DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}

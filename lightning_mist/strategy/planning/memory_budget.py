@@ -19,7 +19,7 @@ from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan, es
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan, ZeroStage
-from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks
+from lightning_mist.strategy.ranks import everywhere, of_all_ranks
 from lightning_mist.tuner.space import host_bytes_of_each
 from lightning_mist.units import format_bytes
 

@@ -21,8 +21,8 @@ from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
 from lightning_mist.plan import Exclusion, Feature, ModuleMap, Plan, Predicted, SearchSpace, StageMesh, StagePlan
 from lightning_mist.plan.module_map import OFFLOADS, exclusions_of
 from lightning_mist.runtime.stage import Talk, watched_processes
-from lightning_mist.strategy.all_ranks import of_all_ranks
 from lightning_mist.strategy.planning.trial_step import tried
+from lightning_mist.strategy.ranks import of_all_ranks
 from lightning_mist.units import format_seconds
 
 MANUAL = "automatic_optimization=False: the module calls backward and step itself"

@@ -33,7 +33,6 @@ from lightning_mist.model.trace import step_bytes
 from lightning_mist.plan import Exclusion, Feature, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.cutting import CutRules
-from lightning_mist.strategy.all_ranks import everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.monitoring import Basis, with_corrections
 from lightning_mist.strategy.planning.decision import (
     PlanRequest,
@@ -60,7 +59,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     with_whole_blocks,
 )
 from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, timed_apart, tried
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.ranks import Progress, everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import take_apart
 from lightning_mist.strategy.user_code import user_exclusions
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows

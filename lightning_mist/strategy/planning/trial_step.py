@@ -31,8 +31,8 @@ from lightning_mist.plan.module_map import OFFLOADS, Reasons, exclusions_of
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
-from lightning_mist.strategy.all_ranks import any_reason, everywhere, of_all_ranks
 from lightning_mist.strategy.planning.division_proofs import degrees_of
+from lightning_mist.strategy.ranks import any_reason, everywhere, of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, recorded_logs, standing_in
 from lightning_mist.strategy.user_code import Survey, changed
 from lightning_mist.tensors import batch_rows, is_hollow, slice_rows

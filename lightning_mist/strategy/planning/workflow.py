@@ -30,8 +30,7 @@ from lightning_mist.plan.plan_text import recipe_of
 from lightning_mist.runtime.checks import check_stages, refuse_unchecked
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
-from lightning_mist.strategy.all_ranks import any_reason, everywhere, on_rank_zero, same_everywhere
-from lightning_mist.strategy.master_precision import refuse_plain
+from lightning_mist.strategy.empty_parameters import refuse_plain
 from lightning_mist.strategy.planning import local_machine
 from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
 from lightning_mist.strategy.planning.division_proofs import degrees_of, most_parts, other_masks
@@ -44,7 +43,7 @@ from lightning_mist.strategy.planning.memory_budget import (
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan, uneven_hooks
 from lightning_mist.strategy.planning.planning_state import Planner
 from lightning_mist.strategy.planning.trial_step import TriedStep, leaves_no_trace
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.ranks import Progress, any_reason, everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.training import recorded_logs
 from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
 from lightning_mist.tuner import TuneResult, degrees_to_try

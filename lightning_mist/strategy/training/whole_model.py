@@ -29,7 +29,7 @@ from lightning_mist.runtime.parameters import (
     own_state_dict,
     restrict_optimizer,
 )
-from lightning_mist.strategy.namespace import refuse_unknown
+from lightning_mist.strategy.given_arguments import refuse_unknown
 from lightning_mist.strategy.user_code import is_lightnings
 
 

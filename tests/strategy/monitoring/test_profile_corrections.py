@@ -22,7 +22,7 @@ from lightning_mist.strategy.monitoring.profile_corrections import (
     observe,
     with_corrections,
 )
-from lightning_mist.strategy.monitoring.stage_times import Measured, predicted_times
+from lightning_mist.strategy.monitoring.run_report import Measured, predicted_times
 from lightning_mist.tuner import SearchSpace
 from tests.cost.memory.test_memory_model import make_plan
 from tests.explain.test_fitting import needing

@@ -1,11 +1,26 @@
 import json
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
+from lightning_mist.cost import predict
 from lightning_mist.plan import StepRates
-from lightning_mist.strategy.monitoring.run_report import RunReport, StageReport
-from lightning_mist.strategy.monitoring.stage_times import StageTimes
+from lightning_mist.runtime.recording.action_recorder import Recorded
+from lightning_mist.schedule import Action
+from lightning_mist.strategy.monitoring.run_report import (
+    Measured,
+    RunReport,
+    StageReport,
+    StageTimes,
+    divide_exchange,
+    over_ranks,
+    over_steps,
+    predicted_times,
+    step_times,
+)
+from tests.cost.memory.test_memory_model import make_plan
+from tests.specs import cluster, profile, spec
 
 
 def make(predicted=2.0, stage_bytes=2**30):
@@ -95,3 +110,138 @@ def test_seconds_of_stages_are_shown_where_they_were_measured():
     assert not any("1 measured" in line for line in lines)
     assert json.loads(report.to_json())["stages"][0]["measured_times"]["forward_seconds"] == 0.625
     assert "Where the seconds" not in text(make())
+
+
+def recorded(*items):
+    return [
+        Recorded(
+            action=Action.parse(text) if text[0].isdigit() else text,
+            seconds=seconds,
+            waited_seconds=waited,
+        )
+        for text, seconds, waited in items
+    ]
+
+
+def test_actions_fall_to_what_they_belong_to():
+    found = step_times(
+        recorded(
+            ("1RECV_F0", 1, 0),
+            ("1F0", 10, 4),
+            ("1SEND_F0", 1, 0),
+            ("1RECV_B0", 2, 0),
+            ("1I0", 30, 10),
+            ("1W0", 5, 0),
+            ("1SEND_B0", 2, 0),
+            ("1REDUCE", 7, 6),
+            ("1REDUCE_TIED", 5, 3),
+            ("1STEP", 0, 0),
+            ("sends", 1, 1),
+            ("closure", 70, 0),
+            ("step", 90, 0),
+        ),
+        1,
+    )
+    assert found == {
+        1: StageTimes(
+            forward_seconds=8,
+            backward_seconds=29,
+            waiting_seconds=4 + 10 + 3 + 1,
+            reduction_seconds=7 + 2,
+            optimizer_seconds=20,
+            other_seconds=90 - 8 - 29 - 18 - 9 - 20,
+        )
+    }
+    assert found[1].total == 90
+
+
+def test_chunks_are_told_apart_and_what_they_share_is_with_the_first():
+    found = step_times(recorded(("0F0", 2, 1), ("2F0", 5, 2), ("2B0", 7, 0), ("closure", 15, 0), ("step", 18, 0)), 0)
+    assert found[0] == StageTimes(
+        forward_seconds=1, waiting_seconds=3, optimizer_seconds=3, other_seconds=18 - 1 - 3 - 3 - 3 - 7
+    )
+    assert found[2] == StageTimes(forward_seconds=3, backward_seconds=7)
+
+
+def test_without_a_schedule_backward_is_what_follows_the_forward():
+    found = step_times(recorded(("forward", 3, 0), ("closure", 10, 0), ("step", 12, 0)), 0)
+    assert found == {0: StageTimes(forward_seconds=3, backward_seconds=7, optimizer_seconds=2)}
+
+
+def test_what_the_last_backward_takes_longer_is_the_reduction_beside_it():
+    items = recorded(
+        *(("0B0", 4, 1), ("0B1", 5, 1), ("0B2", 4, 1), ("0B3", 9, 2)),
+        ("0REDUCE", 1, 1),
+        ("closure", 24, 0),
+        ("step", 24, 0),
+    )
+    plain, beside = (step_times(items, 0, overlaps=overlaps)[0] for overlaps in (False, True))
+    assert (plain.backward_seconds, plain.reduction_seconds) == (3 + 4 + 3 + 7, 1)
+    assert (beside.backward_seconds, beside.reduction_seconds) == (3 + 4 + 3 + 3, 5)
+    assert beside.total == plain.total
+    alone = recorded(("0B0", 4, 1), ("closure", 4, 0), ("step", 4, 0))
+    assert step_times(alone, 0, overlaps=True) == step_times(alone, 0)
+
+
+def test_a_module_that_steps_by_itself_is_not_taken_apart():
+    assert step_times(recorded(("closure", 1, 0), ("step", 12, 0)), 0) == {}
+
+
+def test_who_comes_last_to_an_exchange_tells_what_it_takes():
+    found = step_times(
+        recorded(("exchange", 2, 1), ("results", 3, 3), ("0F0", 4, 0), ("closure", 9, 0), ("step", 9, 0)), 0
+    )
+    assert found == {0: StageTimes(forward_seconds=4, exchange_seconds=5)}
+    late = Measured(times=StageTimes(exchange_seconds=2, waiting_seconds=1), steps=1)
+    early = replace(late, times=StageTimes(exchange_seconds=5, other_seconds=1))
+    chunk = replace(late, times=StageTimes(forward_seconds=1))
+    first, second, third = divide_exchange([late, early, chunk], 2)
+    assert first.times == StageTimes(waiting_seconds=1, other_seconds=2)
+    assert second.times == StageTimes(waiting_seconds=3, other_seconds=3)
+    assert third == chunk
+    assert divide_exchange([None], 1) == (None,)
+
+
+def test_medians_over_steps_and_means_over_ranks():
+    steps = [{3: StageTimes(forward_seconds=seconds, other_seconds=1.0)} for seconds in (1.0, 2.0, 9.0)]
+    (stage,) = over_steps(steps).values()
+    assert stage.times == StageTimes(forward_seconds=2.0, other_seconds=1.0)
+    both = over_ranks([stage, replace(stage, times=StageTimes(forward_seconds=4.0), steps=2)])
+    assert both.times == StageTimes(forward_seconds=3.0, other_seconds=0.5)
+    assert both.steps == 2
+    assert over_steps([]) == over_steps([{}]) == {}
+    assert over_ranks([]) is None
+
+
+def planned(*args, **kwargs):
+    plan = make_plan(*args, **kwargs)
+    return replace(plan, predicted=predict(spec(6, measured=True), profile(), cluster(plan.world_size), plan))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_predicted_seconds_of_a_stage_fill_the_step(zero):
+    plan = planned([2, 4], degree=2, microbatches=4, rows=2, zero=zero, checkpointed=1)
+    found = predicted_times(plan)
+    assert len(found) == 2
+    for times, stage in zip(found, plan.predicted.stages, strict=True):
+        terms = dict(stage.breakdown)
+        assert times.total == pytest.approx(plan.predicted.step_seconds)
+        computed = 4 * (stage.forward_seconds + stage.backward_seconds) - terms["accumulate_seconds"]
+        units = 4 * (terms["unshard_seconds"] + terms["scatter_seconds"])
+        assert times.forward_seconds + times.backward_seconds == pytest.approx(computed + units)
+        assert times.optimizer_seconds == pytest.approx(terms["update_seconds"] + terms["gather_seconds"])
+        assert times.waiting_seconds > 0
+
+
+def test_nothing_is_predicted_of_a_plan_without_terms():
+    plan = planned([2, 4])
+    assert predicted_times(replace(plan, predicted=None)) == ()
+    bare = tuple(replace(stage, breakdown=()) for stage in plan.predicted.stages)
+    assert predicted_times(replace(plan, predicted=replace(plan.predicted, stages=bare))) == ()
+
+
+def test_steps_that_a_module_took_by_itself_are_left_out():
+    times = StageTimes(forward_seconds=1.0)
+    assert over_steps([{0: times}, {}, {0: times}])[0].steps == 2
+    assert over_steps([{}, {0: times}])[0].times == times
+    assert over_steps([{}]) == {}

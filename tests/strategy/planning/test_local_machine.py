@@ -17,7 +17,7 @@ from lightning_mist.hardware import (
 )
 from lightning_mist.hardware.profile.hardware_profile import ComputeRate
 from lightning_mist.strategy.planning import local_machine
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.ranks import Progress
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from lightning_mist.model import derive_contexts, derive_splits, map_module
 from lightning_mist.plan import Exclusion, Plan, StageMesh, StagePlan, plan_of
 from lightning_mist.runtime.cutting import CutRules
 from lightning_mist.strategy.planning.division_proofs import degrees_of, other_masks, with_splits
-from lightning_mist.strategy.progress import Progress
+from lightning_mist.strategy.ranks import Progress
 from lightning_mist.tensors import slice_rows
 from tests import zoo
 

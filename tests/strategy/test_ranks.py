@@ -1,16 +1,18 @@
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import Exclusion, LiveTensor, ModuleMap, ParameterUse
-from lightning_mist.strategy import all_ranks
-from lightning_mist.strategy.all_ranks import on_rank_zero, same_everywhere
+from lightning_mist.strategy import ranks
 from lightning_mist.strategy.planning.local_machine import alike, joined
+from lightning_mist.strategy.ranks import ActingRank, Progress, on_rank_zero, same_everywhere
 
 MAP = ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=((),), parameters=())
 
@@ -80,7 +82,7 @@ def test_ranks_that_see_another_module_are_named(gloo_workers, kind):
 
 
 def _cluster_on(names):
-    return joined(all_ranks.of_all_ranks(parse_cluster(f"2x{names[dist.get_rank()]}")))
+    return joined(ranks.of_all_ranks(parse_cluster(f"2x{names[dist.get_rank()]}")))
 
 
 def test_ranks_know_each_other_s_devices(gloo_workers):
@@ -124,8 +126,80 @@ def test_what_does_not_lie_together_in_memory_travels_too(monkeypatch):
         sent.append(tensor.numel())
         tensor.add_(1)
 
-    monkeypatch.setattr(all_ranks.dist, "broadcast", broadcast)
-    all_ranks.same_start(module, ())
+    monkeypatch.setattr(ranks.dist, "broadcast", broadcast)
+    ranks.same_start(module, ())
     assert sorted(sent) == [2, 3, 6]
     assert torch.equal(module.weight, torch.arange(1.0, 7.0).reshape(2, 3).t())
     assert torch.equal(module.row, torch.full((3, 2), 2.0))
+
+
+class Base:
+    global_rank, local_rank, node_rank, num_processes = 1, 1, 0, 2
+
+    @property
+    def root_device(self):
+        return f"cuda:{self.local_rank}"
+
+
+class Strategy(ActingRank, Base):
+    pass
+
+
+def seen_ranks(strategy):
+    return strategy.global_rank, strategy.local_rank, strategy.node_rank
+
+
+def test_a_strategy_speaks_for_the_owner_of_rows(monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    strategy = Strategy()
+    assert seen_ranks(strategy) == (1, 1, 0)
+    strategy.act_for(2)
+    assert seen_ranks(strategy) == (2, 0, 1)
+    assert rank_zero_only.rank == 2
+    # It computes where it computes.
+    assert strategy.root_device == "cuda:1"
+    assert strategy.local_rank == 0
+    strategy.act_for(None)
+    assert seen_ranks(strategy) == (1, 1, 0)
+    assert rank_zero_only.rank == 1
+
+
+def test_a_rank_that_speaks_prints_what_it_is_told(capsys):
+    with Progress(enabled=True) as progress:
+        progress.say("layers [0, 4] of /a/b[c]")
+        progress.update("first", 0.1)
+        progress.update("first", 0.5)
+        progress.update("second", 0.6)
+        progress.show("a [bold]table[/]")
+    shown = capsys.readouterr().err
+    assert "layers [0, 4] of /a/b[c]" in shown
+    assert shown.count("first") == 1
+    assert "60% second" in shown
+    assert "a [bold]table[/]" in shown
+
+
+@pytest.mark.parametrize("call", [lambda p: p.say("x"), lambda p: p.update("x", 1.0), lambda p: p.show("x")])
+def test_the_others_keep_silent(capsys, call):
+    with Progress(enabled=False) as progress:
+        call(progress)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_users_need_not_know_is_said_only_where_that_is_asked_for(capsys):
+    with Progress(enabled=True, verbose=False) as progress:
+        progress.say("why")
+        progress.update("how far", 0.5)
+        progress.details("where")
+        progress.tell("what")
+        progress.conclude("in short", "at length")
+    assert capsys.readouterr().err.splitlines() == ["mist what", "mist in short"]
+    with Progress(enabled=True, verbose=True) as progress:
+        progress.details("where")
+        progress.conclude("in short", "at length")
+    assert capsys.readouterr().err.splitlines() == ["where", "at length"]
+
+
+def test_it_can_be_pickled():
+    progress = Progress(enabled=True)
+    progress.say("x")
+    assert isinstance(pickle.loads(pickle.dumps(progress)), Progress)

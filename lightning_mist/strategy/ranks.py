@@ -1,6 +1,7 @@
-"""What all ranks do together before they train: start alike, hear of rank 0's result or error, compare what is seen."""
+"""What ranks do together before they train, which rank user code sees, and what rank 0 says."""
 
 import pickle
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -8,8 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from torch import nn
 
+from lightning_mist.attributes import replaced
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ModuleMap, ParameterUse
 from lightning_mist.plan.module_map import exclusions_of
@@ -127,3 +133,122 @@ def _joined(uses: Sequence[ParameterUse], counted: Sequence[ParameterUse]) -> Pa
     regions = [{region for use in counted for region in use.slots[slot][2]} for slot in range(len(uses[0].slots))]
     slots = zip(uses[0].slots, regions, strict=True)
     return replace(uses[0], slots=tuple((*slot[:2], tuple(sorted(found))) for slot, found in slots))
+
+
+class ActingRank:
+    """Mixed into a strategy: the ranks that user code sees are those of the owner of the rows that it works on.
+
+    Under plain data parallelism a step runs where its batch was loaded. Ranks that share batches run it for one
+    another, so while they do, what Lightning says of the rank is said of the batch's owner.
+    """
+
+    _acting_rank: int | None = None
+
+    @property
+    def global_rank(self) -> int:
+        """This rank, or whose rows the step sees."""
+        return _super(self, "global_rank") if self._acting_rank is None else self._acting_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank within its node, or that of the owner of the rows that the step sees."""
+        own = _super(self, "local_rank")
+        return own if self._acting_rank is None else self._acting_rank % self._per_node()
+
+    @property
+    def node_rank(self) -> int:
+        """This rank's node, or that of the owner of the rows that the step sees."""
+        own = _super(self, "node_rank")
+        return own if self._acting_rank is None else self._acting_rank // self._per_node()
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this process computes, whosever rows the step sees: Lightning takes it by the local rank."""
+        with replaced(self, _acting_rank=None):
+            return super().root_device  # type: ignore[misc, no-any-return]
+
+    def _per_node(self) -> int:
+        return max(1, int(getattr(self, "num_processes", 1)))
+
+    def act_for(self, rank: int | None) -> None:
+        """Speak for another rank from now on; ``None`` for this one again."""
+        before, self._acting_rank = self._acting_rank, rank
+        told = getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)
+        if told is not None and before != rank:
+            told.rank = self.global_rank
+
+
+def _super(strategy: ActingRank, name: str) -> int:
+    return int(getattr(super(ActingRank, strategy), name))
+
+
+class Progress:
+    """What rank 0 says while it plans and after it measured: lines and a progress bar on standard error.
+
+    Other ranks keep silent, and without ``verbose`` it says only what users must know.
+    """
+
+    def __init__(self, *, enabled: bool, verbose: bool = True) -> None:
+        self._is_enabled, self._is_verbose = enabled, verbose
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._last = ""
+
+    @property
+    def _console(self) -> Console:
+        # Not kept: what refers to a strategy may be pickled, which an open stream cannot be.
+        return Console(file=sys.stderr, quiet=not self._is_enabled, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> "Progress":
+        console = self._console
+        if self._is_enabled and console.is_terminal:
+            columns = (TextColumn("[bold]mist[/] {task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bar = Bar(*columns, console=console, transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        bar, self._bar, self._task = self._bar, None, None
+        if bar is not None:
+            bar.stop()
+
+    def tell(self, text: str) -> None:
+        """Print one line that users must know."""
+        self._print(f"[bold]mist[/] {escape(text)}")
+
+    def say(self, text: str) -> None:
+        """Print one line of what is going on and why; without ``verbose`` only where it can be overwritten."""
+        if self._is_verbose:
+            self.tell(text)
+        else:
+            self.update(text, 0.0)
+
+    def update(self, text: str, fraction: float) -> None:
+        """Show how far a longer measurement has come; ``fraction`` lies in [0, 1]."""
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task(text, total=1.0)
+            self._bar.update(self._task, description=text, completed=fraction)
+        elif self._is_verbose and text != self._last:
+            self.tell(f"  {fraction:4.0%} {text}")
+        self._last = text
+
+    def details(self, renderable: Any) -> None:
+        """Print a table or a text, if everything is to be said."""
+        if self._is_verbose:
+            self.show(renderable)
+
+    def conclude(self, line: str, table: Any) -> None:
+        """Print a table if everything is to be said, else one line."""
+        if self._is_verbose:
+            self.show(table)
+        else:
+            self.tell(line)
+
+    def show(self, renderable: Any) -> None:
+        """Print a table or a text."""
+        self._print(renderable, markup=False)
+
+    def _print(self, renderable: Any, *, markup: bool = True) -> None:
+        console = self._console if self._bar is None else self._bar.console
+        console.print(renderable, markup=markup)
