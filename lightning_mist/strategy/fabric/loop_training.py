@@ -164,9 +164,14 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+_NOT_TRAINED = (
+    "backward through a forward that the plan does not train: the module was in eval() mode; call model.train() before "
+    "it, as gradients are averaged and sharded for forwards in train() mode only"
+)
 
-class LoopPlanning(HoldsPlan, _Base):
-    """The part of a strategy that makes a plan for a module and its optimizer, and puts it in place."""
+
+class LoopTraining(HoldsPlan, _Base):
+    """The part of a strategy that makes a plan for a module and its optimizer, and runs the module's calls by it."""
 
     num_loaders: int | None = None
     averages = True  # whether gradients of the next forward are averaged over ranks
@@ -177,6 +182,11 @@ class LoopPlanning(HoldsPlan, _Base):
     _modules: list[PlannedModule]
     optimizers: list[Any]
     act_for: Callable[[int | None], None]
+    _pending: Arrival | None = None  # whose batch the engine is within
+    _arrived: list[Arrival]
+    _is_unaveraged = False
+    _steps = 0
+    _forwards = 0
 
     @property
     def lightning_module(self) -> nn.Module:
@@ -254,106 +264,6 @@ class LoopPlanning(HoldsPlan, _Base):
             vars(planned)["parallel"] = super().setup_module(planned.module)
         assert planned.parallel is not None
         return planned.parallel
-
-    # What planning asks ------------------------------------------------------------------------------------------
-
-    def _step_to_plan_for(self, module: nn.Module, call: Call) -> Any:
-        output = self.run_call(module, call)
-        return stand_in_loss(output) if self._form.loss is None else as_step_result(self._form, output)
-
-    def _look(self, module: nn.Module, call: Call) -> OutputForm:
-        """The form of what the module returns, the same on all ranks."""
-        look = partial(_form_of_call, partial(self.run_call, module), module, call)
-        form = everywhere(lambda: tried(look, self.root_device))
-        forms = of_all_ranks((form.loss, form.differentiable, repr(form.spec)))
-        if any(found != forms[0] for found in forms):
-            raise TraceError("the module returns other things on one rank than on another, by which no plan can go")
-        if self._returns_loss is False or (self._returns_loss is None and self._scales):
-            return replace(form, loss=None)
-        if self._returns_loss and form.loss is None:
-            raise PlanError(
-                "returns_loss=True: not one scalar of what the module returns can be differentiated, nor is one called "
-                "'loss'; leave returns_loss out, or return the loss"
-            )
-        return form
-
-    @property
-    def _scales(self) -> bool:
-        """Whether losses are scaled, by which it depends on their size whether gradients overflow in 16 bits."""
-        return getattr(self.precision, "scaler", None) is not None
-
-    def _restrictions(self) -> tuple[Exclusion, ...]:
-        reasons: list[tuple[str, Any]] = [
-            ("a loop may run the module again before it calls backward", ("offloaded_gradients",))
-        ]
-        if self._form.loss is None:
-            why = "the loop computes the loss of what the module returns, so each rank runs whole batches of its own"
-            if self._scales and self._returns_loss is None:
-                # What overflows depends on the factor in front of the loss, which is known behind the forward only.
-                why = (
-                    "losses are scaled by what the loop makes of them; returns_loss=True scales what the module returns"
-                )
-            reasons.append((why, ("pipeline", "tensor", "microbatches")))
-        return (*exclusions_of(reasons), *loop_exclusions())
-
-    def _why_plain(self, planned: PlannedModule, call: Call) -> str | None:
-        """Why only plain data parallelism can serve the loop, if so."""
-        trained = [item for item in self._modules if item.is_trained]
-        if len(trained) > 1:
-            return f"{len(trained)} modules are trained side by side; plans are for one"
-        if planned.redirects:
-            return "another method of the module than forward is called (mark_forward_method, or a step of Lightning's)"
-        if has_gradient(call):
-            return "an argument of the module requires a gradient"
-        if (reason := optimizer_reason(self.optimizers, self.root_device)) is not None:
-            return reason
-        own = {id(parameter) for parameter in planned.module.parameters()}
-        updated = [parameter for group in self.optimizers[0].param_groups for parameter in group["params"]]
-        if any(id(parameter) not in own for parameter in updated):
-            return "the optimizer updates parameters that are not the module's"
-        return None
-
-
-def has_gradient(call: Call) -> bool:
-    """Whether gradients are to come back to an argument."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(call))
-
-
-def _copied(call: Call) -> Call:
-    return rebuild(call, lambda node: node.detach().clone() if isinstance(node, Tensor) else None)  # type: ignore[no-any-return]
-
-
-def _form_of_call(run: Callable[[Call], Any], module: nn.Module, call: Call) -> OutputForm:
-    """What a module returns for a call, without values."""
-    seen: list[OutputForm] = []
-
-    def watched(part: Call) -> Any:
-        output = run(part)
-        seen.append(form_of(output))
-        return stand_in_loss(output)
-
-    found = map_module(module, watched, call)
-    if not seen:
-        raise TraceError((*found.excludes("pipeline"), "the module does not come to its end on fake tensors")[0])
-    if not any(seen[-1].differentiable):
-        raise TraceError("nothing that the module returns can be differentiated, so no gradient could come back to it")
-    return seen[-1]
-
-
-_NOT_TRAINED = (
-    "backward through a forward that the plan does not train: the module was in eval() mode; call model.train() before "
-    "it, as gradients are averaged and sharded for forwards in train() mode only"
-)
-
-
-class LoopTraining(LoopPlanning):
-    """The part of a strategy that runs a module's calls."""
-
-    _pending: Arrival | None = None  # whose batch the engine is within
-    _arrived: list[Arrival]
-    _is_unaveraged = False
-    _steps = 0
-    _forwards = 0
 
     def run_module(self, planned: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a module that was set up."""
@@ -514,3 +424,87 @@ class LoopTraining(LoopPlanning):
         output = engine.module(*args, **kwargs)
         engine.buffers.after_forward()
         return output
+
+    # What planning asks ------------------------------------------------------------------------------------------
+
+    def _step_to_plan_for(self, module: nn.Module, call: Call) -> Any:
+        output = self.run_call(module, call)
+        return stand_in_loss(output) if self._form.loss is None else as_step_result(self._form, output)
+
+    def _look(self, module: nn.Module, call: Call) -> OutputForm:
+        """The form of what the module returns, the same on all ranks."""
+        look = partial(_form_of_call, partial(self.run_call, module), module, call)
+        form = everywhere(lambda: tried(look, self.root_device))
+        forms = of_all_ranks((form.loss, form.differentiable, repr(form.spec)))
+        if any(found != forms[0] for found in forms):
+            raise TraceError("the module returns other things on one rank than on another, by which no plan can go")
+        if self._returns_loss is False or (self._returns_loss is None and self._scales):
+            return replace(form, loss=None)
+        if self._returns_loss and form.loss is None:
+            raise PlanError(
+                "returns_loss=True: not one scalar of what the module returns can be differentiated, nor is one called "
+                "'loss'; leave returns_loss out, or return the loss"
+            )
+        return form
+
+    @property
+    def _scales(self) -> bool:
+        """Whether losses are scaled, by which it depends on their size whether gradients overflow in 16 bits."""
+        return getattr(self.precision, "scaler", None) is not None
+
+    def _restrictions(self) -> tuple[Exclusion, ...]:
+        reasons: list[tuple[str, Any]] = [
+            ("a loop may run the module again before it calls backward", ("offloaded_gradients",))
+        ]
+        if self._form.loss is None:
+            why = "the loop computes the loss of what the module returns, so each rank runs whole batches of its own"
+            if self._scales and self._returns_loss is None:
+                # What overflows depends on the factor in front of the loss, which is known behind the forward only.
+                why = (
+                    "losses are scaled by what the loop makes of them; returns_loss=True scales what the module returns"
+                )
+            reasons.append((why, ("pipeline", "tensor", "microbatches")))
+        return (*exclusions_of(reasons), *loop_exclusions())
+
+    def _why_plain(self, planned: PlannedModule, call: Call) -> str | None:
+        """Why only plain data parallelism can serve the loop, if so."""
+        trained = [item for item in self._modules if item.is_trained]
+        if len(trained) > 1:
+            return f"{len(trained)} modules are trained side by side; plans are for one"
+        if planned.redirects:
+            return "another method of the module than forward is called (mark_forward_method, or a step of Lightning's)"
+        if has_gradient(call):
+            return "an argument of the module requires a gradient"
+        if (reason := optimizer_reason(self.optimizers, self.root_device)) is not None:
+            return reason
+        own = {id(parameter) for parameter in planned.module.parameters()}
+        updated = [parameter for group in self.optimizers[0].param_groups for parameter in group["params"]]
+        if any(id(parameter) not in own for parameter in updated):
+            return "the optimizer updates parameters that are not the module's"
+        return None
+
+
+def has_gradient(call: Call) -> bool:
+    """Whether gradients are to come back to an argument."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(call))
+
+
+def _copied(call: Call) -> Call:
+    return rebuild(call, lambda node: node.detach().clone() if isinstance(node, Tensor) else None)  # type: ignore[no-any-return]
+
+
+def _form_of_call(run: Callable[[Call], Any], module: nn.Module, call: Call) -> OutputForm:
+    """What a module returns for a call, without values."""
+    seen: list[OutputForm] = []
+
+    def watched(part: Call) -> Any:
+        output = run(part)
+        seen.append(form_of(output))
+        return stand_in_loss(output)
+
+    found = map_module(module, watched, call)
+    if not seen:
+        raise TraceError((*found.excludes("pipeline"), "the module does not come to its end on fake tensors")[0])
+    if not any(seen[-1].differentiable):
+        raise TraceError("nothing that the module returns can be differentiated, so no gradient could come back to it")
+    return seen[-1]
