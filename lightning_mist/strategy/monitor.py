@@ -120,8 +120,13 @@ class Monitor:
             # A device is waited for in the compared steps only: waiting keeps the host from going ahead of it.
             is_compared = self.device.type == "cpu" or len(self._seconds) < _FIRST_COMPARISON
             started = perf_counter()
+
+            def timed_closure() -> Any:
+                with self.recorder.phase(CLOSURE):
+                    return closure()
+
             with self.recorder.phase(STEP):
-                yield self._recorded(closure)
+                yield timed_closure
             if is_compared:
                 ops_of(self.device).synchronize()
             if is_compared and self._steps > _METERED_STEP:
@@ -130,13 +135,6 @@ class Monitor:
                 self._times.append(step_times(self.recorder.take(), self._first_stage, overlaps=self._overlaps))
                 self.recorder.is_on = False
         self._steps += 1
-
-    def _recorded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def timed_closure() -> Any:
-            with self.recorder.phase(CLOSURE):
-                return closure()
-
-        return timed_closure
 
     def after_step(self) -> None:
         """Compare once enough steps were timed; the same step on every rank."""

@@ -130,7 +130,10 @@ class PlanEvaluation(PlanInstallation):
             elif (reason := self._whole_reason()) is not None:
                 self._make_whole(reason)
             else:
-                self._begin_rounds()
+                self._is_in_rounds = True
+                if engine is not None:
+                    engine.executor.flush()
+                    self._make_evaluator()
 
     def _end_evaluation(self) -> None:
         self._evaluator, self._is_in_rounds = None, False
@@ -179,12 +182,6 @@ class PlanEvaluation(PlanInstallation):
                 self._initial.materialize(self._initial.names)
             self._initial.forget()
             self._initial = None
-
-    def _begin_rounds(self) -> None:
-        self._is_in_rounds = True
-        if self._engine is not None:
-            self._engine.executor.flush()
-            self._make_evaluator()
 
     def _make_evaluator(self) -> None:
         engine, module = self._engine, self._module

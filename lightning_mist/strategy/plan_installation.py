@@ -77,7 +77,9 @@ class HoldsPlan:
     ) -> Engine:
         """This rank's engine for the plan that was decided on, which guards its step and has the optimizers."""
         engine: Engine = self._started(module, decision.plan, decision.module_map, rules=decision.rules, **more)
-        engine.buffers.is_enabled = broadcasts_buffers(self._ddp_kwargs)
+        # As DDP gives every rank the buffers of rank 0 before forwards.
+        options, now = self._ddp_kwargs, self._ddp_kwargs.get("forward_sync_buffers")
+        engine.buffers.is_enabled = bool(options.get("broadcast_buffers", True) if now is None else now)
         engine.records_metrics = decision.records_metrics and not engine.exchange.is_own
         if decision.reach is not None:
             engine.guard = StepGuard(
@@ -265,12 +267,6 @@ def refuse_unreduced(model: Any) -> None:
             f"{', '.join(missing[:1]) or 'a parameter'} took no part in this batch's loss on this rank, though all did "
             "before: DDP waits for its gradient for ever. Give the strategy find_unused_parameters=True"
         ) from error
-
-
-def broadcasts_buffers(options: Mapping[str, Any]) -> bool:
-    """Whether DDP with these options gives every rank the buffers of rank 0 before forwards."""
-    now = options.get("forward_sync_buffers")
-    return bool(options.get("broadcast_buffers", True) if now is None else now)
 
 
 def refuse_waiting(is_dry_run: bool, start_method: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from lightning_mist.strategy.planning import (
 )
 from lightning_mist.strategy.ranks import ActingRank
 from lightning_mist.strategy.training import (
+    EndsTogether,
     ManualEngine,
     Preemption,
     attach_engine,
@@ -42,13 +43,8 @@ from lightning_mist.strategy.training import (
     replay,
 )
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
-
-class SharedLoaders(_Base):
+class SharedLoaders(EndsTogether):
     """Mixed into a strategy: equal groups of neighbouring ranks load the same samples, and look to Lightning as one.
 
     With ``data_parallel_size`` there are fewer data loaders than ranks. Loaders, reductions of logged values and

@@ -153,12 +153,6 @@ class LoopEngine(Engine):
             made += [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def whole_fill(engine: Engine) -> None:
-    """Give every rank the whole module, also where nothing may be differentiated later."""
-    with torch.inference_mode(False), torch.no_grad():
-        engine.fill()
-
-
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
 else:
@@ -258,13 +252,6 @@ class LoopTraining(HoldsPlan, _Base):
         engine.begin(None)
         attach_engine(self.precision, engine)
 
-    def wrap(self, planned: PlannedModule) -> nn.Module:
-        """The module in torch's ``DistributedDataParallel``, where the plan is that."""
-        if planned.parallel is None:
-            vars(planned)["parallel"] = super().setup_module(planned.module)
-        assert planned.parallel is not None
-        return planned.parallel
-
     def run_module(self, planned: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a module that was set up."""
         trains = planned.is_trained and planned.module.training and torch.is_grad_enabled()
@@ -274,7 +261,9 @@ class LoopTraining(HoldsPlan, _Base):
         if not planned.is_trained or (engine is not None and planned.module is not engine.module):
             return planned.module(*args, **kwargs)
         if self._decision is not None and engine is None:
-            parallel: Any = self.wrap(planned)
+            if planned.parallel is None:
+                vars(planned)["parallel"] = super().setup_module(planned.module)
+            parallel: Any = planned.parallel
             # What DDP's no_sync does.
             parallel.require_backward_grad_sync = self.averages
             return parallel(*args, **kwargs)
@@ -419,7 +408,8 @@ class LoopTraining(HoldsPlan, _Base):
                     "evaluate it in a run of its own, or raise memory_limit"
                 )
             self._let_go("the module was evaluated before its backward came")
-            whole_fill(engine)
+            with torch.inference_mode(False), torch.no_grad():  # a loop may evaluate in inference mode
+                engine.fill()
         complete(engine.buffers.before_forward())
         output = engine.module(*args, **kwargs)
         engine.buffers.after_forward()

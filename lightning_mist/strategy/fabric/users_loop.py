@@ -298,8 +298,4 @@ class PlannedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        return _uncompiled(vars(self)["_run"])(self, args, kwargs)
-
-
-def _uncompiled(function: Run) -> Run:
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+        return torch.compiler.disable(vars(self)["_run"])(self, args, kwargs)  # type: ignore[no-untyped-call]

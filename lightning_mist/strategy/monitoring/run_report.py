@@ -161,57 +161,39 @@ def over_steps(steps: Sequence[Mapping[int, StageTimes]]) -> dict[int, Measured]
     # Without a schedule a user's own ``optimizer_step`` may step now in one way, now in another.
     steps = [step for step in steps if step]
     stages = steps[0] if steps else {}
-    return {stage: _measured([step[stage] for step in steps]) for stage in stages}
-
-
-def _measured(steps: Sequence[StageTimes]) -> Measured:
-    middles = [median(column) for column in zip(*(astuple(step) for step in steps), strict=True)]
-    return Measured(times=_times(middles), steps=len(steps))
-
-
-def over_ranks(ranks: Sequence[Measured]) -> Measured | None:
-    """What the ranks of a stage measured on average; None without any."""
-    if not ranks:
-        return None
-    means = [sum(column) / len(ranks) for column in zip(*(astuple(rank.times) for rank in ranks), strict=True)]
-    return Measured(times=_times(means), steps=min(rank.steps for rank in ranks))
-
-
-def divide_exchange(stages: Sequence[Measured | None], num_groups: int) -> tuple[Measured | None, ...]:
-    """What stages measured, the exchange of batches and losses divided into waiting and the rest.
-
-    The group that comes to it last waits for nobody: what it takes there every group takes, and the rest is waiting.
-    The first stages of the ``num_groups`` groups of devices come first.
-    """
-    every = [item.times.exchange_seconds for item in stages[:num_groups] if item is not None]
-    least = min(every, default=0.0)
-
-    def divided(item: Measured) -> Measured:
-        times = item.times
-        changed = replace(
-            times,
-            exchange_seconds=0.0,
-            waiting_seconds=times.waiting_seconds + times.exchange_seconds - least,
-            other_seconds=times.other_seconds + least,
-        )
-        return replace(item, times=changed)
-
-    return tuple(
-        divided(item) if item is not None and index < num_groups else item for index, item in enumerate(stages)
-    )
-
-
-def _times(values: Sequence[float]) -> StageTimes:
-    return StageTimes(**dict(zip(NAMES, values, strict=True)))
+    return {
+        stage: Measured(times=_combined([step[stage] for step in steps], median), steps=len(steps)) for stage in stages
+    }
 
 
 def over_stages(plan: Plan, ranks: Sequence[Mapping[int, Measured]]) -> tuple[Measured | None, ...]:
-    """What each stage measured on average, from what each rank measured of its stages."""
-    stages = [
-        over_ranks([ranks[rank][index] for rank in stage.devices if index in ranks[rank]])
-        for index, stage in enumerate(plan.stages)
-    ]
-    return divide_exchange(stages, plan.num_groups)
+    """What each stage measured on average, from what each rank measured of its stages; None of stages without any.
+
+    The exchange of batches and losses is divided into waiting and the rest: the group that comes to it last waits for
+    nobody, so what it takes there every group takes, and the rest is waiting.
+    """
+    found: list[Measured | None] = []
+    for index, stage in enumerate(plan.stages):
+        own = [ranks[rank][index] for rank in stage.devices if index in ranks[rank]]
+        times = _combined([rank.times for rank in own], lambda values: sum(values) / len(values)) if own else None
+        found.append(None if times is None else Measured(times=times, steps=min(rank.steps for rank in own)))
+    firsts = [item for item in found[: plan.num_groups] if item is not None]
+    least = min((item.times.exchange_seconds for item in firsts), default=0.0)
+    for index, item in enumerate(found[: plan.num_groups]):
+        if item is not None:
+            divided = replace(
+                item.times,
+                exchange_seconds=0.0,
+                waiting_seconds=item.times.waiting_seconds + item.times.exchange_seconds - least,
+                other_seconds=item.times.other_seconds + least,
+            )
+            found[index] = replace(item, times=divided)
+    return tuple(found)
+
+
+def _combined(every: Sequence[StageTimes], combine: Callable[[Sequence[float]], float]) -> StageTimes:
+    """One for several, entry by entry."""
+    return StageTimes(**{name: combine([getattr(times, name) for times in every]) for name in NAMES})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

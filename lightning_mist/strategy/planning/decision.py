@@ -86,14 +86,6 @@ class PlanRequest:
         search = searched_with(given["search"], given.get("data_parallel_size"))
         return cls(**{**asked, **limits, "search": search, "verbose": given["verbose"] or given.get("dry_run", False)})
 
-    def with_plan(self) -> "PlanRequest":
-        """The same with the plan that a file holds, as rank 0 sees it; called on all ranks at once."""
-        return self if self.plan == "auto" else replace(self, plan=given_plan(self.plan))
-
-    def with_loaders(self, loaders: int | None) -> "PlanRequest":
-        """The same for so many loaders, fewer than there are processes; None for one each."""
-        return replace(self, search=replace(self.search, data_parallel_size=loaders))
-
     @property
     def loaders(self) -> int | None:
         """How many distinct batches are loaded at once, if not by every process its own."""

@@ -34,7 +34,6 @@ from lightning_mist.model import derive_splits, map_module
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.runtime.host_memory import HostPool, let_go
-from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.strategy.ranks import Progress, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import start_engine
@@ -386,7 +385,9 @@ def _run(module: _Network, found: ModuleMap, batch: Tensor, device: torch.device
         records = engine.executor.recorder.take()
         if index >= WARM_UP:
             around.append(seconds - sum(item.seconds for item in records if isinstance(item.action, Action)))
-        _sort(records, kinds)
+        for record in records:
+            if isinstance(record.action, Action):
+                kinds.setdefault(record.action.kind, []).append(record.seconds - record.waited_seconds)
     engine.fill()
     engine.transport.close()
     return _Run(
@@ -394,12 +395,6 @@ def _run(module: _Network, found: ModuleMap, batch: Tensor, device: torch.device
         around=median(around),
         seconds={kind: median(values) for kind, values in kinds.items()},
     )
-
-
-def _sort(records: Sequence[Recorded], kinds: dict[ActionKind, list[float]]) -> None:
-    for record in records:
-        if isinstance(record.action, Action):
-            kinds.setdefault(record.action.kind, []).append(record.seconds - record.waited_seconds)
 
 
 def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[float, float]) -> StepOverheads:

@@ -182,6 +182,12 @@ def everywhere_unless_out_of_memory(work: Callable[[], T], device: torch.device)
     return found if all(of_all_ranks(found is not None)) else None
 
 
+def _whole_bytes(module: nn.Module) -> int:
+    """All parameters and buffers of a module, each once."""
+    tensors = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
 def whole_module_bytes(plan: Plan, module: nn.Module) -> tuple[int, ...]:
     """For each stage, what its devices hold while the whole module is there for evaluation, activations left out.
 
@@ -190,8 +196,7 @@ def whole_module_bytes(plan: Plan, module: nn.Module) -> tuple[int, ...]:
     """
     if plan.predicted is None:
         return ()
-    tensors = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    whole = _whole_bytes(module)
     terms = [dict(stage.breakdown) for stage in plan.predicted.stages]
     return tuple(
         whole + round(term.get("optimizer_bytes", 0.0)) + round(term.get("parameter_bytes", 0.0)) for term in terms
@@ -248,8 +253,7 @@ def refuse_whole_alone(module: nn.Module, limit: int | None, reason: str, *, has
     Raises:
         InfeasibleError: Naming both, and ways out.
     """
-    tensors = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    whole = _whole_bytes(module)
     if limit is None or whole <= limit:
         return
     way = "change that" if has_plan else "give the plan of a fit, MistStrategy(plan=...), that shares it out"

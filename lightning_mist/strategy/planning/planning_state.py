@@ -194,7 +194,12 @@ class Planner:
             if found.writes == "" and ("data" in call.reach.names or call.name == "forward"):
                 found = replace(found, writes="maybe")  # of a loop nothing is seen but the module's call
         plain = self.plain
-        extra = [*self._stays(), *exclusions_of([] if plain is None else [(plain, BUT_PLAIN)])]
+        reasons: list[tuple[str, tuple[Feature, ...]]] = [] if plain is None else [(plain, BUT_PLAIN)]
+        try:
+            take_apart(self.batch, self.strategy.root_device)
+        except ValueError as error:
+            reasons.insert(0, (f"batches cannot go to the ranks that would share them ({error})", SHARED_BATCHES))
+        extra = list(exclusions_of(reasons))
         extra += compiled_exclusions(self.module, found.blocks)
         for _, rule in self._optimizers():
             extra += optimizer_exclusions(rule)
@@ -209,14 +214,6 @@ class Planner:
         smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
         made = partial(map_module, self.module, call, self.batch, second_batch=smaller, step=call.name)
         return made(blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
-
-    def _stays(self) -> tuple[Exclusion, ...]:
-        """What is ruled out if batches cannot go to other processes."""
-        try:
-            take_apart(self.batch, self.strategy.root_device)
-        except ValueError as error:
-            return exclusions_of([(f"batches cannot go to the ranks that would share them ({error})", SHARED_BATCHES)])
-        return ()
 
     def with_writes(self, found: ModuleMap) -> ModuleMap:
         """The map, without sharding where the step writes other values into weights on each rank; all take part."""

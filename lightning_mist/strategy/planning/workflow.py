@@ -32,7 +32,7 @@ from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule.stage_units import ratio_notes
 from lightning_mist.strategy.empty_parameters import refuse_plain
 from lightning_mist.strategy.planning import local_machine
-from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest
+from lightning_mist.strategy.planning.decision import Decision, PlannedStep, PlanRequest, given_plan
 from lightning_mist.strategy.planning.division_proofs import degrees_of, most_parts, other_masks
 from lightning_mist.strategy.planning.first_batch import load_the_same
 from lightning_mist.strategy.planning.memory_budget import (
@@ -73,9 +73,10 @@ def decide(
         PlanError: If a given plan does not fit the module, the batch or the processes.
         TraceError: If the module would train wrongly under the plan.
     """
-    started, request = perf_counter(), request.with_loaders(strategy.num_loaders)
+    started, search = perf_counter(), replace(request.search, data_parallel_size=strategy.num_loaders)
     request.host_of_each(strategy.num_processes, strategy.root_device)  # refused before anything else
-    request = request.with_plan()
+    plan = request.plan if request.plan == "auto" else given_plan(request.plan)
+    request = replace(request, search=search, plan=plan)
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
     # What one rank alone knows holds for all: the others would wait for it.

@@ -124,11 +124,6 @@ def take_apart(batch: Any, device: torch.device) -> tuple[list[Tensor], bytes]:
     return tensors, file.getvalue()
 
 
-def _leaf_of(tensor: Tensor, device: torch.device) -> _Leaf:
-    is_on_host = tensor.device.type == "cpu" != device.type
-    return _Leaf(shape=tuple(tensor.shape), dtype=tensor.dtype, is_on_host=is_on_host)
-
-
 def _drawn_seed(number: int) -> int:
     """A seed from the state of torch's generator, which is left alone, and the number of the batch."""
     state: bytes = torch.get_rng_state().numpy().tobytes()
@@ -273,7 +268,10 @@ class BatchExchange:
                 "batches of tensors with values and without a graph, numbers and text, or use a plan with one stage "
                 "and tensor_parallel_degree = 1"
             ) from error
-        leaves = tuple(_leaf_of(tensor, self.device) for tensor in tensors)
+        leaves = tuple(
+            _Leaf(shape=tuple(x.shape), dtype=x.dtype, is_on_host=x.device.type == "cpu" != self.device.type)
+            for x in tensors
+        )
         structure = pickle.dumps((skeleton, leaves))
         notice = _Notice(
             seed=seed,

@@ -254,7 +254,8 @@ class Preemption(EndsTogether):
     def on_train_batch_start(self, batch: Any, batch_idx: int, *args: Any, **more: Any) -> None:
         """Save, and have the job requeued, if any rank was told to since the update before."""
         super().on_train_batch_start(batch, batch_idx, *args, **more)
-        if not self._is_within_a_step(batch_idx):
+        # In between, gradients of earlier batches wait for their update, which no checkpoint holds.
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self.save_if_asked()
 
     def on_train_end(self, **more: Any) -> None:
@@ -280,7 +281,3 @@ class Preemption(EndsTogether):
 
     def _hear(self, number: int, frame: Any) -> None:
         self._asked_by = int(number)
-
-    def _is_within_a_step(self, batch_idx: int) -> bool:
-        """Whether gradients of earlier batches wait for their update, which no checkpoint holds."""
-        return bool(batch_idx % self._trainer.accumulate_grad_batches)

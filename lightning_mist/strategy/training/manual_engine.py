@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_mist.attributes import replaced
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.communication import complete
-from lightning_mist.runtime.parameters import works
+from lightning_mist.runtime.parameters import at_work
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.whole_model import OwnedOptimizer
 from lightning_mist.tensors import gradients_aside
@@ -109,20 +109,14 @@ class ManualEngine(Engine):
 
         with owned.cut.showing(self._owns.__contains__):
             output = step(called)
-            self._finish(owned)
+            with at_work():
+                owned.flush()
         for parameter, gradient in gradients:
             if parameter.grad is None:
                 parameter.grad = gradient  # an update by units has taken it
-        self._give_out()
+        with at_work():
+            complete(self.executor.gather_parameters())
         return output
-
-    @works
-    def _finish(self, owned: OwnedOptimizer) -> None:
-        owned.flush()
-
-    @works
-    def _give_out(self) -> None:
-        complete(self.executor.gather_parameters())
 
     @contextmanager
     def _whole_groups(self) -> Iterator[None]:
