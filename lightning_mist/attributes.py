@@ -11,6 +11,18 @@ from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, Membe
 from typing import Any
 from weakref import ProxyTypes
 
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+MACHINERY = ("torch", *LIGHTNING, "lightning_mist")
+"""Packages that run the user's code, and say in their names what they do."""
+
+LIBRARIES = frozenset(
+    (
+        *MACHINERY, "lightning_utilities", "torchvision", "torchmetrics", "transformers", "numpy", "scipy", "einops",
+    )
+)  # fmt: skip
+"""Packages whose code has no state of a step beside its arguments."""
+
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
 
 

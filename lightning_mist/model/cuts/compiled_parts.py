@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_mist.attributes import is_a, of_class, stored
+from lightning_mist.attributes import MACHINERY, is_a, of_class, package_of, stored
+from lightning_mist.model.user_code import Code, names_in
 from lightning_mist.plan.module_map import Exclusion, Feature, exclusions_of
 from lightning_mist.plan.plan_tables import ranges
 
@@ -20,8 +21,6 @@ _COMPILED = (
 )
 _TORCHSCRIPT = "is TorchScript, whose code reads parameters where nobody sees it: leave torch.jit out for such plans"
 _SCRIPTED: tuple[Feature, ...] = ("pipeline", "sharded_parameters", "offloaded_parameters")
-
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_mist")
 
 
 def compiled_exclusions(module: nn.Module, blocks: Sequence[str] = ()) -> tuple[Exclusion, ...]:
@@ -65,7 +64,7 @@ def _compiled(module: nn.Module) -> Iterator[str]:
         elif not (is_whole and part is module):
             yield from (f"{what}.{key}" for key, value in vars(part).items() if _is_compiled(value))
         for cls in type(part).__mro__:
-            if cls not in seen and cls.__module__.partition(".")[0] not in _LIBRARIES and cls is not object:
+            if cls not in seen and package_of(cls) not in MACHINERY and cls is not object:
                 seen.add(cls)
                 yield from _of_class(cls)
 
@@ -76,8 +75,9 @@ def _of_class(cls: type) -> Iterator[str]:
         if _is_compiled(value):
             yield f"{cls.__name__}.{key}"
         elif is_a(value, types.FunctionType):
-            for name in value.__code__.co_names:
-                if _is_compiled(value.__globals__.get(name)):
+            code = Code.of(value)
+            for name in sorted(names_in(code.code)):
+                if any(_is_compiled(item) for item in code.named([name])):
                     yield f"{name}, which {cls.__name__}.{key} calls,"
 
 

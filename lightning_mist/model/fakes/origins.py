@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_mist.attributes import MACHINERY
+
 
 class Origin(NamedTuple):
     """Qualified name of a module, and file and line."""
@@ -20,7 +22,7 @@ class Origin(NamedTuple):
 
 NOWHERE = Origin("", "")
 
-_FOREIGN = frozenset(("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_mist", "contextlib"))
+_FOREIGN = frozenset((*MACHINERY, "contextlib"))
 """Packages whose lines say nothing about the network."""
 
 _RUNNER = "lightning_mist.model.trace.counted_step"

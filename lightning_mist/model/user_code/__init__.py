@@ -2,5 +2,19 @@
 
 from lightning_mist.model.user_code.contents import Replayed, is_code, is_iterator, is_users_object, simple, token
 from lightning_mist.model.user_code.module_state import Generators, ModuleState, same_generators, unchanged
-from lightning_mist.model.user_code.reach import Reach, Space, is_users
+from lightning_mist.model.user_code.reach import (
+    Code,
+    Reach,
+    Space,
+    code_of,
+    codes_in,
+    is_installed,
+    is_library,
+    is_lightnings,
+    is_users,
+    loaded_names,
+    names_in,
+    reached,
+    users_layers,
+)
 from lightning_mist.model.user_code.surroundings import Snapshot, Surroundings

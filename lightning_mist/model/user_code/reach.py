@@ -1,31 +1,199 @@
-"""Which user code a step may run, and what it can reach beside its arguments: found by reading code, not by running it.
+"""Which user code may run, and what it can reach beside its arguments: found by reading code, not by running it.
 
-From the step on, names in the code of functions are followed: to methods of the module's classes and of other classes
-of the user's, to functions and modules among globals, into closures. What is found holds for branches too that no batch
-has taken yet. Names made up while running (``getattr`` with a computed name) are not followed.
+Names in the code of functions are followed: to functions among globals and in closures, to those of modules, to methods
+of what the code has at hand. What is found holds for branches too that no batch has taken yet. Names made up while
+running (``getattr`` with a computed name) are not followed.
 """
 
+import dis
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import sysconfig
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from lightning_mist.attributes import entries, is_a, of_class, own, package_of, stored
+from lightning_mist.attributes import (
+    LIBRARIES,
+    LIGHTNING,
+    MACHINERY,
+    entries,
+    is_a,
+    of_class,
+    own,
+    package_of,
+    stored,
+    unwrapped,
+    wrapped,
+)
 from lightning_mist.model.user_code.contents import is_users_object
 
-_FOREIGN = frozenset(
-    (
-        "torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric",
-        "lightning_utilities", "lightning_mist", "transformers", "numpy", "scipy", "einops",
-    )
-)  # fmt: skip
+# Whose code it is ------------------------------------------------------------------------------------------------
+
+_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_PLACES = ("/site-packages/", "/dist-packages/")
+
+
+def is_users(item: Any) -> bool:
+    """Whether a function, class or module is the user's own, or a library's that is no part of the machinery."""
+    top = package_of(item)
+    return top not in LIBRARIES and (top not in sys.stdlib_module_names or top in ("__main__", "__mp_main__"))
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether code belongs to an installed package or to Python."""
+    name = code.co_filename
+    is_known = any(path and name.startswith(path) for path in _INSTALLED)
+    return name.startswith("<frozen") or is_known or any(place in name for place in _PLACES)
+
+
+def is_library(function: Any) -> bool:
+    """Whether a function belongs to an installed package or to Python, with nothing of the user's around it."""
+    code = code_of(function)
+    return (code is None or is_installed(code)) and not users_layers(function)
+
+
+def is_lightnings(item: Any) -> bool:
+    """Whether a function or class is Lightning's own, with nothing of the user's around it."""
+    return package_of(unwrapped(item)) in LIGHTNING and not users_layers(item)
+
+
+def users_layers(function: Any) -> list[Any]:
+    """What decorators of the user's own have put around a function, the outermost first."""
+    *around, _ = wrapped(function)
+    functions = [each for each in around if is_a(each, FunctionType) and not is_installed(each.__code__)]
+    return [each for each in functions if package_of(each) not in MACHINERY]
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code that a function runs, or the one inside what ``functools.wraps`` has made; None of anything else."""
+    inner = unwrapped(function)
+    return inner.__code__ if is_a(inner, FunctionType) else None
+
+
+# What names code uses --------------------------------------------------------------------------------------------
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions that are written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names that code may use: of variables outside of it, of attributes, and those that it has as texts."""
+    found = set[str]()
+    for each in codes_in(code):
+        found.update(each.co_names, each.co_freevars)
+        for constant in each.co_consts:
+            items = constant if isinstance(constant, (tuple, frozenset)) else (constant,)
+            found.update(item for item in items if isinstance(item, str) and item.isidentifier())
+    return found
+
+
+def loaded_names(code: CodeType) -> set[str]:
+    """The names that code without source reads, those of its arguments too."""
+    instructions = [item for each in codes_in(code) for item in dis.get_instructions(each)]
+    read = [item.argval for item in instructions if item.opname.startswith("LOAD")]
+    names = [name for value in read for name in (value if isinstance(value, tuple) else (value,))]
+    return {name for name in names if isinstance(name, str)}
+
+
+# What code calls -------------------------------------------------------------------------------------------------
+
+
+class Code(NamedTuple):
+    """Code that may run.
+
+    Attributes:
+        code: It.
+        space: What its variables stand for: its globals, and what its closure holds.
+        holders: What else it has at hand: the object or class whose method it is, values of variables.
+    """
+
+    code: CodeType
+    space: Mapping[str, Any]
+    holders: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, function: FunctionType, holders: tuple[Any, ...] = ()) -> "Code":
+        """A function's."""
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        closed = {name: value for name, cell in cells for value in contents_of(cell)}
+        return cls(function.__code__, ChainMap(closed, function.__globals__), holders)
+
+    def named(self, names: Iterable[str]) -> Iterator[Any]:
+        """What some names of variables stand for, where that is known."""
+        yield from (self.space[name] for name in names if name in self.space)
+
+
+def reached(start: Iterable[Code], *, depth: float = inf, inside: int = 0, from_making: bool = False) -> Iterator[Code]:
+    """Code, and what it may call by name: each once, and none of the machinery's.
+
+    Args:
+        depth: How many calls in a row are followed.
+        inside: How many of them from one function of an installed package to another.
+        from_making: Whether constructors of what exists count too: they may have left hooks behind.
+    """
+    waiting, seen, given = [(item, depth) for item in start], set[Any](), set[CodeType]()
+    while waiting:
+        item, left = waiting.pop()
+        key = (item.code, left, *map(id, item.holders))
+        if key in seen:
+            continue
+        seen.add(key)
+        if item.code not in given:
+            given.add(item.code)
+            yield item
+        for called in _called(item, from_making) if left > 0 else ():
+            waiting.append((called, min(left - 1, inside) if is_installed(called.code) else left - 1))
+
+
+def _called(item: Code, from_making: bool) -> Iterator[Code]:
+    names = names_in(item.code)
+    for named in (*item.named(names), *item.holders):
+        value = named.func if is_a(named, functools.partial) else named
+        if is_a(value, (FunctionType, MethodType)):
+            members, holders = [value], (value.__self__,) if is_a(value, MethodType) else item.holders
+        else:
+            members, holders = (
+                _members(value, names, from_making),
+                item.holders if is_a(value, ModuleType) else (value,),
+            )
+        for member in members:
+            for function in wrapped(member.fget if is_a(member, property) else member):
+                if is_a(function, FunctionType) and package_of(function) not in MACHINERY:
+                    yield Code.of(function, holders)
+
+
+def _members(value: Any, names: set[str], from_making: bool) -> list[Any]:
+    """What code with such names may call of a class, an object or a module."""
+    if is_a(value, ModuleType):
+        named = [own(value)[name] for name in names & own(value).keys()]
+        # Of a.b.c it is c that is called.
+        inner = [item for item in named if is_a(item, ModuleType) and package_of(item) not in MACHINERY]
+        return named + [own(module)[name] for module in inner for name in names & own(module).keys()]
+    cls = value if is_a(value, type) else type(value)
+    if issubclass(cls, torch.optim.Optimizer):
+        return []  # it is stepped on gradients wherever these are
+    names = names | ({"__init__", "__call__"} if cls is value or from_making else {"__call__"})
+    found = {name: vars(base)[name] for base in reversed(cls.__mro__) for name in names.intersection(vars(base))}
+    attributes = {} if cls is value else own(value) or {}
+    return [*found.values(), *(dict.__getitem__(attributes, name) for name in names & dict.keys(attributes))]
+
+
+# What code can reach ---------------------------------------------------------------------------------------------
+
 _MOST_FUNCTIONS = 5_000
 """Functions that are followed at most: what a step of a large library reaches has been seen by then."""
-
 
 _MAKING = ("__init__", "__new__", "__post_init__", "__init_subclass__")
 """Methods that run when an object or a class is made."""
@@ -72,7 +240,7 @@ class Space:
 
 
 class Reach:
-    """What the code of a step can reach.
+    """What the code of a step can reach: methods of all classes that it comes by are followed from any name in it.
 
     Args:
         roots: Further dictionaries that it can get at, by what they are, in words: the trainer's, its callbacks'; and
@@ -177,7 +345,7 @@ class Reach:
 
     def _read(self, function: FunctionType) -> None:
         self._found += 1
-        names = set(_names_of(function.__code__))
+        names = names_in(function.__code__)
         self.names |= names
         if vars(function):
             self._add(Space(f"function {function.__qualname__}", vars(function)))
@@ -222,21 +390,3 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
         for name, value in every.items()
         if is_a(value, (list, dict, set)) or of_class(value, "__next__") is not None
     }
-
-
-def _names_of(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from code.co_freevars
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant
-        elif isinstance(constant, (tuple, frozenset)):
-            yield from (item for item in constant if isinstance(item, str) and item.isidentifier())
-
-
-def is_users(item: Any) -> bool:
-    """Whether a function, class or module is the user's own, or a library's that is no part of the machinery."""
-    top = package_of(item)
-    return top not in _FOREIGN and (top not in sys.stdlib_module_names or top in ("__main__", "__mp_main__"))

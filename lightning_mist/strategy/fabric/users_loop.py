@@ -3,18 +3,19 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_mist.attributes import is_a
+from lightning_mist.attributes import MACHINERY, is_a
 from lightning_mist.errors import TraceError
+from lightning_mist.model.user_code import Code, is_installed
 from lightning_mist.plan import Exclusion
 from lightning_mist.plan.module_map import exclusions_of
-from lightning_mist.strategy.user_code import GRADIENTS_AWAY, Code, gradients_read_in, is_known, is_library
+from lightning_mist.strategy.user_code import GRADIENTS_AWAY, gradients_read_in
 
 
 @dataclass(kw_only=True)
@@ -72,9 +73,9 @@ def loop_exclusions(frame: FrameType | None = None) -> tuple[Exclusion, ...]:
 def _looks_at_gradients(frame: FrameType | None) -> tuple[str, str] | None:
     waiting: list[Code] = []
     while frame is not None:
-        function = FunctionType(frame.f_code.replace(co_freevars=()), frame.f_globals)
-        if not is_known(frame.f_globals) and not is_library(function):
-            waiting.append((frame.f_code, frame.f_globals, tuple(frame.f_locals.values()), True))
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in MACHINERY and not is_installed(frame.f_code):
+            waiting.append(Code(frame.f_code, frame.f_globals, tuple(frame.f_locals.values())))
         frame = frame.f_back
     return gradients_read_in(waiting)
 

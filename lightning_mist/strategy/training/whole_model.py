@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_mist.errors import PlanError
 from lightning_mist.leaves import on_host
+from lightning_mist.model.user_code import is_lightnings
 from lightning_mist.optimizers import replaced_methods
 from lightning_mist.plan import ModuleMap
 from lightning_mist.runtime.communication import DistributedTransport, Transport, complete, told
@@ -30,7 +31,6 @@ from lightning_mist.runtime.parameters import (
     restrict_optimizer,
 )
 from lightning_mist.strategy.given_arguments import refuse_unknown
-from lightning_mist.strategy.user_code import is_lightnings
 
 
 class OwnedOptimizer:

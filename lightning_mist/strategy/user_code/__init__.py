@@ -1,7 +1,6 @@
 """What the user's hooks and callbacks can reach, and what that rules out."""
 
-from lightning_mist.strategy.user_code.function_code import is_library, is_lightnings
-from lightning_mist.strategy.user_code.gradient_reads import Code, gradients_read_in, is_known, read_in_step
+from lightning_mist.strategy.user_code.gradient_reads import gradients_read_in, read_in_step
 from lightning_mist.strategy.user_code.hook_restrictions import (
     GRADIENTS_AWAY,
     STATE_AWAY,

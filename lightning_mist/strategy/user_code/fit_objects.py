@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mist.attributes import container, entries, held, is_a, of_class, own, referent, unwrapped
-from lightning_mist.model.user_code import is_users_object
-from lightning_mist.strategy.user_code.function_code import is_library, is_lightnings
+from lightning_mist.model.user_code import is_library, is_lightnings, is_users_object
 
 _DEPTH = 4
 """How deep containers and objects are looked into."""

@@ -1,14 +1,12 @@
-"""Code that runs while a batch is trained, and by what names it gets at gradients of single parameters."""
+"""By what names code that runs while a batch is trained gets at gradients, or at an optimizer's state."""
 
 import dis
-from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable
+from types import CodeType, FunctionType
 from typing import Any
 
-import torch
-
-from lightning_mist.attributes import is_a, of_class, own, unwrapped, wrapped
-from lightning_mist.strategy.user_code.function_code import is_librarys
+from lightning_mist.attributes import is_a, unwrapped, wrapped
+from lightning_mist.model.user_code import Code, codes_in, is_installed, names_in, reached, users_layers
 
 _MOST_FUNCTIONS = 400
 
@@ -17,13 +15,20 @@ _OF_GRADIENTS = frozenset(
 )
 """Names by which code gets at gradients of single parameters."""
 
-Code = tuple[CodeType, Mapping[str, Any], tuple[Any, ...], bool]
-"""Code, its globals, what it may call something of by name (values of variables, or the class it is a method of), and
-whether it is the user's: of installed packages only what the user's code calls is read."""
-
-
 _OF_STATE = frozenset(("state", "state_dict"))
 """Names by which code gets at an optimizer's state."""
+
+_WORD = "grad"
+_NO_GRADIENTS = frozenset(
+    (
+        "no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_", "zero_grad",
+        "on_before_zero_grad", "optimizer_zero_grad", "accumulate_grad_batches",
+    )
+)  # fmt: skip
+"""Names with that word which say nothing of gradients' values."""
+
+_DEPTH, _INSIDE = 4, 2
+"""Calls in a row in which the word is looked for: of the user's functions, and inside of installed packages."""
 
 
 def read_in_step(module: Any) -> tuple[str, str, str] | None:
@@ -35,49 +40,30 @@ def read_in_step(module: Any) -> tuple[str, str, str] | None:
     functions = [item for item in wrapped(module.training_step) if is_a(item, FunctionType)]
     if unwrapped(module.training_step) not in functions:
         return "gradients", type(module.training_step).__name__, "which is not read"
+    start = [Code.of(item, tuple(holders.values())) for item in functions]
     for what, wanted in (("gradients", _OF_GRADIENTS), ("optimizer state", _OF_STATE)):
-        waiting = [(item.__code__, item.__globals__, tuple(holders.values()), True) for item in functions]
-        if (found := _read_in(waiting, wanted)) is not None:
+        if (found := _read_in(start, wanted)) is not None:
             return what, *found
     return None
 
 
-def gradients_read_in(waiting: list[Code]) -> tuple[str, str] | None:
+def gradients_read_in(start: list[Code]) -> tuple[str, str] | None:
     """The first name by which code, and what it calls by name, gets at gradients, and where; None if by none."""
-    return _read_in(waiting, _OF_GRADIENTS)
+    return _read_in(start, _OF_GRADIENTS)
 
 
-def _read_in(waiting: list[Code], wanted: frozenset[str]) -> tuple[str, str] | None:
-    seen: set[tuple[CodeType, tuple[int, ...]]] = set()
-    while waiting:
-        code, space, holders, is_users = waiting.pop()
-        if (key := (code, tuple(map(id, holders)))) in seen:
-            continue
-        seen.add(key)
-        names = set(_attributes(code))
-        if found := sorted(names & wanted):
+def _read_in(start: list[Code], wanted: frozenset[str]) -> tuple[str, str] | None:
+    # Of installed packages only what the user's code calls is read.
+    for number, (code, _, _) in enumerate(reached(start, from_making=True)):
+        attributes = {name for each in codes_in(code) for name in each.co_names if name != "grad" or _has_grad(each)}
+        if found := sorted(attributes & wanted):
             return found[0], f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
-        if len(seen) > _MOST_FUNCTIONS:
+        if number == _MOST_FUNCTIONS:
             return "too much to read", code.co_name
-        for value in (*(space[name] for name in names & space.keys()), *holders) if is_users else ():
-            waiting += _called(value, names)
     return None
 
 
-def is_known(space: Mapping[str, Any]) -> bool:
-    """Whether code with these globals is of this package or of those whose names say what they do to gradients."""
-    top = str(space.get("__name__", "")).partition(".")[0]
-    return top in ("lightning_mist", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
-
-
-def _attributes(code: CodeType) -> Iterator[str]:
-    yield from (name for name in code.co_names if name != "grad" or _reads_gradient(code))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _attributes(constant)
-
-
-def _reads_gradient(code: CodeType) -> bool:
+def _has_grad(code: CodeType) -> bool:
     """Whether ``.grad`` in code is that of something else than ``torch.autograd``, whose gradients are returned."""
     before: Any = None
     for instruction in dis.get_instructions(code):
@@ -87,25 +73,19 @@ def _reads_gradient(code: CodeType) -> bool:
     return False
 
 
-def _called(value: Any, names: set[str]) -> Iterator[Code]:
-    """A function of the user's, or what code with such names may call of a class, an object or a module."""
-    owners: tuple[type, ...] = ()
-    members: list[Any]
-    if is_a(value, (FunctionType, MethodType)):
-        members = [value]
-    elif is_a(value, ModuleType):
-        named = [member for name, member in own(value).items() if name in names]
-        members = [member for member in named if not is_a(member, ModuleType)]
-        # Of a.b.c it is c that is called.
-        inner = [item for item in named if is_a(item, ModuleType) and item is not value and not is_known(own(item))]
-        for module in inner:
-            members += [member for name, member in own(module).items() if name in names]
-    else:
-        cls = value if is_a(value, type) else type(value)
-        if issubclass(cls, torch.optim.Optimizer):
-            return  # it is stepped on gradients wherever these are
-        members, owners = [of_class(cls, name) for name in (*names, "__init__", "__call__")], (cls,)
-    for member in members:
-        for function in wrapped(member.fget if is_a(member, property) else member):
-            if is_a(function, FunctionType) and not is_known(function.__globals__):
-                yield function.__code__, function.__globals__, owners, not is_librarys(function.__code__)
+def mentions_gradients(function: Any, owner: Any = None) -> bool:
+    """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
+    return words_of_gradients((*users_layers(function), unwrapped(function)), owner)
+
+
+def words_of_gradients(functions: Iterable[Any], owner: Any) -> bool:
+    """The same of the code of functions themselves, without what they are around."""
+    for function in functions:
+        if is_a(function, FunctionType):
+            start = Code.of(function, () if owner is None else (owner,))
+            depth = _INSIDE if is_installed(start.code) else _DEPTH
+            for number, item in enumerate(reached([start], depth=depth, inside=_INSIDE)):
+                words = {name for name in names_in(item.code) if _WORD in name.lower()}
+                if words - _NO_GRADIENTS or number == _MOST_FUNCTIONS:
+                    return True
+    return False

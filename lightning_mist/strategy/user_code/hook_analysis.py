@@ -7,14 +7,24 @@ so that a hook that only looks at a loss, prints or counts costs nothing, and no
 import ast
 import builtins
 import inspect
+import linecache
 import types
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from lightning_mist.attributes import entries, is_a, of_class, wrapped
+from lightning_mist.model.user_code import (
+    code_of,
+    is_library,
+    is_lightnings,
+    loaded_names,
+    names_in,
+    users_layers,
+)
 from lightning_mist.strategy.user_code.fit_objects import (
     MODULE_METHODS,
     ROUTINES,
@@ -26,16 +36,7 @@ from lightning_mist.strategy.user_code.fit_objects import (
     Super,
     UnreadableError,
 )
-from lightning_mist.strategy.user_code.function_code import (
-    body_of,
-    code_of,
-    is_library,
-    is_lightnings,
-    loaded_names,
-    names_of,
-    users_layers,
-    words_of_gradients,
-)
+from lightning_mist.strategy.user_code.gradient_reads import words_of_gradients
 
 _MOST_FUNCTIONS = 200
 
@@ -81,7 +82,7 @@ class Reader:
 
     def _around(self, layer: Any, function: Any, owner: Any, values: list[Any], keywords: dict[str, Any]) -> Any:
         """What a decorator has put around a function is read if it speaks of gradients or parameters by some name."""
-        if not words_of_gradients([layer], owner) and self._all.words.isdisjoint(names_of(layer, inside=False)):
+        if not words_of_gradients([layer], owner) and self._all.words.isdisjoint(names_in(layer.__code__)):
             return None
         inside = {(each.__code__, id(None)) for each in wrapped(function) if is_a(each, types.FunctionType)}
         before, self._open = self._open, self._open | inside - {(layer.__code__, id(None))}
@@ -143,6 +144,29 @@ def _named_arguments(code: types.CodeType, values: list[Any], keywords: dict[str
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Known) else value
+
+
+@lru_cache(maxsize=256)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return None
+
+
+def body_of(code: types.CodeType) -> list[ast.stmt] | None:
+    """What a function does; of several lambdas on one line, what all of them do; None if its source is not at hand."""
+    tree = _tree(code.co_filename)
+    found: list[ast.Lambda] = []
+    for node in () if tree is None else ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+            if code.co_firstlineno in (node.lineno, *(item.lineno for item in node.decorator_list)):
+                return node.body
+        elif isinstance(node, ast.Lambda) and (code.co_name, code.co_firstlineno) == ("<lambda>", node.lineno):
+            found.append(node)
+    names = list(code.co_varnames[: code.co_argcount])
+    found = [node for node in found if [item.arg for item in node.args.args] == names] or found
+    return [ast.copy_location(ast.Return(value=node.body), node) for node in found] or None
 
 
 class _Walk:

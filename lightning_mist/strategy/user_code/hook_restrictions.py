@@ -10,16 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 from torch import nn
 
-from lightning_mist.attributes import is_a, of_class, stored
+from lightning_mist.attributes import is_a, of_class, stored, wrapped
+from lightning_mist.model.user_code import code_of, is_lightnings, names_in
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import Reasons, exclusions_of
 from lightning_mist.strategy.user_code.fit_objects import FitObjects, Known
-from lightning_mist.strategy.user_code.function_code import code_of, is_lightnings, mentions_gradients, names_of
+from lightning_mist.strategy.user_code.gradient_reads import mentions_gradients
 from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader
 
 PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")
@@ -159,7 +160,9 @@ def _look(item: Any, name: str, objects: FitObjects) -> tuple[str, str] | None:
 def _kind(error: ReachedError, reader: Reader, name: str) -> str:
     if name in _BEFORE_BACKWARD:
         return "parameters between a batch's forward and backward"
-    if any("register_post_accumulate_grad_hook" in names_of(function) for function, _ in reader.read):
+    read = [each for function, _ in reader.read for each in wrapped(function) if is_a(each, FunctionType)]
+    names = set[str]().union(*(names_in(each.__code__) for each in read))
+    if "register_post_accumulate_grad_hook" in names:
         return "gradients as they are accumulated"
     if any(mentions_gradients(function, owner) for function, owner in reader.read):
         return "gradients"
@@ -167,7 +170,7 @@ def _kind(error: ReachedError, reader: Reader, name: str) -> str:
         is_opaque = code_of(error.callee) is None and not is_a(error.callee, nn.Module)
         if mentions_gradients(error.callee) or (is_opaque and name in _AT_GRADIENTS):
             return "gradients"
-    if any("register_hook" in names_of(function) for function, _ in reader.read):
+    if "register_hook" in names:
         return "parameters, and put hooks on them"
     return "optimizer state" if error.is_state else "parameters"
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lightning_mist.model.user_code.reach import Reach, Space, is_users
+from lightning_mist.model.user_code.reach import Code, Reach, Space, is_users, loaded_names, names_in, reached
 
 HELD = {"count": 0}
 OTHER = {"count": 0}
@@ -199,3 +199,58 @@ def test_decorated_functions_are_followed_in_the_namespace_that_they_come_from()
 def test_names_that_modules_have_from_being_imported_are_no_state():
     names = {name for _, name in places(reach_of(Decorated()))}
     assert not names & {"__file__", "__name__", "__spec__", "__builtins__", "__doc__"}
+
+
+def test_of_functions_without_source_the_names_are_known():
+    space = {}
+    exec("def f(a, b):\n    c = lambda: b.d\n    return c", space)
+    assert {"b", "c", "d"} <= loaded_names(space["f"].__code__)
+    assert "a" not in loaded_names(space["f"].__code__)
+
+
+def test_texts_and_what_is_written_inside_count_as_names():
+    def names(value):
+        return [getattr(value, "one"), lambda: value.two, value in ("three", "no name")]  # noqa: B009
+
+    assert {"one", "two", "three"} <= names_in(names.__code__)
+    assert "no name" not in names_in(names.__code__)
+
+
+def calls_of(function, *holders, **limits):
+    return [item.code.co_name for item in reached([Code.of(function, holders)], **limits)]
+
+
+def test_calls_are_followed_by_name():
+    def inside():
+        return Helper().bump()
+
+    def start(module):
+        torch.add(1, 2)
+        return inside() + functools.partial(free)() + module.late(1)
+
+    net = Net()
+    assert set(calls_of(start)) == {"start", "inside", "free", "bump"}
+    assert set(calls_of(start, net)) == {"start", "inside", "free", "bump", "late", "marked"}
+    assert set(calls_of(start, depth=1)) == {"start", "inside", "free"}
+    assert calls_of(start, depth=0) == ["start"]
+
+
+class Made:
+    def __init__(self):
+        self.total = free()
+
+    def __call__(self):
+        return self.total
+
+
+def test_constructors_of_what_exists_count_where_that_is_asked_for():
+    def calls(made):
+        return made()
+
+    def makes():
+        return Made()()
+
+    made = Made.__new__(Made)
+    assert set(calls_of(calls, made)) == {"calls", "__call__"}
+    assert set(calls_of(calls, made, from_making=True)) == {"calls", "__init__", "free", "__call__"}
+    assert set(calls_of(makes)) == {"makes", "__init__", "free", "__call__"}

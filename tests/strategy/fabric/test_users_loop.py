@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from lightning_mist.errors import TraceError
+from lightning_mist.model.user_code import reach
 from lightning_mist.strategy.fabric.users_loop import (
     Arrival,
     Call,
@@ -21,7 +22,7 @@ from lightning_mist.strategy.fabric.users_loop import (
     loop_exclusions,
     stand_in_loss,
 )
-from lightning_mist.strategy.user_code import function_code, gradient_reads
+from lightning_mist.strategy.user_code import gradient_reads
 from lightning_mist.tensors import batch_rows, slice_rows
 
 
@@ -123,7 +124,7 @@ def installed(tmp_path, monkeypatch):
     code = "def clip(x):\n    return [p.grad for p in x]\n\ndef tidy(x):\n    return clip(x)\n"
     (tmp_path / "clipper" / "tools.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(function_code, "_LIBRARIES", (*function_code._LIBRARIES, str(tmp_path)))
+    monkeypatch.setattr(reach, "_INSTALLED", (*reach._INSTALLED, str(tmp_path)))
     yield importlib.import_module("clipper")
     for name in ("clipper", "clipper.tools"):
         del sys.modules[name]

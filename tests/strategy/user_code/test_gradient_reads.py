@@ -64,9 +64,52 @@ class IsDecorated(Looks):
         return batch
 
 
+def clip(module):
+    module.helped()
+
+
+class HandsItselfOn(Clips):
+    def training_step(self, batch):
+        clip(self)
+
+
+def looking():
+    def look(parameters):
+        return [p.grad for p in parameters]
+
+    return stepping(look)
+
+
+class HasItInside(Net):
+    def __init__(self):
+        super().__init__()
+        self.training_step = looking()
+
+
+class LeavesHooks(Net):
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+        for each in self.parameters():
+            each.register_post_accumulate_grad_hook(lambda parameter: self.norms.append(parameter.grad.norm()))
+
+    def training_step(self, batch):
+        return batch
+
+
+def stepping(look):
+    def step(batch):
+        return look([])
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("module", "what", "name"),
     [
+        (HandsItselfOn, "gradients", "clip_grad_norm_ in helped"),
+        (HasItInside, "gradients", "grad in look"),
+        (LeavesHooks, "gradients", "grad in __init__"),
         (IsDecorated, "gradients", "grad in around"),
         (Looks, "gradients", "grad in training_step"),
         (Clips, "gradients", "clip_grad_norm_ in helped"),
