@@ -21,10 +21,8 @@ from functools import cache
 
 import torch
 
-from lightning_mist.model.device import attention as device_attention
 from lightning_mist.model.device import autocast as device_autocast
-from lightning_mist.model.device import norms as device_norms
-from lightning_mist.model.device.kernels import Kernel, KernelRegistry, Target
+from lightning_mist.model.device.kernels import ATTENTION_KERNELS, NORM_KERNELS, Kernel, KernelRegistry, Target
 
 KINDS = ("cpu", "cuda")
 """Kinds of device that there is a table for."""
@@ -84,7 +82,7 @@ def device_operators(
 
 @cache
 def _kernels() -> tuple[Kernel, ...]:
-    return (*device_attention.KERNELS, *device_norms.KERNELS, *device_autocast.kernels())
+    return (*ATTENTION_KERNELS, *NORM_KERNELS, *device_autocast.kernels())
 
 
 @cache

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_mist.model.device.library import fused_operators
+from lightning_mist.model.device.kernels import fused_operators
 from lightning_mist.model.operators.operator_costs import computes, tensors_in
 from lightning_mist.model.operators.operator_kinds import kind_of
 from lightning_mist.model.spec.model_spec import KINDS
