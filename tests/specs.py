@@ -13,12 +13,12 @@ from lightning_mist.model.spec.model_spec import (
     LayerSpec,
     ModelSpec,
     OperatorCost,
+    OptimizerSpec,
     ParameterSpec,
     SelectiveSpec,
     SplitSpec,
     TensorSpec,
 )
-from lightning_mist.model.spec.optimizer_spec import OptimizerSpec
 from lightning_mist.model.spec.polynomial import MICROBATCH as b
 from lightning_mist.model.trace.layer_costs import not_recomputed
 from lightning_mist.plan import Exclusion, ModuleMap, ParameterUse

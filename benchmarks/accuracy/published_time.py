@@ -46,8 +46,7 @@ from lightning_mist.cost.time.zero_seconds import unit_seconds
 from lightning_mist.errors import MistError
 from lightning_mist.hardware import HardwareProfile
 from lightning_mist.model import trace_model
-from lightning_mist.model.spec.model_spec import ModelSpec
-from lightning_mist.model.spec.optimizer_spec import OptimizerSpec
+from lightning_mist.model.spec.model_spec import ModelSpec, OptimizerSpec
 from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StageMesh, StagePlan, ZeroStage
 from lightning_mist.schedule import StepRules
 

@@ -1,4 +1,4 @@
-"""Make the files of :mod:`lightning_mist.model.presets.parametric_specs`: trace language models of three sizes, find
+"""Make the files of :mod:`lightning_mist.model.presets.specs`: trace language models of three sizes, find
 the sums.
 
     python -m benchmarks.planner.preset_forms [--family gpt3] [--precision bf16-true] [--device cuda80]
@@ -22,12 +22,11 @@ from typing import Any
 import sympy
 import torch
 
-import lightning_mist.model.presets.parametric_specs as package
+import lightning_mist.model.presets.specs as package
 from benchmarks.planner.lattice import reduced
 from lightning_mist.model import device_operators, map_module, trace_model
-from lightning_mist.model.presets.parametric_specs import FAMILIES, PRECISIONS, widths
 from lightning_mist.model.presets.shapes import LanguageModelShape
-from lightning_mist.model.presets.specs import preset_map
+from lightning_mist.model.presets.specs import FAMILIES, PRECISIONS, preset_map, widths
 from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
 from lightning_mist.model.sources.text_sources import parameter_dtype, precision_context
 from lightning_mist.model.spec.model_spec import LayerSpec, ModelSpec

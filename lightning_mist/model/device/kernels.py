@@ -1,4 +1,4 @@
-"""Kernels that stand in for torch's own while a step is traced for another device: CUDA's attention, norms and the like."""
+"""Kernels that stand in for torch's own while a step is traced for another device: CUDA's attention and norms."""
 
 import threading
 import warnings
@@ -343,8 +343,8 @@ NORM_KERNELS = (
 #
 # The rules are those of ``sdp::select_sdp_backend`` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp) and of
 # ``scaled_dot_product_attention`` (aten/src/ATen/native/transformers/attention.cpp). cuDNN's attention, which torch
-# prefers on Hopper where cuDNN is recent enough, takes what flash attention takes and keeps the same tensors (query, key,
-# value, output, one 32-bit log-sum-exp per row), so it is not told apart.
+# prefers on Hopper where cuDNN is recent enough, takes what flash attention takes and keeps the same tensors (query,
+# key, value, output, one 32-bit log-sum-exp per row), so it is not told apart.
 
 
 Backend = Literal["flash", "efficient", "math"]

@@ -10,28 +10,33 @@ from lightning_mist.model.spec.allocation_events import (
     Release,
     Role,
 )
-from lightning_mist.model.spec.master_weights import MASTERS_PRECISION, with_master_weights
 from lightning_mist.model.spec.model_spec import (
+    MASTERS_PRECISION,
     CollectiveSpec,
     LayerSeconds,
     LayerSpec,
     ModelSpec,
     OperatorCost,
     OperatorKind,
+    OptimizerSpec,
     ParameterSpec,
     SelectiveSpec,
     SplitSpec,
     TensorSpec,
+    with_master_weights,
 )
-from lightning_mist.model.spec.optimizer_spec import OptimizerSpec
-from lightning_mist.model.spec.polynomial import MICROBATCH, SEQUENCE, Polynomial, bytes_at, values_at
-from lightning_mist.model.spec.polynomial_fit import (
+from lightning_mist.model.spec.polynomial import (
     BILINEAR,
     CONSTANT,
+    MICROBATCH,
     QUADRATIC,
+    SEQUENCE,
     Basis,
     Coefficients,
     MisfitError,
     Point,
+    Polynomial,
+    bytes_at,
     undominated,
+    values_at,
 )

@@ -12,8 +12,37 @@ import sympy
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.allocation_events import LayerEvents, PartEvents
-from lightning_mist.model.spec.optimizer_spec import OptimizerSpec
 from lightning_mist.plan import CheckpointingKind, ModuleMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """What the optimizer keeps and needs.
+
+    Attributes:
+        state_bytes_per_parameter_byte: Bytes of state kept per byte of a trained parameter (AdamW in fp32: 2).
+        step_peak_bytes_per_parameter_byte: Temporary bytes of its step per byte of all parameters it updates at once
+            (the foreach implementations).
+        step_peak_bytes_per_largest: Temporary bytes of its step per byte of the largest parameter (loop
+            implementations), when those of a parameter as large are left.
+        step_left_bytes_per_parameter_byte: Of the temporaries of a loop those that are left until the next parameter's
+            have been made, per byte of the parameter that left them.
+        step_seconds_per_parameter_byte: Seconds of one step per byte of parameters, measured; 0 if it was not.
+        gradient_bytes_per_parameter_byte: Bytes of a gradient, as gradients are added up, per byte of its parameter:
+            2 for gradients in 32 bits of parameters in 16 (master weights).
+        narrow_state: Type of 8 bits in which it keeps state; empty if it keeps none.
+    """
+
+    name: str
+    state_bytes_per_parameter_byte: float
+    step_peak_bytes_per_parameter_byte: float
+    step_peak_bytes_per_largest: float
+    step_moved_bytes_per_parameter_byte: float
+    step_left_bytes_per_parameter_byte: float = 0.0
+    step_seconds_per_parameter_byte: float = 0.0
+    gradient_bytes_per_parameter_byte: float = 1.0
+    narrow_state: str = ""
+
 
 OperatorKind = Literal[
     "matmul", "attention", "causal_attention", "convolution", "elementwise", "reduction", "index", "copy"
@@ -390,3 +419,38 @@ class ModelSpec:
             f"tensor_parallel_degree = {degree}{with_sequence}: what that costs is not known for {self.name}; use "
             f"{' or '.join(map(str, known))}"
         )
+
+
+RATIO = 2
+"""Bytes of a master, and of what is added up of its gradient, per byte of the parameter: 32 bits for 16."""
+
+MASTERS_PRECISION = "bf16-true"
+"""Lightning's name of the precision that can have master weights: gradients in float16 would have to be scaled."""
+
+
+def with_master_weights(spec: ModelSpec, optimizer: OptimizerSpec | None = None) -> ModelSpec:
+    """The same network with masters in 32 bits.
+
+    Masters are counted with the optimizer's state: they are held, sharded and updated with it.
+
+    Args:
+        optimizer: What the optimizer needs per byte of parameters in 32 bits; by default what the network says.
+
+    Raises:
+        ValueError: If its precision has no master weights.
+    """
+    if spec.precision != MASTERS_PRECISION:
+        raise ValueError(f"master weights in {spec.precision}: they are for {MASTERS_PRECISION}; ask for that")
+    of = optimizer or spec.optimizer
+    made = replace(
+        of,
+        state_bytes_per_parameter_byte=RATIO * (1 + of.state_bytes_per_parameter_byte),
+        step_peak_bytes_per_parameter_byte=RATIO * of.step_peak_bytes_per_parameter_byte,
+        step_peak_bytes_per_largest=RATIO * of.step_peak_bytes_per_largest,
+        # A master is read, and its cast written.
+        step_moved_bytes_per_parameter_byte=RATIO * of.step_moved_bytes_per_parameter_byte + RATIO + 1,
+        step_left_bytes_per_parameter_byte=RATIO * of.step_left_bytes_per_parameter_byte,
+        step_seconds_per_parameter_byte=RATIO * of.step_seconds_per_parameter_byte,
+        gradient_bytes_per_parameter_byte=RATIO,
+    )
+    return replace(spec, optimizer=made, master_weights=True)

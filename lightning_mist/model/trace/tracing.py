@@ -1,7 +1,7 @@
 """What a network costs, from its real training step and one real batch.
 
 The step runs on fake tensors at a few sizes under a :class:`~lightning_mist.model.trace.ledger.Ledger`; every count
-becomes an exact polynomial in rows and length (:mod:`~lightning_mist.model.spec.polynomial_fit`). Blocks of one kind
+becomes an exact polynomial in rows and length (:mod:`~lightning_mist.model.spec.polynomial`). Blocks of one kind
 run once per step, the others imitate them. Counts on fake and on real tensors are equal operator by operator, so a step
 that cannot run on fakes (one that reads a value back) is counted on real tensors at small sizes instead.
 """

@@ -3,8 +3,8 @@ from fractions import Fraction
 import pytest
 
 from benchmarks.planner.preset_forms import MONOMIALS, SIZES, product, reduced, small_sum
-from lightning_mist.model.presets.parametric_specs import widths
 from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.specs import widths
 
 NUMBERS = [widths(LanguageModelShape(layers=2, **sizes), length) for sizes, _, length in SIZES]
 ROWS = [[product(name, numbers) for numbers in NUMBERS] for name in MONOMIALS["layer"]]

@@ -11,7 +11,7 @@ from lightning_mist.estimate.replay import replay_group
 from lightning_mist.model.events import stack
 from lightning_mist.model.events.part_stack import StageShape
 from lightning_mist.model.presets import KNOWN_OPTIMIZERS, LanguageModelShape, preset_spec
-from lightning_mist.model.spec.master_weights import with_master_weights
+from lightning_mist.model.spec.model_spec import with_master_weights
 from tests.integration.parity import make_plan
 
 UNDER = {"32-true": 0.01, "bf16-mixed": 0.01, "16-mixed": 0.01, "masters": 0.02}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory import OffloadParts, Ratios, host_bytes, stage_phases
-from lightning_mist.model.spec.master_weights import with_master_weights
+from lightning_mist.model.spec.model_spec import with_master_weights
 from lightning_mist.plan import OffloadRatios
 from tests.cost.events import with_events
 from tests.integration.parity import make_plan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_mist.cost import MemoryModel, StageCandidates, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory import host_microbatch_bytes
-from lightning_mist.model.spec.master_weights import with_master_weights
+from lightning_mist.model.spec.model_spec import with_master_weights
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.cost.events import WIDTH, with_events

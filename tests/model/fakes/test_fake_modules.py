@@ -1,18 +1,35 @@
 import logging
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
 
 from lightning_mist.model.fakes.fake_modules import (
+    WithoutDropout,
     address_of,
+    convert_plain_tensors,
     fake_like,
     fake_parameters,
+    filled,
+    kept_slots,
+    put,
     quiet_fakes,
+    resize_batch,
+    sequence_length,
+    slots_of,
     state_of,
     storage_of,
+    thin,
 )
+from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, QUADRATIC
+from lightning_mist.model.trace.sizes import bases, sized
+from lightning_mist.tensors import batch_rows, batch_tensors
 from lightning_mist.without_values import become
 
 
@@ -74,3 +91,171 @@ def test_failures_on_fakes_are_not_logged(caplog):
         a @ b
     assert not caplog.records
     assert not log.disabled
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Record:
+    ids: torch.Tensor
+    names: list[str]
+
+
+def ids(rows: int = 2, length: int = 8) -> torch.Tensor:
+    return torch.arange(rows * length).reshape(rows, length)
+
+
+def test_rows_repeat_and_positions_are_thinned_out_from_end_to_end() -> None:
+    batch = resize_batch({"ids": ids(), "scale": torch.tensor(2.0)}, 3, 4)
+    assert batch["ids"].tolist() == [[0, 2, 4, 7], [8, 10, 12, 15], [0, 2, 4, 7]]
+    assert batch["scale"].item() == 2.0
+
+
+def test_padding_at_either_end_stays_in_a_shorter_batch() -> None:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :2] = 0
+    mask[1, -2:] = 0
+    for length in (3, 6, 9):
+        shorter = resize_batch({"mask": mask}, 2, length)["mask"]
+        assert shorter.shape == (2, length)
+        assert shorter[0, 0] == 0
+        assert shorter[1, -1] == 0
+
+
+def test_masks_of_two_positions_are_thinned_in_both() -> None:
+    batch = resize_batch((ids(), torch.ones(2, 1, 8, 8)), 2, 4)
+    assert batch[1].shape == (2, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [ids(), ids()],
+        Pair(ids(), ids()),
+        {"a": {"b": ids()}},
+        UserDict(a=ids()),
+        Record(ids=ids(), names=["one", "two"]),
+    ],
+    ids=["list", "named tuple", "nested", "mapping", "dataclass"],
+)
+def test_containers_keep_their_type(batch: Any) -> None:
+    resized = resize_batch(batch, 4, 4)
+    assert type(resized) is type(batch)
+    assert all(tensor.shape == (4, 4) for tensor in batch_tensors(resized))
+    if isinstance(resized, Record):
+        assert resized.names == ["one", "two", "one", "two"]
+
+
+def test_length_is_told_only_where_tensors_agree() -> None:
+    assert sequence_length({"ids": ids(), "labels": torch.zeros(2)}) == 8
+    assert sequence_length((ids(2, 8), ids(2, 9))) is None
+    assert sequence_length(torch.ones(2, 8)) is None  # numbers are no tokens
+    with pytest.raises(ValueError, match="rows of a batch"):
+        resize_batch((torch.ones(3), torch.ones(4)), 2, None)
+
+
+def test_arrays_and_lists_of_one_value_per_row_are_resized_as_tensors_are() -> None:
+    batch = {"ids": ids(), "array": np.arange(16).reshape(2, 8), "text": ("a", "b"), "about": [{"id": 1}, {"id": 2}]}
+    resized = resize_batch(batch, 3, 4)
+    assert resized["array"].tolist() == resized["ids"].tolist()
+    assert resized["text"] == ("a", "b", "a")
+    assert resized["about"] == [{"id": 1}, {"id": 2}, {"id": 1}]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": ids(), "graph": object()}, {"x": ids(), "s": ids().to_sparse()}, (ids(), [{"x": ids()}, {"x": ids()}])],
+    ids=["unknown class", "layout", "ambiguous list"],
+)
+def test_batches_that_the_runtime_would_not_cut_are_counted_as_they_are(batch: Any) -> None:
+    assert batch_rows(batch) is None
+    with pytest.raises(ValueError, match="must share dimension 0"):
+        resize_batch(batch, 2, None)
+    assert [basis.powers for basis in bases(batch, real=False)] == [CONSTANT]
+
+
+def test_sizes_to_try_go_from_sequences_to_rows_to_nothing() -> None:
+    assert [basis.powers for basis in bases(ids(2, 8), real=False)] == [BILINEAR, QUADRATIC, CONSTANT]
+    assert [basis.powers for basis in bases(torch.ones(2, 8), real=False)] == [QUADRATIC, CONSTANT]
+    assert [basis.powers for basis in bases((torch.ones(2), torch.ones(3)), real=False)] == [CONSTANT]
+    first = next(bases(ids(2, 4096), real=True))
+    assert max(s for _, s in first.sizes) == 64
+    batch = sized(ids(2, 8), next(bases(ids(2, 8), real=False)), (6, 6), None)
+    assert batch.shape == (6, 6)
+
+
+CPU = torch.device("cpu")
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_every_slot_of_a_shared_parameter_is_found():
+    block = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    block[1].weight = block[0].weight
+    found = slots_of(block)
+    assert set(found) == {"0.weight", "0.bias", "1.bias"}
+    assert found["0.weight"] == (block[0].weight, ((block[0], "weight"), (block[1], "weight")))
+    value = torch.ones(3, 3)
+    put(found["0.weight"][1], value)
+    assert block[0].weight is value
+    assert block[1].weight is value
+
+
+def test_a_thin_stand_in_takes_one_row():
+    made = thin(torch.empty(1000, 16, device="meta"), torch.float64, generator())
+    assert made.shape == (1000, 16)
+    assert made.untyped_storage().nbytes() == 16 * 8
+
+
+def test_values_are_near_the_parameters_own_and_never_all_zero():
+    parameter = nn.Parameter(torch.zeros(8, 8))
+    made = filled(parameter, torch.float64, generator())
+    assert made.dtype == torch.float64
+    assert made.any()
+    assert made.abs().max() < 0.2
+    assert not parameter.any()
+
+
+def test_a_hollow_matrix_gets_random_rows_that_differ():
+    made = filled(torch.empty(64, 64, device="meta"), torch.float32, generator())
+    assert torch.linalg.matrix_rank(made) == 64
+    assert made.std() == pytest.approx(64**-0.5, rel=0.1)
+
+
+def test_integer_parameters_keep_their_values():
+    parameter = nn.Parameter(torch.arange(4), requires_grad=False)
+    assert torch.equal(filled(parameter, torch.float64, generator()), torch.arange(4))
+
+
+def test_slots_buffers_and_attributes_come_back():
+    block = nn.BatchNorm1d(4)
+    block.table = torch.ones(3)
+    block.where = torch.device("meta")
+    before = {**vars(block), **block._parameters, **block._buffers}
+    with kept_slots(block):
+        convert_plain_tensors(block, torch.float64, CPU)
+        put(((block, "weight"),), torch.zeros(4))
+        assert block.running_mean.dtype == block.table.dtype == torch.float64
+        assert block.num_batches_tracked.dtype == torch.int64
+        assert block.where == CPU
+        del block.table
+    after = {**vars(block), **block._parameters, **block._buffers}
+    assert all(after[name] is value for name, value in before.items())
+    assert after.keys() == before.keys()
+
+
+def test_nothing_is_dropped_and_the_coarsest_type_is_noted():
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    with WithoutDropout() as mode:
+        assert F.dropout(x, 0.9) is x
+        y = F.scaled_dot_product_attention(x, x, x, None, 0.9)
+        torch.testing.assert_close(F.scaled_dot_product_attention(x, x, x, dropout_p=0.9), y)
+        attention = nn.MultiheadAttention(8, 2, dropout=0.9, dtype=torch.float64)
+        torch.testing.assert_close(attention(x[0], x[0], x[0]), attention(x[0], x[0], x[0]))
+        assert mode.coarsest == torch.float64
+        x.float()
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(x, x, x))
+    assert mode.coarsest == torch.float32

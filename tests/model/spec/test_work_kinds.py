@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from lightning_mist.model.presets.parametric_specs import FAMILIES
+from lightning_mist.model.presets.specs import FAMILIES
 from lightning_mist.model.spec import model_spec
 from lightning_mist.model.spec.model_spec import KINDS, OperatorKind
 from tests.model.presets.test_specs import of, shape_of

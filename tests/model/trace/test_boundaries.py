@@ -1,8 +1,8 @@
 import sympy
 
+from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, Basis
 from lightning_mist.model.spec.polynomial import MICROBATCH as B
 from lightning_mist.model.spec.polynomial import SEQUENCE as S
-from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, Basis
 from lightning_mist.model.trace.layer_costs import boundary_specs
 from lightning_mist.plan import LiveTensor, ModuleMap
 

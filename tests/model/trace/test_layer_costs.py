@@ -7,8 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
-from lightning_mist.model.spec.polynomial import MICROBATCH
-from lightning_mist.model.spec.polynomial_fit import QUADRATIC, Basis, MisfitError
+from lightning_mist.model.spec.polynomial import MICROBATCH, QUADRATIC, Basis, MisfitError
 from lightning_mist.model.trace.block_kinds import Example
 from lightning_mist.model.trace.counted_step import Subject
 from lightning_mist.model.trace.layer_costs import layer_specs, not_recomputed

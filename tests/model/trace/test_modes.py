@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.spec.polynomial_fit import CONSTANT, Basis, MisfitError
+from lightning_mist.model.spec.polynomial import CONSTANT, Basis, MisfitError
 from lightning_mist.model.trace.modes import run_ways
 from tests.model.trace.test_counted_step import Chain
 from tests.model.trace.test_layer_costs import BASIS, subject_of

@@ -2,9 +2,9 @@ import pytest
 import sympy
 import torch
 
+from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.spec.polynomial import MICROBATCH as b
 from lightning_mist.model.spec.polynomial import SEQUENCE as s
-from lightning_mist.model.spec.polynomial_fit import BILINEAR, CONSTANT, QUADRATIC
 from lightning_mist.model.trace.sizes import bases, sized
 
 TOKENS = torch.zeros(4, 100, dtype=torch.int64)

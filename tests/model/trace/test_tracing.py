@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.model import MICROBATCH, SEQUENCE, LayerSpec, ModelSpec, OperatorCost, trace_model
-from lightning_mist.model.fakes.batches import resize_batch
+from lightning_mist.model.fakes.fake_modules import resize_batch
 from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
 from lightning_mist.model.trace.ledger import PhaseCount

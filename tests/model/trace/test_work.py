@@ -3,7 +3,7 @@ import sympy
 
 from lightning_mist.model.spec.model_spec import OperatorCost
 from lightning_mist.model.spec.polynomial import MICROBATCH as b
-from lightning_mist.model.spec.polynomial_fit import QUADRATIC, Basis, MisfitError
+from lightning_mist.model.spec.polynomial import QUADRATIC, Basis, MisfitError
 from lightning_mist.model.trace.layer_costs import fit_work
 from lightning_mist.model.trace.ledger import PhaseCount
 
