@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from lightning_mist.errors import InfeasibleError, MistError, PlanError, ProfileError, ScheduleError, TraceError
     from lightning_mist.estimate import MemoryEstimate, estimate_memory
     from lightning_mist.hardware import Cluster, HardwareProfile
-    from lightning_mist.model import register_memory_rule, trace_model
+    from lightning_mist.model import trace_model
     from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, SearchSpace, StagePlan, ZeroStage, plan_of
     from lightning_mist.strategy.fabric_of_lightning import MistFabricStrategy
     from lightning_mist.strategy.lightning import MistStrategy
     from lightning_mist.tuner import tune
+    from lightning_mist.without_values import register_memory_rule
 
 __version__ = "0.1.0"
 
@@ -49,9 +50,10 @@ _HOMES = {
     "estimate": ("MemoryEstimate", "estimate_memory"),
     "errors": ("InfeasibleError", "MistError", "PlanError", "ProfileError", "ScheduleError", "TraceError"),
     "hardware": ("Cluster", "HardwareProfile"),
-    "model": ("register_memory_rule", "trace_model"),
+    "model": ("trace_model",),
     "plan": ("Checkpointing", "OffloadRatios", "Plan", "SearchSpace", "StagePlan", "ZeroStage", "plan_of"),
     "tuner": ("tune",),
+    "without_values": ("register_memory_rule",),
 }
 
 _autoload.autoload()

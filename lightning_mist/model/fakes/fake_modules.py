@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.attributes import replaced
-from lightning_mist.model.operators import memory_rules
 from lightning_mist.plan.calls import is_simple
 from lightning_mist.tensors import batch_rows, batch_tensors, is_hollow, is_row_list, rebuild, substitute
+from lightning_mist.without_values import memory_rules
 
 
 def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:

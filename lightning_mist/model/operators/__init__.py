@@ -11,4 +11,3 @@ from lightning_mist.model.operators.operator_costs import (
     written,
 )
 from lightning_mist.model.operators.operator_kinds import kind_of
-from lightning_mist.without_values import memory_rules, register_memory_rule, workspace_bytes

@@ -24,9 +24,9 @@ from lightning_mist.model.operators import (
     narrow_type,
     storage_key,
     tensors_in,
-    workspace_bytes,
 )
 from lightning_mist.model.spec import OperatorKind
+from lightning_mist.without_values import workspace_bytes
 
 Cause = Literal["forward", "recompute", "backward", "accumulate"]
 """Why an operator ran: as part of the forward, of a forward that is repeated in backward, of backward itself, or to add
