@@ -31,8 +31,8 @@ from lightning_mist.model.spec import (
 if TYPE_CHECKING:
     from lightning_mist.model.cuts import find_blocks, map_module
     from lightning_mist.model.device import DeviceOperators, device_operators
+    from lightning_mist.model.layer_timing import attach_seconds, measured_sizes, time_layers, time_update
     from lightning_mist.model.split import OptimizerRule, derive_contexts, derive_splits, examine_optimizer
-    from lightning_mist.model.timing import attach_seconds, measured_sizes, time_layers, time_update
     from lightning_mist.model.trace import describe_optimizer, optimizer_class, optimizer_to_describe, trace_model
 
 
@@ -40,7 +40,7 @@ _HOMES = {
     "cuts": ("find_blocks", "map_module"),
     "device": ("DeviceOperators", "device_operators"),
     "split": ("OptimizerRule", "derive_contexts", "derive_splits", "examine_optimizer"),
-    "timing": ("attach_seconds", "measured_sizes", "time_layers", "time_update"),
+    "layer_timing": ("attach_seconds", "measured_sizes", "time_layers", "time_update"),
     "trace": ("describe_optimizer", "optimizer_class", "optimizer_to_describe", "trace_model"),
 }
 

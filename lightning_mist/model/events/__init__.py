@@ -1,14 +1,20 @@
 """Allocation events of a whole step, stacked from those of its parts, and their peaks."""
 
-from lightning_mist.model.events.event_peaks import Lifetime, StepPeaks, part_peaks, peaks_of, selective_peaks
-from lightning_mist.model.events.event_stacking import timeline_of
+from lightning_mist.model.events.event_peaks import (
+    Lifetime,
+    StepPeaks,
+    part_peaks,
+    peaks_of,
+    selective_peaks,
+    timeline_of,
+)
 from lightning_mist.model.events.event_tape import Block, Label, Mark, Tape
 from lightning_mist.model.events.microbatch_events import (
     InputsTemplate,
     PartRun,
+    StageShape,
     StageTemplate,
     WeightGradient,
     stack,
     stack_inputs,
 )
-from lightning_mist.model.events.part_stack import StageShape

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import quiet_fakes
-from lightning_mist.model.operators import written
+from lightning_mist.model.operator_costs import written
 from lightning_mist.without_values import become, fake_mode
 
 RECIPE = "_mist_recipe"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.operators import seen_through
+from lightning_mist.model.operator_costs import seen_through
 from lightning_mist.tensor_parallel import SplitTensor, TensorGroup, copy_in
 from lightning_mist.units import format_bytes
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mist.model.operators import LinearCall, LinearMode
+from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit
 
 _OUTER = (1, 2, 3, 4, 5, 6, 8)

@@ -21,7 +21,7 @@ from lightning_mist.model.fakes import (
     kept_slots,
     slots_of,
 )
-from lightning_mist.model.operators import LinearCall, LinearMode
+from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.split.block_calls import BlockCalls, Call, valued
 from lightning_mist.model.split.compare_ranks import Reference, Result
 from lightning_mist.model.split.split_check import (

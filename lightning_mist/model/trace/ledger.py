@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import NOWHERE, Guesses, Origin, Origins, guess, too_many
-from lightning_mist.model.operators import (
+from lightning_mist.model.operator_costs import (
     computes,
     flops,
     kind_of,

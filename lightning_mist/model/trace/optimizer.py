@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_parameters
-from lightning_mist.model.operators import narrow_type, storage_key
+from lightning_mist.model.operator_costs import narrow_type, storage_key
 from lightning_mist.model.spec import OptimizerSpec
 from lightning_mist.model.trace.ledger import Ledger
 from lightning_mist.optimizers import fewer, like, options_of, tensors_within

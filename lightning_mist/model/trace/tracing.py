@@ -20,7 +20,7 @@ from lightning_mist.model.cuts import compiled_text, map_module
 from lightning_mist.model.device import KINDS, DeviceOperators, device_operators
 from lightning_mist.model.events import timeline_of
 from lightning_mist.model.fakes import describe_guesses, device_of, has_values, refusal, resize_batch, sequence_length
-from lightning_mist.model.operators import storage_key
+from lightning_mist.model.operator_costs import storage_key
 from lightning_mist.model.spec import (
     BILINEAR,
     CONSTANT,

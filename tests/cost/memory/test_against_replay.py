@@ -9,7 +9,7 @@ from lightning_mist.cost.memory.memory_model import MemoryModel
 from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.estimate.replay import replay_group
 from lightning_mist.model.events import stack
-from lightning_mist.model.events.part_stack import StageShape
+from lightning_mist.model.events.microbatch_events import StageShape
 from lightning_mist.model.presets import KNOWN_OPTIMIZERS, LanguageModelShape, preset_spec
 from lightning_mist.model.spec.model_spec import with_master_weights
 from tests.integration.parity import make_plan

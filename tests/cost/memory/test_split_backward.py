@@ -5,8 +5,7 @@ import torch
 from lightning_mist.cost.memory.memory_model import MemoryModel
 from lightning_mist.cost.memory.split_backward import SplitBackwardModel
 from lightning_mist.model import trace_model
-from lightning_mist.model.events.microbatch_events import stack, stack_inputs
-from lightning_mist.model.events.part_stack import StageShape
+from lightning_mist.model.events.microbatch_events import StageShape, stack, stack_inputs
 from tests import zoo
 from tests.specs import spec
 

@@ -35,9 +35,8 @@ def test_attention_and_convolutions_are_measured_in_every_type(monkeypatch: pyte
 
 
 def test_what_is_measured_is_counted_as_when_a_network_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_mist.model.operators.operator_costs import computes, flops, moved_bytes, tensors_in
-    from lightning_mist.model.operators.operator_kinds import kind_of
-    from tests.model.operators.test_operator_costs import Calls
+    from lightning_mist.model.operator_costs import computes, flops, kind_of, moved_bytes, tensors_in
+    from tests.model.test_operator_costs import Calls
 
     monkeypatch.setattr(operators, "CPU_IMAGES", (1, 4, 8, 8))
 

@@ -6,22 +6,27 @@ Parts are told apart by timestamps where blocks begin, in backward where their i
 user compiles are timed as compiled code.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import TraceError
 from lightning_mist.model.fakes import isolated, substitute_parameters
 from lightning_mist.model.spec import LayerSeconds, ModelSpec
 from lightning_mist.model.trace import Kinds, Walk, cost_keys, count_step, group, isolated_subject, loss_of, module_key
+from lightning_mist.optimizers import is_torchs, like
 from lightning_mist.plan import ModuleMap
 from lightning_mist.tensors import copy_batch
 from lightning_mist.without_values import fake_mode
@@ -205,7 +210,7 @@ def attach_seconds(spec: ModelSpec, seconds: Sequence[LayerSeconds], update_seco
     Args:
         spec: The specification; it may tell more kinds apart than the measurement did.
         seconds: What :func:`time_layers` measured for the same module.
-        update_seconds_per_byte: What :func:`~lightning_mist.model.timing.optimizer_timing.time_update` measured of the
+        update_seconds_per_byte: What :func:`~lightning_mist.model.layer_timing.time_update` measured of the
             optimizer.
     """
     # Measured per byte of what is updated, which masters have more of than parameters.
@@ -222,3 +227,106 @@ def attach_seconds(spec: ModelSpec, seconds: Sequence[LayerSeconds], update_seco
             raise TraceError(f"layer {position} ({layer.kind}) was not timed: the seconds belong to another module")
         matched.append(replace(item, kind=layer.kind, layers=tuple(i for i, k in enumerate(spec.kinds) if k == index)))
     return replace(spec, seconds=(*matched, by_name["tail"]))
+
+
+# Seconds of the optimizer's step, measured on copies of the parameters with the user's own optimizer and settings.
+#
+# On a CPU a step's seconds over its bytes are what a byte takes. On a device part of them is the host's, launching a
+# step that is over before the next one is launched, and does not grow with the parameters: two sizes are timed there,
+# and what a byte takes is the difference.
+
+LARGEST_BYTES = 2**26
+"""Parameters beyond so many bytes are left out, or copied in part: with their gradients and states they are far larger
+than any cache, and what a byte of them takes no longer changes."""
+
+COPIES = 8
+"""Times the bytes of its parameters that a step takes at most: values, gradients, two or three states, temporaries."""
+
+WARM_UP, STEPS = 2, 5  # steps that make the state and find it warm, and steps that are timed
+
+
+def time_update(
+    optimizer: Optimizer, *, device: torch.device, room: float = math.inf, dtype: torch.dtype | None = None
+) -> float:
+    """Seconds of one step per byte of the parameters that it updates.
+
+    The optimizer and its parameters, which may have no values, stay as they are. Ranks that share a machine should call
+    this at the same time.
+
+    Args:
+        optimizer: The optimizer; another like it is made with the same groups.
+        dtype: Type of the parameters that it will step on, if that is another one than they have now.
+        room: Bytes that there are for copies of parameters, their gradients, state, and what a step makes meanwhile.
+
+    Returns:
+        The seconds, or 0 if the optimizer cannot be made or stepped like that (its class asks for more than groups, or
+        its step for a closure), or if what a byte takes is lost in what launching takes.
+    """
+    try:
+        seconds, total = _step(optimizer, device, int(min(LARGEST_BYTES, max(0.0, room) / COPIES)), dtype)
+        if total == 0 or device.type == "cpu":
+            return seconds / max(1, total)
+        less, part = _step(optimizer, device, total // 2, dtype)
+    except Exception:
+        # Whatever a foreign optimizer raises: its time then follows from the bytes it moves, as without measuring.
+        return 0.0
+    return per_byte((part, less), (total, seconds))
+
+
+def per_byte(smaller: tuple[int, float], larger: tuple[int, float]) -> float:
+    """Seconds of a byte, from bytes and seconds of two steps; 0 where the larger one took no longer."""
+    (part, less), (total, seconds) = smaller, larger
+    return max(0.0, seconds - less) / (total - part) if total > part else 0.0
+
+
+def _step(
+    optimizer: Optimizer, device: torch.device, largest_bytes: int, dtype: torch.dtype | None
+) -> tuple[float, int]:
+    """Seconds of one step of at most so many bytes of parameters, and the bytes."""
+    ops, (groups, total) = ops_of(device), _copies(optimizer, device, largest_bytes, dtype)
+    if total == 0:
+        return 0.0, 0
+    made: Any = type(optimizer)
+    # Some of torch's make state when they are made; what others are made with is in them and not in their groups.
+    probe = made(groups) if is_torchs(optimizer) else like(optimizer, groups)
+    seconds = []
+    for index in range(WARM_UP + STEPS):
+        ops.synchronize()
+        start = perf_counter()
+        probe.step()
+        ops.synchronize()
+        if index >= WARM_UP:
+            seconds.append(perf_counter() - start)
+    return median(seconds), total
+
+
+def _copies(
+    optimizer: Optimizer, device: torch.device, largest_bytes: int, dtype: torch.dtype | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    groups: list[dict[str, Any]] = []
+    total = 0
+    for given in optimizer.param_groups:
+        parameters = []
+        for parameter in given["params"]:
+            size = parameter.numel() * (dtype or parameter.dtype).itemsize
+            if not parameter.requires_grad or (total and total + size > largest_bytes):
+                continue
+            parameters.append(_copy(parameter, device, largest_bytes, dtype or parameter.dtype))
+            total += parameters[-1].numel() * parameters[-1].element_size()
+        if parameters:
+            # Some optimizers keep scratch space in their groups, which is the user's.
+            settings = deepcopy({name: value for name, value in given.items() if name != "params"})
+            groups.append({**settings, "params": parameters})
+    return groups, total
+
+
+def _copy(parameter: Tensor, device: torch.device, largest_bytes: int, dtype: torch.dtype) -> Tensor:
+    shape = list(parameter.shape)
+    if shape and parameter.numel():
+        # Of one that is too large by itself, as many rows as there is room for.
+        row = parameter.numel() // shape[0] * dtype.itemsize
+        shape[0] = min(shape[0], max(1, largest_bytes // row))
+    # Ones rather than random numbers: the user's random state must not change, and nothing here depends on values.
+    copy = torch.ones(shape, dtype=dtype, device=device).requires_grad_(True)
+    copy.grad = torch.full_like(copy, 1e-3)
+    return copy
