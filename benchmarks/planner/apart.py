@@ -20,7 +20,7 @@ from lightning_mist.hardware import parse_cluster
 from lightning_mist.tuner import Planner, SearchSpace, degrees_to_try
 
 if TYPE_CHECKING:
-    from lightning_mist.model.presets.shapes import LanguageModelShape
+    from lightning_mist.model.presets.named_models import LanguageModelShape
     from lightning_mist.model.spec.model_spec import ModelSpec
 
 PRECISION = "bf16-true"

@@ -25,7 +25,7 @@ import torch
 import lightning_mist.model.presets.specs as package
 from benchmarks.planner.lattice import reduced
 from lightning_mist.model import device_operators, map_module, trace_model
-from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.named_models import LanguageModelShape
 from lightning_mist.model.presets.specs import FAMILIES, PRECISIONS, preset_map, widths
 from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
 from lightning_mist.model.sources.text_sources import parameter_dtype, precision_context

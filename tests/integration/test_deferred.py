@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mist import MistStrategy
 from lightning_mist.errors import MistError
-from lightning_mist.model.initialization.construction import deferred_construction
-from lightning_mist.model.initialization.initial_values import InitialValues, find_sources
+from lightning_mist.model.initialization import InitialValues, deferred_construction, find_sources
 from lightning_mist.plan import StageMesh
 from lightning_mist.runtime.parameters.absent_parameters import at_work
 from tests.fits import Project, Tokens, make_trainer, plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.split.context_splits import derive_contexts
+from lightning_mist.model.split.splits import derive_contexts
 from lightning_mist.runtime.executor import Executor
 from tests.integration.parity import assert_equal, precision_of, reference, run_plan
 from tests.integration.test_parity import plan_for, prepared

@@ -5,7 +5,7 @@ from torch import nn
 
 from lightning_mist import MistStrategy
 from lightning_mist.errors import PlanError
-from lightning_mist.model.initialization.initial_values import empty_out
+from lightning_mist.model.initialization import empty_out
 from lightning_mist.strategy.empty_parameters import (
     DeferredConstructions,
     device_limit,

@@ -24,6 +24,15 @@ from lightning_mist.model.fakes.fake_modules import (
     thin,
 )
 from lightning_mist.model.fakes.isolate import intercepted, isolated, substitute_parameters
-from lightning_mist.model.fakes.origins import NOWHERE, Origin, Origins
-from lightning_mist.model.fakes.reads import Guesses, Read, describe_guesses, guess, too_many
-from lightning_mist.model.fakes.trace_failures import find_obstacle, refusal
+from lightning_mist.model.fakes.origins import (
+    NOWHERE,
+    Guesses,
+    Origin,
+    Origins,
+    Read,
+    describe_guesses,
+    find_obstacle,
+    guess,
+    refusal,
+    too_many,
+)

@@ -1,6 +1,11 @@
 """Networks that are known by name: language models by their sizes, and their specs without a trace."""
 
-from lightning_mist.model.presets.asked_models import check_name, read_configuration
-from lightning_mist.model.presets.named_models import PRESETS, check_length, check_precision
-from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.named_models import (
+    PRESETS,
+    LanguageModelShape,
+    check_length,
+    check_name,
+    check_precision,
+    read_configuration,
+)
 from lightning_mist.model.presets.specs import KNOWN_OPTIMIZERS, preset_spec

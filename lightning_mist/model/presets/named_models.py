@@ -13,10 +13,61 @@ with the same blocks:
   the last.
 """
 
+import json
+import re
+import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
 
-from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.plan import MOST_LAYERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelShape:
+    """Sizes and choices of a decoder-only language model without biases and dropout.
+
+    Attributes:
+        ffn: Inner width of the feed-forward part.
+        key_value_heads: Heads of keys and values, a divisor of ``heads``, made by matrices of their own; ``None`` for
+            as many as of queries, made by one matrix together with these.
+        feed_forward: ``"gelu"`` (two matrices) or ``"swiglu"`` (three; Shazeer, 2020).
+        parallel: Whether attention and feed-forward read the same norm and are added together (Wang and Komatsuzaki,
+            2021).
+        rotary_fraction: Part of each head that is rotated by position (Su et al., 2021); 0 for a table of learned
+            positions.
+        tied: Whether the head is the token table.
+    """
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    vocabulary: int
+    key_value_heads: int | None = None
+    feed_forward: Literal["gelu", "swiglu"] = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    parallel: bool = False
+    rotary_fraction: float = 0.0
+    tied: bool = False
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def rotated_width(self) -> int:
+        """Entries of each head that are rotated by position."""
+        return int(self.head_width * self.rotary_fraction) // 2 * 2
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of all keys, or all values, together."""
+        return (self.key_value_heads or self.heads) * self.head_width
+
 
 # name: hidden, layers, heads, and the inner width of llama, which is four times the hidden one of gpt3 and falcon
 _SIZES = {
@@ -82,3 +133,97 @@ def check_length(text: str, seq_len: int | None) -> int:
     if seq_len is None or seq_len < 1:
         raise ValueError(f"model {text!r} with seq_len = {seq_len}: tokens per row are needed; give --seq-len 2048")
     return seq_len
+
+
+# What a text asks for that names a model: a preset, a configuration or a function. Nothing is imported for it.
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+
+_SIZE_FIELDS = (
+    *("hidden_size", "n_embd", "d_model", *_LAYERS),
+    *("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_kv_heads", "head_dim", "vocab_size"),
+    *("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"),
+)
+"""Sizes in Hugging Face's configurations that count something."""
+
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def check_name(text: str) -> None:
+    """Refuse by a ValueError what names no preset, no configuration that can be read, and no function."""
+    if ":" in text:
+        _check_function(text)
+    elif text.endswith(".json"):
+        read_configuration(Path(text))
+    elif text not in PRESETS:
+        near = get_close_matches(text, PRESETS, n=3, cutoff=0.0)
+        raise ValueError(
+            f"model {text!r}: not a preset, a config.json or package.module:function; did you mean "
+            f"{', '.join(map(repr, near[:-1]))} or {near[-1]!r}? Presets: {', '.join(PRESETS)}"
+        )
+
+
+def _check_function(text: str) -> None:
+    """Refuse what cannot name a function of somebody's own, whose import might do anything."""
+    module, _, function = text.partition(":")
+    is_file = module.endswith(".py") or "/" in module
+    if is_file or not _FUNCTION.fullmatch(text):
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        way = f"write the module's name, {dotted}:{function}" if is_file else "for example train:make_model"
+        raise ValueError(f"model {text!r} does not name a function as package.module:function does; {way}")
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names and not (Path(f"{root}.py").exists() or Path(root).is_dir()):
+        raise ValueError(
+            f"model {text!r}: {root} is a module of Python itself, which makes no network; name a function of your "
+            "own that returns a module and a batch"
+        )
+
+
+def read_configuration(path: Path) -> Mapping[str, Any]:
+    """What a Hugging Face ``config.json`` states.
+
+    Raises:
+        ValueError: If there is no such file, it is not JSON with keys, or a size in it does not count anything.
+    """
+    where = f"model {str(path)!r}"
+    if not path.is_file():
+        raise ValueError(f"{where}: there is no such file; give the path of a config.json")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # the last for text nested beyond any configuration
+        raise ValueError(f"{where} is not JSON ({error}): give the path of a Hugging Face config.json") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} holds {_brief(found)}: a configuration is an object with keys, {{...}}")
+    _check_sizes(found, where)
+    kind, classes = found.get("model_type"), found.get("architectures")
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(f'{where}: model_type = {_brief(kind)}: text is needed, such as "llama"')
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(item, str) for item in classes)):
+        raise ValueError(f'{where}: architectures = {_brief(classes)}: names are needed, such as ["LlamaForCausalLM"]')
+    return found
+
+
+def _check_sizes(found: Mapping[str, Any], where: str) -> None:
+    for name in _SIZE_FIELDS:
+        value = found.get(name)
+        counts = value if isinstance(value, list) and value else [value]  # some name one size for each layer
+        if value is not None and not all(type(count) is int and count > 0 for count in counts):
+            raise ValueError(
+                f"{where}: {name} = {_brief(value)}: a whole number of at least 1 is needed; mend the file"
+            )
+    layers, heads, groups = (
+        next((value for name in names if type(value := found.get(name)) is int), 1)
+        for names in (_LAYERS, ("num_attention_heads", "n_head", "num_heads"), ("num_key_value_heads", "num_kv_heads"))
+    )
+    if layers > MOST_LAYERS:
+        raise ValueError(
+            f"{where}: {layers:,} layers: nothing is planned or estimated for more than {MOST_LAYERS:,}; write "
+            "package.module:function for a module that puts several in one"
+        )
+    if heads % groups:
+        raise ValueError(f"{where}: {heads} heads of queries share {groups} of keys and values: these must divide them")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 
 from lightning_mist.model.events import part_peaks, selective_peaks
-from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.named_models import LanguageModelShape
 from lightning_mist.model.spec import (
     MICROBATCH,
     SEQUENCE,
@@ -45,7 +45,6 @@ from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSp
 #
 # One thing depends on sizes in another way: with one head of keys and values on each tensor-parallel rank torch makes
 # two copies of keys and values fewer. Forms count them, which is less than 2 % of a layer's seconds.
-
 
 _GPT = {"feed_forward": "gelu", "norm": "layernorm", "parallel": False, "rotary_fraction": 0.0, "grouped": False}
 _LLAMA = {"feed_forward": "swiglu", "norm": "rmsnorm", "parallel": False, "rotary_fraction": 0.25, "grouped": False}

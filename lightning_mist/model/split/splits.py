@@ -1,36 +1,220 @@
 """How a module can be shared out over tensor-parallel ranks, proven before a plan may say so.
 
-For every kind of block: :mod:`~lightning_mist.model.split.probe` finds which layers can be shared out together,
-:mod:`~lightning_mist.model.split.split_check` compares the block shared out in this way with the whole one. Head and
-tail: :mod:`~lightning_mist.model.split.vocabulary`. What does not pass stays whole, and the reason is kept for the
-user.
+For every kind of block: :mod:`~lightning_mist.model.split.block_splits` finds which layers can be shared out together,
+:mod:`~lightning_mist.model.split.split_check` compares the block shared out in this way with the whole one. What does
+not pass stays whole, and the reason is kept for the user. Context-parallel ranks, which share rows, come last.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.fakes import isolated
-from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks
+from lightning_mist.model.fakes import (
+    WithoutDropout,
+    convert,
+    convert_batch,
+    convert_plain_tensors,
+    intercepted,
+    isolated,
+    kept_slots,
+    slots_of,
+)
+from lightning_mist.model.operator_costs import LinearCall, LinearMode
+from lightning_mist.model.split.block_calls import BlockCalls, Call, call_blocks, valued
 from lightning_mist.model.split.block_splits import (
     EXACT_ENTRIES,
     Checks,
     Found,
     check_type,
     held_entries,
+    rows_of_kind,
     split_kind,
     too_large,
 )
-from lightning_mist.model.split.vocabulary import Table, find_tables, prepare_glue
-from lightning_mist.plan.calls import block_value
+from lightning_mist.model.split.split_check import (
+    CPU,
+    Outcome,
+    RankRun,
+    Reference,
+    Result,
+    Trial,
+    install,
+    leaves_of,
+    numbers,
+    run_over_ranks,
+    share_out,
+    without_hooks,
+)
+from lightning_mist.model.trace import echo, loss_of
+from lightning_mist.plan.calls import block_value, without_caches
 from lightning_mist.plan.module_map import LiveTensor, ModuleMap
-from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit, TensorSplit
+from lightning_mist.plan.tensor_split import MOST_STRIPES, ParameterSplit, SequenceSplit, TensorSplit
+from lightning_mist.tensor_parallel import SplitContext, TensorGroup, enter_sequence, leaving
+from lightning_mist.tensors import copy_batch
+
+# Tables of tokens: embeddings shared out along their rows and output layers whose logits feed a cross entropy.
+#
+# Found by watching the step, blocks answering without running; checked by running head and tail shared out and whole.
+
+_LOSSES = (functional.cross_entropy, functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
+"""What compares the entries of a row of logits with each other; has a rule for logits in parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A parameter with one row for every token."""
+
+    name: str
+    dim: int  # the dimension along which rows lie
+    rows: int
+    bias: str | None  # a bias of as many entries that is added to the logits, if there is one
+
+    def splits(self) -> tuple[ParameterSplit, ...]:
+        """The table, and its bias, shared out along rows."""
+        factors = ((self.rows, True),)
+        own = ParameterSplit(name=self.name, dim=self.dim, factors=factors)
+        return (own,) if self.bias is None else (own, ParameterSplit(name=self.bias, dim=0, factors=factors))
+
+
+class _Tables(LinearMode):
+    """Watches which parameters are looked up in, and which products reach a cross entropy without another product."""
+
+    def __init__(self, parameters: Mapping[int, Tensor]) -> None:
+        super().__init__(parameters)
+        self._leaves: list[tuple[Tensor, LinearCall]] = []
+        self.heads: dict[int, LinearCall] = {}
+        self.lookups: dict[int, Tensor] = {}
+
+    def answer(self, call: LinearCall, compute: Callable[[], Any]) -> Any:
+        leaf = 0.1 * torch.randn(call.output_shape, dtype=call.input.dtype, device=call.input.device)
+        leaf.requires_grad_()
+        self._leaves.append((leaf, call))
+        return leaf.clone()
+
+    def other(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func is functional.embedding and len(args) > 1 and id(args[1]) in self.parameters:
+            self.lookups[id(args[1])] = args[1]
+        if func in _LOSSES and isinstance(args[0] if args else None, Tensor) and args[0].requires_grad and self._leaves:
+            leaves = [leaf for leaf, _ in self._leaves]
+            touched = torch.autograd.grad(args[0].sum(), leaves, retain_graph=True, allow_unused=True)
+            for gradient, (_, call) in zip(touched, self._leaves, strict=True):
+                if gradient is not None and gradient.any():
+                    self.heads[id(call.weight)] = call
+        return func(*args, **kwargs)
+
+
+def find_tables(
+    module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], *, answer: bool
+) -> tuple[Table, ...]:
+    """The tables worth sharing out: of more rows than columns, used outside of blocks."""
+    blocks = [module.get_submodule(name) for name in names]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    with isolated(module), valued(module, calls.batch) as parameters:
+        shown = {id(tensors): name for name, (tensors, _) in slots_of(module).items()}
+        mode = _Tables({key: tensor for key, tensor in parameters.items() if key not in inside})
+        with intercepted(blocks, _handler(calls, _as_given, answer=answer)), torch.enable_grad(), mode:
+            call(copy_batch(calls.batch, with_tensors=True))
+    tables: dict[str, Table] = {}
+    for linear in mode.heads.values():
+        rows, columns = linear.weight.shape[linear.output_dim], linear.width
+        if rows >= columns and linear.rows == rows:
+            bias = shown.get(id(linear.bias)) if linear.bias is not None and linear.bias.shape == (rows,) else None
+            name = shown[id(linear.weight)]
+            tables[name] = Table(name=name, dim=linear.output_dim, rows=rows, bias=bias)
+    sizes = {table.rows for table in tables.values()}
+    for weight in mode.lookups.values():
+        name = shown[id(weight)]
+        if weight.shape[0] in sizes:
+            tables.setdefault(name, Table(name=name, dim=0, rows=weight.shape[0], bias=None))
+    tied = [tables[shown[key]] for key in mode.lookups if shown[key] in tables]
+    return tuple(table for table in tables.values() if table not in tied or table.dim == 0)
+
+
+def prepare_glue(
+    module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], dtype: torch.dtype, *, answer: bool
+) -> Trial:
+    """Give head and tail numbers, and blocks unless answered for, and run them whole; raises the step's errors."""
+    blocks = tuple(module.get_submodule(name) for name in names)
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    values = numbers(module, dtype, seed=3, without=inside if answer else ())
+    batch = convert_batch(calls.batch, lambda tensor: convert(tensor, dtype, CPU))
+    with isolated(module), kept_slots(module), valued(module, batch):
+        convert_plain_tensors(module, dtype, CPU)
+        tensors, shown = leaves_of(values)
+        install(values, shown)
+        with intercepted(blocks, _handler(calls, _as_given, answer=answer)):
+            expected, coarsest = _run(call, batch, tensors)
+    reference = Reference.of(expected, coarsest)
+
+    def check(
+        splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit], adds_later: bool = False
+    ) -> Outcome:
+        turn: list[SplitContext] = []
+        """Of the rank that runs now."""
+
+        def take_turn(context: SplitContext) -> None:
+            turn[:] = [context]
+
+        def enter(position: int, args: Any, kwargs: Any) -> Any:
+            return enter_sequence(args, kwargs, sequence[position], turn[0]) if sequence else (args, kwargs)
+
+        def run(group: TensorGroup) -> RankRun:
+            parallel = bool(sequence)
+            tensors, shown, context = share_out(
+                values, splits, group, sequence_parallel=parallel, adds_later=adds_later, also=take_turn
+            )
+            take_turn(context)
+            install(values, shown)
+            result, _ = _run(call, batch, tensors, context)
+            return result, tuple(sorted(context.gathered.items())), ()
+
+        with isolated(module), kept_slots(module), valued(module, batch):
+            convert_plain_tensors(module, dtype, CPU)
+            with intercepted(blocks, _handler(calls, enter, answer=answer)):
+                return run_over_ranks(reference, values, splits, degree, run, adds_later=adds_later)
+
+    return Trial(values=values, reference=reference, check=check)
+
+
+def _as_given(position: int, args: Any, kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer: bool) -> Callable[..., Any]:
+    """Changes the arguments of blocks, and answers for them unless they are to run."""
+
+    def handler(position: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = enter(position, *without_caches(args, kwargs))
+        if not answer:
+            return forward(*args, **kwargs)
+        example = calls.examples[calls.kinds.of[position]]
+        if example.answer is None:
+            raise TypeError(f"{type(example.block).__name__} returns what cannot be described")
+        return echo(example.answer, args, kwargs, example.hidden)
+
+    return handler
+
+
+def _run(
+    call: Call, batch: Any, tensors: Mapping[str, Tensor], context: SplitContext | None = None
+) -> tuple[Result, torch.dtype]:
+    torch.manual_seed(0)
+    with torch.enable_grad():
+        with WithoutDropout() as mode, without_hooks(context):
+            output = call(copy_batch(batch, with_tensors=True))
+        loss = loss_of(output if context is None else leaving(output, context))
+    names = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)
+    result = Result(outputs=(loss.detach(),), inputs=(), parameters=dict(zip(names, gradients, strict=True)))
+    return result, mode.coarsest
+
 
 _CONFIRMED_ENTRIES = 2**22
 """Modules with at most so many parameters are checked as a whole besides: it takes some tenths of a second."""
@@ -288,3 +472,105 @@ def sequence_dims(calls: BlockCalls, found: Sequence[Sequence[Found]]) -> dict[H
         for leaf, dim in found[0][kind].leaves
         if all((leaf, dim) in of_degree[kind].leaves for of_degree in found)
     }
+
+
+# How rows can be shared out over context-parallel ranks, all of which hold all parameters, proven with numbers.
+#
+# Blocks compute on their rank's tokens, and only attention exchanges any. What lies before a stage's first block runs
+# whole on every rank, and the tail on parts as far as its functions have rules for these.
+
+
+def derive_contexts(
+    module: nn.Module, call: Call, batch: Any, module_map: ModuleMap, degrees: Sequence[int]
+) -> ModuleMap:
+    """Find out over how many ranks rows can be shared out, and prove it with numbers.
+
+    As :func:`~lightning_mist.model.split.splits.derive_splits` it leaves nothing behind in the module, whose parameters
+    may be without values.
+
+    Returns:
+        The map with one entry of ``contexts`` for every degree that works, and exclusions where none does.
+    """
+    wanted = sorted({degree for degree in degrees if degree > 1})
+    if not wanted or module_map.excludes("context"):
+        return module_map
+    # What keeps a rank from running the step for others keeps it from this too.
+    if reasons := [reason for reason in module_map.excludes("tensor") if reason in module_map.excludes("pipeline")]:
+        return module_map.excluding("; ".join(reasons), "context")
+    if trouble := trouble_of(module, module_map) or _hooked(module):
+        return module_map.excluding(trouble, "context")
+    with isolated(module):
+        try:
+            calls = call_blocks(module, call, batch, module_map.blocks, MOST_STRIPES * lcm(*wanted))
+        except TraceError as error:
+            return module_map.excluding(str(error), "context")
+        kinds = [rows_of_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
+        entries = _context_entries(calls, kinds)
+        around = look_around(module, call, calls, module_map, entries) if entries else Around()
+        if module_map.leaking_blocks and entries and around.confirm is None:
+            reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
+            return module_map.excluding(reason, "context")
+        return _every_context_degree(module_map, calls, kinds, entries, around)
+
+
+def _hooked(module: nn.Module) -> str:
+    """Why hooks keep gradients from being summands until the last backward; empty if none does."""
+    for name, each in module.named_modules():
+        if each._backward_hooks or each._backward_pre_hooks:
+            return (
+                f"{name or type(each).__name__} has a backward hook: under context parallelism it would see what one "
+                "rank adds to a gradient and not the gradient"
+            )
+    return ""
+
+
+def _context_entries(calls: BlockCalls, kinds: Sequence[Mapping[int, Found]]) -> tuple[SequenceSplit, ...]:
+    """How every block is entered on parts of its tokens; empty if some kind cannot be for any degree."""
+    of_kind = [next((found.entry for found in kind.values() if found.entry is not None), None) for kind in kinds]
+    found = [(position, of_kind[kind]) for position, kind in enumerate(calls.kinds.of)]
+    entries = tuple(replace(entry, position=position) for position, entry in found if entry is not None)
+    return entries if len(entries) == len(found) else ()
+
+
+def _every_context_degree(
+    module_map: ModuleMap,
+    calls: BlockCalls,
+    kinds: Sequence[Mapping[int, Found]],
+    entries: tuple[SequenceSplit, ...],
+    around: Around,
+) -> ModuleMap:
+    contexts: list[TensorSplit] = []
+    refused: dict[int, str] = {}
+    # Most ranks first: what is large is then not checked again for fewer.
+    for degree in sorted(kinds[0], reverse=True):
+        reason, notes = _judged(calls, [kind[degree] for kind in kinds], around, degree)
+        if reason is None:
+            contexts.insert(0, TensorSplit(degree=degree, parameters=(), sequence=entries, notes=notes))
+        else:
+            refused[degree] = reason
+    if not contexts:
+        return module_map.excluding("; ".join(dict.fromkeys(refused.values())), "context")
+    dims = sequence_dims(calls, [[kind[split.degree] for kind in kinds] for split in contexts])
+    cuts = tuple(
+        tuple(replace(live, sequence_dim=live.sequence_dim or dims.get(live.key)) for live in cut)
+        for cut in module_map.cuts
+    )
+    return replace(module_map, contexts=tuple(contexts), uncontexts=tuple(sorted(refused.items())), cuts=cuts)
+
+
+def _judged(
+    calls: BlockCalls, found: Sequence[Found], around: Around, degree: int
+) -> tuple[str | None, tuple[str, ...]]:
+    """Why rows cannot be shared out over so many ranks, if so, and what is slow."""
+    for kind, each in enumerate(found):
+        if each.entry is None:
+            return f"{type(calls.examples[kind].block).__name__}: {each.whole_sequence}", ()
+    if around.check is None:
+        return around.trouble, ()
+    notes: list[str] = []
+    for check in dict.fromkeys((around.check, around.confirm)):
+        outcome = check((), degree, in_parts=True, adds_later=True) if check is not None else None
+        if outcome is not None and outcome.reason is not None:
+            return f"the step is not the same with tokens on {degree} ranks: {outcome.reason}", ()
+        notes += outcome.slow("the tail puts all tokens together") if outcome is not None else []
+    return None, tuple(dict.fromkeys(notes))

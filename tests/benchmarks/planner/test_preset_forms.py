@@ -3,7 +3,7 @@ from fractions import Fraction
 import pytest
 
 from benchmarks.planner.preset_forms import MONOMIALS, SIZES, product, reduced, small_sum
-from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.named_models import LanguageModelShape
 from lightning_mist.model.presets.specs import widths
 
 NUMBERS = [widths(LanguageModelShape(layers=2, **sizes), length) for sizes, _, length in SIZES]

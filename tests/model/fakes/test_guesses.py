@@ -1,7 +1,7 @@
 import torch
 
 from lightning_mist.model.child_process import BUDGET
-from lightning_mist.model.fakes.reads import Guesses, describe_guesses, guess
+from lightning_mist.model.fakes.origins import Guesses, describe_guesses, guess
 
 
 def test_guesses_are_of_the_type_that_is_read() -> None:

@@ -1,7 +1,6 @@
 import pytest
 
-from lightning_mist.model.presets.asked_models import check_name
-from lightning_mist.model.presets.named_models import check_length, check_precision
+from lightning_mist.model.presets.named_models import check_length, check_name, check_precision
 
 
 def test_near_names_are_told(tmp_path):

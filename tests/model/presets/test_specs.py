@@ -7,8 +7,7 @@ import torch
 from sympy import Integer
 
 from lightning_mist.model import Polynomial, device_operators, map_module, trace_model
-from lightning_mist.model.presets.named_models import PRESETS
-from lightning_mist.model.presets.shapes import LanguageModelShape
+from lightning_mist.model.presets.named_models import PRESETS, LanguageModelShape
 from lightning_mist.model.presets.specs import (
     FAMILIES,
     KNOWN_OPTIMIZERS,

@@ -5,14 +5,133 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mist.model import map_module
+from lightning_mist.errors import PlanError
+from lightning_mist.model import find_blocks, map_module
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
-from lightning_mist.model.split.splits import derive_splits
+from lightning_mist.model.split.block_calls import call_blocks
+from lightning_mist.model.split.splits import Table, derive_contexts, derive_splits, find_tables, prepare_glue
 from lightning_mist.plan import Exclusion
+from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensors import slice_rows
 from tests import zoo
+from tests.traps.context import Decoder, NextToken, Summed, of
+from tests.traps.project import loader
 
 EVEN = zoo.EVEN
+
+
+def calls_of(module, batch):
+    names = find_blocks(module)
+    return call_blocks(module, zoo.step(module), batch, names), names
+
+
+def tables(module, batch, *, answer=True):
+    calls, names = calls_of(module, batch)
+    return find_tables(module, zoo.step(module), calls, names, answer=answer)
+
+
+def test_a_table_that_is_looked_up_in_and_makes_logits_is_found_once():
+    (table,) = tables(zoo.Nano(), zoo.pair_batch(4))
+    assert table == Table(name="transformer.wte.weight", dim=0, rows=97, bias=None)
+
+
+def test_an_embedding_with_as_many_rows_as_the_logits_goes_with_them():
+    found = tables(zoo.Encoder(), zoo.token_batch(4))
+    assert found == (
+        Table(name="head.weight", dim=0, rows=97, bias="head.bias"),
+        Table(name="embedding.weight", dim=0, rows=97, bias=None),
+    )
+    assert found[0].splits() == (
+        ParameterSplit(name="head.weight", dim=0, factors=((97, True),)),
+        ParameterSplit(name="head.bias", dim=0, factors=((97, True),)),
+    )
+
+
+def test_a_few_classes_are_no_table():
+    assert tables(zoo.Plain(), zoo.xy_batch(4)) == ()
+
+
+def test_logits_that_no_cross_entropy_sees_are_no_table():
+    class Squared(zoo.Nano):
+        def forward(self, index, targets):
+            x = self.transformer.wte(index)
+            for block in self.transformer.h:
+                x = block(x)
+            return self.lm_head(x).pow(2).mean()
+
+    assert tables(Squared(), zoo.pair_batch(4)) == ()
+
+
+def test_only_the_last_product_before_the_loss_counts():
+    class Deep(zoo.Nano):
+        def __init__(self):
+            super().__init__(tied=False)
+            self.first = torch.nn.Linear(32, 128)
+            self.lm_head = torch.nn.Linear(128, zoo.VOCABULARY)
+
+        def forward(self, index, targets):
+            x = self.transformer.wte(index)
+            for block in self.transformer.h:
+                x = block(x)
+            logits = F.log_softmax(self.lm_head(torch.tanh(self.first(x))), -1)
+            return F.nll_loss(logits.flatten(0, 1), targets.flatten())
+
+    class Wide(Deep):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(128, 256)
+            self.transformer.wte = torch.nn.Embedding(256, 32)
+
+    assert {table.name for table in tables(Wide(), zoo.pair_batch(4))} == {
+        "lm_head.weight",
+        "transformer.wte.weight",
+    }
+    assert tables(Deep(), zoo.pair_batch(4)) == ()  # 97 rows of 128
+
+
+@pytest.fixture
+def nano():
+    module = zoo.Nano(dropout=0.1, vocabulary=EVEN)
+    return module, calls_of(module, zoo.pair_batch(4))
+
+
+SPLIT = ParameterSplit(name="transformer.wte.weight", dim=0, factors=((EVEN, True),))
+SEQUENCE = tuple(SequenceSplit(position=i, leaf=0, dim=1) for i in range(4))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("sequence", [(), SEQUENCE])
+@pytest.mark.parametrize("answer", [True, False])
+def test_head_and_tail_compute_the_same_over_ranks(nano, degree, sequence, answer):
+    module, (calls, names) = nano
+    glue = prepare_glue(module, zoo.step(module), calls, names, torch.float64, answer=answer)
+    assert glue.reference.tolerance == 1e-10
+    assert (len(glue.values) > 4) is not answer
+    outcome = glue.check((SPLIT,), degree, sequence)
+    assert outcome.reason is None
+    # Blocks that run have whole weights here, so that attention needs whole sequences.
+    assert outcome.gathered == ((("scaled_dot_product_attention", 4),) if sequence and not answer else ())
+    assert type(module.lm_head.weight) is torch.nn.Parameter
+
+
+def test_a_table_shared_out_in_the_wrong_order_is_found(nano, monkeypatch):
+    module, (calls, names) = nano
+    glue = prepare_glue(module, zoo.step(module), calls, names, torch.float64, answer=True)
+    monkeypatch.setattr(
+        "lightning_mist.model.split.split_check.part_of",
+        lambda full, split, rank, degree: full.chunk(degree)[degree - 1 - rank],
+    )
+    assert "differs by" in glue.check((SPLIT,), 2, ()).reason
+
+
+def test_an_error_of_the_step_itself_is_raised(nano):
+    module, (calls, names) = nano
+
+    def call(batch):
+        raise RuntimeError("no such column")
+
+    with pytest.raises(RuntimeError, match="no such column"):
+        prepare_glue(module, call, calls, names, torch.float64, answer=True)
 
 
 def derived(module, batch, degrees=(2, 4), blocks=None):
@@ -308,3 +427,59 @@ def test_parts_of_sequences_go_where_only_they_fail():
     assert found.split(2).sequence == ()
     (reason,) = found.excludes("sequence")
     assert reason.startswith("head and tail are not the same with sequences in parts: the ")
+
+
+def derived_of_context(module, call, batch, degrees):
+    found = map_module(module, call, batch, second_batch=slice_rows(batch, 0, 3))
+    return derive_contexts(module, call, batch, found, degrees)
+
+
+def of_zoo_of_context(name, degrees=(2, 4)):
+    module, make_batch = zoo.make(name)
+    return derived_of_context(module, zoo.step(module), make_batch(4), degrees)
+
+
+def of_trap(kind, degrees):
+    module = kind()
+    return derived_of_context(module, module.loss, next(iter(loader())), degrees)
+
+
+def test_a_decoder_shares_rows_and_no_parameters():
+    found = of_zoo_of_context("nano")
+    assert [(split.degree, split.parameters) for split in found.contexts] == [(2, ()), (4, ())]
+    assert found.context(2).sequence == found.context(4).sequence
+    assert [(entry.position, entry.dim) for entry in found.context(2).sequence] == [(index, 1) for index in range(4)]
+    assert [[live.sequence_dim for live in cut] for cut in found.cuts] == [[1], [1], [1]]
+    assert found.context(2).notes == ()
+
+
+def test_a_length_that_a_degree_does_not_divide_is_named_with_it():
+    found = of_trap(Decoder, (2, 4))
+    assert [split.degree for split in found.contexts] == [2]
+    with pytest.raises(
+        PlanError, match=r"context_parallel_degree = 4: .* 6 positions, which 4 does not divide; use .*2"
+    ):
+        found.context(4)
+
+
+def test_tokens_that_meet_outside_of_attention_rule_it_out():
+    found = of_trap(of(Summed), (2,))
+    with pytest.raises(PlanError, match=r"context_parallel_degree = 2: Summed: .* meet in cumsum: .*; use .* = 1"):
+        found.context(2)
+
+
+def test_a_tail_that_puts_tokens_together_is_told():
+    (note,) = of_trap(NextToken, (2,)).context(2).notes
+    assert "__getitem__" in note
+
+
+def test_what_keeps_ranks_from_running_a_step_for_others_rules_it_out():
+    module, make_batch = zoo.make("nano")
+    batch, call = make_batch(4), zoo.step(module)
+    found = map_module(module, call, batch, second_batch=slice_rows(batch, 0, 3))
+    of_tensors = replace(found, exclusions=(Exclusion(feature="tensor", reason="whole parameters"),))
+    assert derive_contexts(module, call, batch, of_tensors, (2,)).contexts
+    reasons = tuple(Exclusion(feature=feature, reason="what it keeps") for feature in ("pipeline", "tensor"))
+    shared = replace(found, exclusions=reasons)
+    assert derive_contexts(module, call, batch, shared, (2,)).excludes("context") == ("what it keeps",)
+    assert derive_contexts(module, call, batch, found, (1,)) is found

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.initialization.initial_values import empty_out
+from lightning_mist.model.initialization import empty_out
 from lightning_mist.plan import ModuleMap
 from lightning_mist.strategy.planning import planning_state as planner_module
 from lightning_mist.strategy.planning.memory_budget import (
