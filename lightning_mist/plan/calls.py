@@ -85,26 +85,16 @@ def describe_value(key: Hashable) -> str:
     return repr(key)
 
 
-class ValueNames:
-    """Hands out the names of one run of the step: a function, where it was called, and how often before.
+def occurrence(counts: dict[Hashable, int], *what: Hashable) -> tuple[Hashable, ...]:
+    """What tells a call that is happening now from others, alike in every run: ``what``, place and how often before.
 
-    Counting starts anew in every region, so that a value cached in one region does not shift the names in another.
+    With the position of the block entered last in ``what``, a value cached behind one block does not shift the names
+    behind another.
     """
-
-    def __init__(self) -> None:
-        self._counts: dict[Hashable, int] = {}
-
-    def next(self, kind: str, region: int, function: str) -> tuple[Hashable, ...]:
-        """Name of the results of a call that is happening now; a leaf index is appended to it.
-
-        Args:
-            kind: ``"glue"`` outside of blocks, ``"inner"`` inside a block.
-            region: Position of the block entered last, -1 before the first.
-        """
-        base = (kind, region, function, call_site())
-        count = self._counts.get(base, 0)
-        self._counts[base] = count + 1
-        return (*base, count)
+    base = (*what, call_site())
+    count = counts.get(base, 0)
+    counts[base] = count + 1
+    return (*base, count)
 
 
 def call_site() -> tuple[str, str, int]:

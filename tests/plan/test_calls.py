@@ -3,12 +3,12 @@ import sys
 import torch
 
 from lightning_mist.plan.calls import (
-    ValueNames,
     block_value,
     call_signature,
     call_site,
     describe_value,
     is_block_value,
+    occurrence,
     results,
     select,
     user_line,
@@ -17,18 +17,17 @@ from lightning_mist.plan.calls import (
 
 
 def test_names_count_calls_at_one_place_within_a_region():
-    names = ValueNames()
-    keys = [names.next("glue", region, "mul") for region in (0, 0, 1)]
+    counts = {}
+    keys = [occurrence(counts, "glue", region, "mul") for region in (0, 0, 1)]
     assert [key[-1] for key in keys] == [0, 1, 0]
     assert keys[0][2:3] == ("mul",)
     assert keys[0][3][:2] == ("tests.plan.test_calls", "<listcomp>" if sys.version_info < (3, 12) else keys[0][3][1])
-    assert ValueNames().next("glue", 0, "mul")[-1] == 0
+    assert occurrence({}, "glue", 0, "mul")[-1] == 0
 
 
 def test_names_are_text_for_people():
-    names = ValueNames()
     line = sys._getframe().f_lineno + 1
-    key = (*names.next("glue", -1, "add"), 0)
+    key = (*occurrence({}, "glue", -1, "add"), 0)
     place = f"tests.plan.test_calls:{line}, in test_names_are_text_for_people"
     assert describe_value(key) == f"result of add ({place}, before layer 0)"
     assert describe_value(("inner", 3, *key[2:])) == f"result of add ({place}, inside layer 3)"

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_flatten
 from lightning_mist.attributes import replaced
 from lightning_mist.model.fakes import Guesses, Read, address_of, fake_like, state_of, storage_of, too_many
 from lightning_mist.plan.calls import (
-    ValueNames,
     block_value,
     call_signature,
     is_simple,
     leaves_of,
+    occurrence,
     results,
     select,
     user_line,
@@ -128,7 +128,8 @@ class Recorder(TorchFunctionMode):
         self._slots, self._originals, self._buffers = slots, originals, buffers
         self._storages: dict[int, tuple[Tensor, tuple[str, str]]] = {}
         self._guess, self._attempt = guess, attempt
-        self._names, self._guesses = ValueNames(), Guesses()
+        self._guesses = Guesses()
+        self._counts: dict[Hashable, int] = {}
         self._operators = _Operators()
         self._keys: dict[int, Hashable] = {}
         self._blocks: dict[int, int | None] = {}
@@ -222,7 +223,7 @@ class Recorder(TorchFunctionMode):
 
     def _made(self, name: str, made: list[Tensor], *, is_random: bool) -> None:
         # Counted whether or not a result matters here: on a stage other values are known than in this run.
-        base = self._names.next("glue" if self._inside is None else "inner", self._region, name)
+        base = occurrence(self._counts, "glue" if self._inside is None else "inner", self._region, name)
         for leaf, tensor in enumerate(made):
             if id(tensor) in self._slots or id(tensor) in self._originals:
                 continue

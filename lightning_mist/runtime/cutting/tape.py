@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from lightning_mist.attributes import replaced
-from lightning_mist.plan.calls import call_site, intercepted, user_line, without_caches
+from lightning_mist.plan.calls import intercepted, occurrence, user_line, without_caches
 from lightning_mist.runtime.cutting.arguments import is_writing, rebuilt
 from lightning_mist.runtime.cutting.traced_numbers import (
     BATCH,
@@ -56,14 +56,6 @@ def name_of(func: Any) -> str:
     """Name of a torch function; that of the attribute where one is read."""
     name = getattr(func, "__name__", type(func).__name__)
     return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else str(name)
-
-
-def occurrence(counts: dict[Hashable, int], name: str) -> tuple[Hashable, ...]:
-    """What tells a call of the step from others, alike in every run: function, place and how often before."""
-    base = (name, call_site())
-    count = counts.get(base, 0)
-    counts[base] = count + 1
-    return (*base, count)
 
 
 @dataclass(frozen=True, slots=True)

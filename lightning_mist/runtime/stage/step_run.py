@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.plan.calls import ValueNames, results, select
+from lightning_mist.plan.calls import occurrence, results, select
 from lightning_mist.runtime.shared_patch import SharedPatch
 from lightning_mist.without_values import INDEXING, is_known_mask
 
@@ -67,7 +67,7 @@ class StepRun:
         self, wanted: frozenset[Hashable], received: Sequence[Tensor] | None, random_state: Tensor | None
     ) -> None:
         self.wanted, self.received, self.random_state = wanted, received, random_state
-        self.names = ValueNames()
+        self.counts: dict[Hashable, int] = {}
         self.objects: dict[Hashable, Tensor] = {}
         self.region = -1
         self.inside: int | None = None
@@ -109,7 +109,7 @@ class Watcher(TorchFunctionMode):
         output = func(*args, **kwargs)
         made = [leaf for leaf in results(name, args, output) if isinstance(leaf, Tensor)]
         if made:
-            base = run.names.next("glue" if run.inside is None else "inner", run.region, name)
+            base = occurrence(run.counts, "glue" if run.inside is None else "inner", run.region, name)
             for leaf, tensor in enumerate(made):
                 key = (*base, leaf)
                 if key in run.wanted:
