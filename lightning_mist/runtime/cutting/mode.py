@@ -12,12 +12,21 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.calls import occurrence, user_line
-from lightning_mist.runtime.cutting.arguments import first_slice, rebuilt, takes_all
-from lightning_mist.runtime.cutting.combination import KEEPING, Way, tolerance_of
-from lightning_mist.runtime.cutting.repairs import Count, Over, Whole, scaled
-from lightning_mist.runtime.cutting.rules import ROWS, CutRules, ResultKey, Site, given_to
-from lightning_mist.runtime.cutting.tape import made_by, name_of, tensors_in
-from lightning_mist.runtime.cutting.tape_replay import Values
+from lightning_mist.runtime.cutting.rules import (
+    KEEPING,
+    ROWS,
+    Count,
+    CutRules,
+    Over,
+    ResultKey,
+    Site,
+    Way,
+    Whole,
+    given_to,
+    scaled,
+    tolerance_of,
+)
+from lightning_mist.runtime.cutting.tape import Values, first_slice, made_by, name_of, rebuilt, takes_all, tensors_in
 from lightning_mist.runtime.shared_patch import ACTIVE, quiet_in_blocks
 from lightning_mist.tensors import batch_tensors
 

@@ -4,8 +4,9 @@ Calls are taken down where Python calls torch, so that sizes stay what the user 
 tensors remember where they come from. The network's repeated blocks are single calls that run the blocks themselves.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -17,19 +18,154 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_mist.attributes import replaced
 from lightning_mist.plan.calls import intercepted, occurrence, user_line, without_caches
-from lightning_mist.runtime.cutting.arguments import is_writing, rebuilt
-from lightning_mist.runtime.cutting.traced_numbers import (
-    BATCH,
-    TRACED,
-    Read,
-    Ref,
-    goes_by_values,
-    plain,
-    refs_of,
-    traced,
-)
 from lightning_mist.runtime.random_state import get_random_state
 from lightning_mist.tensors import batch_tensors
+
+# Python numbers that remember which tensors they were read from, so that they can be worked out for other batches.
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of a recorded step.
+
+    Attributes:
+        entry: Position of the call that made it, -1 for the tensors of the batch.
+        leaf: Which of that call's tensors, or of the batch's.
+    """
+
+    entry: int
+    leaf: int
+
+
+BATCH = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A number read from a tensor: ``"item"``, ``"numel"``, or a size with its dimension."""
+
+    what: str
+    ref: Ref
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A number that is a multiple of the rows of the batch."""
+
+    factor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A number made of others."""
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+
+
+Origin = Read | Rows | Computed
+
+
+class TracedInt(int):
+    """An integer with its origin."""
+
+    origin: Origin
+
+    def __new__(cls, value: int, origin: Origin) -> "TracedInt":
+        """The integer."""
+        number = super().__new__(cls, value)
+        number.origin = origin
+        return number
+
+
+class TracedFloat(float):
+    """A real number with its origin."""
+
+    origin: Origin
+
+    def __new__(cls, value: float, origin: Origin) -> "TracedFloat":
+        """The number."""
+        number = super().__new__(cls, value)
+        number.origin = origin
+        return number
+
+
+TRACED = (TracedInt, TracedFloat)
+
+
+def traced(value: Any, origin: Origin) -> Any:
+    """A number with its origin; anything else, truth values too, as it is."""
+    if type(value) is int:
+        return TracedInt(value, origin)
+    return TracedFloat(value, origin) if type(value) is float else value
+
+
+def plain(value: Any) -> Any:
+    """A number without its origin."""
+    if isinstance(value, TracedInt):
+        return int(value)
+    return float(value) if isinstance(value, TracedFloat) else value
+
+
+def origin_of(value: Any) -> Any:
+    """Where a number comes from; a number that comes from nowhere is its own origin."""
+    return value.origin if isinstance(value, TRACED) else value
+
+
+def goes_by_values(origin: Any) -> bool:
+    """Whether a number goes by what tensors hold, and not by their sizes alone."""
+    if isinstance(origin, Read):
+        return origin.what == "item"
+    return any(goes_by_values(operand) for operand in getattr(origin, "operands", ()))
+
+
+def refs_of(origin: Any) -> tuple[Ref, ...]:
+    """The tensors that a number was read from."""
+    if isinstance(origin, Read):
+        return (origin.ref,)
+    if isinstance(origin, Computed):
+        return tuple(ref for operand in origin.operands for ref in refs_of(operand))
+    return ()
+
+
+def number_of(origin: Any, tensor_of: Callable[[Ref], Any], rows: int) -> Any:
+    """A number for another batch, from its tensors and its rows."""
+    if isinstance(origin, Read):
+        tensor = tensor_of(origin.ref)
+        if origin.what == "item":
+            return tensor.item()
+        return tensor.numel() if origin.what == "numel" else tensor.shape[origin.dim]
+    if isinstance(origin, Rows):
+        return origin.factor * rows
+    if isinstance(origin, Computed):
+        return origin.function(*(number_of(operand, tensor_of, rows) for operand in origin.operands))
+    return origin
+
+
+def _with_arithmetic(kind: Any, base: type) -> None:
+    def overloaded(name: str, function: Callable[..., Any], is_reversed: bool) -> None:
+        original = getattr(base, name)
+
+        def method(self: Any, *others: Any) -> Any:
+            result = original(self, *others)
+            if result is NotImplemented:
+                return result
+            operands = tuple(origin_of(item) for item in (self, *others))
+            return traced(plain(result), Computed(function, operands[::-1] if is_reversed else operands))
+
+        setattr(kind, name, method)
+
+    for stem in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
+        overloaded(f"__{stem}__", getattr(operator, stem), False)
+        overloaded(f"__r{stem}__", getattr(operator, stem), True)
+    overloaded("__neg__", operator.neg, False)
+    overloaded("__pow__", operator.pow, False)
+
+
+for _kind, _base in ((TracedInt, int), (TracedFloat, float)):
+    _with_arithmetic(_kind, _base)
+
 
 Depends = Literal["nothing", "data", "parameters"]
 
@@ -308,3 +444,181 @@ def _custom_functions(called: Callable[[type, Callable[..., Any], Any, Any], Any
 def draws_for_itself(kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws from a generator of the user's own, which must go on as under whole batches."""
     return isinstance(kwargs.get("generator"), torch.Generator)
+
+
+# Looking into the arguments of calls of torch functions.
+
+
+def first_slice(index: Any) -> tuple[Any, Any] | None:
+    """From where to where an indexing takes a tensor's first dimension, step by step; None if it does not."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return (first.start, first.stop) if isinstance(first, slice) and first.step in (None, 1) else None
+
+
+def takes_all(ends: tuple[Any, Any], rows: int) -> bool:
+    """Whether a slice by numbers leaves none of so many rows out; what is no number may be theirs."""
+    first, end = ends
+    return first in (None, 0) and (type(end) is not int or end >= rows)
+
+
+def is_writing(name: str) -> bool:
+    """Whether a function writes into its first argument."""
+    return name in ("__setitem__",) or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The members of an argument that may hold tensors, with how to reach them; empty for a leaf."""
+    if isinstance(value, (tuple, list)):
+        yield from enumerate(value)
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, slice):
+        yield from (("start", value.start), ("stop", value.stop), ("step", value.step))
+
+
+def leaves_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All leaves of an argument, with their paths."""
+    is_leaf = True
+    for key, item in items_of(value):
+        is_leaf = False
+        yield from leaves_in(item, (*path, key))
+    if is_leaf:
+        yield path, value
+
+
+def rebuilt(value: Any, replace: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    """An argument with other leaves."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(rebuilt(item, replace, (*path, key)) for key, item in enumerate(value)))
+    if isinstance(value, (tuple, list)) and value:
+        items = [rebuilt(item, replace, (*path, key)) for key, item in enumerate(value)]
+        if isinstance(value, torch.Size) and not all(isinstance(item, int) for item in items):
+            return tuple(items)
+        return type(value)(items)
+    if isinstance(value, dict) and value:
+        return {key: rebuilt(item, replace, (*path, key)) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(rebuilt(item, replace, (*path, key)) for key, item in items_of(value)))
+    return replace(path, value)
+
+
+# Running a recorded step again: on other batches, call by call.
+
+
+class UncuttableError(Exception):
+    """Why a batch stays whole."""
+
+
+class Values:
+    """The tensors of a step for one batch.
+
+    Args:
+        leaves: The tensors of the batch; calls may write into them.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], rows: int) -> None:
+        self.rows = rows
+        self._tensors = {Ref(BATCH, index): leaf for index, leaf in enumerate(leaves)}
+
+    def __getitem__(self, ref: Ref) -> Tensor:
+        return self._tensors[ref]
+
+    def __setitem__(self, ref: Ref, tensor: Tensor) -> None:
+        self._tensors[ref] = tensor
+
+    def __contains__(self, ref: Ref) -> bool:
+        return ref in self._tensors
+
+    def number(self, origin: Any) -> Any:
+        """A number read from these tensors."""
+        return number_of(origin, self.__getitem__, self.rows)
+
+    def leaf(self, leaf: Any) -> Any:
+        """What stands for a leaf of an entry's arguments."""
+        if isinstance(leaf, Ref):
+            return self[leaf]
+        if isinstance(leaf, Fixed):
+            return leaf.tensor
+        return self.number(leaf.origin) if isinstance(leaf, Number) else leaf
+
+
+@contextmanager
+def as_recorded(entry: Entry, device: torch.device) -> Iterator[None]:
+    """Inside, automatic casts are as they were when the call was taken down, and gradients off where they were off."""
+    enabled, dtype = entry.autocast
+    with ExitStack() as stack:
+        if not entry.has_grad:
+            stack.enter_context(torch.no_grad())
+        if enabled != torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled))
+        yield
+
+
+def run_entry(
+    entry: Entry,
+    values: Values,
+    device: torch.device,
+    change: Callable[[tuple[Any, ...], Any], Any] | None = None,
+) -> list[Tensor]:
+    """Run one call; the tensors that it makes, which :attr:`values` then has too.
+
+    Args:
+        change: Gives another value for an argument, from its path and value.
+    """
+
+    def argument(path: tuple[Any, ...], leaf: Any) -> Any:
+        value = values.leaf(leaf)
+        return value if change is None else change(path, value)
+
+    args, kwargs = rebuilt((entry.args, entry.kwargs), argument)
+    with as_recorded(entry, device):
+        made = made_by(entry.name, args, entry.function(*args, **kwargs))
+    if len(made) != entry.outputs:
+        raise ReplayError(f"{entry.name} at {entry.line} made {len(made)} tensors in place of {entry.outputs}")
+    for leaf, tensor in enumerate(made):
+        values[Ref(entry.index, leaf)] = tensor
+    return made
+
+
+class ReplayError(Exception):
+    """The recorded calls do not run on another batch."""
+
+
+def sources(entry: Entry) -> set[Ref]:
+    """The tensors that a call uses."""
+    found = set()
+    for _, leaf in leaves_in((entry.args, entry.kwargs)):
+        if isinstance(leaf, Ref):
+            found.add(leaf)
+        elif isinstance(leaf, Number):
+            found.update(refs_of(leaf.origin))
+    return found
+
+
+def ancestors(tape: Tape, wanted: Sequence[Ref]) -> list[Entry]:
+    """The calls that make some tensors, in their order."""
+    needed: set[int] = set()
+    left = list(wanted)
+    while left:
+        ref = left.pop()
+        if ref.entry == BATCH or ref.entry in needed:
+            continue
+        needed.add(ref.entry)
+        left.extend(sources(tape.entries[ref.entry]))
+    return [tape.entries[index] for index in sorted(needed)]
+
+
+class Slice:
+    """Works out some tensors that depend on the batch alone, for any batch."""
+
+    def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
+        self.entries, self.device = tuple(entries), device
+        self._writes = any(is_writing(entry.name) for entry in self.entries)
+
+    def run(self, leaves: Sequence[Tensor], rows: int) -> Values:
+        """The tensors for a batch."""
+        values = Values([leaf.clone() for leaf in leaves] if self._writes else leaves, rows)
+        with torch.no_grad():
+            for entry in self.entries:
+                run_entry(entry, values, self.device)
+        return values

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_mist.errors import TraceError
 from lightning_mist.runtime.cutting import follow, proof
+from lightning_mist.runtime.cutting.follow import Result
 from lightning_mist.runtime.cutting.proof import prove
-from lightning_mist.runtime.cutting.step_results import Result
 from tests import zoo
 from tests.runtime.cutting.networks import (
     EXACT,
