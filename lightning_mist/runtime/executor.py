@@ -36,7 +36,7 @@ class Executor:
 
     Args:
         stages: The parts of the module that this rank computes, ascending: one, or its chunks; see
-            :func:`~lightning_mist.runtime.stage.stages.make_stages`.
+            :func:`~lightning_mist.runtime.stage.pipeline_stage.make_stages`.
         transport: Connects the ranks; its groups must include
             :func:`~lightning_mist.plan.mesh.process_groups` of the plan.
         actions: This rank's lowered list. Without backwards it only evaluates.

@@ -33,7 +33,7 @@ from lightning_mist.runtime.parameters.optimizer_cut import (
     restrict_optimizer,
 )
 from lightning_mist.runtime.parameters.tensor_parts import Part, parts_of
-from lightning_mist.runtime.stage.stages import make_stages
+from lightning_mist.runtime.stage.pipeline_stage import make_stages
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.lowering import lower
 from lightning_mist.tensors import batch_rows, slice_rows

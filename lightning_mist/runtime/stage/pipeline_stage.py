@@ -10,38 +10,183 @@ Everything that does not depend on parameters (masks, positions, targets) is com
 A value that was not carried stays a fake, and a fake among the results is an error: a wrong cut is not silent.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from lightning_mist.attributes import replaced
+from lightning_mist.attributes import replaced, set_on_class
 from lightning_mist.errors import TraceError
-from lightning_mist.plan import Checkpointing
-from lightning_mist.plan.calls import block_value, describe_value, intercepted, is_block_value, without_caches
-from lightning_mist.plan.module_map import LiveTensor, ModuleMap
+from lightning_mist.plan import Checkpointing, ModuleMap, Plan
+from lightning_mist.plan.calls import (
+    block_value,
+    describe_value,
+    intercepted,
+    is_block_value,
+    occurrence,
+    results,
+    select,
+    without_caches,
+)
+from lightning_mist.plan.mesh import make_mesh
+from lightning_mist.plan.module_map import LiveTensor
+from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.random_state import get_random_state, set_random_state
-from lightning_mist.runtime.shared_patch import inside_block
-from lightning_mist.runtime.stage.checkpointing import behind_blocks, checkpoint_block, neutral_checkpointing
-from lightning_mist.runtime.stage.fake_parameters import FakeParameters
-from lightning_mist.runtime.stage.skipped_blocks import SkippedBlocks
-from lightning_mist.runtime.stage.stage_split import StageSplit
-from lightning_mist.runtime.stage.step_run import (
-    BlockObserver,
-    InputSpec,
-    StageOutput,
-    StepExit,
-    StepRun,
-    Watcher,
-    enter_graph,
-    quiet_fakes,
+from lightning_mist.runtime.shared_patch import SharedPatch, inside_block
+from lightning_mist.runtime.stage.skipped_blocks import FakeParameters, SkippedBlocks, free_parameters
+from lightning_mist.runtime.stage.stage_split import (
+    StageSplit,
+    TransportGroup,
+    behind_blocks,
+    checkpoint_block,
+    neutral_checkpointing,
 )
-from lightning_mist.without_values import become, fake_mode
+from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_mask
+
+# One run of the user's step on a stage: what it takes and gives, where it is, and which values cross a cut.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """A tensor that a stage will receive.
+
+    Attributes:
+        length: Size of the whole tensor along the dimension of the sequence; 1 if it has none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    length: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutput:
+    """What a stage's forward gave.
+
+    Attributes:
+        tensors: The tensors to send, in the order of the map's cut, attached to the graph; empty on the last stage.
+        lengths: For each of them the size of the whole tensor along the dimension of the sequence; 1 if it has none.
+        value: What the user's step returned, on the last stage.
+    """
+
+    tensors: tuple[Tensor, ...]
+    value: Any
+    lengths: tuple[int, ...] = ()
+
+
+class StepExit(BaseException):
+    """Leaves the user's step; passes ``except Exception``."""
+
+
+class StepRun:
+    """One run of the step.
+
+    Args:
+        received: The tensors received for the first cut; None for a run that only asks what they will be.
+
+    Attributes:
+        is_quiet: Whether nothing that is wanted can be made now.
+        behind: Contexts of what follows the last block.
+        error: What went wrong, to be raised once the step is left.
+    """
+
+    def __init__(
+        self, wanted: frozenset[Hashable], received: Sequence[Tensor] | None, random_state: Tensor | None
+    ) -> None:
+        self.wanted, self.received, self.random_state = wanted, received, random_state
+        self.counts: dict[Hashable, int] = {}
+        self.objects: dict[Hashable, Tensor] = {}
+        self.region = -1
+        self.inside: int | None = None
+        self.has_grad = torch.is_grad_enabled()
+        self.is_quiet = False
+        self.error: TraceError | None = None
+        self.behind = ExitStack()
+
+    def fail(self, message: str) -> StepExit:
+        """An exception that user code does not swallow; the error is raised once the step is left."""
+        self.error = TraceError(message)
+        return StepExit()
+
+
+class BlockObserver(Protocol):
+    """Is told when a stage's forward enters and leaves its blocks; recomputation in backward is not told."""
+
+    def before_block(self, position: int) -> None:
+        """The step is about to run a block of the stage."""
+
+    def after_block(self, position: int) -> None:
+        """The step has run a block of the stage."""
+
+
+class Watcher(TorchFunctionMode):
+    """Finds wanted values among the results of torch functions, and indexes fakes by known masks."""
+
+    def __init__(self, run: StepRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run, kwargs = self._run, kwargs or {}
+        if run.is_quiet:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", type(func).__name__)
+        if name in INDEXING and isinstance(args[0], FakeTensor):
+            func, args = select(name, func, args, is_known_mask)
+        output = func(*args, **kwargs)
+        made = [leaf for leaf in results(name, args, output) if isinstance(leaf, Tensor)]
+        if made:
+            base = occurrence(run.counts, "glue" if run.inside is None else "inner", run.region, name)
+            for leaf, tensor in enumerate(made):
+                key = (*base, leaf)
+                if key in run.wanted:
+                    run.objects[key] = tensor
+        return output
+
+
+@SharedPatch
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not warn about the gradients of tensors that meet a fake.
+
+    It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
+    and not where they are errors.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+        yield
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def enter_graph(tensor: Tensor) -> Tensor:
+    """A received leaf as an inner node of the graph, sharing its memory.
+
+    A step may write in place into what crosses a cut, as it may in the uncut module, but not into a leaf or its view.
+    """
+    tensor.requires_grad_(True)
+    with torch.enable_grad():
+        return _Enter.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class PipelineStage:
@@ -411,3 +556,112 @@ class PipelineStage:
 
 def _length(live: LiveTensor, tensor: Tensor) -> int:
     return 1 if live.sequence_dim is None else tensor.shape[live.sequence_dim]
+
+
+# The stages that one rank runs, over one copy of the module: one, or its chunks under an interleaved schedule.
+
+
+class RankStages:
+    """All stages of one rank.
+
+    Several stages of a rank share one module, so only one of them can be attached at a time. A single stage stays
+    attached for a whole batch; of several, each is attached for as long as it computes.
+
+    Attributes:
+        parameters: Every parameter that any of them computes with, or keeps for others, by canonical name; one that
+            several use is one entry.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    foreign: dict[str, nn.Parameter]
+
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        every = {**stages[0].parameters, **stages[0].foreign}
+        held = {name for stage in stages for name in stage.parameters}
+        self.parameters = {name: parameter for name, parameter in every.items() if name in held}
+        self.foreign = {name: parameter for name, parameter in every.items() if name not in held}
+
+    def __iter__(self) -> Iterator[PipelineStage]:
+        """The stages, ascending."""
+        return iter(self._stages.values())
+
+    def __getitem__(self, index: int) -> PipelineStage:
+        """One stage by its index in the plan."""
+        return self._stages[index]
+
+    @property
+    def every(self) -> Mapping[str, nn.Parameter]:
+        """All parameters of the module by canonical name."""
+        return {**self.foreign, **self.parameters}
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Inside, a batch runs: a single stage is attached all the while, several only where they compute."""
+        return nullcontext() if len(self._stages) > 1 else next(iter(self)).attached()
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[PipelineStage]:
+        """Around one computation of a stage, inside :meth:`attached`: the module is this stage."""
+        stage = self._stages[index]
+        with nullcontext() if len(self._stages) == 1 else stage.attached():
+            yield stage
+
+    def free_foreign(self) -> None:
+        """Free the storage of the parameters that other ranks' stages hold."""
+        free_parameters(self.foreign.values())
+
+
+def make_stages(
+    module: nn.Module, module_map: ModuleMap, plan: Plan, rank: int, transport: Transport
+) -> tuple[PipelineStage, ...]:
+    """The stages that ``rank`` runs under ``plan``, ascending."""
+    group = plan.stage_of(rank)
+    mesh, split = plan.stages[group].mesh, None
+    if mesh.num_row_peers > 1:
+        is_context = mesh.context_parallel_degree > 1
+        found = (
+            module_map.context(mesh.context_parallel_degree)
+            if is_context
+            else module_map.split(mesh.tensor_parallel_degree)
+        )
+        peers = make_mesh(plan, rank, module_map).row_peers
+        split = StageSplit(
+            found, TransportGroup(transport, peers, adds_later=is_context), sequence_parallel=mesh.shares_sequence
+        )
+    return tuple(
+        PipelineStage(
+            module,
+            module_map,
+            plan.bounds,
+            index,
+            checkpointing=plan.stages[index].checkpointing,
+            split=split,
+        )
+        for index in plan.chunks(group)
+    )
+
+
+@contextmanager
+def no_caches(module: nn.Module, module_map: ModuleMap) -> Iterator[None]:
+    """Inside, the blocks of a module get no empty key-value caches while gradients are wanted.
+
+    Models of transformers make such caches by default, and each block then keeps a copy of its keys and values until
+    the step has ended. Parts of a cut module never get any; this is for one that runs as a whole. It is their classes
+    that do so: modules, and what is copied or saved of them, are as the user made them.
+    """
+    blocks = [module.get_submodule(name) for name in module_map.blocks if "transformers.cache_utils" in sys.modules]
+    numbers = {id(block) for block in blocks}
+
+    def dropping(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def drop(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(block) in numbers and torch.is_grad_enabled():
+                args, kwargs = without_caches(args, kwargs)
+            return call(block, *args, **kwargs)
+
+        return drop
+
+    with ExitStack() as stack:
+        for cls in {type(block) for block in blocks}:
+            stack.enter_context(set_on_class(cls, "__call__", dropping(cls.__call__)))
+        yield

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_mist.errors import TraceError
 from lightning_mist.plan.tensor_split import ParameterSplit
 from lightning_mist.runtime.gradients.weight_gradients import WeightGradients
-from lightning_mist.runtime.stage.checkpointing import checkpoint_block
+from lightning_mist.runtime.stage.stage_split import checkpoint_block
 from lightning_mist.tensor_parallel import SplitContext, present, run_ranks, shard, whole
 
 

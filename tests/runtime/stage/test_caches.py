@@ -1,7 +1,7 @@
 import torch
 
 from lightning_mist.model.cuts.mapping import map_module
-from lightning_mist.runtime.stage.stages import no_caches
+from lightning_mist.runtime.stage.pipeline_stage import no_caches
 from tests import zoo
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.runtime.stage.step_run import InputSpec, StageOutput
+from lightning_mist.runtime.stage.pipeline_stage import InputSpec, StageOutput
 from tests.runtime.stage.test_pipeline_stage import Pipeline, calls
 
 

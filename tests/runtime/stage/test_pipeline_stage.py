@@ -8,8 +8,8 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.mapping import map_module
 from lightning_mist.plan import Checkpointing
-from lightning_mist.runtime.stage.fake_parameters import free_parameters
 from lightning_mist.runtime.stage.pipeline_stage import PipelineStage
+from lightning_mist.runtime.stage.skipped_blocks import free_parameters
 from lightning_mist.tensors import copy_batch, slice_rows
 from tests import zoo
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_mist.plan import ParameterSplit, SequenceSplit, TensorSplit
-from lightning_mist.runtime.stage.stages import RankStages, make_stages
+from lightning_mist.runtime.stage.pipeline_stage import RankStages, make_stages
 from tests import zoo
 from tests.integration.parity import make_plan, map_of
 from tests.memory_transport import InMemoryWorld

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.stage.step_run import StepExit, StepRun, Watcher, enter_graph
+from lightning_mist.runtime.stage.pipeline_stage import StepExit, StepRun, Watcher, enter_graph
 from lightning_mist.without_values import become
 
 
