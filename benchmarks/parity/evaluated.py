@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.uses.session import plain
 from lightning_mist import MistStrategy, Plan
 from lightning_mist.errors import MistError
+from lightning_mist.runtime.batch_run import is_whole
 from lightning_mist.runtime.communication import failure
-from lightning_mist.runtime.forward_pass import is_whole
 from tests.traps.project import ROWS, WIDTH, Project, Rows
 
 LOADERS: dict[str, tuple[int, ...] | int | None] = {

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.batch_run import BatchRun, RankContext
+from lightning_mist.runtime.batch_run import BatchRun, ForwardPass, RankContext, make_forward_pass
 from lightning_mist.runtime.communication import Microbatch, Neighbours, Transport, Work
-from lightning_mist.runtime.forward_pass import ForwardPass, make_forward_pass
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState

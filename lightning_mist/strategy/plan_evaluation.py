@@ -15,8 +15,8 @@ from lightning_mist.attributes import StandIn
 from lightning_mist.errors import PlanError
 from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import ModuleMap, Plan, check_plan, of_whole_batches, replica_ranks
+from lightning_mist.runtime.batch_run import evaluated_map, hindrance, is_whole, without_training
 from lightning_mist.runtime.communication import complete
-from lightning_mist.runtime.forward_pass import evaluated_map, hindrance, is_whole, without_training
 from lightning_mist.strategy.empty_parameters import device_limit, initial_values
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.planning import (

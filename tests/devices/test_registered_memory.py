@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_mist.devices.accelerator import AcceleratorOps
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
-from lightning_mist.runtime.host_memory.host_pool import HostPool, is_host
+from lightning_mist.runtime.host_memory import CopyStreams, HostPool, is_host
 from tests.devices.kinds import CARD
 
 

@@ -13,7 +13,7 @@ from lightning_mist.model import derive_splits
 from lightning_mist.plan import ModuleMap, Plan, plan_of
 from lightning_mist.runtime.parameters.gather import ParameterGatherer
 from lightning_mist.runtime.parameters.optimizer_cut import global_grad_norm
-from lightning_mist.runtime.random_state import get_random_state
+from lightning_mist.runtime.process_state import get_random_state
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from tests import zoo
 from tests.integration.parity import Rank, make_plan, map_of, microbatches

@@ -17,7 +17,7 @@ from lightning_mist.runtime.communication.transport import Transport, Work
 from lightning_mist.runtime.executor import Microbatch
 from lightning_mist.runtime.offload.optimizer_state import offload_optimizer_state
 from lightning_mist.runtime.parameters.optimizer_cut import restrict_optimizer
-from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.recording import StorageMeter
 from lightning_mist.runtime.stage.pipeline_stage import no_caches
 from lightning_mist.tensors import batch_rows
 from tests.integration.parity import Rank, loss_of, microbatches

@@ -14,7 +14,7 @@ import torch
 from benchmarks.parity.cell import subject
 from benchmarks.parity.plans import Group, Layout
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
+from lightning_mist.runtime.host_memory import CopyStreams
 from tests.integration.test_parity_offload import clipped_steps
 
 STEPS = 4

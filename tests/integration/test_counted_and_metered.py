@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_mist.model import MICROBATCH, SEQUENCE, ModelSpec, trace_model
-from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
+from lightning_mist.runtime.recording import StorageMeter, state_tensors
 from tests import zoo
 from tests.tiers import tiered
 

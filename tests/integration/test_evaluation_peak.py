@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy
-from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
+from lightning_mist.runtime.recording import StorageMeter, state_tensors
 from tests.fits import make_trainer, plan
 from tests.machine import assume_profile
 from tests.tiers import tiered

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_mist.plan import OffloadRatios
-from lightning_mist.runtime.gradients.reducer import GradientReducer
-from lightning_mist.runtime.gradients.unit_gradients import UnitGradients
+from lightning_mist.runtime.gradients.reducer import GradientReducer, UnitGradients
 from tests import zoo
 from tests.integration.parity import assert_equal, cast, make_plan, map_of, reference, run_plan
 

@@ -11,7 +11,7 @@ import torch
 from lightning_mist.plan import Plan, row_slice
 from lightning_mist.plan.messages import message_pairs
 from lightning_mist.runtime.parameters.optimizer_cut import global_grad_norm
-from lightning_mist.runtime.random_state import get_random_state
+from lightning_mist.runtime.process_state import get_random_state
 from lightning_mist.strategy.training.batch_exchange import BatchExchange
 from tests.integration import test_parity_tensor as tensor
 from tests.integration.nccl_rules import Call, Recording, by_direction, by_pair, replay

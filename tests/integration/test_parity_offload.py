@@ -11,8 +11,7 @@ from benchmarks.parity.plans import OFFLOADING, Group, Layout, make_plan
 from lightning_mist.devices import HostOps
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
-from lightning_mist.runtime.host_memory.host_pool import HostPlace
+from lightning_mist.runtime.host_memory import CopyStreams, HostPlace
 from lightning_mist.strategy.training.engine import Engine
 from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy, SearchSpace
-from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
+from lightning_mist.runtime.recording import StorageMeter, state_tensors
 from lightning_mist.strategy import strategy
 from lightning_mist.strategy.planning import planning_state as planner
 from lightning_mist.strategy.planning import trial_step as trials

@@ -27,7 +27,7 @@ from lightning_mist.runtime.cutting.rules import (
     tolerance_of,
 )
 from lightning_mist.runtime.cutting.tape import Values, first_slice, made_by, name_of, rebuilt, takes_all, tensors_in
-from lightning_mist.runtime.shared_patch import ACTIVE, quiet_in_blocks
+from lightning_mist.runtime.process_state import ACTIVE, quiet_in_blocks
 from lightning_mist.tensors import batch_tensors
 
 SUSPICIOUS = frozenset(

@@ -65,7 +65,7 @@ from lightning_mist.runtime.cutting.tape import (
     run_entry,
     takes_all,
 )
-from lightning_mist.runtime.random_state import get_random_state, set_random_state
+from lightning_mist.runtime.process_state import get_random_state, set_random_state
 from lightning_mist.tensors import batch_rows, batch_tensors, gradients_aside, slice_rows
 
 MOST_ROWS = 5

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_mist.attributes import replaced
 from lightning_mist.plan.calls import intercepted, occurrence, user_line, without_caches
-from lightning_mist.runtime.random_state import get_random_state
+from lightning_mist.runtime.process_state import get_random_state
 from lightning_mist.tensors import batch_tensors
 
 # Python numbers that remember which tensors they were read from, so that they can be worked out for other batches.

@@ -2,5 +2,4 @@
 
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
-from lightning_mist.runtime.offload.optimizer_state import OffloadedState, offload_optimizer_state
-from lightning_mist.runtime.offload.unit_steps import behind_closure
+from lightning_mist.runtime.offload.optimizer_state import OffloadedState, behind_closure, offload_optimizer_state

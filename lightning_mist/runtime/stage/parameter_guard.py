@@ -31,7 +31,7 @@ from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.calls import leaves_of, user_line
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
-from lightning_mist.runtime.shared_patch import SharedPatch
+from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.tensors import is_hollow
 
 _READS = frozenset(

@@ -41,8 +41,7 @@ from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.module_map import LiveTensor
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.gradients import WeightGradients
-from lightning_mist.runtime.random_state import get_random_state, set_random_state
-from lightning_mist.runtime.shared_patch import SharedPatch, inside_block
+from lightning_mist.runtime.process_state import SharedPatch, get_random_state, inside_block, set_random_state
 from lightning_mist.runtime.stage.skipped_blocks import FakeParameters, SkippedBlocks, free_parameters
 from lightning_mist.runtime.stage.stage_split import (
     StageSplit,

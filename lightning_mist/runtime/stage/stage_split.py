@@ -20,7 +20,7 @@ from lightning_mist.plan.messages import Side
 from lightning_mist.recomputation import OwnFunction, selective_contexts
 from lightning_mist.runtime.communication import Transport
 from lightning_mist.runtime.parameters import no_kept_casts
-from lightning_mist.runtime.shared_patch import SharedPatch
+from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.tensor_parallel import (
     SplitContext,
     SplitTensor,

@@ -21,10 +21,10 @@ from lightning_mist.errors import InfeasibleError, PlanError, TraceError
 from lightning_mist.model import map_module
 from lightning_mist.plan import Exclusion
 from lightning_mist.plan.module_map import exclusions_of
+from lightning_mist.runtime.batch_run import is_whole
 from lightning_mist.runtime.communication import Microbatch, Work, complete
-from lightning_mist.runtime.forward_pass import is_whole
 from lightning_mist.runtime.parameters import works
-from lightning_mist.runtime.random_state import get_random_state
+from lightning_mist.runtime.process_state import get_random_state
 from lightning_mist.strategy.fabric.users_loop import (
     Arrival,
     Call,

@@ -29,7 +29,7 @@ from lightning_mist.model.user_code import Generators, Reach, Surroundings, is_u
 from lightning_mist.plan import Feature, ModuleMap, Plan
 from lightning_mist.plan.module_map import OFFLOADS, Reasons, exclusions_of
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
-from lightning_mist.runtime.shared_patch import SharedPatch
+from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
 from lightning_mist.strategy.planning.division_proofs import degrees_of
 from lightning_mist.strategy.ranks import any_reason, everywhere, of_all_ranks

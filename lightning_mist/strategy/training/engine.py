@@ -39,7 +39,7 @@ from lightning_mist.runtime.parameters import (
     parts_of,
     works,
 )
-from lightning_mist.runtime.random_state import get_random_state, set_random_state
+from lightning_mist.runtime.process_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import make_stages
 from lightning_mist.schedule import check, lower
 from lightning_mist.strategy.empty_parameters import leave_on_rank_zero

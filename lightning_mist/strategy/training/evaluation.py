@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lightning_mist.devices import to_device
 from lightning_mist.plan import ModuleMap, of_whole_batches, replica_of, replica_ranks
+from lightning_mist.runtime.batch_run import ForwardPass
 from lightning_mist.runtime.communication import Microbatch, complete, told
-from lightning_mist.runtime.forward_pass import ForwardPass
 from lightning_mist.runtime.parameters import present_meanwhile, works
-from lightning_mist.runtime.random_state import get_random_state, set_random_state
+from lightning_mist.runtime.process_state import get_random_state, set_random_state
 from lightning_mist.strategy.training.batch_exchange import BatchExchange, digest_of
 from lightning_mist.strategy.training.engine import Engine
 from lightning_mist.strategy.training.log_records import Record, recorded_logs, replay

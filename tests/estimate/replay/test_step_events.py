@@ -6,7 +6,7 @@ import torch
 
 from lightning_mist.estimate.replay.rank_replay import replay_rank
 from lightning_mist.model import describe_optimizer
-from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.recording import StorageMeter
 from tests.cost.events import with_events
 from tests.integration.parity import make_plan
 from tests.specs import spec

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_mist.errors import TraceError
 from lightning_mist.model import describe_optimizer
 from lightning_mist.optimizers import tensors_within
-from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
+from lightning_mist.runtime.recording import StorageMeter, state_tensors
 from tests import own_optimizers as own
 
 SHAPES = [(32, 48), (48,), (64, 64), (64,)]

@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_mist.errors import PlanError, ScheduleError
 from lightning_mist.plan.mesh import make_mesh
-from lightning_mist.runtime.gradients.unit_gradients import UnitGradients
+from lightning_mist.runtime.gradients.reducer import UnitGradients
 from lightning_mist.schedule.stage_units import ShardUnit
 from tests.integration.parity import make_plan
 from tests.memory_transport import InMemoryWorld, drive

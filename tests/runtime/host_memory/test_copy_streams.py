@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lightning_mist.devices import ops_of
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
-from lightning_mist.runtime.host_memory.host_pool import HostPool
+from lightning_mist.runtime.host_memory import CopyStreams, HostPool
 from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 

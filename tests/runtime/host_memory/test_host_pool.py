@@ -7,9 +7,8 @@ import torch
 
 from lightning_mist.devices import HostOps
 from lightning_mist.errors import PlanError
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
-from lightning_mist.runtime.host_memory.host_pool import ALIGNMENT_BYTES, HostPool, is_host
-from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.host_memory import ALIGNMENT_BYTES, CopyStreams, HostPool, is_host
+from lightning_mist.runtime.recording import StorageMeter
 
 
 def test_views_have_the_forms_of_others_and_begin_at_aligned_places():

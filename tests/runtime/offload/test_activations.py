@@ -9,10 +9,9 @@ from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
-from lightning_mist.runtime.host_memory.host_pool import HostPool
+from lightning_mist.runtime.host_memory import CopyStreams, HostPool
 from lightning_mist.runtime.offload.activations import OffloadedActivations
-from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.recording import StorageMeter
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.offload_actions import with_activations
 from tests.devices.happens_before import HappensBefore

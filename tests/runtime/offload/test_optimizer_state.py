@@ -10,10 +10,9 @@ from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
 from lightning_mist.leaves import plain_leaves
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams, DeviceBuffers
-from lightning_mist.runtime.host_memory.host_pool import HostPool, is_host
+from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, is_host
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
-from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.recording import StorageMeter
 from lightning_mist.schedule.offload_actions import update_actions
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES

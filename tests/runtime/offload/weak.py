@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_mist.runtime.host_memory.copy_streams import CopyStreams
+from lightning_mist.runtime.host_memory import CopyStreams
 
 
 class _Weak:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_mist.errors import TraceError
-from lightning_mist.runtime.recording.meter import StorageMeter
+from lightning_mist.runtime.recording import StorageMeter
 from lightning_mist.runtime.stage.unit_runner import UnitRunner
 from lightning_mist.schedule import Action
 from lightning_mist.schedule.action import HEAD

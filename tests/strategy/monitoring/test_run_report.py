@@ -6,7 +6,7 @@ from rich.console import Console
 
 from lightning_mist.cost import predict
 from lightning_mist.plan import StepRates
-from lightning_mist.runtime.recording.action_recorder import Recorded
+from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action
 from lightning_mist.strategy.monitoring.run_report import (
     Measured,

@@ -1,9 +1,33 @@
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from lightning_mist.runtime.random_state import get_random_state, seed_random, set_random_state
+from lightning_mist.runtime.process_state import SharedPatch, get_random_state, seed_random, set_random_state
+
+
+def test_the_first_makes_the_change_and_the_last_undoes_it_in_any_order():
+    log = []
+
+    @contextmanager
+    def change():
+        log.append("made")
+        yield
+        log.append("undone")
+
+    patch = SharedPatch(change)
+    first, second = patch, patch
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert log == ["made"]
+    second.__exit__(None, None, None)
+    assert log == ["made", "undone"]
+    with patch, patch:
+        pass
+    assert log == ["made", "undone"] * 2
+
 
 CPU = torch.device("cpu")
 
