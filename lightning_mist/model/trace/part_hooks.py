@@ -6,22 +6,249 @@ Without blocks the head is the whole step.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts import is_compiled_block
 from lightning_mist.model.fakes import intercepted
-from lightning_mist.model.trace.rank_step import Dims, RankView, dims_of, parts_of
-from lightning_mist.model.trace.twins import Answer, imitate, record_answer
+from lightning_mist.plan import ModuleMap, SequenceSplit, TensorSplit
 from lightning_mist.plan.calls import without_caches
 from lightning_mist.recomputation import OwnFunction, selective_contexts, users_checkpoints
+from lightning_mist.tensor_parallel import (
+    CountingGroup,
+    SplitContext,
+    SplitTensor,
+    enter_sequence,
+    from_local_sequence,
+    present,
+)
+
+# Blocks that answer for other blocks: the shapes of a twin that did run, without its work.
+#
+# A step of 48 equal blocks is counted or timed by running one of them and letting the others imitate it: they hand on
+# activations and gradients of the right shapes and keep their inputs alive as a real block does.
+
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """An output leaf that is the ``index``-th argument leaf itself."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An output leaf that the block made: its layout, and the value it had where one is wanted."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    value: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a block returned, leaf by leaf, and its structure."""
+
+    leaves: tuple[_Passed | _Made | Any, ...]
+    structure: TreeSpec
+
+
+def record_answer(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, keep_values: bool) -> Answer | None:
+    """Describe a block's output so that a twin can imitate it; ``None`` if it holds what cannot be described."""
+    inputs = {id(x): i for i, x in enumerate(tree_flatten((args, kwargs))[0]) if isinstance(x, torch.Tensor)}
+    flat, structure = tree_flatten(output)
+    leaves: list[_Passed | _Made | Any] = []
+    for leaf in flat:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in inputs:
+                leaves.append(_Passed(inputs[id(leaf)]))
+                continue
+            layout = (tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad)
+            leaves.append(_Made(*layout, leaf.detach() if keep_values else None))
+        elif isinstance(leaf, _PLAIN):
+            leaves.append(leaf)
+        else:
+            return None
+    return Answer(tuple(leaves), structure)
+
+
+class _Imitation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> Any:
+        # Activations stay alive as in a real block, whose first operator saves them; other inputs need not. Not by
+        # save_for_backward: it would refuse inputs that are changed in place later, which the block may well allow.
+        ctx.inputs = tuple(t if n else None for t, n in zip(inputs, ctx.needs_input_grad[1:], strict=True))
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        incoming = [g for g in gradients if g is not None and g.is_contiguous()]
+        inputs, ctx.inputs = ctx.inputs, None
+
+        def gradient(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None or isinstance(tensor, nn.Parameter):
+                return None
+            for index, candidate in enumerate(incoming):
+                if candidate.shape == tensor.shape and candidate.dtype == tensor.dtype:
+                    return incoming.pop(index)
+            return torch.zeros_like(tensor)
+
+        return (None, *map(gradient, inputs))
+
+
+def _make(leaf: _Made, mode: FakeTensorMode | None) -> torch.Tensor:
+    if leaf.value is not None:
+        # Not detach(): a view made inside a Function may not be changed in place by the user's code.
+        return leaf.value.data
+    with mode if mode is not None else nullcontext():
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+
+
+def imitate(
+    answer: Answer, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
+) -> Any:
+    """Answer for a block as its twin did; a parameter of the block stands for its share in the outputs' gradient."""
+    flat = tree_flatten((args, kwargs))[0]
+    tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+    flowing = [leaf for leaf in answer.leaves if isinstance(leaf, _Made) and leaf.requires_grad]
+    trained = next((p for p in block.parameters() if p.requires_grad), None)
+    anchors = tensors if trained is None else [*tensors, part_of(trained)]
+    make = partial(tuple, (_make(leaf, mode) for leaf in flowing))
+    outputs = iter(_Imitation.apply(make, *anchors) if flowing else ())  # type: ignore[no-untyped-call]
+
+    def leaf_value(leaf: Any) -> Any:
+        if isinstance(leaf, _Passed):
+            return flat[leaf.index]
+        if isinstance(leaf, _Made):
+            return next(outputs) if leaf.requires_grad else _make(leaf, mode)
+        return leaf
+
+    return tree_unflatten([leaf_value(leaf) for leaf in answer.leaves], answer.structure)
+
+
+def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | None) -> Any:
+    """Answer for a block with numbers that follow from its input, so that a loss and its gradients mean something."""
+    flat = tree_flatten((args, kwargs))[0]
+    source = flat[hidden] if hidden is not None else None
+
+    def leaf_value(leaf: Any) -> Any:
+        if isinstance(leaf, _Passed):
+            return flat[leaf.index]
+        if not isinstance(leaf, _Made):
+            return leaf
+        if leaf.value is None:
+            raise ValueError("an answer without values cannot be echoed: record it with keep_values=True")
+        if source is None or not leaf.value.is_floating_point():
+            return leaf.value
+        if leaf.shape == tuple(source.shape):
+            return source * 0.9
+        value = leaf.value.to(source.dtype)
+        return value + source.mean() if leaf.requires_grad else value
+
+    return tree_unflatten([leaf_value(leaf) for leaf in answer.leaves], answer.structure)
+
+
+# A step as one tensor-parallel rank runs it, without the others: split parameters, and blocks that exchange nothing.
+#
+# Collectives answer with tensors of the right shape and are written down; on fake tensors that is all that is needed.
+
+
+Dims = tuple[int | None, ...]
+"""For every leaf of a value the dimension that it is shared out along, if it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """How one rank sees the step; ``sequence`` says by position how hidden states enter in parts along the sequence."""
+
+    group: CountingGroup
+    context: SplitContext
+    sequence: Mapping[int, SequenceSplit]
+
+    @classmethod
+    def of(cls, split: TensorSplit, *, sequence_parallel: bool) -> "RankView":
+        """The view of rank 0 of a split."""
+        group = CountingGroup(split.degree)
+        entries = {item.position: item for item in split.sequence} if sequence_parallel else {}
+        return cls(group=group, context=SplitContext(group, sequence_parallel), sequence=entries)
+
+    def enter(
+        self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A block's arguments as it gets them."""
+        found = self.sequence.get(position)
+        return (args, kwargs) if found is None else enter_sequence(args, kwargs, found, self.context)
+
+    def show(self, value: Any, dims: Dims) -> Any:
+        """Parts as the whole tensors that :func:`dims_of` saw."""
+        leaves, structure = tree_flatten(value)
+        shown = [
+            leaf if dim is None else from_local_sequence(leaf, dim, self.context)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        return tree_unflatten(shown, structure)
+
+
+def part_of(value: Any) -> Any:
+    """A leaf's part, anything else as it is."""
+    return value.local if isinstance(value, SplitTensor) else value
+
+
+def parts_of(value: Any) -> Any:
+    """Nested containers in which every split tensor is replaced by this rank's part."""
+    return tree_map(part_of, value)
+
+
+def dims_of(value: Any) -> Dims:
+    """Along which dimension each leaf is shared out."""
+
+    def dim(leaf: SplitTensor) -> int:
+        return next((dim for dim in range(leaf.dim()) if leaf.shape[dim] != leaf.local.shape[dim]), 0)
+
+    return tuple(dim(leaf) if isinstance(leaf, SplitTensor) else None for leaf in tree_flatten(value)[0])
+
+
+def present_parts(
+    module: nn.Module,
+    substitutes: Sequence[nn.Parameter],
+    module_map: ModuleMap,
+    split: TensorSplit,
+    context: SplitContext,
+    mode: FakeTensorMode,
+) -> tuple[nn.Parameter, ...]:
+    """Put parts in the place of substitutes, inside :func:`~lightning_mist.model.fakes.isolate.isolated` only."""
+    canonical = {(owner, attribute): use.name for use in module_map.parameters for owner, attribute, _ in use.slots}
+    made: dict[int, tuple[nn.Parameter, Tensor]] = {}
+    for owner, item in module.named_modules(remove_duplicate=True):
+        for attribute, parameter in item._parameters.items():
+            if parameter is None:
+                continue
+            how = split.of(canonical.get((owner, attribute), ""))
+            if how is None:
+                continue
+            if id(parameter) not in made:
+                with mode:
+                    shape = how.local_shape(tuple(parameter.shape), split.degree)
+                    data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                part = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                made[id(parameter)] = (part, present(part, how, context))
+            item._parameters[attribute] = made[id(parameter)][1]
+    return tuple(made[id(item)][0] if id(item) in made else item for item in substitutes)
+
 
 InputSignature = tuple[object, ...]
 """Shape, strides, type and need of a gradient of every tensor that enters a block; plain values as they are."""

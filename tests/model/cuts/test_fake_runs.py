@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_mist.model.child_process import BUDGET
-from lightning_mist.model.cuts.fake_runs import run_twice
+from lightning_mist.model.cuts.recorder import run_twice
 
 BLOCKS = ("blocks.0", "blocks.1")
 

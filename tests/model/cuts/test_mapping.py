@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mist.model.cuts.mapping import map_module
+from lightning_mist.errors import TraceError
+from lightning_mist.model.cuts.mapping import (
+    compiled_exclusions,
+    container_of,
+    find_blocks,
+    find_exclusions,
+    map_module,
+    structure_problems,
+)
+from lightning_mist.model.cuts.recorder import Record, run_twice
 from lightning_mist.tensors import slice_rows
 from tests import zoo
 
@@ -308,3 +317,220 @@ def test_what_is_written_into_weights_and_what_one_run_leaves_out(way, writes):
 
 def test_of_a_step_that_cannot_be_traced_nobody_knows_what_it_writes():
     assert mapped("broken")[1].writes == "maybe"
+
+
+@pytest.mark.parametrize(
+    ("name", "container", "count"),
+    [
+        ("gpt2", "model.transformer.h", 4),
+        ("llama", "model.model.layers", 4),
+        ("bert", "model.bert.encoder.layer", 4),
+        ("mixtral", "model.model.layers", 4),
+        ("nano", "transformer.h", 4),
+        ("encoder", "encoder.layers", 4),
+        ("uneven", "blocks", 4),
+        ("batch_norm", "net", 4),
+    ],
+)
+def test_one_container(name, container, count):
+    module, _ = zoo.make(name)
+    blocks = find_blocks(module)
+    assert len(blocks) == count
+    assert {container_of(block) for block in blocks} == {container}
+
+
+def test_encoder_and_decoder():
+    containers = {container_of(block) for block in find_blocks(zoo.make("t5")[0])}
+    assert containers == {"model.encoder.block", "model.decoder.block"}
+
+
+def test_stages_of_different_width_hold_the_blocks():
+    blocks = find_blocks(zoo.make("swin")[0])
+    assert len(blocks) == 4
+    assert len({container_of(block) for block in blocks}) == 2
+
+
+def test_a_shared_block_is_named_once():
+    block = zoo.small_block()
+    assert find_blocks(nn.ModuleList([block, zoo.small_block(), block])) == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+        nn.ModuleList([zoo.small_block()]),
+        nn.ModuleList([nn.ReLU(), nn.ReLU()]),
+    ],
+    ids=["layer", "perceptron", "one child", "no parameters"],
+)
+def test_no_blocks(module):
+    assert find_blocks(module) == ()
+
+
+def test_blocks_by_name():
+    module, _ = zoo.make("t5")
+    decoder = tuple(f"model.decoder.block.{i}" for i in range(3))
+    assert find_blocks(module, "model.decoder.block") == decoder
+    assert find_blocks(module, "model.decoder.block.*") == decoder
+    assert len(find_blocks(module, "T5Block")) == 6
+    assert find_blocks(module, "model.decoder.block.0, model.decoder.block.2") == decoder[::2]
+
+
+def test_names_that_lead_nowhere():
+    module, _ = zoo.make("nano")
+    with pytest.raises(TraceError, match=r"blocks='transformer\.layers': 'transformer\.layers' names no module"):
+        find_blocks(module, "transformer.layers")
+    with pytest.raises(TraceError, match=r"transformer\.h\.0\.attn lies inside transformer\.h\.0"):
+        find_blocks(module, "transformer.h, Attention")
+
+
+A, B, C = "blocks.0", "blocks.1", "blocks.2"
+
+
+def problems(*records, candidates=(A, B, C)):
+    return structure_problems(records, candidates)
+
+
+def test_blocks_that_run_once_each_in_one_order_are_no_problem():
+    assert problems(Record(order=[A, B, C]), Record(order=[A, B, C])) == ()
+    assert problems(Record(order=[C, A, B]), Record(order=[C, A, B])) == ()
+
+
+def test_a_container_that_does_not_run_is_no_problem():
+    assert problems(Record(order=[A, B]), Record(order=[A, B]), candidates=(A, B, "spare.0", "spare.1")) == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ({"repeated": {B: "net.py:3"}}, {}, r"block blocks\.1 is called more than once .* \(again from net\.py:3\)"),
+        ({}, {"order": [A, B], "nested": {C: A}}, r"block blocks\.2 runs inside block blocks\.0"),
+        ({}, {"order": [A, B]}, r"block blocks\.2 is not called in every run"),
+        ({}, {"order": [A]}, r"block blocks\.1 and 1 other are not called in every run"),
+        ({"order": []}, {}, r"block blocks\.0 and 2 others are not called in every run"),
+        ({}, {"order": [A, C, B]}, "the blocks run in another order from step to step"),
+    ],
+)
+def test_what_stands_against_stages(first, second, reason):
+    (found,) = problems(*(Record(**{"order": [A, B, C], **record}) for record in (first, second)))
+    assert re.match(reason, found)
+
+
+def test_one_problem_in_both_runs_is_said_once():
+    record = Record(order=[A, B, C], repeated={A: "net.py:3"})
+    assert len(problems(record, record)) == 1
+
+
+def exclusions(name):
+    module, make_batch = zoo.make(name)
+    batch = make_batch(4)
+    blocks = find_blocks(module, None)
+    runs = run_twice(module, zoo.step(module), (batch, slice_rows(batch, 0, 3)), blocks)
+    return find_exclusions(module, runs, frozenset(runs.records[0].order))
+
+
+def test_a_plain_module_excludes_nothing():
+    assert exclusions("plain") == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "features"),
+    [
+        ("counter", "changes the attribute seen of the module", {"pipeline", "microbatches", "tensor"}),
+        ("batch_norm", "changes buffer .* of a BatchNorm2d", {"pipeline", "microbatches", "checkpointing", "tensor"}),
+        ("closure", "reads a tensor that is not one of its arguments", {"checkpointing"}),
+        ("batch_write", "writes into the tensors of its batch", {"pipeline"}),
+        (
+            "parameter_write",
+            "writes into parameter",
+            {"pipeline", "microbatches", "checkpointing", "tensor", "context", "shards", "sharded_parameters"},
+        ),
+        ("metric", "updates the metric", {"pipeline", "tensor"}),
+        ("random_drop", "draws from Python's random", {"pipeline", "tensor"}),
+        ("stray", "through a reference outside its module", {"pipeline", "tensor", "shards"}),
+    ],
+)
+def test_a_hazard_excludes_the_features_that_it_would_break(name, reason, features):
+    assert {item.feature for item in exclusions(name) if re.search(reason, item.reason)} == features
+
+
+def test_a_reason_is_said_once_for_each_feature():
+    found = [(item.feature, item.reason) for item in exclusions("batch_norm")]
+    assert len(found) == len(set(found))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def inside():
+    net = Net()
+    net.inner[0] = torch.compile(net.inner[0], backend="eager")
+    return net
+
+
+def in_place():
+    net = Net()
+    net.inner.compile(backend="eager")
+    return net
+
+
+def bound():
+    net = Net()
+    net.forward = torch.compile(net.forward, backend="eager")
+    return net
+
+
+def marked():
+    net = Net()
+    net._compiler_ctx = {"compiler": "dynamo"}
+    return net
+
+
+class Method(Net):
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return super().forward(x)
+
+
+@torch.compile(backend="eager")
+def double(x):
+    return 2 * x
+
+
+class Calls(Net):
+    def forward(self, x):
+        return double(super().forward(x))
+
+
+EVERYWHERE = ["pipeline", "tensor", "sequence"]
+INSIDE = ["microbatches", "sharded_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "features"),
+    [
+        (inside, "inner.0", EVERYWHERE + INSIDE),
+        (in_place, "inner", EVERYWHERE),
+        (bound, "the module.forward", EVERYWHERE + INSIDE),
+        (marked, "the module", EVERYWHERE),
+        (lambda: torch.compile(Net(), backend="eager"), "the module", EVERYWHERE),
+        (Method, "Method.forward", EVERYWHERE + INSIDE),
+        (Calls, "double, which Calls.forward calls,", EVERYWHERE + INSIDE),
+    ],
+)
+def test_what_is_compiled_is_named(make, place, features):
+    found = compiled_exclusions(make(), ("inner.0", "inner.1"))
+    assert [item.feature for item in found] == features
+    assert found[0].reason.startswith(f"{place} is compiled by torch.compile")
+
+
+def test_what_is_not_rules_out_nothing():
+    assert compiled_exclusions(Net()) == ()

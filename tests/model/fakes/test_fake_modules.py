@@ -28,7 +28,7 @@ from lightning_mist.model.fakes.fake_modules import (
     thin,
 )
 from lightning_mist.model.spec.polynomial import BILINEAR, CONSTANT, QUADRATIC
-from lightning_mist.model.trace.sizes import bases, sized
+from lightning_mist.model.trace.tracing import bases, sized
 from lightning_mist.tensors import batch_rows, batch_tensors
 from lightning_mist.without_values import become
 

@@ -1,9 +1,24 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_mist.errors import TraceError
-from lightning_mist.model.trace.part_hooks import Walk, loss_of
+from lightning_mist.model.fakes.isolate import intercepted
+from lightning_mist.model.trace.part_hooks import (
+    RankView,
+    Walk,
+    dims_of,
+    imitate,
+    loss_of,
+    parts_of,
+    present_parts,
+    record_answer,
+)
+from lightning_mist.plan import ModuleMap, ParameterSplit, ParameterUse, SequenceSplit, TensorSplit
+from lightning_mist.tensor_parallel import SplitTensor
 
 
 class Opaque(nn.Module):
@@ -104,3 +119,138 @@ def test_a_step_without_a_loss_is_refused(value):
 def test_a_loss_without_a_gradient_is_refused():
     with pytest.raises(TraceError, match="does not depend on any trained parameter"):
         loss_of({"loss": torch.ones(())})
+
+
+class Pair(nn.Module):
+    """Hands on its input, something made from it, a number, and a tensor that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, scale: int = 2) -> dict[str, Any]:
+        return {"same": x, "made": self.linear(x) * scale, "count": scale, "index": x.detach().argmax(-1)}
+
+
+def test_an_imitation_has_the_structure_shapes_and_gradients_of_the_twin() -> None:
+    block, x = Pair(), torch.randn(3, 4, requires_grad=True)
+    output = block(x)
+    answer = record_answer((x,), {}, output, keep_values=True)
+    assert answer is not None
+    other = torch.randn(3, 4, requires_grad=True)
+    twin = imitate(answer, Pair(), (other,), {}, None)
+    assert twin["same"] is other
+    assert twin["count"] == 2
+    assert torch.equal(twin["made"], output["made"])
+    assert torch.equal(twin["index"], output["index"])
+    assert (twin["made"].requires_grad, twin["index"].requires_grad) == (True, False)
+    twin["made"].sum().backward()
+    assert other.grad is not None
+    assert other.grad.shape == other.shape
+    assert x.grad is None
+
+
+def test_a_gradient_of_the_input_s_shape_is_handed_through() -> None:
+    block, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    answer = record_answer((x,), {}, block(x), keep_values=True)
+    assert answer is not None
+    y = imitate(answer, block, (x,), {}, None)
+    y.backward(torch.full((3, 4), 7.0))
+    assert torch.equal(x.grad, torch.full((3, 4), 7.0))
+    assert block.weight.grad is None
+
+
+def test_outputs_need_a_gradient_even_if_only_the_block_s_parameters_do() -> None:
+    block, x = nn.Linear(4, 4), torch.randn(3, 4)
+    answer = record_answer((x,), {}, block(x), keep_values=True)
+    assert answer is not None
+    y = imitate(answer, block, (x,), {}, None)
+    assert y.requires_grad
+    y.sum().backward()
+    assert block.weight.grad is None
+
+
+def test_on_fakes_only_the_layout_is_kept() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        block, x = nn.Linear(4, 6), torch.randn(3, 4, requires_grad=True)
+        output = block(x).t()
+    answer = record_answer((x,), {}, output, keep_values=False)
+    assert answer is not None
+    twin = imitate(answer, block, (x,), {}, mode)
+    assert (twin.shape, twin.stride(), twin.dtype) == (output.shape, output.stride(), output.dtype)
+    assert twin.untyped_storage()._cdata != output.untyped_storage()._cdata
+
+
+def test_the_user_may_change_what_an_imitation_returns_in_place() -> None:
+    block, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    answer = record_answer((x,), {}, block(x), keep_values=True)
+    assert answer is not None
+    h = imitate(answer, block, (x * 1,), {}, None)
+    h += 1
+    h.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("thing", [object(), {1, 2}, lambda: None])
+def test_what_cannot_be_described_is_not_imitated(thing: Any) -> None:
+    assert record_answer((), {}, [torch.ones(2), thing], keep_values=False) is None
+
+
+def test_blocks_are_intercepted_and_let_go() -> None:
+    blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    own = blocks[1].forward
+    blocks[1].__dict__["forward"] = own
+    seen = []
+
+    def handler(position: int, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen.append(position)
+        return original(*args, **kwargs)
+
+    x = torch.ones(1, 2)
+    plain = blocks[1](blocks[0](x))
+    with intercepted(blocks, handler):
+        assert torch.equal(blocks[1](blocks[0](x)), plain)
+    assert seen == [0, 1]
+    assert "forward" not in vars(blocks[0])
+    assert blocks[1].__dict__["forward"] is own
+
+
+ROWS = ParameterSplit(name="0.weight", dim=0, factors=((6, True),))
+SPLIT = TensorSplit(degree=2, parameters=(ROWS,), sequence=(SequenceSplit(position=1, leaf=0, dim=1),))
+
+
+def test_hidden_states_enter_only_the_blocks_that_are_said_to_take_parts():
+    view = RankView.of(SPLIT, sequence_parallel=True)
+    hidden = torch.ones(2, 8, 4)
+    (entered,), _ = view.enter(1, (hidden,), {})
+    assert isinstance(entered, SplitTensor)
+    assert entered.shape == hidden.shape
+    assert view.enter(0, (hidden,), {})[0][0] is hidden
+    assert RankView.of(SPLIT, sequence_parallel=False).enter(1, (hidden,), {})[0][0] is hidden
+    value = {"a": [entered, 3], "b": hidden}
+    assert dims_of(value) == (1, None, None)
+    parts = parts_of(value)
+    assert parts["a"][0].shape == (2, 4, 4)
+    shown = view.show(parts, dims_of(value))
+    assert shown["a"][0].shape == hidden.shape
+    assert shown["b"] is hidden
+
+
+def test_parts_stand_in_for_parameters_that_are_shared_out():
+    module, mode = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 2, bias=False)), FakeTensorMode()
+    uses = tuple(
+        ParameterUse(name=f"{i}.weight", slots=((str(i), "weight", (0,)),), shape=shape, dtype="float32",
+                     requires_grad=True)
+        for i, shape in enumerate([(6, 4), (2, 6)])
+    )  # fmt: skip
+    found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=uses)
+    stand_ins = dict(module.named_parameters())
+    view = RankView.of(SPLIT, sequence_parallel=False)
+    part, whole = present_parts(module, tuple(stand_ins.values()), found, SPLIT, view.context, mode)
+    assert isinstance(part.data, FakeTensor)
+    assert part.shape == (3, 4)
+    assert whole is stand_ins["1.weight"]
+    assert isinstance(module[0].weight, SplitTensor)
+    assert module[0].weight.shape == (6, 4)
+    assert module[1].weight is whole

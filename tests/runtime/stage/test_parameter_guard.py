@@ -170,7 +170,7 @@ def test_a_notice_may_refuse(group):
     def refuse(kind, what):
         raise ValueError(what)
 
-    with pytest.raises(ValueError, match=r"barrier at .*test_processes"), watched_processes(refuse):
+    with pytest.raises(ValueError, match=r"barrier at .*test_parameter_guard"), watched_processes(refuse):
         dist.barrier()
     dist.barrier()
 
