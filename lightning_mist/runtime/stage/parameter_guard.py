@@ -211,8 +211,8 @@ _guarded_backward = SharedPatch(lambda: seen_backward(_refuse_in_step))
 #
 # Ranks that share a batch, or cut it, run a step at other times and more or less often than each other: what the step
 # says to other processes would be answered by the wrong ones, or never. ``torch.distributed`` has no hook for this. All
-# its collectives, and its ``get_rank``, ask one function of its module whether this process is in the group; that one is
-# replaced while somebody watches.
+# its collectives, and its ``get_rank``, ask one function of its module whether this process is in the group; that one
+# is replaced while somebody watches.
 
 
 Talk = Literal["collective", "rank"]
