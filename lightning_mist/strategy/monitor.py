@@ -20,10 +20,12 @@ from torch import nn
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import ZeroStage, step_rates
 from lightning_mist.runtime.recording import Recorder, meter_memory, state_tensors
-from lightning_mist.strategy.monitoring import (
+from lightning_mist.strategy.planning import Decision
+from lightning_mist.strategy.profile_corrections import Learner
+from lightning_mist.strategy.ranks import Progress
+from lightning_mist.strategy.run_report import (
     CLOSURE,
     STEP,
-    Learner,
     Measured,
     RunReport,
     StageReport,
@@ -33,8 +35,6 @@ from lightning_mist.strategy.monitoring import (
     predicted_times,
     step_times,
 )
-from lightning_mist.strategy.planning import Decision
-from lightning_mist.strategy.ranks import Progress
 from lightning_mist.tensors import batch_signature
 
 _METERED_STEP = 1

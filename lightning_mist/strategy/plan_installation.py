@@ -20,9 +20,9 @@ from lightning_mist.runtime.stage import no_caches
 from lightning_mist.strategy.given_arguments import Namespace, check_arguments
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.monitoring import RunReport
 from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
 from lightning_mist.strategy.ranks import Progress
+from lightning_mist.strategy.run_report import RunReport
 from lightning_mist.strategy.training import (
     EndsTogether,
     Engine,

@@ -21,7 +21,6 @@ from lightning_mist.strategy.checkpoints import Checkpoints
 from lightning_mist.strategy.empty_parameters import check_master_weights, take_masters
 from lightning_mist.strategy.given_arguments import Namespace
 from lightning_mist.strategy.memory_retry import FirstSteps
-from lightning_mist.strategy.monitoring import FORWARD
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
 from lightning_mist.strategy.planning import (
@@ -34,6 +33,7 @@ from lightning_mist.strategy.planning import (
     write_plan,
 )
 from lightning_mist.strategy.ranks import ActingRank
+from lightning_mist.strategy.run_report import FORWARD
 from lightning_mist.strategy.training import (
     EndsTogether,
     ManualEngine,

@@ -11,8 +11,8 @@ from lightning_mist.estimate import Interval, MemoryEstimate, StageEstimate
 from lightning_mist.hardware import Correction
 from lightning_mist.plan import ModuleMap, Predicted, PredictedStage
 from lightning_mist.strategy.monitor import Monitor
-from lightning_mist.strategy.monitoring.run_report import StageTimes
 from lightning_mist.strategy.planning.decision import Decision
+from lightning_mist.strategy.run_report import StageTimes
 from lightning_mist.tensors import batch_signature
 from tests.plans import plan_of
 

@@ -37,7 +37,7 @@ from lightning_mist.strategy.ranks import on_rank_zero
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
-    from lightning_mist.strategy.monitoring import Basis
+    from lightning_mist.strategy.profile_corrections import Basis
 
 
 def searched_with(search: SearchSpace | None, data_parallel_size: int | None) -> SearchSpace:

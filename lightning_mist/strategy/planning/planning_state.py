@@ -33,7 +33,6 @@ from lightning_mist.model.trace import step_bytes
 from lightning_mist.plan import Exclusion, Feature, Fingerprint, ModuleMap, Plan, fingerprint_of, from_json, to_json
 from lightning_mist.plan.module_map import exclusions_of
 from lightning_mist.runtime.cutting import CutRules
-from lightning_mist.strategy.monitoring import Basis, with_corrections
 from lightning_mist.strategy.planning.decision import (
     PlanRequest,
     cache_key,
@@ -59,6 +58,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     with_whole_blocks,
 )
 from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, timed_apart, tried
+from lightning_mist.strategy.profile_corrections import Basis, with_corrections
 from lightning_mist.strategy.ranks import Progress, everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import take_apart
 from lightning_mist.strategy.user_code import user_exclusions

@@ -15,14 +15,14 @@ from lightning_mist.hardware import (
     load_corrections,
     save_corrections,
 )
-from lightning_mist.strategy.monitoring.profile_corrections import (
+from lightning_mist.strategy.profile_corrections import (
     LEAST_STEPS,
     Basis,
     Learner,
     observe,
     with_corrections,
 )
-from lightning_mist.strategy.monitoring.run_report import Measured, predicted_times
+from lightning_mist.strategy.run_report import Measured, predicted_times
 from lightning_mist.tuner import SearchSpace
 from tests.cost.memory.test_memory_model import make_plan
 from tests.explain.test_fitting import needing

@@ -27,7 +27,7 @@ from lightning_mist.hardware import (
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Feature, Plan, Predicted, SearchSpace
 from lightning_mist.runtime.support import executed_offload
-from lightning_mist.strategy.monitoring.run_report import Measured
+from lightning_mist.strategy.run_report import Measured
 from lightning_mist.tuner import Planner, TuneResult
 
 LEAST_CHANGE = 0.05

@@ -8,7 +8,7 @@ from lightning_mist.cost import predict
 from lightning_mist.plan import StepRates
 from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action
-from lightning_mist.strategy.monitoring.run_report import (
+from lightning_mist.strategy.run_report import (
     Measured,
     RunReport,
     StageReport,
