@@ -10,7 +10,7 @@ from torch import nn
 from lightning_mist.devices import read
 from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import isolated
-from lightning_mist.plan import Exclusion, ModuleMap, Plan, TensorSplit, row_slice
+from lightning_mist.plan import ModuleMap, Plan, row_slice
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
@@ -82,15 +82,6 @@ def agree(mine: CutRules | str) -> CutRules | str:
     return replace(mine, results=ways, slices=slices)
 
 
-_Ways = tuple[tuple[TensorSplit, ...], tuple[tuple[int, str], ...]]
-"""Splits, and degrees that were tried in vain."""
-
-_Told = tuple[_Ways, _Ways, tuple[Exclusion, ...], tuple[tuple[int | None, ...], ...], bool]
-"""How layers and how rows are shared, exclusions, the sequence dimension of every tensor at every cut, and whether
-anything is dropped at random.
-"""
-
-
 def written_by(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> list[int]:
     """A number for each trained parameter's values behind a run of a step on real ones, which are put back."""
     every = list(module.parameters())
@@ -134,7 +125,7 @@ def with_splits(
     found: ModuleMap,
     degrees: tuple[Sequence[int], Sequence[int]],
     progress: Progress,
-    tried: Callable[[Callable[[], _Told]], _Told],
+    tried: Callable[[Callable[[], tuple[ModuleMap, bool]]], tuple[ModuleMap, bool]],
 ) -> ModuleMap:
     """The map with what rank 0 found out about splitting; the same on every rank, called on all at once.
 
@@ -149,7 +140,7 @@ def with_splits(
         if each:
             progress.say(f"finding out how {', '.join(map(str, each))} devices could share {what}")
 
-    def derive() -> _Told:
+    def derive() -> tuple[ModuleMap, bool]:
         steady = Steady(next(module.parameters()).device, without_dropout=False)
 
         def watched(item: Any) -> Any:
@@ -157,24 +148,23 @@ def with_splits(
                 return call(item)
 
         made = derive_splits(module, watched, batch, found, tensor)
-        made = derive_contexts(module, watched, batch, made, context)
-        more = made.exclusions[len(found.exclusions) :]
-        dims = tuple(tuple(live.sequence_dim for live in cut) for cut in made.cuts)
-        return (made.splits, made.unsplit), (made.contexts, made.uncontexts), more, dims, steady.is_dropping
+        return derive_contexts(module, watched, batch, made, context), steady.is_dropping
 
-    (splits, unsplit), (contexts, uncontexts), more, dims, drops = on_rank_zero(lambda: tried(derive))
-    # Everything else stays as this rank saw it: its batch may have other sizes than that of rank 0.
+    made, drops = on_rank_zero(lambda: tried(derive))
     cuts = tuple(
-        tuple(replace(live, sequence_dim=dim) for live, dim in zip(cut, of_cut, strict=True))
-        for cut, of_cut in zip(found.cuts, dims, strict=True)
+        tuple(replace(live, sequence_dim=its.sequence_dim) for live, its in zip(cut, of_cut, strict=True))
+        for cut, of_cut in zip(found.cuts, made.cuts, strict=True)
     )
+    return replace(with_ways(found, made), cuts=cuts, drops=found.drops or drops)
+
+
+def with_ways(found: ModuleMap, made: ModuleMap) -> ModuleMap:
+    """The map with the ways to share layers and rows that one rank found, whose batch may have other sizes."""
     return replace(
         found,
-        splits=splits,
-        unsplit=unsplit,
-        contexts=contexts,
-        uncontexts=uncontexts,
-        exclusions=(*found.exclusions, *more),
-        cuts=cuts,
-        drops=found.drops or drops,
+        splits=made.splits,
+        unsplit=made.unsplit,
+        contexts=made.contexts,
+        uncontexts=made.uncontexts,
+        exclusions=made.exclusions,
     )

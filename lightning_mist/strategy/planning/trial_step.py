@@ -31,7 +31,7 @@ from lightning_mist.plan.module_map import OFFLOADS, Reasons, exclusions_of
 from lightning_mist.recomputation import neutral_checkpointing, watched_checkpoints
 from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.runtime.stage import Talk, seen_backward, watched_processes
-from lightning_mist.strategy.planning.division_proofs import degrees_of
+from lightning_mist.strategy.planning.division_proofs import degrees_of, with_ways
 from lightning_mist.strategy.ranks import any_reason, everywhere, of_all_ranks
 from lightning_mist.strategy.training import MetricCall, MetricRecorder, named_metrics, recorded_logs, standing_in
 from lightning_mist.strategy.user_code import Survey, changed
@@ -460,11 +460,4 @@ def splits_of_evaluated(
 
     made = of_all_ranks(everywhere(lambda: derive() if dist.get_rank() == source else None))[source]
     assert made is not None
-    return replace(
-        found,
-        splits=made.splits,
-        unsplit=made.unsplit,
-        contexts=made.contexts,
-        uncontexts=made.uncontexts,
-        exclusions=made.exclusions,
-    )
+    return with_ways(found, made)
