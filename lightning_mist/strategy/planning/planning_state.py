@@ -20,7 +20,6 @@ from lightning_mist.model import (
     OptimizerRule,
     attach_seconds,
     describe_optimizer,
-    map_module,
     measured_sizes,
     time_layers,
     time_update,
@@ -182,12 +181,14 @@ class Planner:
         else:
             call, device = self.call, self.strategy.root_device
             call.batch, call.before = self.batch, None
-            found, told = tried(partial(call.learn, self._mapped), device, clock=call.clock)
+            mapped = partial(call.mapped, self.batch, blocks=self.request.blocks, may_repeat=not call.is_automatic)
+            look = partial(call.learn, mapped)
+            found, told = tried(look, device, clock=call.clock)
             if self.prepare is not None and found.writes == "maybe":
                 # It cannot be traced. It may use what hooks make, which are not run without need.
                 call.before = partial(self.prepare, self.batch)
                 try:
-                    found, told = tried(partial(call.learn, self._mapped), device, clock=call.clock)
+                    found, told = tried(look, device, clock=call.clock)
                 except TraceError:
                     call.before = None
             call.know(told)
@@ -208,12 +209,6 @@ class Planner:
             extra += user_exclusions(self.trainer, self.strategy.optimizers, master_weights=masters)
             extra += self.restrictions()
         return replace(found, exclusions=(*found.exclusions, *extra))
-
-    def _mapped(self) -> ModuleMap:
-        call, rows = self.call, batch_rows(self.batch)
-        smaller = slice_rows(self.batch, 0, rows - 1) if rows is not None and rows > 1 else None
-        made = partial(map_module, self.module, call, self.batch, second_batch=smaller, step=call.name)
-        return made(blocks=self.request.blocks, may_repeat=not call.is_automatic, kept=call.given)
 
     def with_writes(self, found: ModuleMap) -> ModuleMap:
         """The map, without sharding where the step writes other values into weights on each rank; all take part."""

@@ -183,9 +183,7 @@ class TriedStep:
         recorder = MetricRecorder(named_metrics(self._module), keep, has_loss=has_loss)
         with self._standing_in:
             try:
-                with recorder.recording():
-                    output = self._call(batch)
-                return recorder.finished(output)
+                return recorder.run(self._call, batch)
             finally:
                 self._told.metrics = self._told.metrics or recorder.refusal or ""
 
@@ -193,9 +191,15 @@ class TriedStep:
         """Inside, calls of metrics are kept until the next run, with what they are given."""
         return replaced(self, _keeps_calls=True, calls=[])
 
-    def given(self) -> list[Any]:
-        """What metrics were given in the last run."""
-        return [call.value for call in self.calls]
+    def mapped(self, batch: Any, **more: Any) -> ModuleMap:
+        """Where the module can be cut in this step; see :func:`map_module` for the rest."""
+
+        def given() -> list[Any]:
+            return [call.value for call in self.calls]  # what metrics were given in the last run
+
+        rows = batch_rows(batch)
+        smaller = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
+        return map_module(self._module, self, batch, second_batch=smaller, step=self.name, kept=given, **more)
 
     def learn(self, work: Callable[[], ModuleMap]) -> tuple[ModuleMap, _Told]:
         """Do work that runs the step, and tell what the runs did; nothing of it stays here."""
@@ -401,12 +405,9 @@ def look_at_step(
         call: Runs it on a batch.
     """
     step = TriedStep(trainer, module, call, name=name, records_metrics=True)
-    rows = batch_rows(batch)
-    smaller = slice_rows(batch, 0, rows - 1) if rows is not None and rows > 1 else None
 
     def look() -> EvaluatedStep:
-        made = partial(map_module, module, step, batch, second_batch=smaller, step=name)
-        found, told = step.learn(partial(made, kept=step.given))
+        found, told = step.learn(partial(step.mapped, batch))
         return EvaluatedStep(module_map=found, only_own=tuple(step.only_own(told)))
 
     try:
@@ -445,10 +446,7 @@ def splits_of_evaluated(
         metrics = named_metrics(module)
 
         def recorded(part: Any) -> Any:
-            recorder = MetricRecorder(metrics, lambda call: None, has_loss=False)
-            with recorder.recording():
-                output = call(part)
-            return recorder.finished(output)
+            return MetricRecorder(metrics, lambda _: None, has_loss=False).run(call, part)
 
         def look() -> ModuleMap:
             stands_in = standing_in(metrics.values())

@@ -304,6 +304,12 @@ class MetricRecorder:
             if self.refusal is not None:
                 self.refuse(self.refusal)
 
+    def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """What a step returns for a batch, whose calls of metrics are taken down; see :meth:`recording`."""
+        with self.recording():
+            output = step(batch)
+        return self.finished(output)
+
     def called(self, metric: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A method of a metric was called."""
         name = self._name_of(metric)
