@@ -34,7 +34,6 @@ from lightning_mist.strategy.fabric.users_loop import (
     UsersLoop,
     as_step_result,
     connected,
-    connected_output,
     form_of,
     from_step_result,
     loop_exclusions,
@@ -42,7 +41,6 @@ from lightning_mist.strategy.fabric.users_loop import (
 )
 from lightning_mist.strategy.plan_installation import HoldsPlan
 from lightning_mist.strategy.planning import (
-    Decision,
     PlannedStep,
     decide,
     optimizer_reason,
@@ -236,21 +234,18 @@ class LoopTraining(HoldsPlan, _Base):
             precision = str(getattr(self.precision, "precision", "32-true"))
             loop = UsersLoop(lightning_module=module, strategy=self, precision=precision)
             decision = decide(loop, self, self._request, step, plain=self._why_plain(planned, call))
-            self._install(planned, decision)
+            if decision.plan.is_plain:
+                # Without a trace DDP's own default counts.
+                self._find_unused(bool(decision.module_map.parameters) and decision.has_unused_parameters)
+            else:
+                engine = self._started_for(module, decision, self.optimizers[:1], kind=LoopEngine)
+                self._engine = cast("LoopEngine", engine)
+                engine.begin(None)
+                attach_engine(self.precision, engine)
             # Only the guard needs it; replanning is for a trainer's fit.
             self._decision = replace(decision, reach=None, replan=None)
         if decision.plan_path is not None:
             write_plan(decision.plan, decision.plan_path)
-
-    def _install(self, planned: PlannedModule, decision: Decision) -> None:
-        if decision.plan.is_plain:
-            # Without a trace DDP's own default counts.
-            self._find_unused(bool(decision.module_map.parameters) and decision.has_unused_parameters)
-            return
-        engine = self._started_for(planned.module, decision, self.optimizers[:1], kind=LoopEngine)
-        self._engine = cast("LoopEngine", engine)
-        engine.begin(None)
-        attach_engine(self.precision, engine)
 
     def run_module(self, planned: PlannedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a module that was set up."""
@@ -269,7 +264,7 @@ class LoopTraining(HoldsPlan, _Base):
             return parallel(*args, **kwargs)
         if not trains:
             output = planned.module(*args, **kwargs) if engine is None else self._evaluated(engine, args, kwargs)
-            return connected_output(output, Arrival(refusal=_NOT_TRAINED)) if torch.is_grad_enabled() else output
+            return connected(output, Arrival(refusal=_NOT_TRAINED)) if torch.is_grad_enabled() else output
         assert engine is not None
         call = Call.of(args, kwargs)
         if planned.redirects or has_gradient(call):
@@ -324,7 +319,7 @@ class LoopTraining(HoldsPlan, _Base):
         result, made = engine.run_batch(call, step, scale)
         arrival = self._arrival(partial(self._hand_over, made, scale))
         leaves = from_step_result(form, result.loss, result.extras)
-        return tree_unflatten(connected(leaves, form.differentiable, arrival), form.spec)
+        return connected(tree_unflatten(leaves, form.spec), arrival, form.differentiable)
 
     def _hand_over(self, made: Gradients, scale: float | Tensor, arrival: Arrival) -> None:
         engine, form = self._engine, self._form
@@ -370,8 +365,7 @@ class LoopTraining(HoldsPlan, _Base):
 
         engine.begin_batch(call, step)
         self._pending = arrival
-        flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in found]
-        return tree_unflatten(connected(found, flags, arrival), self._form.spec)
+        return connected(tree_unflatten(found, self._form.spec), arrival)
 
     def _go_on(self, arrival: Arrival) -> None:
         assert self._engine is not None

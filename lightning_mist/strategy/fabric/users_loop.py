@@ -233,22 +233,21 @@ class _Outputs(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
-def connected(leaves: Sequence[Any], differentiable: Sequence[bool], arrival: Arrival) -> list[Any]:
-    """The leaves of an output, those through which gradients can come telling an :class:`Arrival` of them."""
-    chosen = [index for index, is_one in enumerate(differentiable) if is_one]
+def connected(output: Any, arrival: Arrival, differentiable: Sequence[bool] | None = None) -> Any:
+    """An output of which all through which gradients can come tells an :class:`Arrival` of them.
+
+    Args:
+        differentiable: Of which leaves that is; by default of those that require a gradient.
+    """
+    leaves, spec = tree_flatten(output)
+    flags = differentiable or [is_a(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    chosen = [index for index, is_one in enumerate(flags) if is_one]
     if not chosen:
-        return list(leaves)
+        return output
     anchor = torch.zeros((), requires_grad=True, device=leaves[chosen[0]].device)
     values = _Outputs.apply(anchor, arrival, *(leaves[index].detach() for index in chosen))  # type: ignore[no-untyped-call]
     made = dict(zip(chosen, values, strict=True))
-    return [made.get(index, leaf) for index, leaf in enumerate(leaves)]
-
-
-def connected_output(output: Any, arrival: Arrival) -> Any:
-    """An output, whatever its form, as :func:`connected` has it."""
-    leaves, spec = tree_flatten(output)
-    flags = [is_a(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    return tree_unflatten(connected(leaves, flags, arrival), spec)
+    return tree_unflatten([made.get(index, leaf) for index, leaf in enumerate(leaves)], spec)
 
 
 class OutsideLoss(torch.autograd.Function):

@@ -16,7 +16,6 @@ from lightning_mist.strategy.fabric.users_loop import (
     OutsideLoss,
     as_step_result,
     connected,
-    connected_output,
     form_of,
     from_step_result,
     loop_exclusions,
@@ -240,7 +239,7 @@ def test_objects_that_cannot_travel_are_refused_when_they_are_used():
 def test_gradients_arrive_at_the_outputs_they_came_through():
     told = []
     arrival = Arrival(tell=told.append)
-    first, count, second = connected([logits(), 3, scalar()], [True, False, True], arrival)
+    first, count, second = connected([logits(), 3, scalar()], arrival)
     assert count == 3
     (first * 5.0).sum().backward()
     assert told == [arrival]
@@ -252,14 +251,14 @@ def test_gradients_arrive_at_the_outputs_they_came_through():
 
 def test_outputs_can_be_written_over():
     arrival = Arrival()
-    first, _ = connected([logits(), logits()], [True, True], arrival)
+    first, _ = connected([logits(), logits()], arrival)
     first /= 2.0
     first.sum().backward()
     assert torch.equal(arrival.gradients[0], torch.full((3, 2), 0.5))
 
 
 def test_a_backward_that_cannot_be_is_refused():
-    output = connected_output({"x": logits(), "n": 2}, Arrival(refusal="not this one"))
+    output = connected({"x": logits(), "n": 2}, Arrival(refusal="not this one"))
     assert output["n"] == 2
     with pytest.raises(TraceError, match="not this one"):
         output["x"].sum().backward()
