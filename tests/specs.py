@@ -147,7 +147,6 @@ def spec(
         module_map=ModuleMap(
             step="training_step",
             blocks=blocks,
-            outputs=(),
             cuts=(),
             parameters=tuple(uses),
             exclusions=tuple(Exclusion(feature=feature, reason=reason) for feature, reason in exclusions),

@@ -21,10 +21,12 @@ from typing import Any
 
 import sympy
 import torch
+from lightning_mist.model.presets.parametric_specs import FAMILIES, PRECISIONS, widths
+from lightning_mist.model.presets.shapes import LanguageModelShape
 
 import lightning_mist.model.presets.specs as package
 from benchmarks.planner.lattice import reduced
-from lightning_mist.model import device_operators, map_module, trace_model
+from lightning_mist.model import device_operators, trace_model
 from lightning_mist.model.presets.named_models import LanguageModelShape
 from lightning_mist.model.presets.specs import FAMILIES, PRECISIONS, preset_map, widths
 from lightning_mist.model.sources.reference_decoder import LanguageModel, hollow
@@ -88,10 +90,9 @@ def sample(family: str, precision: str, device: str, which: int) -> Sample:
 
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     known = preset_map(shape, rows=ROWS, length=length, degrees=DEGREES, dtype=name)
-    found = replace(known, outputs=map_module(module, call, batch).outputs)
     operators = device_operators("cuda", capability=CAPABILITIES[device])
     spec = trace_model(
-        module, batch, call=call, module_map=found, optimizer=torch.optim.AdamW, precision=precision,
+        module, batch, call=call, module_map=known, optimizer=torch.optim.AdamW, precision=precision,
         device_kind=operators,
     )  # fmt: skip
     return Sample(shape=shape, length=length, spec=spec)

@@ -228,7 +228,6 @@ def closed_spec(
         module_map=ModuleMap(
             step="training_step",
             blocks=tuple(f"layers.{index}" for index in range(dims.layers)),
-            outputs=(),
             cuts=((cut,),) * (dims.layers - 1),
             parameters=tuple(use for use, _, _ in found),
             batch_rows=rows,

@@ -3,7 +3,7 @@
 from lightning_mist.plan.codec import from_json, load, save, to_json
 from lightning_mist.plan.fingerprint import Fingerprint, check_plan, check_split, differences, fingerprint_of
 from lightning_mist.plan.grid import plan_of
-from lightning_mist.plan.module_map import BlockOutput, Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
+from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.plan import (
     Plan,
     Predicted,

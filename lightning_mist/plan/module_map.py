@@ -108,22 +108,6 @@ def exclusions_of(reasons: Reasons) -> tuple[Exclusion, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOutput:
-    """The recorded structure of what a block returns, so that a stage can answer for a block it does not hold.
-
-    Attributes:
-        signature: Shapes and dtypes of the tensors among the block's arguments for which the record is valid.
-        leaves: One entry per leaf of the output: ``("input", i)`` for the i-th argument leaf passed through,
-            ``("tensor", shape, stride, dtype, depends)`` with ``depends`` telling whether it depends on parameters, or
-            ``("value", x)`` for a Python value.
-    """
-
-    signature: tuple[Hashable, ...]
-    leaves: tuple[tuple[object, ...], ...]
-    structure: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleMap:
     """Blocks, cuts, parameters and exclusions of one step of one module.
 
@@ -145,7 +129,6 @@ class ModuleMap:
 
     step: str
     blocks: tuple[str, ...]
-    outputs: tuple[BlockOutput, ...]
     cuts: tuple[tuple[LiveTensor, ...], ...]
     parameters: tuple[ParameterUse, ...]
     leaking_blocks: tuple[int, ...] = ()

@@ -99,7 +99,7 @@ def same_everywhere(found: ModuleMap) -> ModuleMap:
         PlanError: On every rank, if ranks found different modules.
     """
     cuts = tuple(tuple(replace(live, shape=(len(live.shape),)) for live in cut) for cut in found.cuts)
-    mine = replace(found, cuts=cuts, outputs=(), batch_rows=1)
+    mine = replace(found, cuts=cuts, batch_rows=1)
     if len(set(of_all_ranks(blake2b(repr(mine).encode()).digest()))) == 1:
         return found
     every = of_all_ranks(mine)

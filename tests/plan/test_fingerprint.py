@@ -30,7 +30,6 @@ def module_map(num_layers=3, *, exclusions=(), widths=None):
     return ModuleMap(
         step="training_step",
         blocks=blocks,
-        outputs=(),
         cuts=(),
         parameters=tuple(parameters),
         exclusions=tuple(exclusions),

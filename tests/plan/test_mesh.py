@@ -73,9 +73,7 @@ def make_map(num_layers, *, tied=(), tied_size=7, degrees=()):
         if tied_size % degree == 0:
             shared.append(ParameterSplit(name="tied", dim=0, factors=((tied_size, True),)))
         splits.append(TensorSplit(degree=degree, parameters=tuple(shared)))
-    return ModuleMap(
-        step="training_step", blocks=blocks, outputs=(), cuts=(), parameters=tuple(uses), splits=tuple(splits)
-    )
+    return ModuleMap(step="training_step", blocks=blocks, cuts=(), parameters=tuple(uses), splits=tuple(splits))
 
 
 def test_a_rank_knows_its_place():
@@ -219,7 +217,7 @@ def test_ranks_that_share_rows_are_peers_and_shard_together():
     uses = tuple(
         ParameterUse(name=f"p{i}", slots=(), shape=(4,), dtype="float32", requires_grad=True) for i in range(4)
     )
-    found = make_mesh(plan, 5, ModuleMap(step="s", blocks=("b",), outputs=(), cuts=(), parameters=uses))
+    found = make_mesh(plan, 5, ModuleMap(step="s", blocks=("b",), cuts=(), parameters=uses))
     assert (found.peers, found.peer_index, found.tensor_index) == ((1, 3, 5, 7), 2, 1)
     assert (found.tensor_peers, found.row_peers, found.row_index) == ((4, 5), (4, 5, 6, 7), 1)
     assert row_ranks(plan, 0, 0) == (0, 1, 2, 3)

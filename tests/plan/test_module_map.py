@@ -8,7 +8,6 @@ def use(name, *slots):
 MAP = ModuleMap(
     step="training_step",
     blocks=("h.0", "h.1", "h.2", "h.3"),
-    outputs=(),
     cuts=(),
     parameters=(
         use("embed.weight", ("embed", "weight", (-1,)), ("head", "weight", (3,))),

@@ -182,5 +182,5 @@ def test_what_stays_whole_is_said_for_the_degrees_of_the_plan():
     stages = (StagePlan(layers=(0, 1), mesh=shared, microbatch_size=1), stage((1, 2), [0], microbatch_size=1))
     plan = Plan(global_batch_size=3, num_microbatches=3, stages=stages)
     splits = tuple(TensorSplit(degree=degree, parameters=(), notes=(f"of {degree}",)) for degree in (2, 4))
-    found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=(), splits=splits)
+    found = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=(), splits=splits)
     assert split_notes(plan, found) == ("tensor_parallel_degree 2: of 2",)

@@ -34,7 +34,7 @@ def test_exactly_one_factor_is_shared_out(factors):
 
 def test_a_map_gives_the_split_of_a_degree_or_says_why_there_is_none():
     split = TensorSplit(degree=2, parameters=(QKV,))
-    found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=(), splits=(split,))
+    found = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=(), splits=(split,))
     assert found.split(2) is split
     assert found.split(2).of("h.0.qkv.weight") is QKV
     assert found.split(2).of("h.0.norm.weight") is None
@@ -48,6 +48,6 @@ def test_a_map_gives_the_split_of_a_degree_or_says_why_there_is_none():
 
 def test_a_module_that_cannot_be_split_says_so():
     reason = Exclusion(feature="tensor", reason="no layer has a pair of projections")
-    found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=(), exclusions=(reason,))
+    found = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=(), exclusions=(reason,))
     with pytest.raises(PlanError, match=r"no layer has a pair of projections; use tensor_parallel_degree = 1$"):
         found.split(2)

@@ -24,7 +24,7 @@ def make(tmp_path):
         steady_seconds=1.0, boundary_seconds=0.0, forward_seconds=0.5, backward_seconds=0.5, peak_bytes=5000
     )
     plan = plan_of(1, 1, {"layers": 0}, predicted=Predicted(step_seconds=1.0, stages=(predicted,)))
-    empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+    empty = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=())
     decision = Decision(plan=plan, module_map=empty, has_unused_parameters=False, planning_seconds=2.0, plan_path=None)
     module = nn.Linear(FLOATS, 1, bias=False)
     path = tmp_path / "out" / "report.json"

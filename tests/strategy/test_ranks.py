@@ -14,7 +14,7 @@ from lightning_mist.strategy import ranks
 from lightning_mist.strategy.planning.local_machine import alike, joined
 from lightning_mist.strategy.ranks import ActingRank, Progress, on_rank_zero, same_everywhere
 
-MAP = ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=((),), parameters=())
+MAP = ModuleMap(step="training_step", blocks=("a", "b"), cuts=((),), parameters=())
 
 
 @pytest.mark.usefixtures("single_rank")

@@ -87,7 +87,6 @@ def map_module(
     return ModuleMap(
         step=step,
         blocks=tuple(first.order),
-        outputs=tuple(first.outputs),
         cuts=cuts,
         parameters=_parameter_uses(module, slots, runs.records),
         leaking_blocks=tuple(sorted(first.leaking | second.leaking)),
@@ -118,7 +117,6 @@ def _without_blocks(
     return ModuleMap(
         step=step,
         blocks=(),
-        outputs=(),
         cuts=(),
         parameters=_parameter_uses(module, slots, (used,)),
         exclusions=exclusions,
@@ -443,9 +441,8 @@ def _is_metric(module: nn.Module | None) -> bool:
 
 def _frozen_values(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
     first, second = runs.records
-    for position, (one, other) in enumerate(zip(first.outputs, second.outputs, strict=False)):
-        name = first.order[position]
-        if one.structure != other.structure or len(one.leaves) != len(other.leaves):
+    for name, one, other in zip(first.order, first.outputs, second.outputs, strict=False):
+        if one.structure != other.structure:
             yield f"block {name} returns another structure from step to step", _PIPELINE
             continue
         for a, b in zip(one.leaves, other.leaves, strict=True):

@@ -12,14 +12,14 @@ happened: the stage that computes what comes after the last block has the real v
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lightning_mist.attributes import replaced
 from lightning_mist.model.fakes import (
@@ -38,7 +38,6 @@ from lightning_mist.model.fakes import (
 from lightning_mist.model.user_code import Generators, ModuleState
 from lightning_mist.plan.calls import (
     block_value,
-    call_signature,
     is_simple,
     leaves_of,
     occurrence,
@@ -47,7 +46,6 @@ from lightning_mist.plan.calls import (
     user_line,
     without_caches,
 )
-from lightning_mist.plan.module_map import BlockOutput
 from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch
 from lightning_mist.without_values import (
     INDEXING,
@@ -83,12 +81,25 @@ class Value:
     storage: int = 0
 
 
+class Output(NamedTuple):
+    """What a block returned.
+
+    Attributes:
+        leaves: One entry per leaf: ``("input", i)`` for the i-th argument leaf passed through, ``("tensor", shape,
+            depends)`` with ``depends`` telling whether it depends on parameters, ``("value", x)`` for a Python value,
+            or ``("opaque", class)``.
+    """
+
+    structure: TreeSpec
+    leaves: tuple[tuple[Any, ...], ...]
+
+
 @dataclass(slots=True)
 class Record:
     """What one run of the step did. Regions are positions of blocks in the order in which they were entered."""
 
     order: list[str] = field(default_factory=list)
-    outputs: list[BlockOutput] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
     values: dict[Hashable, Value] = field(default_factory=dict)
     parameter_uses: dict[tuple[str, str], set[int]] = field(default_factory=lambda: defaultdict(set))
     differentiated: set[tuple[str, str]] = field(default_factory=set)
@@ -404,7 +415,7 @@ class Recorder(TorchFunctionMode):
         after = tree_flatten((args, kwargs))[0]
         leaves, structure = tree_flatten(output)
         described = tuple(_describe(leaf, inputs) for leaf in leaves)
-        self.record.outputs.append(BlockOutput(signature=call_signature(inputs), leaves=described, structure=structure))
+        self.record.outputs.append(Output(structure, described))
         has_value = any(kind == "value" and rest[0] is not None for kind, *rest in described)
         if [state_of(leaf) for leaf in after] != before or (has_value and len(self.record.reads) > reads):
             self._leaks(position)
@@ -439,13 +450,13 @@ def _is_mask(item: Any) -> bool:
 
 
 def _describe(leaf: Any, inputs: list[Any]) -> tuple[Any, ...]:
-    """How a leaf of a block's output can be given again; see :class:`BlockOutput`."""
+    """What a leaf of a block's output is; see :class:`Output`."""
     if not isinstance(leaf, Tensor):
         return ("value", leaf) if is_simple(leaf) else ("opaque", type(leaf).__qualname__)
     for index, other in enumerate(inputs):
         if other is leaf:
             return ("input", index)
-    return ("tensor", tuple(leaf.shape), tuple(leaf.stride()), str(leaf.dtype), isinstance(leaf, FakeTensor))
+    return ("tensor", tuple(leaf.shape), isinstance(leaf, FakeTensor))
 
 
 # Running the user's step twice on fake parameters, and putting everything back.

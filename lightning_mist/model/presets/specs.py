@@ -454,7 +454,6 @@ def preset_map(
     return ModuleMap(
         step="training_step",
         blocks=tuple(f"blocks.{layer}" for layer in range(shape.layers)),
-        outputs=(),
         cuts=tuple((cut,) for cut in cuts),
         parameters=tuple(
             ParameterUse(name=name, slots=(_slot(name, region),), shape=sizes, dtype=dtype, requires_grad=True)

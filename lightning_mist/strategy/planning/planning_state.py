@@ -177,7 +177,7 @@ class Planner:
     def map(self) -> ModuleMap:
         """Where the module can be cut, with what hooks, callbacks, optimizers and other choices here rule out."""
         if self.plain is not None and not self.call.is_automatic:
-            found = ModuleMap(step=self.call.name, blocks=(), outputs=(), cuts=(), parameters=())
+            found = ModuleMap(step=self.call.name, blocks=(), cuts=(), parameters=())
         else:
             call, device = self.call, self.strategy.root_device
             call.batch, call.before = self.batch, None

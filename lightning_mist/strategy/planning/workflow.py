@@ -123,7 +123,7 @@ def decide(
         progress.tell(f"memory_limit of {format_bytes(request.memory_limit)} is not checked")
     return Decision(
         plan=plain_plan(strategy.world_size, None, 0),
-        module_map=ModuleMap(step=step.name, blocks=(), outputs=(), cuts=(), parameters=()),
+        module_map=ModuleMap(step=step.name, blocks=(), cuts=(), parameters=()),
         # Nothing was traced that would say so.
         has_unused_parameters=True,
         planning_seconds=perf_counter() - started,

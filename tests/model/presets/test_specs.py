@@ -4,9 +4,11 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
+from lightning_mist.model.presets.parametric_specs import FAMILIES
+from lightning_mist.model.presets.shapes import LanguageModelShape
 from sympy import Integer
 
-from lightning_mist.model import Polynomial, device_operators, map_module, trace_model
+from lightning_mist.model import Polynomial, device_operators, trace_model
 from lightning_mist.model.presets.named_models import PRESETS, LanguageModelShape
 from lightning_mist.model.presets.specs import (
     FAMILIES,
@@ -40,13 +42,11 @@ def traced(monkeypatch, shape, precision, degrees, capability):
     source = open_model("small", batch_rows=ROWS, sequence_length=LENGTH, precision=precision)
     dtype = "float32" if "mixed" in precision or "32" in precision else {"16": "float16"}.get(precision[:2], "bfloat16")
     known = preset_map(shape, rows=ROWS, length=LENGTH, degrees=degrees, dtype=dtype)
-    smaller = tuple(each[: ROWS - 1] for each in source.batch)
-    found = map_module(source.module, source.call, source.batch, second_batch=smaller)
     spec = trace_model(
         source.module,
         source.batch,
         call=source.call,
-        module_map=replace(known, outputs=found.outputs),
+        module_map=known,
         optimizer=torch.optim.AdamW,
         precision=precision,
         device_kind=device_operators("cuda", capability=capability),

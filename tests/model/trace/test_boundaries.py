@@ -14,7 +14,7 @@ def live(*shape: int, batch_dim: int | None = 0) -> LiveTensor:
 
 
 def module_map(*cut: LiveTensor) -> ModuleMap:
-    return ModuleMap(step="training_step", blocks=("a", "b"), outputs=(), cuts=(cut,), parameters=(), batch_rows=4)
+    return ModuleMap(step="training_step", blocks=("a", "b"), cuts=(cut,), parameters=(), batch_rows=4)
 
 
 def shapes(cut: tuple[LiveTensor, ...], basis: Basis = BASIS) -> list[tuple[sympy.Expr, ...]]:

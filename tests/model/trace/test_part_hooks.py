@@ -244,7 +244,7 @@ def test_parts_stand_in_for_parameters_that_are_shared_out():
                      requires_grad=True)
         for i, shape in enumerate([(6, 4), (2, 6)])
     )  # fmt: skip
-    found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=uses)
+    found = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=uses)
     stand_ins = dict(module.named_parameters())
     view = RankView.of(SPLIT, sequence_parallel=False)
     part, whole = present_parts(module, tuple(stand_ins.values()), found, SPLIT, view.context, mode)

@@ -39,7 +39,7 @@ def test_slots_show_the_whole_shape_inside_and_hold_the_part_again_afterwards():
         part = module["a"].weight
         part.data = part.data[:2].clone()
         module_map = ModuleMap(
-            step="training_step", blocks=(), outputs=(), cuts=(),
+            step="training_step", blocks=(), cuts=(),
             parameters=(use("a.weight", ("a", "weight"), ("tied", "weight")), use("b.weight", ("b", "weight"))),
         )  # fmt: skip
         fake = module["tied"]._parameters["weight"] = nn.Parameter(torch.zeros(4, 4))

@@ -43,7 +43,7 @@ def test_only_plain_data_parallelism_is_left_to_ddp(changes, plain):
     given = {"num_microbatches": 1, **changes}
     loaders = given.pop("data_parallel_size", None)
     plan = replace(plan_of(4, world_size=2, global_batch_size=8, **given), data_parallel_size=loaders)
-    empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+    empty = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=())
     decision = Decision(plan=plan, module_map=empty, has_unused_parameters=False, planning_seconds=0.0, plan_path=None)
     assert decision.plan.is_plain == plain
 

@@ -89,7 +89,7 @@ class Net(nn.Module):
 
 def planner_for(module, *, is_crowded):
     said = []
-    found = ModuleMap(step="", blocks=tuple(f"blocks.{i}" for i in range(3)), outputs=(), cuts=(), parameters=())
+    found = ModuleMap(step="", blocks=tuple(f"blocks.{i}" for i in range(3)), cuts=(), parameters=())
     planner = Planner(
         trainer=None,
         strategy=SimpleNamespace(lightning_module=module, root_device=CPU),

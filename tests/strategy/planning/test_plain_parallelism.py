@@ -147,7 +147,7 @@ def passing(*shapes, **properties):
         LiveTensor(key=i, shape=shape, **({"dtype": "float32", "requires_grad": True, "batch_dim": 0} | properties))
         for i, shape in enumerate(shapes)
     ]
-    return ModuleMap(step="training_step", blocks=("0", "1"), outputs=(), cuts=(tuple(live),), parameters=())
+    return ModuleMap(step="training_step", blocks=("0", "1"), cuts=(tuple(live),), parameters=())
 
 
 def test_sharing_layers_costs_what_passes_or_what_is_computed_again():

@@ -26,11 +26,10 @@ def test_given_plans_may_cut_batches_only_where_that_changes_nothing(monkeypatch
     """Also where only some stages cut them, and on ranks whose own batch has other sizes than the plan's."""
     asked = []
     monkeypatch.setattr(planning, "on_rank_zero", lambda work: work())
-    empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+    empty = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=())
     excluding = ModuleMap(
         step="training_step",
         blocks=(),
-        outputs=(),
         cuts=(),
         parameters=(),
         exclusions=(Exclusion(feature="microbatches", reason="its loss is a sum"),),
@@ -86,7 +85,7 @@ def searched(monkeypatch, planner):
     monkeypatch.setattr(planning, "on_rank_zero", lambda work: work())
     monkeypatch.setattr(planning, "everywhere", lambda work: work())
     monkeypatch.setattr(planning.local_machine, "machine_profile", lambda *_: None)
-    found = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+    found = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=())
     return _searched(planner, found)[0]
 
 
@@ -133,7 +132,7 @@ def test_a_plan_is_kept_by_what_was_known_before_anything_was_tried(monkeypatch)
     monkeypatch.setattr(planning, "everywhere", lambda work: work())
     monkeypatch.setattr(planning.local_machine, "machine_profile", lambda *_: None)
     monkeypatch.setattr(planning.local_machine, "guessed_reduction", lambda *_: 0.0)
-    empty = ModuleMap(step="training_step", blocks=(), outputs=(), cuts=(), parameters=())
+    empty = ModuleMap(step="training_step", blocks=(), cuts=(), parameters=())
     found = planning._plan(planner, empty)[2]
     assert found.excludes("tensor")
     assert planner.kept_by == (empty, empty)
