@@ -1,11 +1,8 @@
-"""Measured bytes and seconds of a real run, beside the predicted ones.
+"""How long the actions of a rank take, computing told apart from waiting.
 
-On a device the caching allocator counts bytes, and events take the time. A CPU has neither; there storages are counted
-when operators get or give them: a dispatch mode sees forward and backward operators, recomputation under checkpointing,
-the optimizer's step, and buffers of collectives. It counts what a model of memory can count, the bytes of storages;
-what an operator allocates and frees inside itself it does not see, nor what other threads run.
-
-The mode costs some ten microseconds per operator: measure bytes and seconds in different steps.
+Between actions the recorder only makes marks, events on the stream of computation, which say when the device came
+there. What lies between two marks is read when the step is over and the caller has waited for the device, so nothing in
+the step waits for a measurement.
 """
 
 import threading
@@ -14,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,47 +27,105 @@ from lightning_mist.schedule import Action
 from lightning_mist.tensors import batch_tensors
 
 
-class MemoryMeter(Protocol):
-    """Counts bytes of tensors on one device while it is entered; may be entered again and again, not within itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """How long something took.
 
-    @property
-    def peak_bytes(self) -> int:
-        """Largest number of bytes alive while it was entered, since the last reset."""
+    Attributes:
+        action: What it was: an action of the rank's list, or the name of what is not in it.
+        waited_seconds: The part of them in which the rank waited for other ranks.
+    """
 
-    @property
-    def current_bytes(self) -> int:
-        """Bytes alive."""
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """The most that the caching allocator held meanwhile; ``None`` where there is none."""
-
-    @property
-    def device_bytes(self) -> int | None:
-        """What the device said was in use, by all programs, when it was left; ``None`` for host memory."""
-
-    def observe(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that exist already: parameters, gradients, optimizer state, the batch."""
-
-    def reset(self) -> None:
-        """Forget the peak: from now on it is what is alive now."""
-
-    def __enter__(self) -> "MemoryMeter":
-        """Count from here on."""
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop counting."""
+    action: Action | str
+    seconds: float
+    waited_seconds: float = 0.0
 
 
-def meter_memory(device: torch.device, tensors: Iterable[Tensor] = ()) -> MemoryMeter:
-    """The meter for a device: its allocator is asked, but on a CPU, which has none, storages are counted."""
-    meter: MemoryMeter = StorageMeter() if device.type == "cpu" else AllocatorMeter(ops_of(device))
-    meter.observe(tensors)
-    return meter
+class Recorder:
+    """Measures what a rank does, while it is on.
+
+    Attributes:
+        is_on: Whether anything is recorded. Off it costs a look at this attribute per action.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_on = False
+        self._ops = ops_of(device)
+        # What happened, where it began, where it ended, and the pairs of marks around each of its waits.
+        self._found: list[tuple[Action | str, Any, Any, list[tuple[Any, Any]]]] = []
+
+    def around(self, action: Action | str, run: Iterator[Work]) -> Iterator[Work]:
+        """Run an action, and record how long it takes and for how much of that it waits for the works it yields."""
+        if not self.is_on:
+            yield from run
+            return
+        waits = []
+        began = self._mark()
+        for work in run:
+            before = self._mark()
+            yield work
+            # A work may hold the tensor it moved; the next one may be long in coming.
+            del work
+            waits.append((before, self._mark()))
+        self._found.append((action, began, self._mark(), waits))
+
+    @contextmanager
+    def phase(self, name: str, *, waits: bool = False) -> Iterator[None]:
+        """Record what happens inside.
+
+        Args:
+            waits: Whether all of it is waiting for other ranks.
+        """
+        if not self.is_on:
+            yield
+            return
+        began = self._mark()
+        yield
+        ended = self._mark()
+        self._found.append((name, began, ended, [(began, ended)] if waits else []))
+
+    def take(self) -> tuple[Recorded, ...]:
+        """What was recorded since the last time, in the order in which it ended.
+
+        On a CUDA device everything recorded must have run by now.
+        """
+        found, self._found = self._found, []
+        return tuple(
+            Recorded(
+                action=action,
+                seconds=self._between(began, ended),
+                waited_seconds=sum(self._between(*wait) for wait in waits),
+            )
+            for action, began, ended, waits in found
+        )
+
+    def _mark(self) -> Any:
+        return self._ops.record(timed=True)
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return self._ops.seconds(began, ended)
+
+
+# Measured bytes and seconds of a real run, beside the predicted ones.
+#
+# On a device the caching allocator counts bytes, and events take the time. A CPU has neither; there storages are
+# counted when operators get or give them: a dispatch mode sees forward and backward operators, recomputation under
+# checkpointing, the optimizer's step, and buffers of collectives. It counts what a model of memory can count, the bytes
+# of storages; what an operator allocates and frees inside itself it does not see, nor what other threads run.
+#
+# The mode costs some ten microseconds per operator: measure bytes and seconds in different steps.
 
 
 class AllocatorMeter:
-    """Bytes of a device's caching allocator; blocks are multiples of 512 bytes, and all tensors of it count."""
+    """Bytes of a device's caching allocator; blocks are multiples of 512 bytes, and all tensors of it count.
+
+    A meter counts while it is entered; it may be entered again and again, not within itself.
+
+    Attributes:
+        peak_bytes: Largest number of bytes alive meanwhile, since the last reset.
+        reserved_bytes: The most that the allocator held meanwhile; ``None`` where there is none.
+        device_bytes: What the device said was in use, by all programs, when it was left; ``None`` for host memory.
+    """
 
     def __init__(self, ops: DeviceOps) -> None:
         self._ops = ops
@@ -78,14 +133,14 @@ class AllocatorMeter:
 
     @property
     def current_bytes(self) -> int:
-        """See :class:`MemoryMeter`."""
+        """Bytes alive."""
         return self._use().allocated
 
     def observe(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing to do: the allocator knows them."""
+        """Count tensors that exist already: the allocator knows them."""
 
     def reset(self) -> None:
-        """See :class:`MemoryMeter`."""
+        """Forget the peak: from now on it is what is alive now."""
         self._ops.reset_peak()
         use = self._use()
         self.peak_bytes, self.reserved_bytes = use.allocated, use.reserved
@@ -133,19 +188,19 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def current_bytes(self) -> int:
-        """See :class:`MemoryMeter`."""
+        """Bytes alive."""
         self._settle()
         return self._current
 
     def observe(self, tensors: Iterable[Tensor]) -> None:
-        """See :class:`MemoryMeter`."""
+        """Count tensors that exist already: parameters, gradients, optimizer state, the batch."""
         self._settle()
         for tensor in tensors:
             self._count(tensor)
         self.peak_bytes = max(self.peak_bytes, self._current)
 
     def reset(self) -> None:
-        """See :class:`MemoryMeter`."""
+        """Forget the peak: from now on it is what is alive now."""
         self.peak_bytes = self.current_bytes
 
     def __enter__(self) -> "StorageMeter":
@@ -246,6 +301,14 @@ def _followed_resizing() -> Iterator[None]:
         yield
 
 
+def meter_memory(device: torch.device, tensors: Iterable[Tensor] = ()) -> AllocatorMeter | StorageMeter:
+    """The meter for a device: its allocator is asked, but on a CPU, which has none, storages are counted."""
+    meter: AllocatorMeter | StorageMeter
+    meter = StorageMeter() if device.type == "cpu" else AllocatorMeter(ops_of(device))
+    meter.observe(tensors)
+    return meter
+
+
 def state_tensors(
     module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), batch: Any = None
 ) -> Iterator[Tensor]:
@@ -258,89 +321,3 @@ def state_tensors(
     for optimizer in optimizers:
         yield from batch_tensors(list(optimizer.state.values()))
     yield from batch_tensors(batch)
-
-
-# How long the actions of a rank take, computing told apart from waiting.
-#
-# Between actions the recorder only makes marks, events on the stream of computation, which say when the device came
-# there. What lies between two marks is read when the step is over and the caller has waited for the device, so nothing
-# in the step waits for a measurement.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """How long something took.
-
-    Attributes:
-        action: What it was: an action of the rank's list, or the name of what is not in it.
-        waited_seconds: The part of them in which the rank waited for other ranks.
-    """
-
-    action: Action | str
-    seconds: float
-    waited_seconds: float = 0.0
-
-
-class Recorder:
-    """Measures what a rank does, while it is on.
-
-    Attributes:
-        is_on: Whether anything is recorded. Off it costs a look at this attribute per action.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_on = False
-        self._ops = ops_of(device)
-        # What happened, where it began, where it ended, and the pairs of marks around each of its waits.
-        self._found: list[tuple[Action | str, Any, Any, list[tuple[Any, Any]]]] = []
-
-    def around(self, action: Action | str, run: Iterator[Work]) -> Iterator[Work]:
-        """Run an action, and record how long it takes and for how much of that it waits for the works it yields."""
-        if not self.is_on:
-            yield from run
-            return
-        waits = []
-        began = self._mark()
-        for work in run:
-            before = self._mark()
-            yield work
-            # A work may hold the tensor it moved; the next one may be long in coming.
-            del work
-            waits.append((before, self._mark()))
-        self._found.append((action, began, self._mark(), waits))
-
-    @contextmanager
-    def phase(self, name: str, *, waits: bool = False) -> Iterator[None]:
-        """Record what happens inside.
-
-        Args:
-            waits: Whether all of it is waiting for other ranks.
-        """
-        if not self.is_on:
-            yield
-            return
-        began = self._mark()
-        yield
-        ended = self._mark()
-        self._found.append((name, began, ended, [(began, ended)] if waits else []))
-
-    def take(self) -> tuple[Recorded, ...]:
-        """What was recorded since the last time, in the order in which it ended.
-
-        On a CUDA device everything recorded must have run by now.
-        """
-        found, self._found = self._found, []
-        return tuple(
-            Recorded(
-                action=action,
-                seconds=self._between(began, ended),
-                waited_seconds=sum(self._between(*wait) for wait in waits),
-            )
-            for action, began, ended, waits in found
-        )
-
-    def _mark(self) -> Any:
-        return self._ops.record(timed=True)
-
-    def _between(self, began: Any, ended: Any) -> float:
-        return self._ops.seconds(began, ended)

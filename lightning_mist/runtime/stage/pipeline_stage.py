@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ from lightning_mist.runtime.stage.stage_split import (
     checkpoint_block,
     neutral_checkpointing,
 )
+from lightning_mist.runtime.stage.unit_runner import UnitRunner
 from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_mask
 
 # One run of the user's step on a stage: what it takes and gives, where it is, and which values cross a cut.
@@ -118,16 +119,6 @@ class StepRun:
         """An exception that user code does not swallow; the error is raised once the step is left."""
         self.error = TraceError(message)
         return StepExit()
-
-
-class BlockObserver(Protocol):
-    """Is told when a stage's forward enters and leaves its blocks; recomputation in backward is not told."""
-
-    def before_block(self, position: int) -> None:
-        """The step is about to run a block of the stage."""
-
-    def after_block(self, position: int) -> None:
-        """The step has run a block of the stage."""
 
 
 class Watcher(TorchFunctionMode):
@@ -200,7 +191,8 @@ class PipelineStage:
     Attributes:
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
         fake_mode: Makes the fakes of values that only stages before this one compute; None of the first stage.
-        observer: Is told of the stage's blocks, if anybody is; set it before the stage is attached.
+        observer: Is told when a forward, and no recomputation, enters and leaves the stage's blocks, if anybody is; set
+            it before the stage is attached.
         deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
 
     Raises:
@@ -209,7 +201,7 @@ class PipelineStage:
 
     parameters: dict[str, nn.Parameter]
     foreign: dict[str, nn.Parameter]
-    observer: BlockObserver | None = None
+    observer: UnitRunner | None = None
     deferral: WeightGradients | None = None
 
     def __init__(
