@@ -8,7 +8,7 @@ into Python is answered by a guess.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Result = Callable[..., Any]
 """Called with an operator's arguments; returns its results as new tensors (``torch.empty``), which take no memory."""
@@ -221,3 +221,62 @@ def guess_read(
 def some_places(shape: Sequence[int], every: int) -> Tensor:
     """A mask with one place of ``every`` that a mask without values may choose."""
     return (torch.arange(math.prod(shape)) % every == 0).view(tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A leaf of a block's output that is the ``index``-th leaf of its arguments itself."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A leaf of a block's output that the block made: its layout, and the value it had where one is wanted."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = field(compare=False)
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a block returned, leaf by leaf, and its structure."""
+
+    leaves: tuple[Passed | Made | Any, ...]
+    structure: TreeSpec
+
+    def again(self, inputs: Sequence[Any], make: Callable[[Made], Tensor]) -> Any:
+        """The same for other arguments of the form; ``make`` gives what the block made."""
+
+        def given(leaf: Any) -> Any:
+            return inputs[leaf.index] if isinstance(leaf, Passed) else make(leaf) if isinstance(leaf, Made) else leaf
+
+        return tree_unflatten([given(leaf) for leaf in self.leaves], self.structure)
+
+
+def answer_of(
+    inputs: Sequence[Any], output: Any, is_known: Callable[[Any], bool], *, keep_values: bool = False
+) -> Answer | None:
+    """Describe a block's output, to answer for the block; ``None`` if it made something that is not known.
+
+    Args:
+        inputs: The leaves of its arguments.
+    """
+    places = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+    leaves, structure = tree_flatten(output)
+    found: list[Any] = []
+    for leaf in leaves:
+        if id(leaf) in places:
+            found.append(Passed(places[id(leaf)]))
+        elif not is_known(leaf):
+            return None
+        elif isinstance(leaf, Tensor):
+            layout = (tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad)
+            found.append(Made(*layout, leaf.detach() if keep_values else None))
+        else:
+            found.append(leaf)
+    return Answer(tuple(found), structure)

@@ -10,5 +10,5 @@ from lightning_mist.model.trace.counted_step import (
     step_bytes,
 )
 from lightning_mist.model.trace.optimizer import describe_optimizer, optimizer_class, optimizer_to_describe
-from lightning_mist.model.trace.part_hooks import Answer, Walk, echo, imitate, loss_of, record_answer
+from lightning_mist.model.trace.part_hooks import Walk, echo, imitate, loss_of, record_answer
 from lightning_mist.model.trace.tracing import trace_model

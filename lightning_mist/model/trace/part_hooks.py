@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_mist.errors import TraceError
@@ -30,6 +30,7 @@ from lightning_mist.tensor_parallel import (
     from_local_sequence,
     present,
 )
+from lightning_mist.without_values import Answer, Made, answer_of
 
 # Blocks that answer for other blocks: the shapes of a twin that did run, without its work.
 #
@@ -37,53 +38,11 @@ from lightning_mist.tensor_parallel import (
 # activations and gradients of the right shapes and keep their inputs alive as a real block does.
 
 
-_PLAIN = (int, float, bool, str, bytes, type(None))
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """An output leaf that is the ``index``-th argument leaf itself."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """An output leaf that the block made: its layout, and the value it had where one is wanted."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    value: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a block returned, leaf by leaf, and its structure."""
-
-    leaves: tuple[_Passed | _Made | Any, ...]
-    structure: TreeSpec
-
-
 def record_answer(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, keep_values: bool) -> Answer | None:
     """Describe a block's output so that a twin can imitate it; ``None`` if it holds what cannot be described."""
-    inputs = {id(x): i for i, x in enumerate(tree_flatten((args, kwargs))[0]) if isinstance(x, torch.Tensor)}
-    flat, structure = tree_flatten(output)
-    leaves: list[_Passed | _Made | Any] = []
-    for leaf in flat:
-        if isinstance(leaf, torch.Tensor):
-            if id(leaf) in inputs:
-                leaves.append(_Passed(inputs[id(leaf)]))
-                continue
-            layout = (tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad)
-            leaves.append(_Made(*layout, leaf.detach() if keep_values else None))
-        elif isinstance(leaf, _PLAIN):
-            leaves.append(leaf)
-        else:
-            return None
-    return Answer(tuple(leaves), structure)
+    known = (torch.Tensor, int, float, bool, str, bytes, type(None))
+    inputs = tree_flatten((args, kwargs))[0]
+    return answer_of(inputs, output, lambda leaf: isinstance(leaf, known), keep_values=keep_values)
 
 
 class _Imitation(torch.autograd.Function):
@@ -110,7 +69,7 @@ class _Imitation(torch.autograd.Function):
         return (None, *map(gradient, inputs))
 
 
-def _make(leaf: _Made, mode: FakeTensorMode | None) -> torch.Tensor:
+def _make(leaf: Made, mode: FakeTensorMode | None) -> torch.Tensor:
     if leaf.value is not None:
         # Not detach(): a view made inside a Function may not be changed in place by the user's code.
         return leaf.value.data
@@ -124,20 +83,13 @@ def imitate(
     """Answer for a block as its twin did; a parameter of the block stands for its share in the outputs' gradient."""
     flat = tree_flatten((args, kwargs))[0]
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-    flowing = [leaf for leaf in answer.leaves if isinstance(leaf, _Made) and leaf.requires_grad]
+    flowing = [leaf for leaf in answer.leaves if isinstance(leaf, Made) and leaf.requires_grad]
     trained = next((p for p in block.parameters() if p.requires_grad), None)
     anchors = tensors if trained is None else [*tensors, part_of(trained)]
     make = partial(tuple, (_make(leaf, mode) for leaf in flowing))
     outputs = iter(_Imitation.apply(make, *anchors) if flowing else ())  # type: ignore[no-untyped-call]
 
-    def leaf_value(leaf: Any) -> Any:
-        if isinstance(leaf, _Passed):
-            return flat[leaf.index]
-        if isinstance(leaf, _Made):
-            return next(outputs) if leaf.requires_grad else _make(leaf, mode)
-        return leaf
-
-    return tree_unflatten([leaf_value(leaf) for leaf in answer.leaves], answer.structure)
+    return answer.again(flat, lambda leaf: next(outputs) if leaf.requires_grad else _make(leaf, mode))
 
 
 def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | None) -> Any:
@@ -145,21 +97,17 @@ def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: 
     flat = tree_flatten((args, kwargs))[0]
     source = flat[hidden] if hidden is not None else None
 
-    def leaf_value(leaf: Any) -> Any:
-        if isinstance(leaf, _Passed):
-            return flat[leaf.index]
-        if not isinstance(leaf, _Made):
-            return leaf
+    def made(leaf: Made) -> torch.Tensor:
         if leaf.value is None:
             raise ValueError("an answer without values cannot be echoed: record it with keep_values=True")
         if source is None or not leaf.value.is_floating_point():
             return leaf.value
         if leaf.shape == tuple(source.shape):
-            return source * 0.9
+            return source * 0.9  # type: ignore[no-any-return]
         value = leaf.value.to(source.dtype)
         return value + source.mean() if leaf.requires_grad else value
 
-    return tree_unflatten([leaf_value(leaf) for leaf in answer.leaves], answer.structure)
+    return answer.again(flat, made)
 
 
 # A step as one tensor-parallel rank runs it, without the others: split parameters, and blocks that exchange nothing.

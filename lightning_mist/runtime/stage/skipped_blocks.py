@@ -3,30 +3,31 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_mist.plan.calls import call_signature, is_simple, leaves_of, select
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.tensors import is_hollow, substitute
-from lightning_mist.without_values import INDEXING, guess_read, is_known_mask, is_read, memory_rules, some_places
+from lightning_mist.without_values import (
+    INDEXING,
+    Answer,
+    Made,
+    answer_of,
+    guess_read,
+    is_known_mask,
+    is_read,
+    memory_rules,
+    some_places,
+)
 
-_MAX_RECIPES = 4096
+_MAX_ANSWERS = 4096
 """Remembered answers, about 1 KB each; forgotten all at once beyond this."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """How to answer for a block; without structure the block must run on fakes each time."""
-
-    leaves: tuple[tuple[Any, ...], ...]
-    structure: TreeSpec | None
 
 
 class _Guessed(TorchFunctionMode):
@@ -65,9 +66,9 @@ class SkippedBlocks:
 
     def __init__(self, blocks: Sequence[nn.Module], mode: FakeTensorMode, leaking: tuple[int, ...]) -> None:
         self._blocks, self._mode, self._leaking = blocks, mode, frozenset(leaking)
-        self._recipes: dict[Hashable, _Recipe] = {}
+        self._answers: dict[Hashable, Answer | None] = {}  # None for a block that must run on fakes each time
         self._kinds: dict[int, int] = {}
-        self._first: list[tuple[type[nn.Module], Hashable, _Recipe]] = []
+        self._first: list[tuple[type[nn.Module], Hashable, Answer | None]] = []
 
     def answer(
         self,
@@ -86,50 +87,32 @@ class SkippedBlocks:
             return _run(original, args, kwargs)
         inputs, form = tree_flatten((args, kwargs))
         signature = (call_signature(inputs), form, context)
-        recipe = self._recipes.get((self._kinds.get(position), signature))
-        if recipe is None:
-            output = _run(original, args, kwargs)
-            self._remember(position, signature, _recipe(output, inputs))
-            return output
-        if recipe.structure is None:
-            return _run(original, args, kwargs)
-        return tree_unflatten([self._leaf(leaf, inputs) for leaf in recipe.leaves], recipe.structure)
+        key = self._kinds.get(position), signature
+        if (answer := self._answers.get(key)) is not None:
+            return answer.again(inputs, self._make)
+        output = _run(original, args, kwargs)
+        if key not in self._answers:
+            self._remember(position, signature, answer_of(inputs, output, _is_known))
+        return output
 
-    def _remember(self, position: int, signature: Hashable, recipe: _Recipe) -> None:
-        if len(self._recipes) >= _MAX_RECIPES:
-            self._recipes.clear()
+    def _remember(self, position: int, signature: Hashable, answer: Answer | None) -> None:
+        if len(self._answers) >= _MAX_ANSWERS:
+            self._answers.clear()
         if position not in self._kinds:
-            first = (type(self._blocks[position]), signature, recipe)
+            first = (type(self._blocks[position]), signature, answer)
             if first not in self._first:
                 self._first.append(first)
             self._kinds[position] = self._first.index(first)
-        self._recipes[self._kinds[position], signature] = recipe
+        self._answers[self._kinds[position], signature] = answer
 
-    def _leaf(self, leaf: tuple[Any, ...], inputs: list[Any]) -> Any:
-        if leaf[0] == "input":
-            return inputs[leaf[1]]
-        if leaf[0] == "value":
-            return leaf[1]
-        _, shape, stride, dtype, device = leaf
+    def _make(self, leaf: Made) -> Tensor:
         with self._mode:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
 
 
-def _recipe(output: Any, inputs: list[Any]) -> _Recipe:
-    """How to give a block's output again for equal arguments."""
-    positions = {id(leaf): index for index, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
-    leaves, structure = tree_flatten(output)
-    described: list[tuple[Any, ...]] = []
-    for leaf in leaves:
-        if id(leaf) in positions:
-            described.append(("input", positions[id(leaf)]))
-        elif isinstance(leaf, FakeTensor):
-            described.append(("tensor", tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
-        elif not isinstance(leaf, Tensor) and is_simple(leaf):
-            described.append(("value", leaf))
-        else:
-            return _Recipe((), None)
-    return _Recipe(tuple(described), structure)
+def _is_known(leaf: Any) -> bool:
+    """Whether a leaf of a block's output can be given again."""
+    return isinstance(leaf, FakeTensor) or (not isinstance(leaf, Tensor) and is_simple(leaf))
 
 
 # Parameters of other stages replaced by fake tensors, which have their shape and no values.
