@@ -1,4 +1,7 @@
-"""A check with real numbers, made once before training: the cut module against the whole."""
+"""Checks with real numbers, made once before training: the cut module against the whole.
+
+They leave the module as they found it: gradients, buffers, attributes, random generators.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""Host memory for what is offloaded: mapped and page-locked once, in just the bytes asked for, within a budget.
-
-``pin_memory`` of torch rounds sizes up to powers of two, so half as much again is taken on average. Here every unit
-has a mapping of its own, of its very size, for as long as the pool lives.
-"""
+"""Pinned host memory, the streams that copy to and from it, and where copies land on the device."""
 
 import mmap
 import os
@@ -21,6 +17,12 @@ from lightning_mist.devices import DeviceOps
 from lightning_mist.errors import PlanError
 from lightning_mist.schedule.offload_actions import NUM_BUFFERS
 from lightning_mist.units import format_bytes
+
+# Host memory for what is offloaded: mapped and page-locked once, in just the bytes asked for, within a budget.
+#
+# ``pin_memory`` of torch rounds sizes up to powers of two, so half as much again is taken on average. Here every unit
+# has a mapping of its own, of its very size, for as long as the pool lives.
+
 
 ALIGNMENT_BYTES = 64
 """Where a tensor begins in a mapping or in a buffer: a cache line, and what kernels with vector loads ask for."""

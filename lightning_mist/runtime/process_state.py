@@ -1,4 +1,4 @@
-"""Process-wide changes that several users hold at the same time."""
+"""What a whole process has once: changes that several users hold at the same time, and random generators."""
 
 import hashlib
 import threading

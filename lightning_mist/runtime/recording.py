@@ -1,9 +1,4 @@
-"""How long the actions of a rank take, computing told apart from waiting.
-
-Between actions the recorder only makes marks, events on the stream of computation, which say when the device came
-there. What lies between two marks is read when the step is over and the caller has waited for the device, so nothing in
-the step waits for a measurement.
-"""
+"""Measured seconds and bytes of a run."""
 
 import threading
 import weakref
@@ -25,6 +20,12 @@ from lightning_mist.runtime.host_memory import is_host
 from lightning_mist.runtime.process_state import SharedPatch
 from lightning_mist.schedule import Action
 from lightning_mist.tensors import batch_tensors
+
+# How long the actions of a rank take, computing told apart from waiting.
+#
+# Between actions the recorder only makes marks, events on the stream of computation, which say when the device came
+# there. What lies between two marks is read when the step is over and the caller has waited for the device, so nothing
+# in the step waits for a measurement.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Running a recorded step on a whole batch and on its parts side by side, and mending parts where they differ.
 
 For every value it is found how that of the whole follows from those of the parts: row by row, as a mean, or as a sum;
-see :func:`.combination.following`. Where nothing holds, three repairs are tried; see :mod:`.repairs`. A value that
+see :func:`.rules.following`. Where nothing holds, three repairs are tried; see :mod:`.rules`. A value that
 nothing explains spoils all that is made of it, whatever it weighs in the loss now: a term that is tiny, or zero, or
 starts later, counts as any other.
 """
