@@ -279,3 +279,16 @@ def _signature(value: Any, seen: dict[int, Any], *, depth: int, is_item: bool) -
         return type(value), tuple(_signature(item, seen, depth=depth + 1, is_item=True) for item in value)
     seen[id(value)] = value  # kept: no other has its number meanwhile
     return type(value), tuple((str(k), _signature(v, seen, depth=depth + 1, is_item=False)) for k, v in held(value))
+
+
+def call_without_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch so that it drops nothing at random."""
+    name, given = getattr(func, "__name__", ""), dict(kwargs)
+    if "dropout" in name and args and isinstance(args[0], Tensor):
+        return args[0]
+    if name == "scaled_dot_product_attention":
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        given = {key: 0.0 if key == "dropout_p" else value for key, value in given.items()}
+    elif name == "multi_head_attention_forward":
+        given["training"] = False
+    return func(*args, **given)

@@ -18,7 +18,7 @@ from lightning_mist.plan.module_map import LiveTensor, ModuleMap
 from lightning_mist.runtime.gradients import WeightGradients
 from lightning_mist.runtime.process_state import get_random_state, set_random_state
 from lightning_mist.runtime.stage import PipelineStage, StageOutput
-from lightning_mist.tensors import batch_rows, copy_batch, gradients_aside, slice_rows
+from lightning_mist.tensors import batch_rows, call_without_dropout, copy_batch, gradients_aside, slice_rows
 
 Call = Callable[[Any], Any]
 
@@ -43,18 +43,10 @@ class Steady(TorchFunctionMode):
         self.is_coarse = self.is_dropping = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         self.is_coarse = self.is_coarse or torch.is_autocast_enabled(self._device)
-        name = getattr(func, "__name__", "")
-        self.is_dropping = self.is_dropping or _drops(name, args, kwargs)
-        if self._without_dropout and "dropout" in name and args and isinstance(args[0], Tensor):
-            return args[0]
-        if self._without_dropout and name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
-        elif self._without_dropout and name == "multi_head_attention_forward":
-            kwargs["training"] = False
-        return func(*args, **kwargs)
+        self.is_dropping = self.is_dropping or _drops(getattr(func, "__name__", ""), args, kwargs)
+        return call_without_dropout(func, args, kwargs) if self._without_dropout else func(*args, **kwargs)
 
 
 def _drops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

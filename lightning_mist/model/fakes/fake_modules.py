@@ -14,7 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mist.attributes import replaced
 from lightning_mist.plan.calls import is_simple
-from lightning_mist.tensors import batch_rows, batch_tensors, is_hollow, is_row_list, rebuild, substitute
+from lightning_mist.tensors import (
+    batch_rows,
+    batch_tensors,
+    call_without_dropout,
+    is_hollow,
+    is_row_list,
+    rebuild,
+    substitute,
+)
 from lightning_mist.without_values import memory_rules
 
 
@@ -267,16 +275,7 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name and args and isinstance(args[0], Tensor):
-            return args[0]
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            given = {key: 0.0 if key == "dropout_p" else value for key, value in given.items()}
-        elif name == "multi_head_attention_forward":
-            given["training"] = False
-        result = func(*args, **given)
+        result = call_without_dropout(func, args, kwargs or {})
         if isinstance(result, Tensor) and type(result) in (Tensor, nn.Parameter) and result.is_floating_point():
             self.coarsest = max(self.coarsest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result
