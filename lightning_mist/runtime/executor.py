@@ -24,7 +24,7 @@ from lightning_mist.runtime.parameters import CastKeeper, MasterWeights, parts_o
 from lightning_mist.runtime.recording import Recorder
 from lightning_mist.runtime.stage import PipelineStage, RankStages, WrittenWeights, make_unit_runner
 from lightning_mist.runtime.support import check_supported
-from lightning_mist.schedule import Action, ActionKind, arrived_sends, lower
+from lightning_mist.schedule import Action, ActionKind, arrived_sends, complete_gradients, lower
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 
 __all__ = ["Executor", "Microbatch"]
@@ -150,7 +150,7 @@ class Executor:
             ValueError: If the microbatches are not those of the plan, or a parameter already has a gradient.
         """
         self._check_start(microbatches)
-        final = self._final_gradients()
+        final = complete_gradients(self.actions, lambda stage: self.stages[stage].parameters)
         batch = BatchRun(
             self._context, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final), made=self.results_made
         )
@@ -286,20 +286,6 @@ class Executor:
         """Take the optimizer's step now if it is left to the next batch: somebody looks. All ranks do."""
         if self._update is not None:
             self._update.flush()
-
-    def _final_gradients(self) -> dict[int, frozenset[str]]:
-        """For each position in the list, the parameters whose gradients are complete when its action has run.
-
-        That is after the last backward, or part of one, of the last of the rank's stages that uses them.
-        """
-        last: dict[str, int] = {}
-        for position, action in enumerate(self.actions):
-            if action.kind in INPUT_BACKWARDS or action.kind is ActionKind.BACKWARD_WEIGHT:
-                last.update(dict.fromkeys(self.stages[action.stage].parameters, position))
-        result: dict[int, set[str]] = {}
-        for name, position in last.items():
-            result.setdefault(position, set()).add(name)
-        return {position: frozenset(names) for position, names in result.items()}
 
     def _deferred(self, action: Action) -> frozenset[str]:
         """The parameters whose gradients wait for this ``W``."""

@@ -13,7 +13,7 @@ over, that group had come to the send that answered it; and whatever it had cons
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 from lightning_mist.plan import Plan, ZeroStage
@@ -176,3 +176,23 @@ def _of_group(
             under_way[source] = [send for send in under_way[source] if send not in arrived]
             result[action] = arrived
     return result
+
+
+def complete_gradients(
+    actions: Sequence[Action], parameters: Callable[[int], Iterable[str]]
+) -> dict[int, frozenset[str]]:
+    """For each position in a rank's list, the parameters whose gradients are complete when its action has run.
+
+    That is after the last backward, or part of one, of the last of the rank's stages that uses them.
+
+    Args:
+        parameters: Gives the names of those that a stage trains with.
+    """
+    last: dict[str, int] = {}
+    for position, action in enumerate(actions):
+        if action.kind in INPUT_BACKWARDS or action.kind is ActionKind.BACKWARD_WEIGHT:
+            last.update(dict.fromkeys(parameters(action.stage), position))
+    result: defaultdict[int, set[str]] = defaultdict(set)
+    for name, position in last.items():
+        result[position].add(name)
+    return {position: frozenset(names) for position, names in result.items()}

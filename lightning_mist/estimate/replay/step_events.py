@@ -9,8 +9,7 @@ from lightning_mist.estimate.replay.rank_state import RankView
 from lightning_mist.model.events import Label, StageShape, StageTemplate, Tape, stack
 from lightning_mist.model.spec import bytes_at
 from lightning_mist.plan import ZeroStage
-from lightning_mist.schedule import Action, ActionKind, Schedule
-from lightning_mist.schedule.action import INPUT_BACKWARDS
+from lightning_mist.schedule import Action, ActionKind, Schedule, complete_gradients
 from lightning_mist.schedule.shard_units import expand
 
 STEPS = 2
@@ -38,7 +37,7 @@ class Run:
         self._lines = dict(zip(self._actions, expand(self._actions, view.expanded), strict=True))
         self._gradients = Gradients(self._tape, view, in_buckets=in_buckets)
         self._templates = {stage: self._template(stage, known) for stage in view.chunks}
-        self._final = self._final_gradients()
+        self._final = complete_gradients(self._actions, self._gradients.names.__getitem__)
         self._has_state = False
 
     def _template(self, stage: int, known: dict[tuple[object, ...], StageTemplate]) -> StageTemplate:
@@ -119,17 +118,6 @@ class Run:
             self._gradients.complete(names)
         walk.finish()
         return walk.kept
-
-    def _final_gradients(self) -> dict[int, frozenset[str]]:
-        """For each position of the list the parameters whose gradients are complete when its action has run."""
-        last: dict[str, int] = {}
-        for position, action in enumerate(self._actions):
-            if action.kind in INPUT_BACKWARDS or action.kind is ActionKind.BACKWARD_WEIGHT:
-                last.update(dict.fromkeys(self._gradients.names[action.stage], position))
-        return {
-            position: frozenset(name for name, at in last.items() if at == position)
-            for position in sorted(set(last.values()))
-        }
 
     def _update(self) -> None:
         """The optimizer's step: its state when it steps for the first time, and its temporaries."""
