@@ -6,6 +6,7 @@ into Python is answered by a guess.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,6 +161,18 @@ class _Rules(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with fake.fake_mode, torch.no_grad():
             result = rule.result(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside, torch does not warn about the gradients of tensors that meet a fake.
+
+    It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
+    and not where they are errors.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+        yield
 
 
 @contextmanager

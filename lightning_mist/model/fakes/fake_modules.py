@@ -23,7 +23,7 @@ from lightning_mist.tensors import (
     rebuild,
     substitute,
 )
-from lightning_mist.without_values import memory_rules
+from lightning_mist.without_values import memory_rules, without_warnings
 
 
 def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, tuple[str, str]]:
@@ -74,13 +74,10 @@ def form_of(tensor: Tensor, device: torch.device) -> Tensor:
 def quiet_fakes() -> Iterator[None]:
     """Inside, torch neither warns of hooks or of gradients of tensors that meet a fake, nor logs what a fake cannot do.
 
-    It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
-    and not where they are errors. An operator that fails on fakes is in the reason that the map gives; one that there
-    is a rule for follows it.
+    An operator that fails on fakes is in the reason that the map gives; one that there is a rule for follows it.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    with replaced(log, disabled=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
+    with replaced(log, disabled=True), without_warnings():
         # Our global hooks fire twice for a wrapper of compiled code and what is in it, which is what they are for.
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         with memory_rules():

@@ -12,7 +12,6 @@ A value that was not carried stays a fake, and a fake among the results is an er
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ from lightning_mist.runtime.stage.stage_split import (
     neutral_checkpointing,
 )
 from lightning_mist.runtime.stage.unit_runner import UnitRunner
-from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_mask
+from lightning_mist.without_values import INDEXING, become, fake_mode, is_known_mask, without_warnings
 
 # One run of the user's step on a stage: what it takes and gives, where it is, and which values cross a cut.
 
@@ -146,17 +145,7 @@ class Watcher(TorchFunctionMode):
         return output
 
 
-@SharedPatch
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """Inside, torch does not warn about the gradients of tensors that meet a fake.
-
-    It looks at ``.grad`` of a real tensor when making its fake, and hides its own warning only where warnings are shown
-    and not where they are errors.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf Tensor")
-        yield
+_quiet_fakes = SharedPatch(without_warnings)
 
 
 class _Enter(torch.autograd.Function):
@@ -392,7 +381,7 @@ class PipelineStage:
                 if self.split is not None:
                     stack.enter_context(self.split.running({}))
                 if self.index > 0:
-                    stack.enter_context(quiet_fakes())
+                    stack.enter_context(_quiet_fakes)
                 # The watcher must see what comes out of the deferral.
                 stack.enter_context(self._deferring())
                 if self._is_watched:
