@@ -6,23 +6,28 @@ so that a hook that only looks at a loss, prints or counts costs nothing, and no
 
 import ast
 import builtins
+import dis
 import inspect
 import linecache
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lightning_mist.attributes import entries, is_a, of_class, wrapped
+from lightning_mist.attributes import entries, is_a, of_class, unwrapped, wrapped
 from lightning_mist.model.user_code import (
+    Code,
     code_of,
+    codes_in,
+    is_installed,
     is_library,
     is_lightnings,
     loaded_names,
     names_in,
+    reached,
     users_layers,
 )
 from lightning_mist.strategy.user_code.fit_objects import (
@@ -36,13 +41,11 @@ from lightning_mist.strategy.user_code.fit_objects import (
     Super,
     UnreadableError,
 )
-from lightning_mist.strategy.user_code.gradient_reads import words_of_gradients
 
 _MOST_FUNCTIONS = 200
 
 _HARMLESS = (isinstance, type, id, hasattr, callable, issubclass, bool, len)
 """Functions that give nothing of what they are called with."""
-
 
 _SUBSCRIPTED: tuple[Any, ...] = (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -84,7 +87,7 @@ class Reader:
         """What a decorator has put around a function is read if it speaks of gradients or parameters by some name."""
         if not words_of_gradients([layer], owner) and self._all.words.isdisjoint(names_in(layer.__code__)):
             return None
-        inside = {(each.__code__, id(None)) for each in wrapped(function) if is_a(each, types.FunctionType)}
+        inside = {(each.__code__, id(None)) for each in wrapped(function) if is_a(each, FunctionType)}
         before, self._open = self._open, self._open | inside - {(layer.__code__, id(None))}
         try:
             return self._read(layer, owner, values, keywords)
@@ -125,7 +128,7 @@ class Reader:
         return body or []
 
 
-def _named_arguments(code: types.CodeType, values: list[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+def _named_arguments(code: CodeType, values: list[Any], keywords: dict[str, Any]) -> dict[str, Any]:
     """What the names of a function stand for when it is called so."""
     names: dict[str, Any] = dict.fromkeys((*code.co_varnames, *code.co_cellvars))
     positional = code.co_varnames[: code.co_argcount]
@@ -154,7 +157,7 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-def body_of(code: types.CodeType) -> list[ast.stmt] | None:
+def body_of(code: CodeType) -> list[ast.stmt] | None:
     """What a function does; of several lambdas on one line, what all of them do; None if its source is not at hand."""
     tree = _tree(code.co_filename)
     found: list[ast.Lambda] = []
@@ -412,16 +415,16 @@ class _Walk:
             return self._attribute(arguments[0], str(node.args[1].value), node)
         if any(target is item for item in _HARMLESS):
             return None
-        if is_a(target, types.MethodType):
+        if is_a(target, MethodType):
             callee = Method(target.__self__, target.__func__)
         if isinstance(callee, Method):
             return self._method(node, callee, arguments, keywords)
-        if is_a(target, types.FunctionType) and not is_library(target):
+        if is_a(target, FunctionType) and not is_library(target):
             return self._reader.call(target, None, arguments, keywords)
         held = [value for value in (*arguments, *keywords.values()) if value is not None and self._all.holds(value)]
         if held:
             self._reached(node, target, is_state=self._is_state(*held))
-        self._refuse(None if is_a(target, types.FunctionType) else callee, node)
+        self._refuse(None if is_a(target, FunctionType) else callee, node)
         return None
 
     def _asks_group(self, node: ast.Call) -> bool:
@@ -477,3 +480,89 @@ def _name_of(function: Any) -> str:
 
 def _is_super(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+
+
+# By what names code that runs while a batch is trained gets at gradients, or at an optimizer's state.
+
+
+_MOST_READ = 400
+
+_OF_GRADIENTS = frozenset(
+    ("grad", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "_foreach_norm")
+)
+"""Names by which code gets at gradients of single parameters."""
+
+_OF_STATE = frozenset(("state", "state_dict"))
+"""Names by which code gets at an optimizer's state."""
+
+_WORD = "grad"
+_NO_GRADIENTS = frozenset(
+    (
+        "no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_", "zero_grad",
+        "on_before_zero_grad", "optimizer_zero_grad", "accumulate_grad_batches",
+    )
+)  # fmt: skip
+"""Names with that word which say nothing of gradients' values."""
+
+_MOST_CALLS, _INSIDE = 4, 2
+"""Calls in a row in which the word is looked for: of the user's functions, and inside of installed packages."""
+
+
+def read_in_step(module: Any) -> tuple[str, str, str] | None:
+    """What of gradients or optimizer state ``training_step`` may look at: what, by which name, and where; None if none.
+
+    What it calls is looked for in the module, in its submodules and in what else it has as attributes.
+    """
+    holders = {type(item): item for item in (*vars(module).values(), *module.modules(), module)}
+    functions = [item for item in wrapped(module.training_step) if is_a(item, FunctionType)]
+    if unwrapped(module.training_step) not in functions:
+        return "gradients", type(module.training_step).__name__, "which is not read"
+    start = [Code.of(item, tuple(holders.values())) for item in functions]
+    for what, wanted in (("gradients", _OF_GRADIENTS), ("optimizer state", _OF_STATE)):
+        if (found := _read_in(start, wanted)) is not None:
+            return what, *found
+    return None
+
+
+def gradients_read_in(start: list[Code]) -> tuple[str, str] | None:
+    """The first name by which code, and what it calls by name, gets at gradients, and where; None if by none."""
+    return _read_in(start, _OF_GRADIENTS)
+
+
+def _read_in(start: list[Code], wanted: frozenset[str]) -> tuple[str, str] | None:
+    # Of installed packages only what the user's code calls is read.
+    for number, (code, _, _) in enumerate(reached(start, from_making=True)):
+        attributes = {name for each in codes_in(code) for name in each.co_names if name != "grad" or _has_grad(each)}
+        if found := sorted(attributes & wanted):
+            return found[0], f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
+        if number == _MOST_READ:
+            return "too much to read", code.co_name
+    return None
+
+
+def _has_grad(code: CodeType) -> bool:
+    """Whether ``.grad`` in code is that of something else than ``torch.autograd``, whose gradients are returned."""
+    before: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.argval == "grad" and "GLOBAL" not in instruction.opname and before != "autograd":
+            return True
+        before = instruction.argval
+    return False
+
+
+def mentions_gradients(function: Any, owner: Any = None) -> bool:
+    """Whether code, or what it calls by name, has to do with gradients' values; True where it is too much to read."""
+    return words_of_gradients((*users_layers(function), unwrapped(function)), owner)
+
+
+def words_of_gradients(functions: Iterable[Any], owner: Any) -> bool:
+    """The same of the code of functions themselves, without what they are around."""
+    for function in functions:
+        if is_a(function, FunctionType):
+            start = Code.of(function, () if owner is None else (owner,))
+            depth = _INSIDE if is_installed(start.code) else _MOST_CALLS
+            for number, item in enumerate(reached([start], depth=depth, inside=_INSIDE)):
+                words = {name for name in names_in(item.code) if _WORD in name.lower()}
+                if words - _NO_GRADIENTS or number == _MOST_READ:
+                    return True
+    return False

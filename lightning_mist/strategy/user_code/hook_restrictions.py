@@ -20,8 +20,7 @@ from lightning_mist.model.user_code import code_of, is_lightnings, names_in
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import Reasons, exclusions_of
 from lightning_mist.strategy.user_code.fit_objects import FitObjects, Known
-from lightning_mist.strategy.user_code.gradient_reads import mentions_gradients
-from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader
+from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader, mentions_gradients
 
 PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")
 """What leaves a rank's device without some parameters while it trains."""

@@ -21,7 +21,7 @@ from lightning_mist.strategy.fabric.users_loop import (
     loop_exclusions,
     stand_in_loss,
 )
-from lightning_mist.strategy.user_code import gradient_reads
+from lightning_mist.strategy.user_code import hook_analysis
 from lightning_mist.tensors import batch_rows, slice_rows
 
 
@@ -155,7 +155,7 @@ def test_what_those_call_in_turn_is_not(installed):
 
 
 def test_more_than_can_be_read_counts_as_found(monkeypatch):
-    monkeypatch.setattr(gradient_reads, "_MOST_FUNCTIONS", 0)
+    monkeypatch.setattr(hook_analysis, "_MOST_READ", 0)
     assert "too much to read" in loop_exclusions()[0].reason
 
 
