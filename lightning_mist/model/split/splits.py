@@ -333,13 +333,12 @@ def _without(module_map: ModuleMap, reason: str) -> ModuleMap:
     return result.excluding(f"it goes with tensor parallelism, which cannot be had: {reason}", "sequence")
 
 
-def _entries(calls: BlockCalls, kinds: Sequence[dict[int, Found]]) -> tuple[SequenceSplit, ...]:
-    """How each block is entered in parts along the sequence, where all can be."""
+def _entries(calls: BlockCalls, kinds: Sequence[Mapping[int, Found]]) -> tuple[SequenceSplit, ...]:
+    """How every block is entered in parts along the sequence; empty if some kind cannot be for any degree."""
     of_kind = [next((found.entry for found in kind.values() if found.entry is not None), None) for kind in kinds]
-    if any(entry is None for entry in of_kind):
-        return ()
-    entries = [of_kind[kind] for kind in calls.kinds.of]
-    return tuple(replace(entry, position=i) for i, entry in enumerate(entries) if entry is not None)
+    found = [(position, of_kind[kind]) for position, kind in enumerate(calls.kinds.of)]
+    entries = tuple(replace(entry, position=position) for position, entry in found if entry is not None)
+    return entries if len(entries) == len(found) else ()
 
 
 def look_around(
@@ -505,7 +504,7 @@ def derive_contexts(
         except TraceError as error:
             return module_map.excluding(str(error), "context")
         kinds = [rows_of_kind(module_map, calls, kind, wanted) for kind in range(len(calls.examples))]
-        entries = _context_entries(calls, kinds)
+        entries = _entries(calls, kinds)
         around = look_around(module, call, calls, module_map, entries) if entries else Around()
         if module_map.leaking_blocks and entries and around.confirm is None:
             reason = f"values inside of blocks are read from outside, and the step as a whole: {around.trouble}"
@@ -522,14 +521,6 @@ def _hooked(module: nn.Module) -> str:
                 "rank adds to a gradient and not the gradient"
             )
     return ""
-
-
-def _context_entries(calls: BlockCalls, kinds: Sequence[Mapping[int, Found]]) -> tuple[SequenceSplit, ...]:
-    """How every block is entered on parts of its tokens; empty if some kind cannot be for any degree."""
-    of_kind = [next((found.entry for found in kind.values() if found.entry is not None), None) for kind in kinds]
-    found = [(position, of_kind[kind]) for position, kind in enumerate(calls.kinds.of)]
-    entries = tuple(replace(entry, position=position) for position, entry in found if entry is not None)
-    return entries if len(entries) == len(found) else ()
 
 
 def _every_context_degree(
