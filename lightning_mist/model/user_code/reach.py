@@ -159,9 +159,8 @@ def reached(start: Iterable[Code], *, depth: float = inf, inside: int = 0, from_
 
 def _called(item: Code, from_making: bool) -> Iterator[Code]:
     names = names_in(item.code)
-    for named in (*item.named(names), *item.holders):
-        value = named.func if is_a(named, functools.partial) else named
-        if is_a(value, (FunctionType, MethodType)):
+    for value in (*item.named(names), *item.holders):
+        if is_a(value, (FunctionType, MethodType, functools.partial)):
             members, holders = [value], (value.__self__,) if is_a(value, MethodType) else item.holders
         else:
             members, holders = (
@@ -169,9 +168,25 @@ def _called(item: Code, from_making: bool) -> Iterator[Code]:
                 item.holders if is_a(value, ModuleType) else (value,),
             )
         for member in members:
-            for function in wrapped(member.fget if is_a(member, property) else member):
+            for function in _inside(member):
                 if is_a(function, FunctionType) and package_of(function) not in MACHINERY:
                     yield Code.of(function, holders)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a value is made of that may run: of functions those that they are around, of properties their functions."""
+    for each in wrapped(value):
+        if is_a(each, property):
+            parts: tuple[Any, ...] = (each.fget, each.fset)
+        elif is_a(each, functools.cached_property):
+            parts = (each.func,)
+        elif is_a(each, functools.partial):
+            parts = (each.func, *each.args, *each.keywords.values())
+        else:
+            yield each
+            continue
+        for part in parts:
+            yield from _inside(part)
 
 
 def _members(value: Any, names: set[str], from_making: bool) -> list[Any]:
@@ -307,41 +322,25 @@ class Reach:
                     # What exists is not made once more, unless code knows the name of its class.
                     is_making = name in _MAKING and cls.__name__ not in self.names
                     if name in self.names or (is_special and not is_making):
-                        self._visit_member(value)
+                        self._visit(value)
             if not self._waiting or self._found >= _MOST_FUNCTIONS:
                 return
 
-    def _visit_member(self, value: Any) -> None:
-        if is_a(value, property):
-            for function in (value.fget, value.fset):
-                self._visit(function)
-        elif is_a(value, functools.cached_property):
-            self._visit(value.func)
-        else:
-            self._visit(value.__func__ if is_a(value, (staticmethod, classmethod)) else value)
-
     def _visit(self, value: Any) -> None:
-        if is_a(value, MethodType):
-            value = value.__func__
-        if is_a(value, functools.partial):
-            for item in (value.func, *value.args, *value.keywords.values()):
-                self._visit(item)
-            return
-        inner = dict.get(own(value) or {}, "__wrapped__")
-        if is_a(inner, (FunctionType, MethodType)) and inner is not value:
-            self._visit(inner)
-        if is_a(value, FunctionType):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                if is_users(value):
-                    self._waiting.append(value)
-                elif inner is not None:  # a library's decorator around a function of the user's
-                    for cell in value.__closure__ or ():
-                        self._visit(next(iter(contents_of(cell)), None))
-        elif is_a(value, type):
-            self._add_class(value)
-        elif is_users_object(value):
-            self._add_class(type(value))
+        for each in _inside(value):
+            if is_a(each, type):
+                self._add_class(each)
+            elif not is_a(each, FunctionType):
+                if is_users_object(each):
+                    self._add_class(type(each))
+            elif id(each) not in self._seen:
+                self._seen.add(id(each))
+                if is_users(each):
+                    self._waiting.append(each)
+                elif "__wrapped__" in vars(each):  # a library's decorator around a function of the user's
+                    for cell in each.__closure__ or ():
+                        for held in contents_of(cell):
+                            self._visit(held)
 
     def _read(self, function: FunctionType) -> None:
         self._found += 1
