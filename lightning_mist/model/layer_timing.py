@@ -1,4 +1,4 @@
-"""Seconds of forward and backward of every kind of layer, measured on the device at hand inside the real step.
+"""Seconds of every kind of layer inside the real step, and of the optimizer's, measured on the device at hand.
 
 The user's step runs on real numbers at several batch sizes. One block of each kind runs, the others imitate it, so that
 memory holds the head, the tail and one block; gradients are accumulated, as in all microbatches but the first.

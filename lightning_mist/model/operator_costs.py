@@ -1,4 +1,4 @@
-"""What kind of work an operator does, as far as a device does different kinds at different rates."""
+"""What single operators are and cost: kinds of work, FLOPs, bytes; and products with parameters as linear layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

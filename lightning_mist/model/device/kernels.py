@@ -212,7 +212,6 @@ def fused_operators() -> Any:
 
 # Norms, dropout and softmax as CUDA computes them.
 
-
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -345,7 +344,6 @@ NORM_KERNELS = (
 # ``scaled_dot_product_attention`` (aten/src/ATen/native/transformers/attention.cpp). cuDNN's attention, which torch
 # prefers on Hopper where cuDNN is recent enough, takes what flash attention takes and keeps the same tensors (query,
 # key, value, output, one 32-bit log-sum-exp per row), so it is not told apart.
-
 
 Backend = Literal["flash", "efficient", "math"]
 

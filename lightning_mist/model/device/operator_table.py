@@ -40,7 +40,6 @@ from lightning_mist.model.device.kernels import (
 # how each is cast is in the tables below, from torch's header ``ATen/autocast_mode.h`` (``AT_FORALL_*``). Operators on
 # the CPU's list alone are cast there to 32 bits; while a step is traced for CUDA they are not.
 
-
 _SOURCE = "torch/include/ATen/autocast_mode.h"
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -34,9 +34,6 @@ from lightning_mist.model.spec import (
 from lightning_mist.plan.mesh import itemsize
 
 # The allocations of a stage's parts in their places: which there are, where they are born and where they die.
-#
-# Parts are regions: 0 is the head, ``1 .. L`` the layers, ``L + 1`` the tail. Stages after the first run the head too,
-# as far as the batch alone determines it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Fake tensors in the place of parameters."""
+"""What stands in for the user's tensors where a step is looked at: fakes, smaller batches, numbers for parameters."""
 
 import logging
 import warnings
@@ -172,7 +172,6 @@ def device_of(batch: Any) -> torch.device:
 # Numbers in the place of parameters, so that a block can be tried whether or not its own values are there.
 #
 # Inside :func:`~lightning_mist.model.fakes.isolate.isolated` only, which puts the user's tensors back.
-
 
 Slot = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""

@@ -1,4 +1,4 @@
-"""Where operators come from: the module and the line of the user's code that ran them, in backward too."""
+"""Where a run without values is: which module and line ran an operator or read a value, and why it cannot go on."""
 
 import re
 import sys
@@ -22,6 +22,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lightning_mist.attributes import MACHINERY
 from lightning_mist.model.child_process import BUDGET
 from lightning_mist.plan.calls import user_line
+
+# Where operators come from: the module and the line of the user's code that ran them, in backward too.
 
 
 class Origin(NamedTuple):

@@ -205,7 +205,6 @@ def _first(error: Exception) -> str:
 
 # Low-rank adapters beside the frozen layers of a network that is planned for.
 
-
 _ATTENTION = ("q_proj", "v_proj", "query", "value", "query_key_value", "qkv_proj", "Wqkv", "q_lin", "v_lin")
 """What adapters are put beside where nothing is said: queries and values, fused or not, as Hugging Face names them."""
 

@@ -85,7 +85,6 @@ def bytes_at(expression: sympy.Expr, rows: int, length: int) -> int:
 # A count taken at several sizes is interpolated with rational arithmetic over a fixed set of monomials in rows ``b``
 # and sequence length ``s`` and checked at one more size: an expression is exact or it is refused.
 
-
 Point = tuple[int, int]
 """Rows and sequence length of one run (length 1 where there is no sequence)."""
 

@@ -1,7 +1,8 @@
-"""Reading a hook of the user's: can it reach parameters or gradients of the module that is trained?
+"""Reading the user's code: can a hook reach parameters, does a step or a loop look at gradients?
 
-The source is walked with what its names stand for when the plan is made. Whatever is not understood counts as reached,
-so that a hook that only looks at a loss, prints or counts costs nothing, and none that looks at more goes unseen.
+A hook's source is walked with what its names stand for when the plan is made. Whatever is not understood counts as
+reached, so that a hook that only looks at a loss, prints or counts costs nothing, and none that looks at more goes
+unseen. Of steps and loops the names count by which code gets at gradients.
 """
 
 import ast
