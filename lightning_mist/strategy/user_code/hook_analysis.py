@@ -120,7 +120,8 @@ class Reader:
     def _body(self, function: Any, names: dict[str, Any]) -> list[ast.stmt]:
         body = body_of(function.__code__)
         if body is None:
-            used = [names.get(name, Known(function.__globals__.get(name))) for name in loaded_names(function.__code__)]
+            space = Code.of(function).space
+            used = [names.get(name, Known(space.get(name))) for name in loaded_names(function.__code__)]
             if any(value is not None and self._all.holds(value) for value in used):
                 place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
                 is_there = Path(function.__code__.co_filename).exists()

@@ -391,6 +391,10 @@ def test_what_cannot_be_read_counts():
     assert found(_callback("on_train_batch_end", space["hook"]))[0] >= set(PARAMETERS_AWAY)
     wrapped = decorated(lambda self, trainer, module, *_: module.state_dict())
     assert found(_callback("on_train_batch_end", wrapped))[0] >= set(PARAMETERS_AWAY)
+    module = Net()
+    exec("def around(net):\n    def hook(*_):\n        print(net)\n    return hook", space)
+    assert found(_callback("on_train_batch_end", space["around"](module)), module=module)[0] >= set(PARAMETERS_AWAY)
+    assert found(_callback("on_train_batch_end", space["around"](1)), module=module)[0] == set()
     exec("def quiet(self, *_):\n    print(1)", space)
     assert found(_callback("on_train_batch_end", space["quiet"]))[0] == set()
 
