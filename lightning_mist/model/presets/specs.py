@@ -113,13 +113,7 @@ def widths(shape: LanguageModelShape, length: int) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What head, layer and tail cost, whole or as one rank's part."""
-
-    head: LayerSpec
-    layer: LayerSpec
-    tail: LayerSpec
+_PARTS = ("head", "layer", "tail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,29 +129,25 @@ class Forms:
 
     def parts(
         self, shape: LanguageModelShape, length: int, *, degree: int = 1, sequence_parallel: bool = False
-    ) -> Parts:
-        """What a model of certain sizes costs in rows of ``length`` tokens, whole or on one of ``degree`` ranks."""
+    ) -> list[LayerSpec]:
+        """What head, layer and tail cost in rows of ``length`` tokens, whole or on one of ``degree`` ranks."""
         name = "whole" if degree == 1 else "sequence" if sequence_parallel else "split"
         filled = _Filled(self, widths(shape, length), degree)
         data = self.data["variants"][name]
         events = [filled.events(data[part]["ways"]) for part in _PARTS]
         peaks = part_peaks(events[0], events[1], events[2])
         found = zip(_PARTS, events, peaks, strict=True)
-        head, layer, tail = (filled.part(data[part], event, peak) for part, event, peak in found)
+        parts = [filled.part(data[part], event, peak) for part, event, peak in found]
         if any("selective" not in data[part] for part in _PARTS):
-            return Parts(head=head, layer=layer, tail=tail)
+            return parts
         again = [filled.selective_events(data[part]["ways"], event) for part, event in zip(_PARTS, events, strict=True)]
         names = ("forward_peak_bytes", "backward_peak_bytes", "first_backward_peak_bytes")
         edges = [{name: peak[name] for name in names} for peak in peaks]
         edges[1] = selective_peaks(*again)
-        head, layer, tail = (
+        return [
             replace(item, selective=filled.selective(data[part]["selective"], event, peak))
-            for part, item, event, peak in zip(_PARTS, (head, layer, tail), again, edges, strict=True)
-        )
-        return Parts(head=head, layer=layer, tail=tail)
-
-
-_PARTS = ("head", "layer", "tail")
+            for part, item, event, peak in zip(_PARTS, parts, again, edges, strict=True)
+        ]
 
 
 def load_forms(shape: LanguageModelShape, precision: str, device_class: str) -> Forms | None:
@@ -353,14 +343,14 @@ def preset_spec(
     itemsize = 4 if dtype == "float32" else 2
     numels = {name: int(sympy.prod(sizes)) for name, sizes, _ in parameters(shape, length)}
     known = [ParameterSpec(name=name, numel=n, bytes=n * itemsize, trainable=True) for name, n in numels.items()]
-    whole = forms.parts(shape, length)
+    head, layer, tail = forms.parts(shape, length)
     return ModelSpec(
         name=name,
         module_map=preset_map(shape, rows=rows, length=length, degrees=degrees, contexts=contexts, dtype=dtype),
-        head=whole.head,
-        layers=(whole.layer,),
+        head=head,
+        layers=(layer,),
         kinds=(0,) * shape.layers,
-        tail=whole.tail,
+        tail=tail,
         boundaries=_boundaries(shape, dtype, itemsize, 1),
         parameters=tuple(known),
         buffer_bytes=0,
@@ -392,15 +382,15 @@ def _split(
     dtype: str,
     itemsize: int,
 ) -> SplitSpec:
-    parts = forms.parts(shape, length, degree=degree, sequence_parallel=sequence_parallel)
+    head, layer, tail = forms.parts(shape, length, degree=degree, sequence_parallel=sequence_parallel)
     shared = {item.name for item in split_of(shape, length, degree).parameters}
     names = [name for name, _, _ in parameters(shape, length)]
     return SplitSpec(
         degree=degree,
         sequence_parallel=sequence_parallel,
-        head=parts.head,
-        layers=(parts.layer,),
-        tail=parts.tail,
+        head=head,
+        layers=(layer,),
+        tail=tail,
         boundaries=_boundaries(shape, dtype, itemsize, degree if sequence_parallel else 1),
         parameter_bytes=tuple(
             size // degree if name in shared else size for name, size in zip(names, sizes, strict=True)

@@ -143,7 +143,7 @@ keep.register_fake(torch.empty_like)
 keep.register_autograd(lambda ctx, gradient: undo(gradient))
 
 
-class FailuresInner(nn.Module):
+class Failing(nn.Module):
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear, self.change = nn.Linear(4, 4), change
@@ -155,7 +155,7 @@ class FailuresInner(nn.Module):
 class Net(nn.Module):
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.inner = FailuresInner(change)
+        self.inner = Failing(change)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.inner(batch).mean()

@@ -188,7 +188,7 @@ def test_products_of_one_size_are_one_entry():
     apart, alike = (load_forms(shape_of("llama", ffn=ffn), "bf16-true", "cuda80") for ffn in (832, 3 * 320))
     counts = []
     for forms, ffn in ((apart, 832), (alike, 3 * 320)):
-        layer = forms.parts(shape_of("llama", ffn=ffn), 64).layer
+        _, layer, _ = forms.parts(shape_of("llama", ffn=ffn), 64)
         products = [item for item in layer.forward_work if item.kind == "matmul"]
         assert sum(item.calls for item in products) == 5
         counts.append(len(products))
@@ -199,7 +199,8 @@ def test_products_of_one_size_are_one_entry():
 def test_half_precision_is_named():
     shape = shape_of("gpt3")
     for precision, dtype in (("16-true", "float16"), ("bf16-true", "bfloat16")):
-        events = load_forms(shape, precision, "cuda80").parts(shape, 64).layer.events
+        _, layer, _ = load_forms(shape, precision, "cuda80").parts(shape, 64)
+        events = layer.events
         assert {item.dtype for item in events.first.forward} == {dtype, "float32", "uint64"} - (
             {"uint64"} - {item.dtype for item in events.first.forward}
         )
@@ -208,5 +209,5 @@ def test_half_precision_is_named():
 def test_shared_bytes():
     forms = load_forms(shape_of("gpt3"), "bf16-true", "cuda80")
     assert forms.shared(shape_of("gpt3"), 64) == Integer(8) * SEQUENCE
-    layer = forms.parts(shape_of("gpt3"), 64, degree=2).layer
+    _, layer, _ = forms.parts(shape_of("gpt3"), 64, degree=2)
     assert layer.forward_flops.coeff(MICROBATCH * SEQUENCE) == 2 * (4 * 320 * 320 + 2 * 320 * 832) // 2

@@ -161,7 +161,7 @@ def test_a_parameter_held_by_two_slots_is_one():
 
 
 WEIGHT = torch.arange(24.0, dtype=torch.float64).view(6, 4) + 1
-RANKS_SPLITS = {
+OF_RANKS = {
     "rows": ParameterSplit(name="weight", dim=0, factors=((6, True),)),
     "columns": ParameterSplit(name="weight", dim=1, factors=((4, True),)),
     "parts of rows": ParameterSplit(name="weight", dim=0, factors=((3, False), (2, True))),
@@ -180,9 +180,9 @@ def compared(ranks, splits=(), whole=None):
 
 def parts(split):
     sizes = {"rows": (6,), "columns": (4,), "parts of rows": (3, 2)}[split]
-    view = WEIGHT.unflatten(RANKS_SPLITS[split].dim, sizes)
-    dim = RANKS_SPLITS[split].dim + len(sizes) - 1
-    return [part.reshape(RANKS_SPLITS[split].local_shape((6, 4), 2)) for part in view.chunk(2, dim)]
+    view = WEIGHT.unflatten(OF_RANKS[split].dim, sizes)
+    dim = OF_RANKS[split].dim + len(sizes) - 1
+    return [part.reshape(OF_RANKS[split].local_shape((6, 4), 2)) for part in view.chunk(2, dim)]
 
 
 def test_equal_runs_do_not_differ():
@@ -190,12 +190,12 @@ def test_equal_runs_do_not_differ():
     assert compared([run(WEIGHT * (1 + 1e-12))]) is None
 
 
-@pytest.mark.parametrize("split", RANKS_SPLITS)
+@pytest.mark.parametrize("split", OF_RANKS)
 def test_parts_are_held_against_their_places_in_the_whole(split):
     first, second = parts(split)
-    assert compared([run(first), run(second)], [RANKS_SPLITS[split]]) is None
-    assert "gradient of parameter weight differs" in compared([run(second), run(first)], [RANKS_SPLITS[split]])
-    assert "gradient of parameter weight has shape (6, 4) on rank 0" in compared([run(), run()], [RANKS_SPLITS[split]])
+    assert compared([run(first), run(second)], [OF_RANKS[split]]) is None
+    assert "gradient of parameter weight differs" in compared([run(second), run(first)], [OF_RANKS[split]])
+    assert "gradient of parameter weight has shape (6, 4) on rank 0" in compared([run(), run()], [OF_RANKS[split]])
 
 
 def test_what_differs_most_is_named_on_whichever_rank_it_is():

@@ -429,23 +429,23 @@ def test_parts_of_sequences_go_where_only_they_fail():
     assert reason.startswith("head and tail are not the same with sequences in parts: the ")
 
 
-def derived_of_context(module, call, batch, degrees):
+def contexts_derived(module, call, batch, degrees):
     found = map_module(module, call, batch, second_batch=slice_rows(batch, 0, 3))
     return derive_contexts(module, call, batch, found, degrees)
 
 
-def of_zoo_of_context(name, degrees=(2, 4)):
+def contexts_of_zoo(name, degrees=(2, 4)):
     module, make_batch = zoo.make(name)
-    return derived_of_context(module, zoo.step(module), make_batch(4), degrees)
+    return contexts_derived(module, zoo.step(module), make_batch(4), degrees)
 
 
 def of_trap(kind, degrees):
     module = kind()
-    return derived_of_context(module, module.loss, next(iter(loader())), degrees)
+    return contexts_derived(module, module.loss, next(iter(loader())), degrees)
 
 
 def test_a_decoder_shares_rows_and_no_parameters():
-    found = of_zoo_of_context("nano")
+    found = contexts_of_zoo("nano")
     assert [(split.degree, split.parameters) for split in found.contexts] == [(2, ()), (4, ())]
     assert found.context(2).sequence == found.context(4).sequence
     assert [(entry.position, entry.dim) for entry in found.context(2).sequence] == [(index, 1) for index in range(4)]
