@@ -10,7 +10,7 @@ import functools
 import sys
 import sysconfig
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -135,38 +135,40 @@ class Code(NamedTuple):
         yield from (self.space[name] for name in names if name in self.space)
 
 
-def reached(start: Iterable[Code], *, depth: float = inf, inside: int = 0, from_making: bool = False) -> Iterator[Code]:
+def reached(start: Sequence[Code], *, depth: float = inf, inside: int = 0, from_making: bool = False) -> Iterator[Code]:
     """Code, and what it may call by name: each once, and none of the machinery's.
+
+    Functions that are called may be handed what the code that they were reached from has at hand at the start.
 
     Args:
         depth: How many calls in a row are followed.
         inside: How many of them from one function of an installed package to another.
         from_making: Whether constructors of what exists count too: they may have left hooks behind.
     """
-    waiting, seen, given = [(item, depth) for item in start], set[Any](), set[CodeType]()
+    waiting, seen, given = [(item, depth, item.holders) for item in start], set[Any](), set[CodeType]()
     while waiting:
-        item, left = waiting.pop()
-        key = (item.code, left, *map(id, item.holders))
+        item, left, at_start = waiting.pop()
+        # Of objects of one class one is enough.
+        classes = {id(each if is_a(each, type) else type(each)) for each in item.holders}
+        key = (item.code, left, id(at_start), frozenset(classes))
         if key in seen:
             continue
         seen.add(key)
         if item.code not in given:
             given.add(item.code)
             yield item
-        for called in _called(item, from_making) if left > 0 else ():
-            waiting.append((called, min(left - 1, inside) if is_installed(called.code) else left - 1))
+        for called in _called(item, at_start, from_making) if left > 0 else ():
+            further = min(left - 1, inside) if is_installed(called.code) else left - 1
+            waiting.append((called, further, at_start))
 
 
-def _called(item: Code, from_making: bool) -> Iterator[Code]:
+def _called(item: Code, at_start: tuple[Any, ...], from_making: bool) -> Iterator[Code]:
     names = names_in(item.code)
     for value in (*item.named(names), *item.holders):
         if is_a(value, (FunctionType, MethodType, functools.partial)):
-            members, holders = [value], (value.__self__,) if is_a(value, MethodType) else item.holders
+            members, holders = [value], (value.__self__,) if is_a(value, MethodType) else at_start
         else:
-            members, holders = (
-                _members(value, names, from_making),
-                item.holders if is_a(value, ModuleType) else (value,),
-            )
+            members, holders = _members(value, names, from_making), at_start if is_a(value, ModuleType) else (value,)
         for member in members:
             for function in _inside(member):
                 if is_a(function, FunctionType) and package_of(function) not in MACHINERY:
