@@ -1,5 +1,8 @@
 """A loss that a user takes in chunks, each made again in backward, stays one, in the trace and in training."""
 
+from copy import deepcopy
+from functools import cache
+
 import pytest
 import torch
 
@@ -37,56 +40,62 @@ def test_parity(label):
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
 
 
+@pytest.fixture
 def once_more_only(monkeypatch):
     """Of the two implementations the one that the runtime always uses: the other cannot be cut into operators."""
     checkpoint = zoo.checkpoint
     monkeypatch.setattr(zoo, "checkpoint", lambda *args, use_reentrant: checkpoint(*args, use_reentrant=False))
 
 
-@pytest.fixture
-def chunked(monkeypatch):
-    once_more_only(monkeypatch)
+def traced(module):
+    optimizer = torch.optim.AdamW(module.parameters())
+    return trace_model(module, zoo.pair_batch(ROWS), call=zoo.step(module), optimizer=optimizer)
+
+
+@cache
+def in_chunks():
+    """The model and what it is said to cost."""
     torch.manual_seed(0)
     module = zoo.ChunkedLoss(tied=False, vocabulary=zoo.EVEN)
     module.recomputes_blocks = False
-    return module
+    return module, traced(module)
 
 
-def traced(module, batch, optimizer):
-    return trace_model(module, batch, call=zoo.step(module), optimizer=optimizer)
+@pytest.mark.usefixtures("once_more_only")
+def test_what_is_counted_is_metered():
+    module, spec = in_chunks()
+    module, batch = deepcopy(module), zoo.pair_batch(4)
+    assert metered(module, batch) == counted(spec, gradients_exist=False)
+    assert metered(module, batch) == counted(spec, gradients_exist=True)
 
 
-def test_what_is_counted_is_metered(chunked):
-    batch = zoo.pair_batch(4)
-    spec = traced(chunked, batch, torch.optim.SGD)
-    assert metered(chunked, batch) == counted(spec, gradients_exist=False)
-    assert metered(chunked, batch) == counted(spec, gradients_exist=True)
-
-
-def test_the_tail_keeps_no_scores(chunked):
+@pytest.mark.usefixtures("once_more_only")
+def test_the_tail_keeps_no_scores():
+    _, spec = in_chunks()
+    tails = spec.tail, traced(zoo.Nano(tied=False, vocabulary=zoo.EVEN)).tail
     rows = 16
-    batch = zoo.pair_batch(rows)
-    in_chunks = traced(chunked, batch, torch.optim.SGD).tail
-    whole = traced(zoo.Nano(tied=False, vocabulary=zoo.EVEN), batch, torch.optim.SGD).tail
     at = {MICROBATCH: rows, SEQUENCE: 12}
     scores = rows * 12 * zoo.EVEN * 4
-    assert whole.saved_bytes.subs(at) >= scores > 2 * in_chunks.saved_bytes.subs(at)
-    assert in_chunks.backward_peak_bytes.subs(at) < whole.backward_peak_bytes.subs(at)
-    products = [
-        sum(work.flops for work in tail.backward_work if work.kind == "matmul").subs(at) for tail in (in_chunks, whole)
-    ]
-    assert 2 * products[0] == 3 * products[1]  # one product more beside the two of gradients
+    in_parts, whole = (tail.saved_bytes.subs(at) for tail in tails)
+    assert whole >= scores > 2 * in_parts
+    in_parts, whole = (tail.backward_peak_bytes.subs(at) for tail in tails)
+    assert in_parts < whole
+    in_parts, whole = (
+        sum(work.flops for work in tail.backward_work if work.kind == "matmul").subs(at) for tail in tails
+    )
+    assert 2 * in_parts == 3 * whole  # one product more beside the two of gradients
 
 
+@pytest.mark.usefixtures("once_more_only")
 @pytest.mark.parametrize(
     "options",
     [{"layers": [4]}, {"layers": [4], "degrees": [2], "zero": 3, "checkpointed": 4}, {"layers": [2, 2], "parts": 2}],
 )
-def test_what_is_replayed_is_metered(chunked, options):
+def test_what_is_replayed_is_metered(options):
+    module, spec = in_chunks()
     batches = [zoo.pair_batch(ROWS) for _ in range(2)]
-    spec = traced(chunked, batches[0], torch.optim.AdamW(chunked.parameters()))
     plan = make_plan(rows=ROWS, **options)
-    measured = measure_peaks(chunked, spec.module_map, plan, batches[: plan.world_size])
+    measured = measure_peaks(module, spec.module_map, plan, batches[: plan.world_size])
     replays = replay_plan(spec, plan, plain=False)
     for replay, peak in zip(replays, measured, strict=True):
         assert replay.peak_bytes == pytest.approx(peak, rel=0.01)

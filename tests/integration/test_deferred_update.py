@@ -20,7 +20,9 @@ pytestmark = [
     pytest.mark.usefixtures("ended_streams"),
 ]
 
-STEPS = 20
+STEPS, SCALED_STEPS = 8, 14
+"""A cycle of the rates and the beginning of the next; with a scaler, until three steps have been skipped."""
+
 STATE = OffloadRatios(optimizer=1.0)
 SOME = OffloadRatios(optimizer=0.3, parameters=0.3)
 ALL = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.0)
@@ -38,7 +40,7 @@ PLANS = {
     "chunks": Layout(groups=(Group(offload=ALL),) * 2, schedule="interleaved-1f1b", chunks=2),
     "zero bubble": Layout(groups=(Group(offload=STATE),) * 2, schedule="zb-h1", parts=2),
 }
-FIRST = ("one device", "ZeRO 1", "ZeRO 3", "pipeline")
+FIRST = ("one device", "ZeRO 3", "pipeline")
 
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
@@ -91,7 +93,7 @@ def train(layout, optimizer="AdamW", *, scaled=False, accumulated=1, sets_to_non
         if scaled:
             attach_engine(Plugin(scaler), engine)
         losses, seen, skipped = [], [], 0
-        for step in range(STEPS):
+        for step in range(SCALED_STEPS if scaled else STEPS):
             for part in range(accumulated):
                 batch = model.batches[(step + part) % 2][engine.rank]
                 if not scaled:
@@ -165,7 +167,7 @@ def checkpoint(engine):
     return values, moments
 
 
-@pytest.mark.parametrize("label", tiered(PLANS, ("ZeRO 1", "pipeline")))
+@pytest.mark.parametrize("label", tiered(PLANS, ("ZeRO 1",)))
 def test_a_checkpoint_between_steps_is_that_of_the_last_step(label):
     compare(PLANS[label], each=checkpoint)
 

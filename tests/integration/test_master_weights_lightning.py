@@ -15,7 +15,7 @@ from tests.fits import make_trainer
 from tests.integration.masters import train_alone
 from tests.integration.parity import MAX_NORM, cast, make_optimizer
 from tests.integration.test_curves import LAYOUTS, ROWS, plan
-from tests.tiers import asked_for
+from tests.tiers import asked_for, tiered
 from tests.workers import launched
 
 STEPS, DECAY = 10, 0.75
@@ -132,17 +132,16 @@ def every(pairs, folder):
     return {pair: compared(pair, int(os.environ["WORLD_SIZE"]), folder) for pair in pairs}
 
 
-PAIRS = ["ddp", "zero1", "zero3", "split", "ddp>zero1", "zero2>zero3"]
-THOROUGH = ["zero2", "two", "chunks"]
+PAIRS = ["ddp", "zero1", "zero2", "zero3", "two", "chunks", "split", "ddp>zero1", "zero2>zero3"]
+FIRST = ("ddp", "split", "ddp>zero1", "zero2>zero3")
 
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
-    asked = [pair for pair in [*PAIRS, *THOROUGH] if pair in asked_for(request, "pair")]
-    return launched(every, asked, tmp_path_factory.mktemp("masters"))
+    return launched(every, asked_for(request, "pair"), tmp_path_factory.mktemp("masters"))
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, *(pytest.param(pair, marks=pytest.mark.thorough) for pair in THOROUGH)])
+@pytest.mark.parametrize("pair", tiered(PAIRS, FIRST))
 def test_twenty_steps_checkpoints_and_averages(ranks, pair):
     for rank in ranks:
         found = rank[pair]
