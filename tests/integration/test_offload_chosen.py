@@ -146,14 +146,14 @@ def test_what_has_to_be_on_the_device_is_left_there(tmp_path, profiles, capsys, 
     if len(kept) == 2:
         with pytest.raises(InfeasibleError):
             train(limited(tmp_path, profiles, 3.9), module, hooks)
+        # Where everything has room it trains.
+        train(limited(tmp_path, profiles, 30), module, hooks)
     else:
         trainer, losses = train(limited(tmp_path, profiles, 3.9, verbose=True), module, hooks)
         offload = trainer.strategy.plan.stages[0].offload
         assert (offload.parameters, offload.optimizer > 0) == (0.0, True)
         assert "without offload of parameters: " in capsys.readouterr().err
         assert losses == train("ddp", module, hooks)[1]
-    # Where everything has room it trains.
-    train(limited(tmp_path, profiles, 30), module, hooks)
 
 
 def test_no_more_goes_to_files_than_there_is_room_for(tmp_path, profiles, monkeypatch):
