@@ -14,6 +14,8 @@ import pytest
 from lightning_mist import MistStrategy
 from lightning_mist.cli import main
 from lightning_mist.plan import from_json, row_slice
+from tests import shown_python
+from tests.workers import apart
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -79,19 +81,17 @@ def test_python_that_documents_show_can_be_parsed(path: Path) -> None:
         ast.parse(block)
 
 
+def blocks_run(name: str, home: Path) -> None:
+    """Run what a guide shows, where there is nothing."""
+    os.chdir(home)
+    os.environ["HOME"] = str(home)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
+    exec(compile("\n".join(blocks), name, "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.parametrize("name", ["index.md", "moving.md"])
 def test_python_that_guides_show_runs(name: str, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
-    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    apart(blocks_run, name, tmp_path)
 
 
 def test_errors_of_the_troubleshooting_page_are_ones_that_are_raised() -> None:
@@ -118,16 +118,16 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "MistStrategy" in (tmp_path / "api/index.html").read_text()
 
 
+def pages_run(pages: list[Path], home: Path) -> None:
+    """Run what pages show, where there is nothing but what they talk about."""
+    os.chdir(home)
+    os.environ["HOME"] = str(home)
+    for page in pages:
+        shown_python.run(page)
+
+
 def test_python_that_pages_show_runs_with_what_they_talk_about(tmp_path: Path) -> None:
     guides = ("index.md", "moving.md")
     pages = [path for path in DOCUMENTS if "```python" in path.read_text() and path.name not in guides]
     assert len(pages) >= 8
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.shown_python", *map(str, pages), "docs/checkpoints.md"],
-        cwd=tmp_path,
-        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    apart(pages_run, [*pages, ROOT / "docs/checkpoints.md"], tmp_path)

@@ -3,10 +3,6 @@
 Each case has a process of its own: torch never again compiles code that it has once met under a dispatch mode.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,6 +10,7 @@ from torch import nn
 from lightning_mist import MistStrategy
 from tests.machine import assume_profile
 from tests.strategy.test_strategy import LAYERS, Net, loader, one_stage, train
+from tests.workers import apart
 
 RUNS = []
 
@@ -44,22 +41,15 @@ class Compiled(Net):
                 self.blocks[number] = torch.compile(block, backend=backend)
 
 
-def main(how, folder):
-    """Print how often blocks ran compiled in one epoch."""
+def compiled_runs(how, folder):
+    """How often blocks ran compiled in one epoch."""
     profiles = str(assume_profile(folder, 1))
     strategy = MistStrategy(plan=one_stage(), master_weights=True, profile_directory=profiles)
     train(folder, strategy, Compiled(how), epochs=1, precision="bf16-true", limit_val_batches=0)
-    print("compiled", len(RUNS))
+    return len(RUNS)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="master weights take torch 2.10")
 @pytest.mark.parametrize("how", ["in-place", "wrapped"])
 def test_every_step_but_the_metered_one_runs_compiled_blocks(tmp_path, how):
-    command = [sys.executable, "-m", "tests.strategy.test_compiled_blocks", how, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"compiled {(len(loader()) - 1) * LAYERS}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    assert apart(compiled_runs, how, tmp_path) == (len(loader()) - 1) * LAYERS
