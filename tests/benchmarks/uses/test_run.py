@@ -1,19 +1,35 @@
 import json
 import math
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from benchmarks.uses import run
 from benchmarks.uses.run import COLUMNS, USES, Cell, Result, Work, judged, rows_of
-from benchmarks.uses.session import difference, plain
-from tests.benchmarks.uses import few
-from tests.ranks import environment
+from benchmarks.uses.session import Uses, difference, plain
+from tests.workers import apart
 
-SAME, WRONG, CRASH = few.uses.every
+FEW = Uses("theme")
+
+
+@FEW("same")
+def same(session):
+    session.keep("rank", [session.rank])
+
+
+@FEW("wrong")
+def wrong(session):
+    session.keep("losses", [1.0 if session.plan is None else 1.1])
+
+
+@FEW("crash")
+def crash(session):
+    if session.plan is not None:
+        raise KeyError("something")
+
+
+SAME, WRONG, CRASH = FEW.every
 
 
 def result(*found, is_late=False):
@@ -58,13 +74,14 @@ def test_cells_are_judged(ddp, found, kind, text):
     assert judged(SAME, ddp, found) == Cell(kind=kind, text=text)
 
 
+def cells_of_few(folder):
+    Work(folder, again=False, patience_seconds=60).cells([SAME, CRASH, WRONG], ["pp2"])
+
+
 @pytest.mark.thorough
 def test_uses_run_in_pairs_and_go_on_after_one_that_fails(tmp_path):
-    # From a process without threads of others: pairs are forked.
-    command = [sys.executable, "-m", "tests.benchmarks.uses.few", str(tmp_path / "work")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert [line.partition(" (")[0] for line in done.stdout.splitlines()] == [
+    apart(cells_of_few, tmp_path / "work", printed=tmp_path / "printed")
+    assert [line.partition(" (")[0] for line in (tmp_path / "printed").read_text().splitlines()] == [
         "theme: same, pp2: same",
         "theme: crash, pp2: crash",
         "theme: wrong, pp2: wrong",
