@@ -8,13 +8,49 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
+from torch.utils.data import DataLoader
 
+from lightning_mist import MistStrategy
+from tests.fits import Project, Tokens, make_trainer, plan, quiet
 from tests.ranks import environment
 
-WORKER = [sys.executable, "-m", "tests.integration.environment_worker"]
+WORKER = [sys.executable, __file__]
 
 pytestmark = pytest.mark.thorough
+
+
+class Noted(Project):
+    """Notes its losses."""
+
+    def __init__(self):
+        super().__init__(optimizer="sgd")
+        self.losses = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit(kind, name, folder):
+    """On two nodes of one process each, or under MPI on one of two; rank 0 writes how it was started and the losses."""
+    quiet()
+    pl.seed_everything(1, verbose=False)
+    module = Noted()
+    trainer = make_trainer(
+        MistStrategy(plan=plan([(2, [0]), (2, [1])], rows=4, microbatches=2)) if name == "mist" else name,
+        devices=2 if kind == "mpi" else 1,
+        num_nodes=1 if kind == "mpi" else 2,
+        plugins=[KubeflowEnvironment()] if kind == "kubeflow" else None,
+        max_epochs=2,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, DataLoader(Tokens(32, 0), batch_size=4))
+    assert trainer.strategy.node_rank == (0 if kind == "mpi" else trainer.global_rank)
+    if trainer.is_global_zero:
+        known = type(trainer.strategy.cluster_environment).__name__
+        Path(folder, f"{name}.json").write_text(json.dumps([known, module.losses]))
 
 
 def variables(kind, rank, port):
@@ -75,3 +111,7 @@ def test_a_pipeline_that_mpi_starts_trains_as_ddp_does(tmp_path):
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     trained_alike(tmp_path, "MPIEnvironment")
+
+
+if __name__ == "__main__":
+    fit(*sys.argv[1:])
