@@ -18,8 +18,7 @@ from typing import TypeAlias
 
 from lightning_mist.plan import ModuleMap, Plan
 from lightning_mist.schedule.action import COMPUTATIONS, TAIL, Action, ActionKind
-from lightning_mist.schedule.offload_actions import NUM_BUFFERS
-from lightning_mist.schedule.shard_units import expand
+from lightning_mist.schedule.stage_program import NUM_BUFFERS, lines_of
 from lightning_mist.schedule.stage_units import defers_update, expanded_units, plan_units, stage_update
 
 _What: TypeAlias = tuple[str, int, int | None, int | None]
@@ -243,5 +242,5 @@ def batch_lines(plan: Plan, module_map: ModuleMap, group: int, actions: Sequence
     """All that a group of devices does for one batch of many, by units, from its lowered list."""
     units = expanded_units(plan, module_map, plan_units(plan, module_map, group))
     update, defers = stage_update(plan, module_map, group), defers_update(plan, module_map, group)
-    lines = expand(actions, units, update if defers else ())
-    return (*chain.from_iterable(lines), *(() if defers else update))
+    lines = lines_of(actions, units, update if defers else ())
+    return tuple(chain.from_iterable((*lines, *(() if defers else update))))

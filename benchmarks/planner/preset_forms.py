@@ -21,8 +21,6 @@ from typing import Any
 
 import sympy
 import torch
-from lightning_mist.model.presets.parametric_specs import FAMILIES, PRECISIONS, widths
-from lightning_mist.model.presets.shapes import LanguageModelShape
 
 import lightning_mist.model.presets.specs as package
 from benchmarks.planner.lattice import reduced

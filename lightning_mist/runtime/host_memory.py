@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.devices import DeviceOps
 from lightning_mist.errors import PlanError
-from lightning_mist.schedule.offload_actions import NUM_BUFFERS
+from lightning_mist.schedule.stage_program import NUM_BUFFERS
 from lightning_mist.units import format_bytes
 
 # Host memory for what is offloaded: mapped and page-locked once, in just the bytes asked for, within a budget.

@@ -95,14 +95,13 @@ class Action:
     ``REDUCE_TIED`` sums gradients of parameters that several stages hold, ``STEP`` is the optimizer's update and
     ``GATHER`` distributes what the ranks with the same parameters updated (ZeRO-1, ZeRO-2).
 
-    With a *unit* (a layer, the head or the tail; see :mod:`~lightning_mist.schedule.shard_units`) an action is about
+    With a *unit* (a layer, the head or the tail; see :mod:`~lightning_mist.schedule.stage_program`) an action is about
     that unit of the stage alone: ``2F0:5`` computes layer 5, ``2REDUCE:5`` sums its gradients to their owners, and
     ``2UNSHARD:5`` and ``2RESHARD:5`` fetch its parameters from their owners, and owners' from host memory, and free
     them again. ``2LOAD_O:5`` and ``2STORE_O:5`` start to copy its optimizer state from host memory and back,
     ``2LOAD_P:5`` and ``2STORE_P:5`` a rank's own parameters, ``2UPDATE:5`` is the optimizer's update of them, and
     ``2GATHER:5`` starts to distribute them; ``2STORE_A3:5``, ``2DROP_A3:5`` and ``2LOAD_A3:5`` copy what it keeps of
-    microbatch 3 for backward to host memory, free it on the device, and copy it back. See
-    :mod:`~lightning_mist.schedule.offload_actions`.
+    microbatch 3 for backward to host memory, free it on the device, and copy it back.
     """
 
     stage: int

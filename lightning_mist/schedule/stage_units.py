@@ -1,18 +1,20 @@
 """The units of a plan's stages: which parameters they have, what of them is sharded, reduced and offloaded.
 
-What happens between units is said in :mod:`lightning_mist.schedule.shard_units`.
+What happens between units is said in :mod:`lightning_mist.schedule.stage_program`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from lightning_mist.plan import Feature, ModuleMap, ParameterUse, Plan, StagePlan, ZeroStage
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.plan.plan_tables import ranges
+from lightning_mist.plan.sharding import moved_of_unit
 from lightning_mist.schedule.action import HEAD, TAIL, Action
-from lightning_mist.schedule.offload_actions import Key, check_update, offloaded_names, update_actions
-from lightning_mist.schedule.shard_units import StageUnits
+from lightning_mist.schedule.stage_program import Key, StageUnits, update_rows
+from lightning_mist.schedule.unit_checks import check_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +197,14 @@ def offloaded_parameters(
         shape = parts[use.name].local_shape(use.shape, degree) if use.name in parts else use.shape
         if use.requires_grad or not trained:
             sizes[use.name] = prod(shape) * itemsize(use.dtype)
-    units: list[list[tuple[str, int]]] = []
+    found: set[str] = set()
     known: set[str] = set()
     for unit in shard_units(module_map, ((0, len(module_map.blocks)),), 0):
-        first = {name for name in unit.names if name not in known}
-        known |= first
-        units.append([(name, size) for name, size in sizes.items() if name in first])
-    return offloaded_names(units, ratio)
+        used = set(unit.names) - known
+        owned = [name for name in sizes if name in used]
+        known |= used
+        found.update(owned[index] for index in moved_of_unit([sizes[name] for name in owned], ratio))
+    return frozenset(found)
 
 
 def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tuple[str, ...]]:
@@ -217,8 +220,8 @@ def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tu
     return found
 
 
-def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action, ...]:
-    """The optimizer's step of a group of devices unit by unit; empty where it moves nothing that a step needs."""
+def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[tuple[Action, ...], ...]:
+    """The optimizer's step of a group of devices, a row for each unit; none where it moves nothing of it."""
     stage, units = plan.stages[group], updated_units(plan, module_map, group)
     kinds = {
         "O": offloaded_parameters(plan, module_map, group, stage.offload.optimizer, trained=True),
@@ -231,9 +234,9 @@ def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[Action,
         kind: [key for key, of_unit in units.items() if not names.isdisjoint(of_unit)] for kind, names in kinds.items()
     }
     is_shared = ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.mesh.num_peers > 1
-    actions = update_actions(list(units), offloaded, gathers=is_shared and defers_update(plan, module_map, group))
-    check_update(actions, units, offloaded)
-    return actions
+    rows = update_rows(list(units), offloaded, gathers=is_shared and defers_update(plan, module_map, group))
+    check_update(list(chain.from_iterable(rows)), units, offloaded)
+    return rows
 
 
 _WHOLE_PARAMETERS = {"parameters": False, "gradients": True, "optimizer": True}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy, SearchSpace
-from lightning_mist.runtime.recording.meter import StorageMeter, state_tensors
+from lightning_mist.runtime.recording import StorageMeter, state_tensors
 from lightning_mist.strategy import strategy as module_of_the_strategy
 from lightning_mist.strategy.planning import planning_state, trial_step, workflow
 from tests.fits import make_trainer, plan

@@ -40,7 +40,7 @@ with ``s`` of the first unit before and ``w`` of the last behind it, and the nex
 unit. Gradients that the first microbatch makes are fetched like those of others, which is at most too much by one fetch
 per batch; with one microbatch there is nothing to fetch.
 
-All of this is what the lists of :mod:`lightning_mist.schedule.shard_units` do on the clock of
+All of this is what the lists of :mod:`lightning_mist.schedule.stage_program` do on the clock of
 ``benchmarks.planner.copies_clock``, whose copies are the runtime's.
 
 Array axes

@@ -9,8 +9,8 @@ computation one unit ahead and one unit behind,
 
 where ``D`` is what computing and communicating together (:mod:`lightning_mist.cost.time.overlap`) take more than
 computing. The two outermost units are there already where a backward follows the forward of its stage, or a forward its
-backward (:mod:`lightning_mist.schedule.shard_units`). A batch begins with neither, ``u_low + D(f_low, u_{low+1})``, and
-where forward follows forward, or backward backward, they are unsharded once more: ``D(f_last, u_low) + D(f_low,
+backward (:mod:`lightning_mist.schedule.stage_program`). A batch begins with neither, ``u_low + D(f_low, u_{low+1})``,
+and where forward follows forward, or backward backward, they are unsharded once more: ``D(f_last, u_low) + D(f_low,
 u_{low+1})``, or ``D(b_low, u_last) + D(b_last, u_{last-1})``. What happens so often per batch is spread over its
 microbatches. On a CPU communication and computation use the same cores, so that all of it adds up: ``D(c, n) = n``.
 

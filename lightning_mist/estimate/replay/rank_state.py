@@ -9,7 +9,7 @@ from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
 from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, needs_spreading, tied_groups
 from lightning_mist.plan.messages import overlaps, side_of
 from lightning_mist.plan.sharding import deal_buckets
-from lightning_mist.schedule.shard_units import StageUnits
+from lightning_mist.schedule.stage_program import StageUnits
 from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, plan_units
 
 ALIGNMENT_BYTES = 16

@@ -10,7 +10,7 @@ from lightning_mist.model.events import Label, StageShape, StageTemplate, Tape, 
 from lightning_mist.model.spec import bytes_at
 from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import Action, ActionKind, Schedule, complete_gradients
-from lightning_mist.schedule.shard_units import expand
+from lightning_mist.schedule.stage_program import lines_of
 
 STEPS = 2
 """Optimizer steps that are replayed: the first makes the optimizer's state, the second is like all that follow."""
@@ -34,7 +34,7 @@ class Run:
         self._view, self._tape, self._in_buckets = view, Tape(), in_buckets
         self._actions = schedule[view.mesh.stage]
         self._arrivals = arrivals[view.mesh.stage]
-        self._lines = dict(zip(self._actions, expand(self._actions, view.expanded), strict=True))
+        self._lines = dict(zip(self._actions, lines_of(self._actions, view.expanded), strict=True))
         self._gradients = Gradients(self._tape, view, in_buckets=in_buckets)
         self._templates = {stage: self._template(stage, known) for stage in view.chunks}
         self._final = complete_gradients(self._actions, self._gradients.names.__getitem__)

@@ -2,7 +2,7 @@
 
 Autograd hands over every tensor that it saves. Their storages are offloaded, each once however many tensors view it:
 the last ``ratio`` of the elements of each; views are made anew when autograd asks for them. Copies begin and end where
-the schedule says, never where autograd asks: see :mod:`lightning_mist.schedule.offload_actions`.
+the schedule says, never where autograd asks: see :mod:`lightning_mist.schedule.stage_program`.
 
 Not offloaded is what others hold anyway: parameters, their casts to a lower precision, buffers, small tensors, and
 small views into large storages, as of a batch that was cut. What a recomputed layer keeps are its arguments, and these

@@ -3,7 +3,7 @@
 A unit's sum lies in a buffer on the device while its backward runs, what the backward made is added, and it is written
 back. What is then asked of all gradients, a factor or a clipping, is kept and done when they are fetched for the
 update; norms are taken before they leave. Which actions come when the schedule says; see
-:mod:`lightning_mist.schedule.offload_actions`.
+:mod:`lightning_mist.schedule.stage_program`.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, let_go
 from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense, owned_buckets
-from lightning_mist.schedule.offload_actions import NUM_BUFFERS
+from lightning_mist.schedule.stage_program import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import ShardUnit
 
 

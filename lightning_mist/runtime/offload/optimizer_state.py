@@ -2,7 +2,7 @@
 
 Between steps ``optimizer.state`` holds the tensors in host memory. For its unit's update a parameter's state lies in a
 buffer on the device. State that the optimizer makes, in its first step or when it replaces a tensor, leaves from where
-it was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.offload_actions`.
+it was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.stage_program`.
 
 A deferred step is pending until the next batch's first forward has come through all units. Until a unit is updated its
 parameters have the values of the step before: whoever uses one has the whole step taken first.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from lightning_mist.runtime.parameters import (
 )
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import UNIT_NAMES
-from lightning_mist.schedule.offload_actions import NUM_BUFFERS
+from lightning_mist.schedule.stage_program import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import defers_update, offloaded_parameters, stage_update, updated_units
 
 _Place = tuple[nn.Parameter, Path]
@@ -54,6 +55,7 @@ class OffloadedState:
 
     Args:
         units: What it updates of each unit.
+        rows: The step, unit by unit (:func:`lightning_mist.schedule.stage_program.update_rows`).
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
@@ -68,7 +70,7 @@ class OffloadedState:
         optimizer: Optimizer,
         units: Mapping[UnitKey, Sequence[nn.Parameter]],
         offloaded: Collection[nn.Parameter],
-        actions: Sequence[Action],
+        rows: Sequence[Sequence[Action]],
         *,
         streams: CopyStreams,
         pool: HostPool,
@@ -79,7 +81,8 @@ class OffloadedState:
     ) -> None:
         self._gather, self._stale, self._todo = gather, stale, set[Action]()
         self._process = os.getpid()
-        self._optimizer, self._units, self.actions = optimizer, units, tuple(actions)
+        self._optimizer, self._units, self.rows = optimizer, units, tuple(rows)
+        self.actions = tuple(chain.from_iterable(rows))
         self.offloaded = frozenset(offloaded)
         self._device, self._streams, self._pool = streams.ops.device, streams, pool
         self._buffers, self._shards = DeviceBuffers(self._device), shards
@@ -345,8 +348,8 @@ def offload_optimizer_state(
         return None
     state = offloaded_parameters(plan, module_map, mesh.stage, ratios.optimizer, trained=True)
     units = updated_units(plan, module_map, mesh.stage)
-    actions, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
-    is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for action in actions)
+    rows, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
+    is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for row in rows for action in row)
     gather = UnitGather(mesh, parameters, units, transport) if is_given_out else None
     # What another optimizer updates, or nobody, is left alone.
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -355,7 +358,7 @@ def offload_optimizer_state(
         optimizer,
         {key: [parameters[name] for name in of_unit if name in owned] for key, of_unit in units.items()},
         {parameters[name] for name in state if name in owned},
-        actions,
+        rows,
         streams=streams,
         pool=pool,
         shards=shards if ratios.parameters else None,

@@ -1,7 +1,7 @@
 """What happens between the layers of a stage: running a computation's lines while it computes.
 
-The schedule says what each forward and backward consists of (:func:`lightning_mist.schedule.shard_units.expand`). In
-forward the walk goes on when the step enters a layer. For backward, forward leaves a *marker* at every change of units:
+The schedule says what each forward and backward consists of (:mod:`lightning_mist.schedule.stage_program`). In forward
+the walk goes on when the step enters a layer. For backward, forward leaves a *marker* at every change of units:
 a node of a chain of its own through the graph. Autograd runs the nodes of a graph in the reverse order of their making,
 and nodes that accumulate gradients as soon as they can. So when a marker's turn comes, the backward of everything
 behind it has run, the gradients there are complete, and nothing before it has begun; whatever the layers hand to each
@@ -30,8 +30,9 @@ from lightning_mist.runtime.parameters import UnitKey, UnitShards
 from lightning_mist.runtime.stage.parameter_guard import ParameterGuard, refused_backward
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import COMPUTATIONS, HEAD, INPUT_BACKWARDS, TAIL
-from lightning_mist.schedule.shard_units import StageUnits, check_units, expand
+from lightning_mist.schedule.stage_program import StageUnits, lines_of
 from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, offloaded_parameters, plan_units
+from lightning_mist.schedule.unit_checks import check_units
 
 
 class UnitRunner:
@@ -48,7 +49,7 @@ class UnitRunner:
 
     def __init__(
         self,
-        lines_of: Callable[[Sequence[Action], Sequence[Action]], Mapping[Action, Sequence[Action]]],
+        lines_of: Callable[[Sequence[Action], Sequence[Sequence[Action]]], Mapping[Action, Sequence[Action]]],
         actions: Sequence[Action],
         shards: UnitShards | None,
         gradients: UnitGradients | None,
@@ -73,7 +74,7 @@ class UnitRunner:
 
     def take_update(self, update: OffloadedState) -> None:
         """From now on the optimizer's step may be left to the next batch."""
-        self.update, self._updating = update, self._lines_of(self._actions, update.actions)
+        self.update, self._updating = update, self._lines_of(self._actions, update.rows)
 
     def lines_of(self, actions: Sequence[Action]) -> Mapping[Action, Sequence[Action]]:
         """What each forward and backward of another list consists of."""
@@ -322,9 +323,9 @@ def _offloaded_gradients(
 
 
 def _lines_of(
-    units: Mapping[int, StageUnits], actions: Sequence[Action], update: Sequence[Action]
+    units: Mapping[int, StageUnits], actions: Sequence[Action], update: Sequence[Sequence[Action]]
 ) -> dict[Action, tuple[Action, ...]]:
-    lines = expand(actions, units, update)
+    lines = lines_of(actions, units, update)
     check_units(lines, units)
     return {action: part for action, part in zip(actions, lines, strict=True) if part != (action,)}
 

@@ -18,7 +18,7 @@ from lightning_mist.cost.time.zero_seconds import (
 )
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.orders import generate
-from lightning_mist.schedule.shard_units import StageUnits, expand
+from lightning_mist.schedule.stage_program import StageUnits, lines_of
 from tests.specs import candidates_of, profile, slot_of, spec
 
 NETWORK = spec(3)
@@ -63,7 +63,7 @@ def listed(name, stages, microbatches, order, groups=None):
             action.stage: StageUnits(order=order, reduced=frozenset(order), sharded=frozenset(order))
             for action in actions
         }
-        for action in (action for line in expand(actions, known) for action in line):
+        for action in (action for line in lines_of(actions, known) for action in line):
             if action.kind is ActionKind.UNSHARD:
                 found[action.stage] += UNITS.unshard_R[action.unit]
     return found

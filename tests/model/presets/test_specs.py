@@ -4,8 +4,6 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
-from lightning_mist.model.presets.parametric_specs import FAMILIES
-from lightning_mist.model.presets.shapes import LanguageModelShape
 from sympy import Integer
 
 from lightning_mist.model import Polynomial, device_operators, trace_model

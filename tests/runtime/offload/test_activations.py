@@ -13,7 +13,7 @@ from lightning_mist.runtime.host_memory import CopyStreams, HostPool
 from lightning_mist.runtime.offload.activations import OffloadedActivations
 from lightning_mist.runtime.recording import StorageMeter
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.offload_actions import with_activations
+from lightning_mist.schedule.stage_program import StageUnits, lines_of
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
@@ -56,12 +56,13 @@ class Walk:
         self.pool = HostPool(ops) if pool is None else pool
         held = [p for layer in layers for p in (*layer.parameters(), *layer.buffers())]
         self.activations = OffloadedActivations({0: ratio}, held, self.streams, self.pool)
-        self.units = range(len(layers))
+        units = range(len(layers))
+        self.units = {0: StageUnits(order=tuple(units), activations=frozenset(units))}
 
     def lines(self, kind, microbatch):
-        units = self.units if kind is ActionKind.FORWARD else reversed(self.units)
-        plain = [Action(0, kind, microbatch, unit) for unit in units]
-        return with_activations(plain, list(self.units), list(self.units), is_trained=True)
+        actions = [Action(0, way, microbatch) for way in (ActionKind.FORWARD, ActionKind.BACKWARD)]
+        forward, backward = lines_of(actions, self.units)
+        return list(forward if kind is ActionKind.FORWARD else backward)
 
     def forward(self, x, microbatch=0):
         self.left = self.lines(ActionKind.FORWARD, microbatch)

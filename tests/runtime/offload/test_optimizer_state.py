@@ -13,7 +13,7 @@ from lightning_mist.leaves import plain_leaves
 from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, is_host
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.recording import StorageMeter
-from lightning_mist.schedule.offload_actions import update_actions
+from lightning_mist.schedule.stage_program import update_rows
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
@@ -36,7 +36,7 @@ def offloaded(parameters, optimizer, ops, *, moved=None, pool=None):
     keys = [key for key, (parameter,) in units.items() if any(parameter is item for item in moved)]
     pool = pool or HostPool(ops)
     return OffloadedState(
-        optimizer, units, moved, update_actions(list(units), {"O": keys}), streams=CopyStreams(ops), pool=pool
+        optimizer, units, moved, update_rows(list(units), {"O": keys}), streams=CopyStreams(ops), pool=pool
     )
 
 

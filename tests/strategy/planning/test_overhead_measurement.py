@@ -9,7 +9,7 @@ from lightning_mist.hardware import StepOverheads
 from lightning_mist.model import map_module, trace_model
 from lightning_mist.schedule import ActionKind
 from lightning_mist.schedule.lowering import lower
-from lightning_mist.schedule.shard_units import expand
+from lightning_mist.schedule.stage_program import lines_of
 from lightning_mist.schedule.stage_units import expanded_units, plan_units
 from lightning_mist.strategy.planning import local_machine as overheads
 from tests.specs import profile
@@ -91,7 +91,7 @@ def test_units_are_counted_as_the_list_moves_them():
     units = expanded_units(plan, found, plan_units(plan, found, 0))
     (actions,) = lower(plan, tied=False)
     moves = {FORWARD: [], BACKWARD: []}
-    for action, line in zip(actions, expand(actions, units), strict=True):
+    for action, line in zip(actions, lines_of(actions, units), strict=True):
         if action.kind in moves:
             kinds = (ActionKind.UNSHARD, ActionKind.REDUCE_GRADIENTS)
             moves[action.kind].append(sum(item.kind in kinds for item in line))
