@@ -34,10 +34,10 @@ from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.time import (
     EXCHANGED,
     Beside,
+    ChannelRows,
     CopyPlace,
     CopySeconds,
     CopyStages,
-    Passes,
     RegionSeconds,
     RegionSums,
     SeamEnd,
@@ -289,7 +289,7 @@ class StageCostModel(PlanCosts):
         )
         return found, stages, shards
 
-    def channels(self, slot: StageSlot, candidates: StageCandidates) -> Passes:
+    def channels(self, slot: StageSlot, candidates: StageCandidates) -> ChannelRows:
         """When the channels of a single candidate's devices are busy; nothing where all of them are one (a CPU's).
 
         Rows as of :func:`~lightning_mist.cost.time.channel_rows`, and in ``"reduce"`` the seconds of averaging

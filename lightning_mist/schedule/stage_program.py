@@ -32,6 +32,7 @@ What must hold in any such list :mod:`lightning_mist.schedule.unit_checks` says,
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
 from itertools import chain, pairwise
 from typing import TypeAlias, TypeVar
 
@@ -47,6 +48,42 @@ Key: TypeAlias = tuple[int, int]
 _T = TypeVar("_T", int, Key)
 
 
+class Channel(IntEnum):
+    """What actions keep busy, in the order of :data:`lightning_mist.hardware.profile.CHANNELS`."""
+
+    COMPUTE = 0
+    NETWORK = 1
+    TO_DEVICE = 2
+    TO_HOST = 3
+
+
+class When(Enum):
+    """In which passes of a batch something has to be done."""
+
+    ALWAYS = "in all"
+    EDGE = "in the first forward, or in the last backward"
+    MIDDLE = "in the others"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an action has to do.
+
+    Attributes:
+        name: As of :class:`lightning_mist.cost.time.offload_loads.Loads`.
+        counts: Beside which computation it counts: that of so many rows behind the one in which it is issued.
+        is_waited: Whether computing waits for it where a rank does it alone and gives it to others (ZeRO-3).
+        is_resident: Whether the two outermost units of a pass need it not, as they stay from the pass before.
+    """
+
+    channel: Channel
+    name: str
+    when: When = When.ALWAYS
+    counts: int = 0
+    is_waited: bool = False
+    is_resident: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One unit action of a row.
@@ -55,12 +92,14 @@ class Entry:
         kinds: Its kind; or that of each kind of state that moves.
         offset: Of which unit it is, counted in the order of the pass: +1 computes in the next row.
         of: The units that have it, by name as of :func:`_units_having`.
+        loads: What it has to do.
         skips: Whether the row is counted from the nearest unit that has it, since others take no room.
     """
 
     kinds: tuple[A, ...]
     offset: int
     of: str
+    loads: tuple[Load, ...] = ()
     skips: bool = False
 
     def row(self, members: Sequence[int], index: int, count: int) -> int:
@@ -76,33 +115,41 @@ class Entry:
         return nearest - (self.offset - step)
 
 
+_C, _N, _D, _U = Channel
+_LOAD_STATE = (A.LOAD_OPTIMIZER_STATE, A.LOAD_PARAMETERS, A.LOAD_GRADIENTS)
+_STORE_STATE = (A.STORE_OPTIMIZER_STATE, A.STORE_PARAMETERS)
+_FROZEN = Load(_D, "frozen_in", When.EDGE, is_waited=True)
+_PARAMETERS = Load(_D, "parameters_in", is_waited=True, is_resident=True)
+
 UPDATE = (
-    Entry((A.LOAD_OPTIMIZER_STATE, A.LOAD_PARAMETERS, A.LOAD_GRADIENTS), +1, "moved", skips=True),
-    Entry((A.UPDATE,), 0, "updated"),
-    Entry((A.GATHER_PARAMETERS,), 0, "given"),
-    Entry((A.STORE_OPTIMIZER_STATE, A.STORE_PARAMETERS), 0, "moved"),
+    Entry(_LOAD_STATE, +1, "moved", (Load(_D, "state_in", When.EDGE),), skips=True),
+    Entry((A.UPDATE,), 0, "updated", (Load(_C, "update", When.EDGE),)),
+    Entry((A.GATHER_PARAMETERS,), 0, "given", (Load(_N, "gather", When.EDGE),)),
+    Entry(_STORE_STATE, 0, "moved", (Load(_U, "state_out", When.EDGE, counts=1),)),
 )
 """Rows of the update by itself."""
 
 FORWARD = (
     Entry((A.RESHARD,), -1, "sharded"),
     *(replace(entry, offset=entry.offset + 1) for entry in UPDATE),
-    Entry((A.UNSHARD,), +1, "sharded"),
-    Entry((A.STORE_ACTIVATIONS,), -1, "kept"),
+    Entry((A.UNSHARD,), +1, "sharded", (Load(_N, "unshard"), _FROZEN, replace(_PARAMETERS, when=When.MIDDLE))),
+    Entry((A.STORE_ACTIVATIONS,), -1, "kept", (Load(_U, "kept_out"),)),
     Entry((A.DROP_ACTIVATIONS,), -2, "kept"),
-    Entry((A.FORWARD,), 0, "all"),
+    Entry((A.FORWARD,), 0, "all", (Load(_C, "forward"),)),
 )
 """Rows of a forward; those of the update are there in the first of a batch, if the one before has put it off."""
 
 BACKWARD = (
-    Entry((A.REDUCE_GRADIENTS,), -1, "reduced"),
+    Entry((A.REDUCE_GRADIENTS,), -1, "reduced", (Load(_N, "scatter"), Load(_N, "reduce", When.EDGE))),
     Entry((A.RESHARD,), -1, "sharded"),
-    Entry((A.UNSHARD,), +1, "sharded"),
-    Entry((A.STORE_GRADIENTS,), -1, "summed alone"),
+    Entry((A.UNSHARD,), +1, "sharded", (Load(_N, "unshard"), _PARAMETERS)),
+    # Nobody waits for gradients until the unit after the next needs their room: they count beside their own unit's
+    # backward, in whichever row they leave, and those of the last unit not at all.
+    Entry((A.STORE_GRADIENTS,), -1, "summed alone", (Load(_U, "gradients_out", counts=-1),)),
     Entry((A.STORE_GRADIENTS,), -2, "summed by ranks", skips=True),
-    Entry((A.LOAD_GRADIENTS,), 0, "fetched"),
-    Entry((A.LOAD_ACTIVATIONS,), +1, "kept"),
-    Entry((A.BACKWARD,), 0, "all"),
+    Entry((A.LOAD_GRADIENTS,), 0, "fetched", (Load(_D, "gradients_in"),)),
+    Entry((A.LOAD_ACTIVATIONS,), +1, "kept", (Load(_D, "kept_in"),)),
+    Entry((A.BACKWARD,), 0, "all", (Load(_C, "backward"), Load(_C, "again"))),
 )
 """Rows of a backward, whose next unit is the one below; of its first half, which has no gradients to move, too."""
 
@@ -114,12 +161,14 @@ _WEIGHTS = (
 )
 """Rows behind the weights' half of a backward, which makes the gradients of all units at once."""
 
-_TABLES = {
+TABLES = {
     A.FORWARD: FORWARD,
     A.BACKWARD: BACKWARD,
     A.BACKWARD_INPUT: BACKWARD,
     A.BACKWARD_WEIGHT: _WEIGHTS,
+    A.UPDATE: UPDATE,
 }
+"""Rows of passes, by what they compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +221,7 @@ class _Pass:
         is_whole = not self.having or action.kind is A.BACKWARD_WEIGHT
         rows = {row: [action] * (is_whole and row == -2) for row in range(-2, len(self.order) + 2)}
         behind = {self.order.index(unit) + 1: next(changes) for unit in fetched}
-        for entry in _TABLES.get(action.kind, ()):
+        for entry in TABLES.get(action.kind, ()):
             if entry.of == "sharded":
                 for row, found in behind.items():
                     rows[row] += [line for line in found if line.kind in entry.kinds]
@@ -210,7 +259,7 @@ def lines_of(
         stage, of_stage = action.stage, units.get(action.stage)
         begins = action.kind is A.FORWARD and stage in updated
         updated -= {stage} if begins else set()
-        if action.kind not in _TABLES or of_stage is None or not (of_stage.is_expanded or begins):
+        if action.kind not in TABLES or of_stage is None or not (of_stage.is_expanded or begins):
             passes.append(_Pass(action, (), {}))
             continue
         order = of_stage.order if action.kind is A.FORWARD else of_stage.order[::-1]

@@ -1,5 +1,6 @@
 """Seconds of stages: computing, communicating, copying, updating, and all of them at once."""
 
+from lightning_mist.cost.time.busy_channels import ChannelRows, channel_rows
 from lightning_mist.cost.time.communication import (
     EXCHANGED,
     SeamEnd,
@@ -43,7 +44,6 @@ from lightning_mist.cost.time.stage_seconds import (
     corrected_regions,
     corrected_terms,
 )
-from lightning_mist.cost.time.unit_walk import Passes, channel_rows
 from lightning_mist.cost.time.zero_seconds import (
     Beside,
     UnitSeconds,

@@ -169,15 +169,6 @@ class Loads:
         """Number of units, those that are made up included."""
         return int(self.seconds_WQR.shape[2])
 
-    def table(self, unit_X: IntArray) -> FloatArray:
-        """All seconds of some padded units; axes: which, ``Q``, ``X``."""
-        return self.seconds_WQR[:, :, unit_X]
-
-    def differs(self) -> BoolArray:
-        """Of every padded unit but the first, whether it differs from the one before."""
-        found: BoolArray = (self.seconds_WQR[:, :, 1:] != self.seconds_WQR[:, :, :-1]).any(axis=(0, 1))
-        return found
-
 
 def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
     """The loads of stages that offload, and which row of them each stage has."""

@@ -2,46 +2,20 @@
 
 What is where is said in :mod:`lightning_mist.cost.memory.offload_bytes`; here is when it is copied. A stage goes
 through its units (head, layers, tail), and beside each of them its four channels are busy with what the unit needs and
-with what its neighbours do. With ``C`` the channels' concurrent seconds (:mod:`lightning_mist.cost.time.overlap`) of
-loads to compute, to exchange, to copy to the device and to the host, the unit ``r`` of a stage ``[low, high)`` takes
+with what its neighbours do: the rows of :mod:`lightning_mist.schedule.stage_program`, which
+:mod:`lightning_mist.cost.time.pass_seconds` adds up. What copies take is what passes with them take more than passes
+without.
 
-    forward        C(f_r, u_{r+1}, p_{r+1}, a_{r-1})
-    first forward  C(f_r + o_{r+1}, u_{r+1} + e_{r+1}, p'_{r+1} + s_{r+2}, a_{r-1} + w_r)
-    backward       C(b_r, u_{r-1} + g_{r+1}, p_{r-1} + q_r + a_{r-1}, z_r)
-    last backward  the same with the averaging m_{r+1} of gradients beside it
-
-where what lies outside the stage is nothing, and
-
-    f, b  computing forward and backward, of recomputed layers with another forward; o the update
-    u, g  unsharding parameters (ZeRO-3), reducing gradients in every microbatch (from ZeRO-2 on)
-    m, e  averaging gradients after the last microbatch, giving out updated parameters (up to ZeRO-2)
-    p     fetching offloaded parameters, p' those that are not trained
-    q, z  fetching offloaded gradients, writing them back
-    a     moving activations away behind a layer, and back ahead of its backward
-    s, w  fetching what an update needs (state, gradients, parameters), writing back what it changed
-
-Under ZeRO-3 the rank that has parameters gives them out when they have arrived, and computes nothing until then: there
-``p`` is beside nothing. At the ends there is nothing to hide behind: a forward begins with ``u`` of its first unit and
-ends when ``a`` of its last has gone, a backward begins with ``u + a`` of its last unit and ends when ``g`` (``m``) of
-its first has gone. Parameters of the two outermost units stay where a backward follows a forward, or a forward a
-backward: they are fetched in the first forward of a batch only. Gradients leave behind their unit's backward, but
-nobody waits for them until the unit after the next needs their room: ``z`` counts beside the unit itself, and that of
-the first unit not at all.
+Under ZeRO-3 the rank that has parameters gives them out when they have arrived, and computes nothing until then: they
+are fetched beside nothing. Gradients that the first microbatch makes are fetched like those of others, which is at most
+too much by one fetch per batch; with one microbatch there is nothing to fetch.
 
 If parameters, gradients or optimizer state are offloaded, the update of a batch happens unit by unit in the first
-forward
-of the next: ``s`` and ``p'`` of the first unit come first, then its update, beside which the second unit's ``s`` comes.
-No more is on the device then than in a backward at the same unit: activations of the units before it, gradients of
-those behind it. Where code of the user's may look at gradients or state, the update is behind the last backward,
+forward of the next. No more is on the device then than in a backward at the same unit: activations of the units before
+it, gradients of those behind it. Where code of the user's may look at gradients or state, the update is behind the last
+backward, and the next batch begins with fetching parameters.
 
-    update         C(o_r, 0, s_{r+1}, w_{r-1})
-
-with ``s`` of the first unit before and ``w`` of the last behind it, and the next batch begins with ``p`` of the first
-unit. Gradients that the first microbatch makes are fetched like those of others, which is at most too much by one fetch
-per batch; with one microbatch there is nothing to fetch.
-
-All of this is what the lists of :mod:`lightning_mist.schedule.stage_program` do on the clock of
-``benchmarks.planner.copies_clock``, whose copies are the runtime's.
+That lists of actions take as long ``benchmarks.planner.copies_clock`` shows, whose copies are the runtime's.
 
 Array axes
     K  candidates
@@ -53,9 +27,10 @@ import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, StageRegions
 from lightning_mist.cost.time.offload_loads import CopyStages, loads_of, ratios_of
-from lightning_mist.cost.time.offload_passes import Copies, Neighbourhoods, Passes
-from lightning_mist.cost.time.overlap import CopyRates, beyond_computing, concurrent_seconds
+from lightning_mist.cost.time.overlap import CopyRates
+from lightning_mist.cost.time.pass_seconds import Passes
 from lightning_mist.hardware import Interference
+from lightning_mist.schedule import ActionKind
 
 AT_ONCE = 1 << 14
 """Stages that are asked about together: enough to be fast, and few enough to take little memory."""
@@ -111,30 +86,28 @@ def _copy_seconds(
     candidates, offload, is_deferred_K = stages.candidates, ratios_of(stages.candidates), stages.is_deferred_K
     loads, question_K = loads_of(stages, rates)
 
-    def concurrent(compute: FloatArray, network: FloatArray, copies: Copies | None) -> FloatArray:
-        if copies is None:
-            return compute + beyond_computing(compute, network, interference, across_nodes)
-        return concurrent_seconds(compute, network, *copies, interference, across_nodes)
-
     regions = StageRegions.of(stages.places[0].memory.spec, candidates)
-    passes = Passes(loads, question_K, regions, concurrent, Neighbourhoods.of(loads))
-    forward_K, backward_K = passes.forward(copies=False), passes.backward(copies=False)
-    first_K = np.where(is_deferred_K, passes.forward(copies=False, edge=True), forward_K)
+    passes = Passes(loads, question_K, regions, interference, across_nodes)
+    forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
+    forward_K, backward_K = passes.seconds(forward, copies=False), passes.seconds(backward, copies=False)
+    first_K = np.where(is_deferred_K, passes.seconds(forward, copies=False, edge=True), forward_K)
     update_K = stages.update_K * offload.is_updated_by_units_K
-    moving_forward_K, moving_backward_K = passes.forward(copies=True), passes.backward(copies=True)
+    moving_forward_K, moving_backward_K = passes.seconds(forward, copies=True), passes.seconds(backward, copies=True)
     forward_copies_K = np.maximum(moving_forward_K - forward_K, 0.0)
     gather_K = np.maximum(first_K - forward_K - update_K, 0.0)
-    update_copies_K = passes.forward(copies=True, edge=True) - moving_forward_K - update_K - gather_K
+    update_copies_K = passes.seconds(forward, copies=True, edge=True) - moving_forward_K - update_K - gather_K
     is_eager_K = offload.is_updated_by_units_K & ~is_deferred_K
     if is_eager_K.any():
-        update_copies_K = np.where(is_eager_K, passes.update() - update_K, update_copies_K)
+        update_copies_K = np.where(
+            is_eager_K, passes.seconds(ActionKind.UPDATE, copies=True, edge=True) - update_K, update_copies_K
+        )
     return CopySeconds(
         copies_K=forward_copies_K + np.maximum(moving_backward_K - backward_K, 0.0),
         forward_copies_K=forward_copies_K,
         update_copies_K=np.maximum(update_copies_K, 0.0),
         gather_K=gather_K,
-        reduce_K=passes.backward(copies=True, edge=True)
+        reduce_K=passes.seconds(backward, copies=True, edge=True)
         - moving_backward_K
-        - (passes.backward(copies=False, edge=True) - backward_K),
+        - (passes.seconds(backward, copies=False, edge=True) - backward_K),
         is_deferred_K=is_deferred_K,
     )
