@@ -70,7 +70,8 @@ class Load:
     """What an action has to do.
 
     Attributes:
-        name: As of :class:`lightning_mist.cost.time.offload_loads.Loads`.
+        name: As of :class:`lightning_mist.cost.time.offload_loads.Loads`; ``kept`` is ``saved``, or ``checkpoint`` of
+            layers that are recomputed.
         counts: Beside which computation it counts: that of so many rows behind the one in which it is issued.
         is_waited: Whether computing waits for it where a rank does it alone and gives it to others (ZeRO-3).
         is_resident: Whether the two outermost units of a pass need it not, as they stay from the pass before.

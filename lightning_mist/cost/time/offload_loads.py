@@ -94,28 +94,6 @@ class CopyStages(ArrayRecord):
         return cls.joined(placed)
 
 
-NAMES = (
-    "forward",
-    "backward",
-    "again",
-    "update",
-    "unshard",
-    "scatter",
-    "reduce",
-    "gather",
-    "parameters_in",
-    "frozen_in",
-    "gradients_in",
-    "gradients_out",
-    "state_in",
-    "state_out",
-    *(f"{last}{kept}_{way}" for last in ("", "last_") for kept in ("saved", "checkpoint") for way in ("in", "out")),
-)
-"""What a unit has to do, in the order of the first axis of :class:`Loads`."""
-
-_PLACE = {name: place for place, name in enumerate(NAMES)}
-
-
 @dataclass(frozen=True, slots=True)
 class Loads:
     """Seconds of every unit by question, padded; what a unit does not have is 0.
@@ -136,10 +114,12 @@ class Loads:
         those of a stage's last layer, whose output is sent.
 
     Attributes:
-        seconds_WQR: Them all; axes: what (:data:`NAMES`), ``Q``, ``R``.
+        places: Where each is on the first axis.
+        seconds_WQR: Them all; axes: what, ``Q``, ``R``.
         waits_Q: Whether computing waits for parameters that are fetched, to give them out (ZeRO-3); 1 or 0.
     """
 
+    places: Mapping[str, int]
     seconds_WQR: FloatArray
     waits_Q: FloatArray
 
@@ -150,10 +130,10 @@ class Loads:
         Args:
             seconds: Seconds of every unit, of each question or of all alike.
         """
-        found = np.zeros((len(NAMES), shape[0], shape[1] + BEFORE + BEHIND))
-        for place, name in enumerate(NAMES):
-            found[place, :, BEFORE:-BEHIND] = seconds[name]
-        return cls(found, waits_Q)
+        found_WQR = np.zeros((len(seconds), shape[0], shape[1] + BEFORE + BEHIND))
+        for place, values in enumerate(seconds.values()):
+            found_WQR[place, :, BEFORE:-BEHIND] = values
+        return cls({name: place for place, name in enumerate(seconds)}, found_WQR, waits_Q)
 
     def __len__(self) -> int:
         """Number of questions."""
@@ -161,7 +141,7 @@ class Loads:
 
     def __getitem__(self, name: str) -> FloatArray:
         """Seconds of every unit by question."""
-        found_QR: FloatArray = self.seconds_WQR[_PLACE[name]]
+        found_QR: FloatArray = self.seconds_WQR[self.places[name]]
         return found_QR
 
     @property

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, StageRegions, distinct_codes
-from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, NAMES, Loads
+from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, Loads
 from lightning_mist.cost.time.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.hardware import Interference
 from lightning_mist.schedule import ActionKind
@@ -132,7 +132,8 @@ class Passes:
         place_JK = self.question_K * rows + lists.row_JA[:, lists.line_K]
         self._place_U, self._which_JK = distinct_codes(place_JK.reshape(-1), rows * len(loads))
         self._which_JK, self._count_JK = self._which_JK.reshape(place_JK.shape), lists.count_JA[:, lists.line_K]
-        self._there = {NAMES[place] for place in np.flatnonzero(loads.seconds_WQR.any(axis=(1, 2)))}
+        any_W = loads.seconds_WQR.any(axis=(1, 2))
+        self._there = {name for name, place in loads.places.items() if any_W[place]}
 
     def seconds(self, kind: ActionKind, *, copies: bool, edge: bool = False) -> FloatArray:
         """Seconds of one pass: with copies or as if there were none, the first or last of a batch or another."""
