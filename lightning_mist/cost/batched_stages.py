@@ -24,8 +24,6 @@ from lightning_mist.cost.memory import (
     StageNeeds,
     host_microbatch_bytes,
     host_state_bytes,
-    in_flight,
-    phases_of,
 )
 from lightning_mist.cost.mixed_model import CostModel
 from lightning_mist.cost.time import EXCHANGED, StageSeconds
@@ -115,14 +113,6 @@ class Held:
     needs: StageNeeds
     state_K: FloatArray
     microbatch_K: FloatArray
-
-    def host_bytes(self, slot: StageSlot) -> FloatArray:
-        """Host memory of one device of a slot."""
-        return self.state_K + in_flight(phases_of(slot)) * self.microbatch_K
-
-    def peaks(self, slot: StageSlot) -> tuple[FloatArray, FloatArray]:
-        """Peak bytes of one device of a slot, on the device and on the host, in whole bytes."""
-        return np.rint(self.needs.peaks(phases_of(slot))), np.rint(self.host_bytes(slot))
 
 
 def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[Held, ...]:

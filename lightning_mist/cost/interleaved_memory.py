@@ -1,14 +1,12 @@
-"""Peak bytes of devices that run several stages, the chunks of interleaved 1F1B.
+"""Peak bytes of a plan's devices, which run one stage each or several, the chunks of interleaved 1F1B.
 
-What a device always holds is the union over its chunks; the rest is that of the chunk at hand, and of every chunk the
-activations of the microbatches in flight and the buffers of what is on its way
-(:mod:`lightning_mist.cost.memory.interleaved_phases`).
+What a device always holds is the union over its chunks; what changes over a batch is counted along its list of actions
+(:mod:`lightning_mist.cost.memory.moments`).
 
 Array axes
     S  stages
     K  candidates
     W  ways to recompute
-    X  situations
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,28 +17,23 @@ import numpy as np
 from lightning_mist.cost.batched_stages import Held, held_of_stages
 from lightning_mist.cost.inputs import FloatArray, IntArray, Placed, StageSlot, slots_of
 from lightning_mist.cost.memory import (
-    COUNTED,
-    TERMS,
     Bytes,
     MemoryModel,
+    Moments,
     NeedTerms,
+    PeakParts,
     SharedOut,
-    Situation,
     StageMemory,
     StageNeeds,
-    counts_of_groups,
+    Updates,
+    device_memory,
+    device_moments,
+    in_flight,
+    moments_of,
     need_terms,
-    situations_of_groups,
 )
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import CheckpointingKind, Plan, ZeroStage
-
-ROUNDS = 4
-"""Microbatches that are looked at, in rounds of as many as there are groups: warm-up takes at most two, and by the end
-of the fourth every chunk has made its gradients and is in its steady state."""
-
-NEAR_BYTES = len(TERMS)
-"""By how much sums of terms may differ when every term is rounded to whole bytes."""
 
 
 def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
@@ -65,28 +58,16 @@ def plans_needs(
     model: Callable[[StageSlot], MemoryModel], plans: Sequence[Plan]
 ) -> list[tuple[tuple[StageMemory, NeedTerms], ...]]:
     """The peak memory of every stage of some plans, and what its devices' memory is made of."""
-    slots = [slots_of(plan) for plan in plans]
-    held = iter(held_of_stages(model, [item for found in slots for item in found]))
-    return [
-        _plan_needs(model, plan, found, [next(held) for _ in found]) for plan, found in zip(plans, slots, strict=True)
-    ]
-
-
-def _plan_needs(
-    model: Callable[[StageSlot], MemoryModel], plan: Plan, slots: Sequence[Placed], held: Sequence[Held]
-) -> tuple[tuple[StageMemory, NeedTerms], ...]:
-    if plan.schedule != "interleaved-1f1b":
-        return tuple(
-            (model(slot).breakdown(slot, candidates, item.needs, item.host_bytes(slot))[0], need_terms(item.needs))
-            for (slot, candidates), item in zip(slots, held, strict=True)
+    result = []
+    for plan, groups in zip(plans, _groups(model, plans, [slots_of(plan) for plan in plans]), strict=True):
+        memory = [group.memory() for group in groups]
+        at = [stage % plan.num_groups for stage in range(plan.num_stages)]
+        each = (
+            (memory[group], need_terms(groups[group].needs[stage], groups[group].always))
+            for stage, group in enumerate(at)
         )
-    found = [_Group.of(model(slots[group][0]), plan, group, slots, held) for group in range(plan.num_groups)]
-    memory = [item.memory() for item in found]
-    groups = [stage % plan.num_groups for stage in range(plan.num_stages)]
-    return tuple(
-        (memory[group], need_terms(found[group].needs[stage], found[group].always))
-        for stage, group in enumerate(groups)
-    )
+        result.append(tuple(each))
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,25 +88,12 @@ def plans_peaks(model: Callable[[StageSlot], MemoryModel], plans: Sequence[tuple
         [_recomputing(placed, count_W) for placed, count_W in zip(slots_of(plan), checkpointed_SW, strict=True)]
         for plan, checkpointed_SW in plans
     ]
-    held = iter(held_of_stages(model, [item for found in slots for item in found]))
-    return [
-        _plan_peaks(model, plan, found, [next(held) for _ in found])
-        for (plan, _), found in zip(plans, slots, strict=True)
-    ]
-
-
-def _plan_peaks(
-    model: Callable[[StageSlot], MemoryModel], plan: Plan, slots: Sequence[Placed], held: Sequence[Held]
-) -> PlanPeaks:
-    if plan.schedule != "interleaved-1f1b":
-        found = [item.peaks(slot) for (slot, _), item in zip(slots, held, strict=True)]
-        return PlanPeaks(device_SW=np.stack([item[0] for item in found]), host_SW=np.stack([item[1] for item in found]))
-    shape = len(slots), len(slots[0][1])
-    device_SW, host_SW = np.empty(shape), np.empty(shape)
-    for group in range(plan.num_groups):
-        one = _Group.of(model(slots[group][0]), plan, group, slots, held)
-        device_SW[group :: plan.num_groups], host_SW[group :: plan.num_groups] = one.peaks(), one.host_bytes()
-    return PlanPeaks(device_SW=np.rint(device_SW), host_SW=np.rint(host_SW))
+    result = []
+    for (plan, _), groups in zip(plans, _groups(model, [plan for plan, _ in plans], slots), strict=True):
+        found = np.rint([(group.peaks(), group.host_bytes()) for group in groups])
+        device_SW, host_SW = np.tile(found, (plan.num_stages // plan.num_groups, 1, 1)).swapaxes(0, 1)
+        result.append(PlanPeaks(device_SW=device_SW, host_SW=host_SW))
+    return result
 
 
 def stage_peaks(
@@ -139,7 +107,7 @@ def stage_peaks(
     """
     placed = [_recomputing(slots_of(plan)[at], checkpointed_W) for plan, checkpointed_W in plans]
     held = held_of_stages(model, placed)
-    return [item.peaks(slot)[0] for item, (slot, _) in zip(held, placed, strict=True)]
+    return [np.rint(item.needs.peaks(moments_of(slot))) for item, (slot, _) in zip(held, placed, strict=True)]
 
 
 def _recomputing(placed: Placed, checkpointed_W: IntArray) -> Placed:
@@ -150,65 +118,55 @@ def _recomputing(placed: Placed, checkpointed_W: IntArray) -> Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """One group of devices: what each of its chunks needs, and what is there all the time."""
+    """One group of devices: what each of its stages needs, and what is there all the time."""
 
-    held: Mapping[int, Held]
+    held: Sequence[Held]
     needs: Mapping[int, StageNeeds]
     always: Mapping[str, Bytes]
-    looked: tuple[int, int, int]
-    group: int
+    moments: Moments
 
     @classmethod
     def of(cls, model: MemoryModel, plan: Plan, group: int, slots: Sequence[Placed], held: Sequence[Held]) -> "_Group":
         """Of one group of a plan, from the slots of all stages and what these hold by themselves."""
-        groups = plan.num_groups
-        stages = range(group, plan.num_stages, groups)
-        own = _needs(model, [slots[stage] for stage in stages], [held[stage].needs for stage in stages])
-        moves = any(held[stage].state_K.any() for stage in stages)
+        stages = plan.chunks(group)
+        chunks, own = [slots[stage] for stage in stages], [held[stage] for stage in stages]
+        needs, always = [item.needs for item in own], own[0].needs.always
+        if len(stages) > 1:
+            needs = _needs(model, chunks, needs)
+            always = _always(model, chunks, needs, moves=any(item.state_K.any() for item in own))
         return cls(
-            held={stage: held[stage] for stage in stages},
-            needs=dict(zip(stages, own, strict=True)),
-            always=_always(model, [slots[stage] for stage in stages], own, moves=moves),
-            looked=(plan.num_stages, groups, min(plan.num_microbatches, ROUNDS * groups)),
-            group=group,
+            held=own,
+            needs=dict(zip(stages, needs, strict=True)),
+            always=always,
+            moments=device_moments(group, plan.num_stages, plan.num_microbatches, plan.schedule, plan.num_groups),
         )
 
     def memory(self) -> StageMemory:
         """The peak of the most loaded device, of one candidate."""
-        always = {name: _number(value) for name, value in self.always.items()}
-        best: StageMemory | None = None
-        around_X = counts_of_groups(*self.looked)[self.group].bytes(list(self.needs.values()))[:, 0]
-        situations = situations_of_groups(*self.looked)[self.group]
-        # Only what comes close to the most can be it when its terms are whole bytes.
-        for index in np.flatnonzero(around_X >= around_X.max() - NEAR_BYTES).tolist():
-            situation = situations[index]
-            around = situation_terms(self.needs, situation)
-            terms = {name: always.get(name, 0.0) + value for name, value in around.items()}
-            found = StageMemory(
-                phase="forward" if situation[1] else "backward",
-                terms=tuple((name, round(terms.get(name, always.get(name, 0.0)))) for name in TERMS),
-            )
-            best = found if best is None or found.peak_bytes > best.peak_bytes else best
-        for name, update in update_terms(self.needs):
-            terms = {term: always.get(term, 0.0) + update.get(term, 0.0) for term in TERMS}
-            found = StageMemory(phase=name, terms=tuple((term, round(terms[term])) for term in TERMS))
-            best = found if best is None or found.peak_bytes > best.peak_bytes else best
-        assert best is not None
-        return replace(best, host_bytes=round(_number(self.host_bytes())))
+        needs = list(self.needs.values())
+        return device_memory(needs, self.always, updates_of(needs), self.moments, self.host_bytes())[0]
 
     def peaks(self) -> FloatArray:
         """Bytes of the most loaded device of every candidate."""
         needs = list(self.needs.values())
-        peak_K: FloatArray = counts_of_groups(*self.looked)[self.group].bytes(needs).max(axis=0)
-        for name in dict.fromkeys(name for item in needs for name, _ in item.update):
-            peak_K = np.maximum(peak_K, sum(_update(needs, name).values()))
-        return peak_K + sum(self.always.values())
+        return PeakParts.of_chunks(needs, self.always, updates_of(needs)).peaks(self.moments)
 
     def host_bytes(self) -> FloatArray:
         """Host memory of one device: what its chunks move, and of each the activations of the most microbatches."""
-        in_flight_G = counts_of_groups(*self.looked)[self.group].in_flight_G.tolist()
-        each = zip(self.held.values(), in_flight_G, strict=True)
-        return sum((item.state_K + count * item.microbatch_K for item, count in each), np.zeros(1))
+        each = enumerate(self.held)
+        return sum((item.state_K + in_flight(self.moments, at) * item.microbatch_K for at, item in each), np.zeros(1))
+
+
+def _groups(
+    model: Callable[[StageSlot], MemoryModel], plans: Sequence[Plan], slots: Sequence[Sequence[Placed]]
+) -> list[list[_Group]]:
+    """The groups of devices of each plan, from the slots of all stages."""
+    held = iter(held_of_stages(model, [item for found in slots for item in found]))
+    result = []
+    for plan, found in zip(plans, slots, strict=True):
+        own = [next(held) for _ in found]
+        result.append([_Group.of(model(found[group][0]), plan, group, found, own) for group in range(plan.num_groups)])
+    return result
 
 
 def _needs(model: MemoryModel, chunks: Sequence[Placed], found: Sequence[StageNeeds]) -> list[StageNeeds]:
@@ -264,43 +222,16 @@ def _always(
     }
 
 
-def situation_terms(needs: Mapping[int, StageNeeds], situation: Situation) -> dict[str, float]:
-    """What changes over a batch, by term."""
-    stage, is_forward, made, counts = situation
-    sizes = {
-        kind: sum(_number(getattr(needs[at], name)) * n for k, at, n in counts if k == kind)
-        for kind, name in COUNTED.items()
-    }
-    gradients = sum(_number(needs[at].gradients_K) for at in made if is_forward or at != stage)
-    current = needs[stage]
-    if is_forward:
-        working = _number(current.forward_K)
-    elif stage in made:
-        working = _number(current.backward_K) + _number(current.gradients_K) + _number(current.reused_K)
-    else:
-        working = _number(current.first_backward_K)
-    # A backward that makes gradients anew counts its own stage's among those that are still under way.
-    counted = 0.0 if is_forward else _number(current.pending_K) * (stage in made)
-    pending = max(0.0, max((_number(needs[at].pending_K) for at in made), default=0.0) - counted)
-    return {
-        "gradient_bytes": gradients + pending,
-        "activation_bytes": sizes["others"],
-        "transfer_bytes": sum(sizes[kind] for kind in ("received", "gradients", "sent", "handed")),
-        "working_bytes": working,
-    }
-
-
-def update_terms(needs: Mapping[int, StageNeeds]) -> list[tuple[str, dict[str, float]]]:
-    """What comes after the last backward: all chunks' gradients, and what updates need beside them."""
-    each = list(needs.values())
-    return [
-        (name, {term: _number(value) for term, value in _update(each, name).items()})
-        for name in dict.fromkeys(name for item in each for name, _ in item.update)
-    ]
+def updates_of(chunks: Sequence[StageNeeds]) -> Updates:
+    """What comes after the last backward of devices that run one stage or several: name and bytes by term."""
+    if len(chunks) == 1:
+        return chunks[0].update
+    names = dict.fromkeys(name for item in chunks for name, _ in item.update)
+    return tuple((name, _update(chunks, name)) for name in names)
 
 
 def _update(needs: Sequence[StageNeeds], name: str) -> dict[str, Bytes]:
-    """What one situation after the last backward needs by term, of several chunks."""
+    """What is there at one thing after the last backward by term, of several chunks."""
     found = [dict(item.update).get(name, {}) for item in needs]
     gradients: Bytes = sum(terms.get("gradient_bytes", 0.0) for terms in found)
     working = [np.asarray(terms.get("working_bytes", 0.0), dtype=np.float64) for terms in found]
@@ -312,7 +243,3 @@ def _update(needs: Sequence[StageNeeds], name: str) -> dict[str, Bytes]:
     # The optimizer updates the parameters of all chunks together.
     combine = np.add if name == "optimizer step" else np.maximum
     return {"gradient_bytes": gradients, "working_bytes": combine.reduce(np.broadcast_arrays(*working))}
-
-
-def _number(value: object) -> float:
-    return float(np.asarray(value).reshape(-1)[0])

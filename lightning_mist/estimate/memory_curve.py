@@ -1,8 +1,8 @@
 """Bytes of every stage over one step: what the memory model says of each action, at the time when it runs.
 
-The memory model takes the maximum over situations (:mod:`lightning_mist.cost.memory.phases`). Here they are laid out in
+The memory model takes the maximum over moments (:mod:`lightning_mist.cost.memory.moments`). Here they are laid out in
 time instead, so the maximum over a curve is the peak that was predicted. While a device waits it holds the parameters,
-gradients, saved activations and buffers of transfers of the situation that follows, and no working set.
+gradients, saved activations and buffers of transfers of the moment that follows, and no working set.
 
 Array axes
     E  pieces of a curve, in order
@@ -10,21 +10,14 @@ Array axes
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray, IntArray
-from lightning_mist.cost.interleaved_memory import situation_terms, update_terms
-from lightning_mist.cost.memory import (
-    TERMS,
-    Phase,
-    Situation,
-    StageNeeds,
-    needs_of,
-    phases_in_order,
-    situations_in_order,
-)
+from lightning_mist.cost.interleaved_memory import updates_of
+from lightning_mist.cost.memory import TERMS, Moment, StageNeeds, moments_in_order, needs_of, parts_of, terms_at
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import Plan
 from lightning_mist.schedule import Action, ActionKind, Schedule, Simulation, Span, arrived_sends
@@ -39,7 +32,7 @@ _UPDATES = {
     "optimizer step": ActionKind.OPTIMIZER_STEP,
     "parameter gathering": ActionKind.GATHER_PARAMETERS,
 }
-"""What is done in each situation after the last backward, in order."""
+"""What comes after the last backward, in order."""
 
 
 BETWEEN = 0.2
@@ -72,7 +65,7 @@ class MemoryCurve:
     Attributes:
         group: The group of devices, whose first stage has the same index.
         times_E: When each piece begins, in seconds since the step's start.
-        names: What each piece is: an action as text, ``"waiting"``, or a situation after the last backward.
+        names: What each piece is: an action as text, ``"waiting"``, or what comes after the last backward.
         terms: Bytes by term, as ``(name, array)`` in the order of
             :data:`~lightning_mist.cost.memory.memory_model.TERMS`.
         units: For the names of pieces that compute what is there in each of their units, as they come, if that is
@@ -177,15 +170,10 @@ def _curve(
 ) -> MemoryCurve:
     actions = [span.action for span in spans]
     at = {span.action: span for span in spans}
-    if plan.schedule == "interleaved-1f1b":
-        around = _around_chunks(needs, actions, arrivals)
-        updates = [(name, dict(terms)) for name, terms in update_terms(needs)]
-    else:
-        around = _around_stage(needs[group], actions, group > 0, arrivals)
-        updates = [(name, _numbers(terms)) for name, terms in needs[group].update]
+    updates = [(name, _numbers(terms)) for name, terms in updates_of(list(needs.values()))]
     pieces: list[tuple[float, str, Terms]] = []
     last = 0.0
-    for action, waiting, computing in around:
+    for action, waiting, computing in _around(needs, actions, arrivals):
         span = at[action]
         pieces.append((last, "waiting", waiting))
         pieces.append((span.start, str(action), computing))
@@ -224,49 +212,18 @@ def _units(plan: Plan, actions: Sequence[Action]) -> dict[str, tuple[UnitBytes, 
     return found
 
 
-def _around_stage(
-    needs: StageNeeds, actions: Sequence[Action], sends_gradients: bool, arrivals: Mapping[Action, Sequence[Action]]
-) -> list[tuple[Action, Terms, Terms]]:
-    """For each computation of a stage, what is there before and during it."""
-    known: dict[Phase, Terms] = {}
-
-    def terms(phase: Phase) -> Terms:
-        if phase not in known:
-            known[phase] = _numbers(needs.around(phase))
-        return known[phase]
-
-    result: list[tuple[Action, Terms, Terms]] = []
-    waits: Phase | None = None
-    for action, phase in phases_in_order(actions, sends_gradients=sends_gradients, arrivals=arrivals):
-        if phase.kind == "transfer":
-            waits = phase
-            continue
-        result.append((action, terms(waits or _before(phase)), terms(phase)))
-        waits = None
-    return result
-
-
-def _before(phase: Phase) -> Phase:
-    """The situation before a computation, where nothing else tells."""
-    is_weights = phase.kind == "weight backward"
-    is_backward = not is_weights and phase.kind != "forward"
-    return replace(phase, kind="transfer", others=phase.others + is_backward, waiting=phase.waiting + is_weights)
-
-
-def _around_chunks(
+def _around(
     needs: Mapping[int, StageNeeds], actions: Sequence[Action], arrivals: Mapping[Action, Sequence[Action]]
 ) -> list[tuple[Action, Terms, Terms]]:
-    """For each computation of devices that run several stages, what is there before and during it."""
-    known: dict[Situation, tuple[Terms, Terms]] = {}
-    result: list[tuple[Action, Terms, Terms]] = []
-    for action, situation in situations_in_order(actions, arrivals):
-        if situation not in known:
-            stage, is_forward, made, counts = situation
-            own = () if is_forward else (("others", stage, 1),)
-            before = situation_terms(needs, (stage, True, made, (*counts, *own)))
-            known[situation] = {**before, "working_bytes": 0.0}, situation_terms(needs, situation)
-        result.append((action, *known[situation]))
-    return result
+    """For each computation of devices, what is there before and during it."""
+    parts_FK = parts_of(list(needs.values()))
+
+    @cache
+    def terms(moment: Moment) -> Terms:
+        return _numbers(terms_at(moment, parts_FK))
+
+    computations = moments_in_order(actions, arrivals)
+    return [(action, terms(waiting), terms(computing)) for action, waiting, computing in computations]
 
 
 def _numbers(terms: Mapping[str, object]) -> dict[str, float]:

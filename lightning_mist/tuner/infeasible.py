@@ -23,7 +23,7 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageSlot, stage_memory
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.interleaved_memory import plan_memory
-from lightning_mist.cost.memory import TERMS, PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, phases_of
+from lightning_mist.cost.memory import TERMS, PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, moments_of
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import COUNTS, OFFLOADED, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.candidates import (
@@ -103,8 +103,8 @@ class LeastMemory:
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = self._evaluate(intra, slot)
-        phases = phases_of(slot)
-        peak_J, host_J = found.parts.peaks(phases), found.state_J + in_flight(phases) * found.microbatch_J
+        moments = moments_of(slot)
+        peak_J, host_J = found.parts.peaks(moments), found.state_J + in_flight(moments) * found.microbatch_J
         value_J = host_J if self.wanted == "host" else peak_J
         kept_J = np.flatnonzero(
             {

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_mist.cost import cost_model, predict_with
 from lightning_mist.cost.inputs.candidates import placed_slots_of
+from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.cost.memory.offload_bytes import host_bytes
-from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan.codec import from_json, to_json
@@ -201,9 +201,9 @@ def host_bytes_of(instance, plan):
     """Bytes of host memory that each device of each stage of a plan takes, by the cost model."""
     model, found = cost_model(instance.network, instance.rates, instance.machine), []
     for slot, candidates in placed_slots_of(plan, instance.machine):
-        phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+        moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
         needs = model.evaluate(slot, candidates).needs
-        found.append(float(host_bytes(model.memory(slot), slot, candidates, needs, phases)[0]))
+        found.append(float(host_bytes(model.memory(slot), slot, candidates, needs, moments)[0]))
     return found
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from lightning_mist.cost import StageCandidates, StageSlot, cost_model, step_seconds_of
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.cost.memory.offload_bytes import host_bytes
-from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.hardware import USABLE_HOST_MEMORY, AnyCluster, HardwareProfile
 from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
@@ -329,9 +329,9 @@ def _costs(model, slot, rows, moves):
         ratios = dict(zip((f"{name}_K" for name in OFFLOADED), rows[:, 4:].T, strict=True))
         candidates = replace(candidates, offload=OffloadCandidates(**ratios))
     costs = model.evaluate(slot, candidates)
-    phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-    host_K = host_bytes(model.memory(slot), slot, candidates, costs.needs, phases)
-    return costs.steady_K, costs.boundary_K, costs.needs.peaks(phases), host_K
+    moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+    host_K = host_bytes(model.memory(slot), slot, candidates, costs.needs, moments)
+    return costs.steady_K, costs.boundary_K, costs.needs.peaks(moments), host_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

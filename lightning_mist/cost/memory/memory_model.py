@@ -10,17 +10,17 @@ What a device of stage ``i`` holds, beside everything of its process that is not
 * *The working set* of the microbatch at hand: its saved bytes and the temporaries of the part being computed; from
   ZeRO-2 on gradients that are being reduced, under ZeRO-3 the parameters of the part and of the next one.
 
-The peak is the maximum over situations (:mod:`lightning_mist.cost.memory.phases`): a forward, the first and a later
+The peak is the maximum over moments (:mod:`lightning_mist.cost.memory.moments`): a forward, the first and a later
 backward, the filling of gradient buckets, the optimizer's step, the gathering of updated parameters.
 
 Array axes
     K  candidates
     R  regions
-    X  situations
+    X  moments, and what comes after the last backward
     T  terms, in the order of :data:`TERMS`
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -37,11 +37,11 @@ from lightning_mist.cost.inputs import (
     covered,
 )
 from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut, VariantHoldings
-from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, host_bytes, offloaded_needs, unadjusted
+from lightning_mist.cost.memory.moments import Moments, device_moments
+from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, offloaded_needs, unadjusted
 from lightning_mist.cost.memory.offload_shares import StateShares
-from lightning_mist.cost.memory.phases import Phase, stage_phases
 from lightning_mist.cost.memory.split_backward import SplitBackward, SplitBackwardModel
-from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
+from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds, Updates, parts_of, terms_at
 from lightning_mist.cost.memory.working_set_tables import Accumulated, Sharding, StageRuns, WorkingSets
 from lightning_mist.cost.memory.working_sets import StageWorking
 from lightning_mist.model.spec import ModelSpec
@@ -93,9 +93,35 @@ class StageMemory:
         return sum(value for _, value in self.terms)
 
 
-def phases_of(slot: StageSlot) -> tuple[Phase, ...]:
-    """The situations of the stages of a slot."""
-    return stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+def device_memory(
+    chunks: Sequence[StageNeeds], always: Mapping[str, Bytes], update: Updates, moments: Moments, host_K: FloatArray
+) -> tuple[StageMemory, ...]:
+    """The peak of each candidate by term, on devices that run one stage or several.
+
+    Args:
+        always: What is there all the time, of all stages together; what comes after the last backward likewise.
+        host_K: Pinned host memory of each.
+    """
+    parts_FK = parts_of(chunks)
+    found = [*((moment.kind, terms_at(moment, parts_FK)) for moment in moments), *update]
+    terms_XTK = np.zeros((len(found), len(TERMS), parts_FK.shape[1]))
+    for index, (_, terms) in enumerate(found):
+        for name, value in (*always.items(), *terms.items()):
+            terms_XTK[index, TERMS.index(name)] += value
+    at_K = terms_XTK.sum(axis=1).argmax(axis=0)
+    return tuple(
+        StageMemory(
+            phase=found[at][0],
+            terms=tuple((term, round(value)) for term, value in zip(TERMS, terms_XTK[at, :, index], strict=True)),
+            host_bytes=round(host_K[index]),
+        )
+        for index, at in enumerate(at_K)
+    )
+
+
+def moments_of(slot: StageSlot) -> Moments:
+    """The moments of the stages of a slot."""
+    return device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
 
 
 def is_plain(slot: StageSlot, candidates: StageCandidates) -> BoolArray:
@@ -313,32 +339,7 @@ class MemoryModel:
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
         """Peak bytes of each candidate."""
-        return self.needs(slot, candidates).peaks(phases_of(slot))
-
-    def breakdown(
-        self,
-        slot: StageSlot,
-        candidates: StageCandidates,
-        needs: StageNeeds | None = None,
-        host_K: FloatArray | None = None,
-    ) -> tuple[StageMemory, ...]:
-        """The peak of each candidate, by term; needs and host bytes are theirs, if they are known already."""
-        needs, phases = self.needs(slot, candidates) if needs is None else needs, phases_of(slot)
-        host_K = host_bytes(self, slot, candidates, needs, phases) if host_K is None else host_K
-        situations = needs.nearest(phases)
-        terms_XTK = np.zeros((len(situations), len(TERMS), len(candidates)))
-        for situation, (_, values) in enumerate(situations):
-            for name, value in values.items():
-                terms_XTK[situation, TERMS.index(name)] = value
-        at_K = terms_XTK.sum(axis=1).argmax(axis=0)
-        return tuple(
-            StageMemory(
-                phase=situations[at][0],
-                terms=tuple((term, round(value)) for term, value in zip(TERMS, terms_XTK[at, :, index], strict=True)),
-                host_bytes=round(host_K[index]),
-            )
-            for index, at in enumerate(at_K)
-        )
+        return self.needs(slot, candidates).peaks(moments_of(slot))
 
     def _update(
         self,
@@ -349,7 +350,7 @@ class MemoryModel:
         gradients_K: FloatArray,
         candidates: StageCandidates,
     ) -> list[tuple[str, Mapping[str, Bytes]]]:
-        """Situations after gradients are complete: reduction, optimizer step, gathering."""
+        """What comes after gradients are complete: reduction, optimizer step, gathering."""
         optimizer, zero_K = self.spec.optimizer, candidates.zero_stage_K
         step_K = (
             optimizer.step_peak_bytes_per_parameter_byte * owned_K

@@ -37,7 +37,7 @@ Array axes
     X  kinds of state
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -55,8 +55,8 @@ from lightning_mist.cost.inputs import (
     distinct_rows,
 )
 from lightning_mist.cost.memory.held_parameters import Holdings, VariantHoldings
+from lightning_mist.cost.memory.moments import Moments, in_flight
 from lightning_mist.cost.memory.offload_shares import Shares, StateShares
-from lightning_mist.cost.memory.phases import Phase
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
@@ -275,18 +275,13 @@ def host_bytes(
     slot: StageSlot,
     candidates: StageCandidates,
     needs: StageNeeds,
-    phases: Sequence[Phase],
+    moments: Moments,
 ) -> FloatArray:
     """Pinned host memory of one device of each candidate."""
     if candidates.offload is None:
         return np.zeros(len(candidates))
     microbatch_K = host_microbatch_bytes(model, slot, candidates, needs)
-    return host_state_bytes(model, slot, candidates) + in_flight(phases) * microbatch_K
-
-
-def in_flight(phases: Sequence[Phase]) -> int:
-    """The most microbatches whose activations a slot keeps."""
-    return max(phase.others + (phase.kind != "transfer") for phase in phases)
+    return host_state_bytes(model, slot, candidates) + in_flight(moments) * microbatch_K
 
 
 def adds_in_host(slot: StageSlot) -> bool:

@@ -1,6 +1,6 @@
 """What the peaks of stages are made of for every combination of ratios, from each kind of state by itself.
 
-In no situation of a stage do two kinds of state depend on each other but activations and gradients, which the same
+At no moment of a batch do two kinds of state depend on each other but activations and gradients, which the same
 working sets count. So a stage is asked about once for every pair of their ratios, and once for every ratio of
 parameters and of optimizer state, and the peak of a combination is
 
@@ -19,22 +19,20 @@ Array axes
     K  stages with pairs of ratios: of every stage all pairs, those of activations running fastest
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_mist.cost.inputs import FloatArray, IntArray, StageCandidates, StageSlot
+from lightning_mist.cost.memory.moments import Moments, in_flight
 from lightning_mist.cost.memory.offload_bytes import (
     BUFFERS,
     OffloadingModel,
     adds_in_host,
-    in_flight,
     resident_needs,
     step_bytes,
 )
 from lightning_mist.cost.memory.offload_shares import Shares
-from lightning_mist.cost.memory.phases import Phase
 from lightning_mist.cost.memory.stage_bytes import PeakParts
 from lightning_mist.plan import ZeroStage
 
@@ -138,9 +136,9 @@ class OffloadParts:
             **arrays,
         )
 
-    def peaks(self, phases: Sequence[Phase]) -> FloatArray:
+    def peaks(self, moments: Moments) -> FloatArray:
         """Peak bytes of every stage with every combination of ratios; axes ``B``, ``H``, ``G``, ``Z``, ``A``."""
-        pairs_BGA = self.resident.peaks(phases).reshape(*self.beside_BG.shape, -1)
+        pairs_BGA = self.resident.peaks(moments).reshape(*self.beside_BG.shape, -1)
         offloads_BHG = (self.host_parameters_BH[:, :, None] > 0) | (self.host_gradients_BG[:, None] > 0)
         step_BHGZ = np.where(offloads_BHG[..., None], self.unit_BZ[:, None, None], self.step_BZ[:, None, None])
         step_BHGZ += (self.third_BH[:, :, None] + self.beside_BG[:, None])[..., None]
@@ -149,11 +147,11 @@ class OffloadParts:
         peak_BHGZA: FloatArray = rest_BHGZA + held_BHZ[:, :, None, :, None]
         if self.whole is None:
             return peak_BHGZA
-        return np.where(self.host_bytes(phases) > 0, peak_BHGZA, self.whole.peaks(phases)[:, None, None, None, None])
+        return np.where(self.host_bytes(moments) > 0, peak_BHGZA, self.whole.peaks(moments)[:, None, None, None, None])
 
-    def host_bytes(self, phases: Sequence[Phase]) -> FloatArray:
+    def host_bytes(self, moments: Moments) -> FloatArray:
         """Pinned host memory of the same."""
-        offloaded_BGA = in_flight(phases) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
+        offloaded_BGA = in_flight(moments) * self.host_activations_K.reshape(*self.beside_BG.shape, -1)
         states_BGZ = self.host_gradients_BG[:, :, None] + self.host_optimizer_BZ[:, None, :]
         rest_BGZA = offloaded_BGA[:, :, None, :] + states_BGZ[..., None]
         return self.host_parameters_BH[:, :, None, None, None] + rest_BGZA[:, None]

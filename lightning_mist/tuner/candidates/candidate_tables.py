@@ -13,7 +13,7 @@ What a stage takes depends on the rest of its pipeline only through what it exch
 parameters are sharded, through how many are behind it. So the candidates of one arrangement of devices are evaluated
 without these, for all roles at once.
 
-Stages with the same role differ in their situations, in how many stages are behind them, and in what they can be at
+Stages with the same role differ in their moments, in how many stages are behind them, and in what they can be at
 all. They are looked at together (:class:`StagePoints`): whatever is compared within a stage is compared within all of
 them at once.
 
@@ -37,7 +37,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot, profiles_of
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
-from lightning_mist.cost.memory import PeakParts, Phase
+from lightning_mist.cost.memory import Moments, PeakParts
 from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import OFFLOADED, ZeroStage
@@ -405,10 +405,6 @@ def _outside(model: CostModel, space: Space, slots: Sequence[StageSlot], ranges:
     return found_WS
 
 
-Situations = tuple[Phase, ...]
-"""The situations of a stage."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One of the stages that share a table.
@@ -418,7 +414,7 @@ class Stage:
         among_NL: Of which numbers of devices and layers it may be; of all if ``None``.
     """
 
-    phases: Situations
+    moments: Moments
     behind: int = 0
     among_NL: BoolArray | None = None
 
@@ -494,7 +490,7 @@ class StagePoints:
         found = [np.empty(0)]
         for stage, end in zip(self.stages, self.ends(np.arange(len(self))), strict=True):
             if end > begin:
-                found.append(parts.take(slice(begin, end)).peaks(stage.phases))
+                found.append(parts.take(slice(begin, end)).peaks(stage.moments))
             begin = end
         return np.concatenate(found)
 

@@ -21,12 +21,11 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, StageSlot
 from lightning_mist.cost.inputs import BoolArray
-from lightning_mist.cost.memory import phases_of, stage_phases
+from lightning_mist.cost.memory import Moments, device_moments, moments_of
 from lightning_mist.plan import Plan
 from lightning_mist.tuner.candidates.candidate_tables import (
     ROOM,
     Request,
-    Situations,
     Stage,
     Table,
     covers,
@@ -54,7 +53,7 @@ TableKey = tuple[Role, int, tuple[int, int] | None, Hashable]
 part of the cluster to another."""
 
 FrontierKey = tuple[TableKey, int, int]
-"""What tells frontiers apart: the table, the stages behind as far as they count, a number for the situations."""
+"""What tells frontiers apart: the table, the stages behind as far as they count, a number for the moments."""
 
 Place = tuple[int, int, tuple[int, ...]]
 """A stage, the number of stages, and the parts of the cluster in which these lie, if it has unlike ones."""
@@ -92,11 +91,11 @@ class IntraStage:
         self._classes = layer_classes(model.spec)
         self._tables: dict[TableKey, Table] = {} if like is None else like._tables
         self._ranges: dict[Role, LayerRanges] = {}
-        # Frontiers and the bottleneck up to which they hold, by how many stages and which situations they are for.
+        # Frontiers and the bottleneck up to which they hold, by how many stages and which moments they are for.
         self._frontiers: dict[FrontierKey, tuple[float, BoolArray | None, SlotChoices]] = {}
-        # What tells the frontiers of a place from others, with its situations; numbers of these.
-        self._keys: dict[tuple[Place, int], tuple[FrontierKey, Situations]] = {}
-        self._numbers: dict[Situations, int] = {}
+        # What tells the frontiers of a place from others, with its moments; numbers of these.
+        self._keys: dict[tuple[Place, int], tuple[FrontierKey, Moments]] = {}
+        self._numbers: dict[Moments, int] = {}
         self._search = OffloadSearch(
             model=model,
             grid=RatioGrid.of(space.search, space.offload_ratios),
@@ -150,10 +149,10 @@ class IntraStage:
         """Work out what frontiers of several slots need at once, up to ``slowest`` steady seconds."""
         every: dict[FrontierKey, tuple[Place, Stage]] = {}
         for item in asked:
-            key, phases = self._frontier_key(item[:3], num_microbatches)
+            key, moments = self._frontier_key(item[:3], num_microbatches)
             # What is kept has to be enough for all places that share it.
             among_NL = either(item[3], every[key][1].among_NL) if key in every else item[3]
-            every[key] = item[:3], Stage(phases=phases, behind=key[1], among_NL=among_NL)
+            every[key] = item[:3], Stage(moments=moments, behind=key[1], among_NL=among_NL)
         wanted: dict[TableKey, dict[FrontierKey, tuple[Place, Stage]]] = {}
         for key, found in every.items():
             bottleneck, known_NL, _ = self._frontiers.get(key, (-np.inf, None, None))
@@ -171,24 +170,24 @@ class IntraStage:
             for (key, (_, stage)), choices in zip(some.items(), frontiers, strict=True):
                 self._frontiers[key] = slowest, stage.among_NL, choices
 
-    def _frontier_key(self, place: Place, num_microbatches: int) -> tuple[FrontierKey, Situations]:
-        """What tells the frontiers of a slot from others, and its situations."""
+    def _frontier_key(self, place: Place, num_microbatches: int) -> tuple[FrontierKey, Moments]:
+        """What tells the frontiers of a slot from others, and its moments."""
         found = self._keys.get((place, num_microbatches))
         if found is None:
             stage_index, num_stages, pipeline = place
-            phases = stage_phases(stage_index, num_stages, num_microbatches, self.space.schedule)
+            moments = device_moments(stage_index, num_stages, num_microbatches, self.space.schedule)
             # More microbatches than there are do not pass a stage before the first of them comes back.
             behind = min(num_stages - 1 - stage_index, num_microbatches - 1)
-            number = self._numbers.setdefault(phases, len(self._numbers))
-            found = (self._key(stage_index, num_stages, num_microbatches, pipeline), behind, number), phases
+            number = self._numbers.setdefault(moments, len(self._numbers))
+            found = (self._key(stage_index, num_stages, num_microbatches, pipeline), behind, number), moments
             self._keys[place, num_microbatches] = found
         return found
 
     def choices(self, slot: StageSlot) -> SlotChoices:
         """Everything that a slot may be without offload, whether it fits or not."""
         table = self.everything(slot)
-        phases = phases_of(slot)
-        return self.inside(slot, table.choices(np.arange(len(table)), table.parts.peaks(phases)))
+        moments = moments_of(slot)
+        return self.inside(slot, table.choices(np.arange(len(table)), table.parts.peaks(moments)))
 
     def everything(self, slot: StageSlot) -> Table:
         """Everything that stages with the role of a slot may be."""
@@ -231,7 +230,7 @@ class IntraStage:
 
     def _key(self, stage_index: int, num_stages: int, num_microbatches: int, pipeline: tuple[int, ...]) -> TableKey:
         slot = self.slot(stage_index, num_stages, num_microbatches, Shape(1), pipeline)
-        # What a stage costs depends on the number of stages only through the situations.
+        # What a stage costs depends on the number of stages only through the moments.
         settled = self.space.layer_range(stage_index, num_stages)
         return role_of(stage_index, num_stages), num_microbatches, settled, slot.seams
 

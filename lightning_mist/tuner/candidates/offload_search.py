@@ -406,10 +406,10 @@ def _fitting(
     for stage, end in zip(points.stages, points.ends(point_B), strict=True):
         if end > begin:
             some = parts.take(row_B[begin:end])
-            peak_BC = some.peaks(stage.phases).reshape(end - begin, -1)
+            peak_BC = some.peaks(stage.moments).reshape(end - begin, -1)
             fits_BC = peak_BC <= limits[0]
             if np.isfinite(limits[1]):
-                fits_BC &= some.host_bytes(stage.phases).reshape(end - begin, -1) <= limits[1]
+                fits_BC &= some.host_bytes(stage.moments).reshape(end - begin, -1) <= limits[1]
             peaks.append(peak_BC)
             fits.append(fits_BC)
         begin = end

@@ -9,6 +9,7 @@ from lightning_mist.cost.memory.memory_model import BUCKET_BYTES, BUCKETS_IN_FLI
 from lightning_mist.plan.sharding import assign_owners
 from lightning_mist.runtime.gradients import reducer
 from lightning_mist.runtime.parameters import buckets
+from tests.cost.memory.breakdown import breakdown
 from tests.plans import plan_of
 from tests.specs import ADAMW, spec
 
@@ -198,7 +199,7 @@ def test_many_candidates_at_once_equal_one_by_one():
     for index in range(len(candidates)):
         one = candidates.take(np.array([index]))
         assert MemoryModel(network).peaks(slot, one)[0] == pytest.approx(together[index], rel=1e-12)
-        (memory,) = model.breakdown(slot, one)
+        (memory,) = breakdown(model, slot, one)
         assert [name for name, _ in memory.terms] == list(TERMS)
         assert memory.peak_bytes == pytest.approx(together[index], abs=len(TERMS))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
-from lightning_mist.cost.memory import OffloadParts, Ratios, host_bytes, stage_phases
+from lightning_mist.cost.memory import OffloadParts, Ratios, device_moments, host_bytes
 from lightning_mist.model.spec.model_spec import with_master_weights
 from lightning_mist.plan import OffloadRatios
 from tests.cost.events import with_events
@@ -103,11 +103,11 @@ def test_a_ratio_that_moves_nothing_is_no_ratio(network, slot, data):
     none = {kind: data.draw(st.sampled_from(NOTHING)) for kind in KINDS}
     ratio = {data.draw(st.sampled_from(KINDS)): data.draw(st.sampled_from([0.3, 1.0]))}
     model, candidates = MemoryModel(network), everything(slot, network.num_layers)
-    phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+    moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
     wanted, nothing = model.needs(slot, candidates), moving(candidates, **none)
     needs = model.needs(slot, nothing)
     assert_same(needs, wanted)
-    assert not host_bytes(model, slot, nothing, needs, phases).any()
+    assert not host_bytes(model, slot, nothing, needs, moments).any()
     # So it is beside what other candidates move, and beside another kind of state that is.
     other = moving(candidates, **ratio)
     both = model.needs(slot, StageCandidates.joined([other, nothing]))
@@ -121,14 +121,14 @@ def test_a_ratio_that_moves_nothing_is_no_ratio(network, slot, data):
 @given(network=networks(), slot=slots())
 def test_combinations_of_ratios_that_move_nothing(network, slot):
     model, candidates = MemoryModel(network), everything(slot, network.num_layers)
-    phases = stage_phases(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
+    moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
     parts = OffloadParts.of(model, slot, candidates, Ratios(**dict.fromkeys(KINDS, (*NOTHING, 1.0))))
     nothing = (slice(None), *[slice(0, 2)] * len(KINDS))
-    wanted = model.needs(slot, candidates).peaks(phases)
-    assert (parts.peaks(phases)[nothing].reshape(len(candidates), -1) == wanted[:, None]).all()
-    assert not parts.host_bytes(phases)[nothing].any()
-    every = model.needs(slot, moving(candidates, **dict.fromkeys(KINDS, 1.0))).peaks(phases)
-    assert parts.peaks(phases)[:, -1, -1, -1, -1] == pytest.approx(every)
+    wanted = model.needs(slot, candidates).peaks(moments)
+    assert (parts.peaks(moments)[nothing].reshape(len(candidates), -1) == wanted[:, None]).all()
+    assert not parts.host_bytes(moments)[nothing].any()
+    every = model.needs(slot, moving(candidates, **dict.fromkeys(KINDS, 1.0))).peaks(moments)
+    assert parts.peaks(moments)[:, -1, -1, -1, -1] == pytest.approx(every)
 
 
 @settings(max_examples=examples(60))

@@ -14,6 +14,7 @@ from lightning_mist.model.spec.model_spec import with_master_weights
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.cost.events import WIDTH, with_events
+from tests.cost.memory.breakdown import breakdown
 from tests.plans import plan_of
 from tests.specs import ADAMW, candidates_of, slot_of, spec
 from tests.tiers import examples
@@ -101,7 +102,7 @@ def test_states_rank_by_rank(masters, zero, ranks, wo, go, oo):
     # A third unit's parameters, and no gradient that is made.
     stepped = factor * (state[3] if by_units else owned)
     assert step["working_bytes"] == stepped + parameters[2] - factor * gradients[4]
-    (memory,) = model.breakdown(place, some)
+    (memory,) = breakdown(model, place, some)
     assert memory.host_bytes == parameters[1] + factor * gradients[1] + kept * state[1]
 
 
@@ -138,7 +139,7 @@ def test_activations_layer_by_layer(checkpointed, ratio):
     assert needs.backward_K == pytest.approx(backward)
     assert needs.saved_K == pytest.approx(stays)
     # A lone stage has one microbatch in flight.
-    assert model.breakdown(slot(), some)[0].host_bytes == pytest.approx(away, abs=1)
+    assert breakdown(model, slot(), some)[0].host_bytes == pytest.approx(away, abs=1)
 
 
 @pytest.mark.parametrize("ratio", [0.25, 1.0])
@@ -162,8 +163,8 @@ def test_microbatches_in_flight_are_in_host_memory_too():
     model, some = MemoryModel(uses), candidates((0, 2), activations=0.5)
     place = slot(num_stages=4, num_microbatches=8)
     microbatch = 4 * 2 * 10_000 // 2
-    assert model.breakdown(place, some)[0].host_bytes == 4 * microbatch
-    assert model.breakdown(dataclasses.replace(place, num_microbatches=2), some)[0].host_bytes == 2 * microbatch
+    assert breakdown(model, place, some)[0].host_bytes == 4 * microbatch
+    assert breakdown(model, dataclasses.replace(place, num_microbatches=2), some)[0].host_bytes == 2 * microbatch
 
 
 @given(layers=st.sampled_from([(0, 4), (0, 2), (2, 4), (1, 3)]), checkpointed=st.integers(0, 2), zero=st.integers(0, 3))
@@ -173,7 +174,7 @@ def test_nothing_moved_is_no_offload(layers, checkpointed, zero):
     place = slot(num_stages=3, stage_index=1, num_microbatches=4, data_parallel_degree=2)
     some = candidates(layers, checkpointed=checkpointed, zero=zero)
     plain = dataclasses.replace(some, offload=None)
-    found, expected = model.breakdown(place, some)[0], model.breakdown(place, plain)[0]
+    found, expected = breakdown(model, place, some)[0], breakdown(model, place, plain)[0]
     assert found == expected
     assert found.host_bytes == 0
 
@@ -197,11 +198,11 @@ def test_many_candidates_at_once_are_each_of_them_alone():
         zero_stage_K=rng.integers(0, 4, count),
         offload=OffloadCandidates(**{f"{kind}_K": rng.choice([0.0, 0.5, 1.0], count) for kind in KINDS}),
     )
-    peaks, memories = model.peaks(place, every), model.breakdown(place, every)
+    peaks, memories = model.peaks(place, every), breakdown(model, place, every)
     for index in range(count):
         alone = every.take(np.array([index]))
         assert model.peaks(place, alone) == pytest.approx(peaks[index])
-        assert model.breakdown(place, alone)[0] == memories[index]
+        assert breakdown(model, place, alone)[0] == memories[index]
         assert memories[index].peak_bytes == pytest.approx(peaks[index], abs=5)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
-from lightning_mist.cost.memory.phases import stage_phases
 from tests.specs import spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)
@@ -39,7 +39,7 @@ def slot_of(index, count, **given):
 @pytest.mark.parametrize(("index", "count", "degree"), [(0, 1, 2), (0, 3, 3), (1, 3, 1), (2, 3, 2), (1, 4, 2)])
 def test_peaks_and_host_memory(index, count, degree, schedule):
     model, slot = MemoryModel(NETWORK), slot_of(index, count, data_parallel_degree=degree, schedule=schedule)
-    some, phases = stages(index, count), stage_phases(index, count, 6, schedule)
+    some, moments = stages(index, count), device_moments(index, count, 6, schedule)
     parts = OffloadParts.of(model, slot, some, RATIOS)
     combinations = np.array(list(itertools.product(*(getattr(RATIOS, name) for name in RATIOS.__slots__))))
     whole = some.take(np.repeat(np.arange(len(some)), len(combinations)))
@@ -47,15 +47,15 @@ def test_peaks_and_host_memory(index, count, degree, schedule):
     offload = {f"{name}_K": values for name, values in zip(RATIOS.__slots__, columns, strict=True)}
     whole = replace(whole, offload=OffloadCandidates(**offload))
     needs = model.needs(slot, whole)
-    assert parts.peaks(phases).shape == (len(some), *RATIOS.shape)
-    assert parts.peaks(phases).reshape(-1) == pytest.approx(needs.peaks(phases), rel=1e-12)
-    hosts = host_bytes(model, slot, whole, needs, phases)
-    assert parts.host_bytes(phases).reshape(-1) == pytest.approx(hosts, rel=1e-12, abs=1e-6)
+    assert parts.peaks(moments).shape == (len(some), *RATIOS.shape)
+    assert parts.peaks(moments).reshape(-1) == pytest.approx(needs.peaks(moments), rel=1e-12)
+    hosts = host_bytes(model, slot, whole, needs, moments)
+    assert parts.host_bytes(moments).reshape(-1) == pytest.approx(hosts, rel=1e-12, abs=1e-6)
 
 
 def test_some_of_several():
-    model, phases = MemoryModel(NETWORK), stage_phases(1, 3, 6)
+    model, moments = MemoryModel(NETWORK), device_moments(1, 3, 6)
     every = OffloadParts.of(model, slot_of(1, 3), stages(1, 3), RATIOS)
     at = np.array([len(every) - 1, 0, 2])
-    assert np.array_equal(every.take(at).peaks(phases), every.peaks(phases)[at])
-    assert np.array_equal(every.take(at).host_bytes(phases), every.host_bytes(phases)[at])
+    assert np.array_equal(every.take(at).peaks(moments), every.peaks(moments)[at])
+    assert np.array_equal(every.take(at).host_bytes(moments), every.host_bytes(moments)[at])

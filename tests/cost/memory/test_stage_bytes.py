@@ -1,97 +1,80 @@
 """What stages need around each computation, added up by hand and by the two ways that must agree."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from lightning_mist.cost.inputs.candidates import slots_of
-from lightning_mist.cost.memory.memory_model import MemoryModel
-from lightning_mist.cost.memory.phases import Phase, stage_phases
-from lightning_mist.cost.memory.stage_bytes import PeakParts, StageNeeds, need_terms, needs_of
+from lightning_mist.cost.memory.memory_model import MemoryModel, device_memory
+from lightning_mist.cost.memory.moments import COUNTED, Moment, device_moments
+from lightning_mist.cost.memory.stage_bytes import PeakParts, StageNeeds, need_terms, needs_of, parts_of, terms_at
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import plan_of
 from tests.specs import spec
 
 COUNT = 4
 ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
-FORWARD = Phase(
-    kind="forward", gradients=False, others=2, waiting=0, received=3, received_gradients=0, sent_gradients=1
-)
 
 
 def make(seed=0):
     random = np.random.default_rng(seed)
     arrays = {name: random.integers(0, 1000, COUNT).astype(float) for name in ARRAYS}
-    always = {"weight_bytes": random.integers(0, 1000, COUNT).astype(float), "buffer_bytes": 7.0}
-    update = (("update", {"optimizer_bytes": random.integers(0, 9000, COUNT).astype(float), "other_bytes": 3.0}),)
+    always = {"parameter_bytes": random.integers(0, 1000, COUNT).astype(float), "buffer_bytes": 7.0}
+    update = (("update", {"optimizer_bytes": random.integers(0, 9000, COUNT).astype(float), "working_bytes": 3.0}),)
     return StageNeeds(always=always, update=update, **arrays)
 
 
-def terms(phase):
-    """What a situation consists of for the first candidate, ``always`` aside."""
-    ((_, found), _) = make().situations([phase])
-    return {name: value[0] for name, value in found.items() if name not in ("weight_bytes", "buffer_bytes")}
+def at(kind, **counts):
+    """Counts of some things, all others being none."""
+    return Moment(kind, tuple(counts.get(name, 0) for name in COUNTED))
 
 
-def test_a_forward_stands_beside_other_microbatches_and_their_transfers():
+def test_terms_are_what_is_counted_by_term():
     needs = make()
-    expected = {
-        "gradient_bytes": 0.0,
-        "activation_bytes": 2 * needs.saved_K[0],
-        "transfer_bytes": 3 * needs.entering_K[0] + needs.returned_K[0],
-        "working_bytes": needs.forward_K[0],
+    found = terms_at(
+        at("forward", saved=2, entering=3, returned=1, forward=1, gradients=1, under_way=1), parts_of([needs])
+    )
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "gradient_bytes": (needs.gradients_K + needs.pending_K).tolist(),
+        "activation_bytes": (2 * needs.saved_K).tolist(),
+        "transfer_bytes": (3 * needs.entering_K + needs.returned_K).tolist(),
+        "working_bytes": needs.forward_K.tolist(),
     }
-    assert terms(FORWARD) == expected
-    # Behind the first backward there are gradients, and some that are still being reduced.
-    later = terms(replace(FORWARD, gradients=True))
-    assert later == {**expected, "gradient_bytes": needs.gradients_K[0] + needs.pending_K[0]}
 
 
-def test_a_later_backward_has_all_gradients_and_reused_ones_twice():
-    needs = make()
-    found = terms(replace(FORWARD, kind="backward", gradients=True, received_gradients=2))
-    assert found["gradient_bytes"] == needs.gradients_K[0] + needs.reused_K[0]
-    assert found["working_bytes"] == needs.backward_K[0]
-    # Of two received gradients the one at hand stands where the output was.
-    assert found["transfer_bytes"] == 3 * needs.entering_K[0] + needs.leaving_K[0] + needs.returned_K[0]
+def test_of_several_stages_the_most_that_those_behind_may_have_under_way_counts():
+    first, second = make(1), make(2)
+    moment = Moment("forward", (*at("", under_way=1, saved=1).counts, *at("", saved=2).counts))
+    found = terms_at(moment, parts_of([first, second]))
+    assert found["gradient_bytes"].tolist() == np.maximum(first.pending_K, second.pending_K).tolist()
+    assert found["activation_bytes"].tolist() == (first.saved_K + 2 * second.saved_K).tolist()
 
 
-def test_weight_gradients_keep_what_waits_for_them():
-    needs = make()
-    found = terms(replace(FORWARD, kind="weight backward", gradients=True, waiting=2))
-    assert found["activation_bytes"] == 2 * needs.saved_K[0] + 2 * needs.waiting_K[0]
-    assert found["working_bytes"] == needs.weight_backward_K[0]
-
-
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_peak_is_the_largest_situation(stage, schedule, seed):
-    needs, phases = make(seed), stage_phases(stage, 4, 6, schedule)
-    totals = [sum(found.values()) for _, found in needs.situations(phases)]
-    assert len(totals) == len(phases) + 1
-    np.testing.assert_array_equal(needs.peaks(phases), np.max(totals, axis=0))
-    # Among those that come near the most is the first that reaches it, of every candidate.
-    nearest = needs.nearest(phases)
-    near = [sum(found.values()) for _, found in nearest]
-    assert len(near) < len(totals)
-    for index in range(COUNT):
-        name, _ = needs.situations(phases)[int(np.argmax([total[index] for total in totals]))]
-        assert name == nearest[int(np.argmax([total[index] for total in near]))][0]
-        assert max(total[index] for total in near) == max(total[index] for total in totals)
+def test_the_peak_is_that_of_the_largest_moment_or_update(stage, schedule):
+    for seed in range(5):
+        needs, moments = make(seed), device_moments(stage, 4, 6, schedule)
+        of_moments = [(moment.kind, terms_at(moment, parts_of([needs]))) for moment in moments]
+        every = [(name, sum({**needs.always, **terms}.values())) for name, terms in (*of_moments, *needs.update)]
+        np.testing.assert_array_equal(needs.peaks(moments), np.max([total_K for _, total_K in every], axis=0))
+        found = device_memory([needs], needs.always, needs.update, moments, np.zeros(COUNT))
+        for index, memory in enumerate(found):
+            name, total_K = max(every, key=lambda item: item[1][index])
+            assert (memory.phase, memory.peak_bytes) == (name, total_K[index])
 
 
 def test_parts_of_several_slots_are_joined_and_taken():
-    phases = stage_phases(0, 2, 4, "1f1b")
+    moments = device_moments(0, 2, 4, "1f1b")
     parts = [PeakParts.of(make(seed)) for seed in range(3)]
     joined = PeakParts.joined(parts)
     assert len(joined) == sum(map(len, parts))
-    wanted = np.concatenate([part.peaks(phases) for part in parts])
-    np.testing.assert_array_equal(joined.peaks(phases), wanted)
-    np.testing.assert_array_equal(joined.take(slice(4)).peaks(phases), wanted[:4])
-    np.testing.assert_array_equal(joined.take(np.array([5, 1])).peaks(phases), wanted[[5, 1]])
-    assert len(PeakParts.none().peaks(phases)) == 0
+    wanted = np.concatenate([part.peaks(moments) for part in parts])
+    np.testing.assert_array_equal(joined.peaks(moments), wanted)
+    np.testing.assert_array_equal(joined.take(slice(4)).peaks(moments), wanted[:4])
+    np.testing.assert_array_equal(joined.take(np.array([5, 1])).peaks(moments), wanted[[5, 1]])
+    assert len(PeakParts.none().peaks(moments)) == 0
 
 
 def needs():

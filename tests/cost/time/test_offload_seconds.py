@@ -13,6 +13,7 @@ from lightning_mist.cost.time.overlap import FREE, concurrent_seconds
 from lightning_mist.errors import ProfileError
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
+from tests.cost.memory.breakdown import breakdown
 from tests.cost.memory.test_offload_bytes import moved
 from tests.specs import candidates_of, cluster, profile, slot_of, spec
 from tests.tiers import examples
@@ -318,7 +319,7 @@ def test_time_and_memory_speak_of_the_same_bytes():
     for ratio in ({"parameters": 0.5}, {"optimizer": 1.0}, {"activations": 0.5}, {"optimizer": 0.3}):
         some, place = candidates(zero=3, **ratio), slot(data_parallel_degree=2)
         model = StageCostModel(uses, hardware, cluster(2, kind="cuda"))
-        host = model.memory(place).breakdown(place, some)[0].host_bytes
+        host = breakdown(model.memory(place), place, some)[0].host_bytes
         found = model.seconds(place, some)
         # Parameters come twice, but those of the first and the last layer once; head and tail move none of theirs.
         passes = 1.5 if "parameters" in ratio else 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.memory.phases import stage_phases
+from lightning_mist.cost.memory.moments import COUNTED, device_moments
 from lightning_mist.cost.time.overlap import copy_rates
 from lightning_mist.hardware import Interference
 from lightning_mist.hardware.profile import COEFFICIENTS
@@ -138,20 +138,21 @@ def test_no_more_microbatches_are_in_flight_than_the_schedule_says_and_hardly_fe
         for count in (*range(2, 12), 30):
             for index in range(count):
                 found = in_flight(schedule, count - 1 - index, microbatches)
-                phases = stage_phases(index, count, microbatches, schedule)
-                backwards = [phase for phase in phases if phase.kind == "backward"]
-                others = max((phase.others for phase in backwards), default=0)
+                moments = device_moments(index, count, microbatches, schedule)
+                every = [dict(zip(COUNTED, moment.counts, strict=True)) for moment in moments]
+                backwards = [counts for counts in every if counts["backward"]]
+                others = max((counts["saved"] for counts in backwards), default=0)
                 assert found <= others < found * 1.25 + 1
                 assert bool(backwards) == (microbatches > 1)
                 if not index or not backwards:
                     continue
                 # The own one and so many others have been received, too, and one ahead if there are as many again.
                 ahead = microbatches >= found + 3
-                received = [phase.received for phase in backwards if phase.others >= found]
+                received = [counts["entering"] for counts in backwards if counts["saved"] >= found]
                 assert max(received) > found + ahead or others > found
                 # One gradient is on its way at least, and in the end one for each that was in flight.
-                assert all(phase.sent_gradients for phase in backwards)
-                assert any(not phase.others and phase.sent_gradients > found for phase in backwards)
+                assert all(counts["returned"] for counts in backwards)
+                assert any(not counts["saved"] and counts["returned"] > found for counts in backwards)
 
 
 @settings(max_examples=examples(60))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCostModel
-from lightning_mist.cost.memory.phases import stage_phases
+from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.candidate_tables import make_tables
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
@@ -128,5 +128,5 @@ def test_tables_of_several_roles_are_those_of_each_alone():
             (other,), _ = make_tables(model, maker.space, [request], bottleneck)
             for name in ("range_K", "shape_K", "zero_stage_K", "steady_K", "boundary_K", "floor_K", "again_K"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(other, name))
-            phases = stage_phases(1, STAGES, MICROBATCHES)
-            np.testing.assert_array_equal(found.parts.peaks(phases), other.parts.peaks(phases))
+            moments = device_moments(1, STAGES, MICROBATCHES)
+            np.testing.assert_array_equal(found.parts.peaks(moments), other.parts.peaks(moments))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.cost.memory.offload_bytes import host_bytes
-from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates import offload_search
@@ -24,9 +24,9 @@ def middle(network="alike"):
     return maker.model, table_of(maker, 1, 3, 8, np.inf)
 
 
-def found_of(model, table, situations, limits, index=None):
-    """What stages in some situations may offload, and their candidates; of some candidates of the table if given."""
-    points = StagePoints.of(table, [Stage(phases=phases) for phases in situations], np.inf)
+def found_of(model, table, stages, limits, index=None):
+    """What stages with some moments may offload, and their candidates; of some candidates of the table if given."""
+    points = StagePoints.of(table, [Stage(moments=moments) for moments in stages], np.inf)
     point_B = np.flatnonzero(np.ones(len(points), dtype=bool) if index is None else np.isin(points.index_P, index))
     found = Feasible.joined(
         [Feasible.none(), *(block for _, block in feasible(model, GRID, [(points, point_B)], limits))]
@@ -37,14 +37,14 @@ def found_of(model, table, situations, limits, index=None):
 @pytest.mark.parametrize("blocks", [None, (1, 1), (2 * 9, 3 * 81)])
 def test_stages_that_share_a_table_may_offload_what_each_may_alone(blocks, monkeypatch):
     model, table = middle()
-    situations = [stage_phases(1, count, 8) for count in (3, 5, 7)]
+    stages = [device_moments(1, count, 8) for count in (3, 5, 7)]
     some, sizes = np.arange(0, len(table), 7), []
     for limits in ((LIMIT, np.inf), (LIMIT, 60_000.0), (LIMIT, 1e12)):
-        every = [found_of(model, table, [phases], limits, some) for phases in situations]
+        every = [found_of(model, table, [moments], limits, some) for moments in stages]
         with monkeypatch.context() as patch:
             for name, value in zip(("PAIRS_AT_ONCE", "PEAKS_AT_ONCE"), blocks or (), strict=False):
                 patch.setattr(offload_search, name, value)
-            points, together = found_of(model, table, situations, limits, some)
+            points, together = found_of(model, table, stages, limits, some)
         for stage, (own, alone) in enumerate(every):
             mine_J = points.stage_P[together.point_J] == stage
             np.testing.assert_array_equal(points.index_P[together.point_J[mine_J]], own.index_P[alone.point_J])
@@ -57,8 +57,8 @@ def test_stages_that_share_a_table_may_offload_what_each_may_alone(blocks, monke
 
 def test_what_is_feasible_fits_and_has_the_peak_that_the_memory_model_says():
     model, table = middle("unlike")
-    phases = stage_phases(1, 3, 8)
-    points, found = found_of(model, table, [phases], (550_000.0, 200_000.0))
+    moments = device_moments(1, 3, 8)
+    points, found = found_of(model, table, [moments], (550_000.0, 200_000.0))
     shape_J = table.shape_K[points.index_P[found.point_J]]
     assert len(np.unique(shape_J)) > 1
     for shape in np.unique(shape_J).tolist():
@@ -68,14 +68,14 @@ def test_what_is_feasible_fits_and_has_the_peak_that_the_memory_model_says():
         stages = dataclasses.replace(table.candidates(points.index_P[found.point_J[at_J]]), offload=ratios)
         memory = model.memory(slot)
         needs = memory.needs(slot, stages)
-        np.testing.assert_allclose(found.peak_J[at_J], needs.peaks(phases), rtol=1e-12)
+        np.testing.assert_allclose(found.peak_J[at_J], needs.peaks(moments), rtol=1e-12)
         assert (found.peak_J[at_J] <= 550_000).all()
-        assert (host_bytes(memory, slot, stages, needs, phases) <= 200_000).all()
+        assert (host_bytes(memory, slot, stages, needs, moments) <= 200_000).all()
 
 
 def test_nothing_is_feasible_of_no_candidates():
     model, table = middle()
-    _, found = found_of(model, table, [stage_phases(1, 3, 8)], (1e12, np.inf), np.empty(0, dtype=np.int64))
+    _, found = found_of(model, table, [device_moments(1, 3, 8)], (1e12, np.inf), np.empty(0, dtype=np.int64))
     assert len(found.point_J) == len(found.combination_J) == len(found.peak_J) == 0
 
 
@@ -102,7 +102,7 @@ def left_out(seed):
         shapes = [shape for shape in maker.space.shapes(microbatches) if shape.devices < maker.space.world_size]
         shape = shapes[int(rng.integers(len(shapes)))]
         table = maker.everything(maker.slot(index, stages, microbatches, shape))
-        points = StagePoints.of(table, [Stage(phases=stage_phases(index, stages, microbatches))], np.inf)
+        points = StagePoints.of(table, [Stage(moments=device_moments(index, stages, microbatches))], np.inf)
         asked = maker.model, grid, [(points, np.arange(len(points)))], (maker.memory_limit, np.inf)
         every = Feasible.joined([Feasible.none(), *(block for _, block in feasible(*asked))])
         index_J = points.index_P[every.point_J]

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
+from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.cost.memory.offload_bytes import host_bytes
-from lightning_mist.cost.memory.phases import stage_phases
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.model_spec import ParameterSpec
 from lightning_mist.plan import ParameterUse
@@ -47,7 +47,7 @@ def table_of(maker, index, stages, microbatches, bottleneck):
 
 def by_hand(maker, index, stages, microbatches):
     """Every point of every place that fits, by evaluating all ratios of all candidates."""
-    space, phases = maker.space, stage_phases(index, stages, microbatches)
+    space, moments = maker.space, device_moments(index, stages, microbatches)
     found = {}
     for shape in space.shapes(microbatches):
         if (shape.devices == space.world_size) != (stages == 1) or shape.devices > space.world_size - stages + 1:
@@ -75,8 +75,8 @@ def by_hand(maker, index, stages, microbatches):
             offload=OffloadCandidates(**{f"{name}_K": columns[4 + o] for o, name in enumerate(OFFLOADED)}),
         )
         needs, seconds = memory.needs(slot, candidates), maker.model.seconds(slot, candidates)
-        fits = needs.peaks(phases) <= maker.memory_limit
-        fits &= host_bytes(memory, slot, candidates, needs, phases) <= maker.host_limit
+        fits = needs.peaks(moments) <= maker.memory_limit
+        fits &= host_bytes(memory, slot, candidates, needs, moments) <= maker.host_limit
         for place in np.flatnonzero(fits):
             key = (int(numbers[0, place]), int(numbers[1, place] - numbers[0, place]), shape.devices)
             found.setdefault(key, []).append((seconds.steady_K[place], seconds.boundary_K[place]))

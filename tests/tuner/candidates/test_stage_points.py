@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_mist.cost.memory.phases import stage_phases
+from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.tuner.candidates.candidate_tables import Stage, StagePoints, covers, either
 from tests.tuner.candidates.test_offload_search import make, table_of
 
@@ -14,7 +14,7 @@ def test_stages_have_the_candidates_that_they_may_be():
     found = table()
     among = np.zeros((5, 5), dtype=bool)
     among[2, 1:3] = True
-    stages = [Stage(phases=stage_phases(0, count, 4), among_NL=mask) for count, mask in ((2, None), (3, among))]
+    stages = [Stage(moments=device_moments(0, count, 4), among_NL=mask) for count, mask in ((2, None), (3, among))]
     slowest = float(found.steady_K[len(found) // 2])
     points = StagePoints.of(found, stages, slowest)
     count = int((found.steady_K <= slowest).sum())
@@ -35,20 +35,20 @@ def test_stages_have_the_candidates_that_they_may_be():
     )
 
 
-def test_peaks_are_those_of_the_situations_of_each_stage():
+def test_peaks_are_those_of_the_moments_of_each_stage():
     found = table()
-    stages = [Stage(phases=stage_phases(0, count, 8)) for count in (2, 4, 6)]
+    stages = [Stage(moments=device_moments(0, count, 8)) for count in (2, 4, 6)]
     points = StagePoints.of(found, stages, np.inf)
     peak_P = points.peaks()
     for place, stage in enumerate(stages):
         at_P = points.stage_P == place
-        np.testing.assert_array_equal(peak_P[at_P], found.parts.peaks(stage.phases)[points.index_P[at_P]])
+        np.testing.assert_array_equal(peak_P[at_P], found.parts.peaks(stage.moments)[points.index_P[at_P]])
     assert len(set(np.bincount(points.stage_P, peak_P).tolist())) == 3
 
 
 def test_nothing_is_asked_of_stages_that_can_be_nothing():
     found, none = table(), np.zeros((5, 5), dtype=bool)
-    points = StagePoints.of(found, [Stage(phases=stage_phases(0, 2, 4), among_NL=none)] * 2, np.inf)
+    points = StagePoints.of(found, [Stage(moments=device_moments(0, 2, 4), among_NL=none)] * 2, np.inf)
     assert len(points) == len(points.peaks()) == 0
     assert len(StagePoints.of(found, [], np.inf)) == 0
 
@@ -58,8 +58,8 @@ def test_stages_behind_count_for_what_is_unsharded_again():
     again_K = found.again_K
     assert not again_K[found.zero_stage_K < 3].any()
     assert again_K[found.zero_stage_K == 3].any()
-    phases = stage_phases(0, 3, 4)
-    alone, later = (StagePoints.of(found, [Stage(phases=phases, behind=count)], np.inf) for count in (0, 2))
+    moments = device_moments(0, 3, 4)
+    alone, later = (StagePoints.of(found, [Stage(moments=moments, behind=count)], np.inf) for count in (0, 2))
     np.testing.assert_array_equal(alone.steady_P, found.steady_K)
     np.testing.assert_array_equal(alone.floor_P, found.floor_K)
     np.testing.assert_array_equal(alone.whole_P, found.steady_K + found.boundary_K)
