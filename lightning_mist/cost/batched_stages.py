@@ -12,18 +12,16 @@ Array axes
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs import FloatArray, IntArray, Placed, StageCandidates, StageSlot, placed_slots_of
+from lightning_mist.cost.inputs import IntArray, Placed, StageCandidates, StageSlot, placed_slots_of
 from lightning_mist.cost.memory import (
     MemoryModel,
     StageNeeds,
-    host_microbatch_bytes,
-    host_state_bytes,
 )
 from lightning_mist.cost.mixed_model import CostModel
 from lightning_mist.cost.time import EXCHANGED, StageSeconds
@@ -101,35 +99,14 @@ def _exchange_key(slot: StageSlot) -> Hashable:
     return slot.rows, degrees, slot.sequence_parallel, slot.num_stages > 1, slot.placement, slot.part, slot.seams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What candidates of a stage hold.
-
-    Attributes:
-        state_K: Host memory of what is offloaded of parameters, gradients and optimizer state.
-        microbatch_K: Host memory of one microbatch's activations.
-    """
-
-    needs: StageNeeds
-    state_K: FloatArray
-    microbatch_K: FloatArray
-
-
-def held_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[Held, ...]:
-    """What each stage's candidates hold, as if each had been asked for by itself."""
-    found: dict[int, Held] = {}
+def needs_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[StageNeeds, ...]:
+    """What each stage's candidates need, as if each had been asked for by itself."""
+    found: dict[int, StageNeeds] = {}
     for members in _groups(_bytes_key(*placed) for placed in stages).values():
-        slot, candidates = stages[members[0]][0], _candidates(stages, members)
-        memory = model(slot)
-        needs, state_K = memory.needs(slot, candidates), np.zeros(len(candidates))
-        microbatch_K = state_K
-        if candidates.offload is not None:
-            state_K = host_state_bytes(memory, slot, candidates)
-            microbatch_K = host_microbatch_bytes(memory, slot, candidates, needs)
+        memory = model(stages[members[0]][0])
+        needs = memory.needs(stages[members[0]][0], _candidates(stages, members))
         for index, ends in zip(members, pairwise(_begins([stages[index] for index in members])), strict=True):
-            cut = slice(*ends)
-            own = _with_batches(needs.take(cut), memory.batch_bytes(stages[index][0]))
-            found[index] = Held(needs=own, state_K=state_K[cut], microbatch_K=microbatch_K[cut])
+            found[index] = _with_batches(needs.take(slice(*ends)), memory.batch_bytes(stages[index][0]))
     return tuple(found[index] for index in range(len(stages)))
 
 

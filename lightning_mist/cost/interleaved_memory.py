@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_mist.cost.batched_stages import Held, held_of_stages
+from lightning_mist.cost.batched_stages import needs_of_stages
 from lightning_mist.cost.inputs import FloatArray, IntArray, Placed, StageSlot, slots_of
 from lightning_mist.cost.memory import (
     Bytes,
@@ -28,7 +28,6 @@ from lightning_mist.cost.memory import (
     Updates,
     device_memory,
     device_moments,
-    in_flight,
     moments_of,
     need_terms,
 )
@@ -106,8 +105,8 @@ def stage_peaks(
         at: Which stage; ``-1`` is the last.
     """
     placed = [_recomputing(slots_of(plan)[at], checkpointed_W) for plan, checkpointed_W in plans]
-    held = held_of_stages(model, placed)
-    return [np.rint(item.needs.peaks(moments_of(slot))) for item, (slot, _) in zip(held, placed, strict=True)]
+    needs = needs_of_stages(model, placed)
+    return [np.rint(item.peaks(moments_of(slot))) for item, (slot, _) in zip(needs, placed, strict=True)]
 
 
 def _recomputing(placed: Placed, checkpointed_W: IntArray) -> Placed:
@@ -120,22 +119,22 @@ def _recomputing(placed: Placed, checkpointed_W: IntArray) -> Placed:
 class _Group:
     """One group of devices: what each of its stages needs, and what is there all the time."""
 
-    held: Sequence[Held]
     needs: Mapping[int, StageNeeds]
     always: Mapping[str, Bytes]
     moments: Moments
 
     @classmethod
-    def of(cls, model: MemoryModel, plan: Plan, group: int, slots: Sequence[Placed], held: Sequence[Held]) -> "_Group":
-        """Of one group of a plan, from the slots of all stages and what these hold by themselves."""
+    def of(
+        cls, model: MemoryModel, plan: Plan, group: int, slots: Sequence[Placed], alone: Sequence[StageNeeds]
+    ) -> "_Group":
+        """Of one group of a plan, from the slots of all stages and what these need by themselves."""
         stages = plan.chunks(group)
-        chunks, own = [slots[stage] for stage in stages], [held[stage] for stage in stages]
-        needs, always = [item.needs for item in own], own[0].needs.always
+        chunks, needs = [slots[stage] for stage in stages], [alone[stage] for stage in stages]
+        always = needs[0].always
         if len(stages) > 1:
             needs = _needs(model, chunks, needs)
-            always = _always(model, chunks, needs, moves=any(item.state_K.any() for item in own))
+            always = _always(model, chunks, needs)
         return cls(
-            held=own,
             needs=dict(zip(stages, needs, strict=True)),
             always=always,
             moments=device_moments(group, plan.num_stages, plan.num_microbatches, plan.schedule, plan.num_groups),
@@ -152,19 +151,20 @@ class _Group:
         return PeakParts.of_chunks(needs, self.always, updates_of(needs)).peaks(self.moments)
 
     def host_bytes(self) -> FloatArray:
-        """Host memory of one device: what its chunks move, and of each the activations of the most microbatches."""
-        each = enumerate(self.held)
-        return sum((item.state_K + in_flight(self.moments, at) * item.microbatch_K for at, item in each), np.zeros(1))
+        """Host memory of one device: what its stages move, and of each the activations of the most microbatches."""
+        each = [item.host_bytes(self.moments, chunk) for chunk, item in enumerate(self.needs.values())]
+        total_K: FloatArray = np.sum(each, axis=0)
+        return total_K
 
 
 def _groups(
     model: Callable[[StageSlot], MemoryModel], plans: Sequence[Plan], slots: Sequence[Sequence[Placed]]
 ) -> list[list[_Group]]:
     """The groups of devices of each plan, from the slots of all stages."""
-    held = iter(held_of_stages(model, [item for found in slots for item in found]))
+    needs = iter(needs_of_stages(model, [item for found in slots for item in found]))
     result = []
     for plan, found in zip(plans, slots, strict=True):
-        own = [next(held) for _ in found]
+        own = [next(needs) for _ in found]
         result.append([_Group.of(model(found[group][0]), plan, group, found, own) for group in range(plan.num_groups)])
     return result
 
@@ -193,16 +193,15 @@ def _with_away(needs: StageNeeds, away: float, counted: SharedOut) -> StageNeeds
     )
 
 
-def _always(
-    model: MemoryModel, chunks: Sequence[Placed], needs: Sequence[StageNeeds], *, moves: bool
-) -> dict[str, Bytes]:
-    """What is there all the time: of parameters that two chunks use one copy; ``moves`` says whether state leaves."""
+def _always(model: MemoryModel, chunks: Sequence[Placed], needs: Sequence[StageNeeds]) -> dict[str, Bytes]:
+    """What is there all the time: of parameters that two chunks use one copy."""
     slot, of_first = chunks[0]
     degree, zero = slot.shard_degree, int(of_first.zero_stage_K[0])
     parameters: Bytes = sum(item.always["parameter_bytes"] for item in needs)
     optimizer: Bytes = sum(item.always["optimizer_bytes"] for item in needs)
     doubled = model.holdings.doubled([candidates for _, candidates in chunks])
     state = model.spec.optimizer.state_bytes_per_parameter_byte
+    moves = any(item.host_state_K.any() for item in needs)
     if degree > 1 and zero >= ZeroStage.OPTIMIZER and not moves:
         owned = model.holdings.together([candidates for _, candidates in chunks], degree)
         optimizer = state * owned.trained

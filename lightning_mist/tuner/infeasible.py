@@ -23,7 +23,7 @@ import numpy as np
 from lightning_mist.cost import CostModel, StageSlot, stage_memory
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.interleaved_memory import plan_memory
-from lightning_mist.cost.memory import TERMS, PeakParts, host_microbatch_bytes, host_state_bytes, in_flight, moments_of
+from lightning_mist.cost.memory import TERMS, PeakParts, StageNeeds, moments_of
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import COUNTS, OFFLOADED, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.candidates import (
@@ -61,8 +61,7 @@ class _Known:
     index_J: IntArray
     offload_JO: FloatArray
     parts: PeakParts
-    state_J: FloatArray
-    microbatch_J: FloatArray
+    needs: StageNeeds
     is_coarse: bool
 
 
@@ -104,7 +103,7 @@ class LeastMemory:
         if found is None:
             found = self.known[key] = self._evaluate(intra, slot)
         moments = moments_of(slot)
-        peak_J, host_J = found.parts.peaks(moments), found.state_J + in_flight(moments) * found.microbatch_J
+        peak_J, host_J = found.parts.peaks(moments), found.needs.host_bytes(moments)
         value_J = host_J if self.wanted == "host" else peak_J
         kept_J = np.flatnonzero(
             {
@@ -130,8 +129,7 @@ class LeastMemory:
             index_J=index_J,
             offload_JO=offload_JO,
             parts=PeakParts.of(needs),
-            state_J=host_state_bytes(memory, slot, candidates),
-            microbatch_J=host_microbatch_bytes(memory, slot, candidates, needs),
+            needs=needs,
             is_coarse=is_coarse,
         )
 

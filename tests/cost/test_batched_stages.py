@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import MixedCostModel, StageCostModel, predict_with, predictions, seconds_with
-from lightning_mist.cost.batched_stages import held_of_stages, seconds_of_stages, terms_of_plans
+from lightning_mist.cost.batched_stages import needs_of_stages, seconds_of_stages, terms_of_plans
 from lightning_mist.cost.inputs.candidates import (
     OffloadCandidates,
     StageCandidates,
@@ -14,7 +14,7 @@ from lightning_mist.cost.inputs.candidates import (
     placed_slots_of,
     slots_of,
 )
-from lightning_mist.cost.memory import in_flight, moments_of, need_terms
+from lightning_mist.cost.memory import moments_of, need_terms
 from lightning_mist.cost.plan_clock import terms_of
 from lightning_mist.cost.time import StageSeconds
 from lightning_mist.hardware import MixedCluster, StepOverheads
@@ -149,9 +149,9 @@ def test_stages_together_need_as_much_as_each(name, schedule):
     plan = pipeline(*PIPELINES[name], rows=4, schedule="1f1b" if name in ("sharded", "moved") else schedule)
     model = machine_of(plan)
     stages = slots_of(plan)
-    for found, (slot, candidates) in zip(held_of_stages(model.memory, stages), stages, strict=True):
+    for found, (slot, candidates) in zip(needs_of_stages(model.memory, stages), stages, strict=True):
         wanted = model.memory(slot).needs(slot, candidates)
-        assert need_terms(found.needs) == need_terms(wanted)
+        assert need_terms(found) == need_terms(wanted)
 
 
 def test_host_memory_of_stages_together_is_that_of_each():
@@ -159,11 +159,10 @@ def test_host_memory_of_stages_together_is_that_of_each():
     plan = pipeline(*shapes, {"layers": 2, "data": 2}, rows=4)
     model = machine_of(plan)
     stages = slots_of(plan)
-    for found, (slot, candidates) in zip(held_of_stages(model.memory, stages), stages, strict=True):
+    for found, (slot, candidates) in zip(needs_of_stages(model.memory, stages), stages, strict=True):
         memory = model.memory(slot)
         (wanted,) = breakdown(memory, slot, candidates)
-        host_K = found.state_K + in_flight(moments_of(slot)) * found.microbatch_K
-        peak_K = found.needs.peaks(moments_of(slot))
+        peak_K, host_K = found.peaks(moments_of(slot)), found.host_bytes(moments_of(slot))
         assert (round(peak_K[0]), round(host_K[0])) == (wanted.peak_bytes, wanted.host_bytes)
         assert (wanted.host_bytes > 0) == (candidates.offload is not None)
 
@@ -187,7 +186,7 @@ def test_several_candidates_each_stay_with_their_stage():
     model = machine_of(plan)
     stages = [(slot, items.take(np.zeros(index + 1, dtype=int))) for index, (slot, items) in enumerate(slots_of(plan))]
     assert [len(found.forward_K) for found in seconds_of_stages(model, stages)] == [1, 2, 3, 4]
-    assert [len(found.needs.saved_K) for found in held_of_stages(model.memory, stages)] == [1, 2, 3, 4]
+    assert [len(found.saved_K) for found in needs_of_stages(model.memory, stages)] == [1, 2, 3, 4]
 
 
 def moving_items():

@@ -11,7 +11,6 @@ import pytest
 from lightning_mist.cost import cost_model, predict_with
 from lightning_mist.cost.inputs.candidates import placed_slots_of
 from lightning_mist.cost.memory.moments import device_moments
-from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.errors import InfeasibleError
 from lightning_mist.hardware import MixedCluster
 from lightning_mist.plan.codec import from_json, to_json
@@ -203,7 +202,7 @@ def host_bytes_of(instance, plan):
     for slot, candidates in placed_slots_of(plan, instance.machine):
         moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
         needs = model.evaluate(slot, candidates).needs
-        found.append(float(host_bytes(model.memory(slot), slot, candidates, needs, moments)[0]))
+        found.append(float(needs.host_bytes(moments)[0]))
     return found
 
 

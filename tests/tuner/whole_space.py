@@ -20,7 +20,6 @@ import numpy as np
 from lightning_mist.cost import StageCandidates, StageSlot, cost_model, step_seconds_of
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
-from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.hardware import USABLE_HOST_MEMORY, AnyCluster, HardwareProfile
 from lightning_mist.model.spec.model_spec import ModelSpec
 from lightning_mist.tuner import Planner, SearchSpace
@@ -330,8 +329,7 @@ def _costs(model, slot, rows, moves):
         candidates = replace(candidates, offload=OffloadCandidates(**ratios))
     costs = model.evaluate(slot, candidates)
     moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-    host_K = host_bytes(model.memory(slot), slot, candidates, costs.needs, moments)
-    return costs.steady_K, costs.boundary_K, costs.needs.peaks(moments), host_K
+    return costs.steady_K, costs.boundary_K, costs.needs.peaks(moments), costs.needs.host_bytes(moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -300,6 +300,8 @@ class MemoryModel:
             waiting_K=working_ZK[5],
             weight_backward_K=working_ZK[6],
             together_K=factor * held.together_K,
+            host_state_K=np.zeros(len(candidates)),
+            host_microbatch_K=np.zeros(len(candidates)),
             update=tuple(self._update(slot, plain, held, owned_K, gradients_K, candidates)),
         )
 

@@ -168,7 +168,7 @@ def moments_in_order(
     there = {stage: dict.fromkeys(COUNTED, 0) for stage in sorted({action.stage for action in actions})}
 
     def moment(kind: str) -> Moment:
-        return Moment(kind, tuple(chain.from_iterable(own.values() for own in there.values())))
+        return Moment(kind, tuple(chain.from_iterable(map(dict.values, there.values()))))
 
     for action in actions:
         kind, own = action.kind, there[action.stage]

@@ -55,7 +55,6 @@ from lightning_mist.cost.inputs import (
     distinct_rows,
 )
 from lightning_mist.cost.memory.held_parameters import Holdings, VariantHoldings
-from lightning_mist.cost.memory.moments import Moments, in_flight
 from lightning_mist.cost.memory.offload_shares import Shares, StateShares
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds
 from lightning_mist.model.spec import ModelSpec
@@ -167,10 +166,18 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
     optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
     largest_K = model.holdings.of(plain).largest_K
     found = _with_states(model, resident, parameters, offloaded[1], optimizer, largest_K)
+    spec, in_host = model.spec.optimizer, offloaded[0] if adds_in_host(slot) else offloaded[1]
+    sums_K = spec.gradient_bytes_per_parameter_byte * in_host.offloaded_K
+    state_K = spec.state_bytes_per_parameter_byte * optimizer.offloaded_K
+    found = replace(
+        found,
+        host_state_K=parameters.offloaded_K + sums_K + state_K,
+        host_microbatch_K=whole.saved_K - found.saved_K,
+    )
     if model.plain(slot, plain) is None:
         return found
     moved_K = parameters.offloaded_K + offloaded[1].offloaded_K + optimizer.offloaded_K
-    return _plain_unless(found, whole, moved_K + (whole.saved_K - found.saved_K) > 0)
+    return _plain_unless(found, whole, moved_K + found.host_microbatch_K > 0)
 
 
 def _plain_unless(found: StageNeeds, whole: StageNeeds, moves_K: BoolArray) -> StageNeeds:
@@ -270,40 +277,6 @@ def shares_of(
     return model.states.of(candidates, ratio_K, slot.shard_degree, candidates.zero_stage_K >= since, trained=trained)
 
 
-def host_bytes(
-    model: OffloadingModel,
-    slot: StageSlot,
-    candidates: StageCandidates,
-    needs: StageNeeds,
-    moments: Moments,
-) -> FloatArray:
-    """Pinned host memory of one device of each candidate."""
-    if candidates.offload is None:
-        return np.zeros(len(candidates))
-    microbatch_K = host_microbatch_bytes(model, slot, candidates, needs)
-    return host_state_bytes(model, slot, candidates) + in_flight(moments) * microbatch_K
-
-
 def adds_in_host(slot: StageSlot) -> bool:
     """Whether offloaded gradients add up in host memory, also those that other ranks will have under ZeRO-1."""
     return slot.num_microbatches > 1
-
-
-def host_state_bytes(model: OffloadingModel, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
-    """Host memory of what a device offloads of parameters, gradients and optimizer state."""
-    plain, offload = _plain(candidates)
-    parameters = shares_of(model, slot, plain, offload.parameters_K, ZeroStage.PARAMETERS, trained=False)
-    since = ZeroStage.GRADIENTS if adds_in_host(slot) else ZeroStage.OPTIMIZER
-    gradients = shares_of(model, slot, plain, offload.gradients_K, since)
-    optimizer = shares_of(model, slot, plain, offload.optimizer_K, ZeroStage.OPTIMIZER)
-    spec = model.spec.optimizer
-    sums_K = spec.gradient_bytes_per_parameter_byte * gradients.offloaded_K
-    return parameters.offloaded_K + sums_K + spec.state_bytes_per_parameter_byte * optimizer.offloaded_K
-
-
-def host_microbatch_bytes(
-    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, needs: StageNeeds
-) -> FloatArray:
-    """Host memory of what layers move of one microbatch's activations."""
-    plain, _ = _plain(candidates)
-    return model.needs(slot, plain).saved_K - needs.saved_K

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray, IntArray
-from lightning_mist.cost.memory.moments import COUNTED, Moment, Moments, counts_of
+from lightning_mist.cost.memory.moments import COUNTED, Moment, Moments, counts_of, in_flight
 from lightning_mist.errors import PlanError
 
 Bytes: TypeAlias = FloatArray | float
@@ -45,6 +45,8 @@ class StageNeeds:
         waiting_K: What one microbatch leaves behind from its input gradients until its weight gradients.
         weight_backward_K: Working set of weight gradients: what they need, and the largest of them.
         together_K: Gradients that a backward which makes input gradients only makes all the same.
+        host_state_K: Pinned host memory of what is offloaded of parameters, gradients and optimizer state.
+        host_microbatch_K: The same of one microbatch's activations.
         update: What comes after the last backward.
     """
 
@@ -64,6 +66,8 @@ class StageNeeds:
     waiting_K: FloatArray
     weight_backward_K: FloatArray
     together_K: FloatArray
+    host_state_K: FloatArray
+    host_microbatch_K: FloatArray
     update: Updates
 
     def take(self, index: IntArray | slice) -> "StageNeeds":
@@ -83,12 +87,17 @@ class StageNeeds:
         """Peak bytes over all moments of a batch."""
         return PeakParts.of(self).peaks(moments)
 
+    def host_bytes(self, moments: Moments, chunk: int = 0) -> FloatArray:
+        """Pinned host memory of a device, for one of the stages that it runs."""
+        return self.host_state_K + in_flight(moments, chunk) * self.host_microbatch_K
+
     def without(self, *names: str) -> "StageNeeds":
         """All but some terms of what is always there."""
         return replace(self, always={name: value for name, value in self.always.items() if name not in names})
 
 
 _ARRAYS = tuple(name for name in StageNeeds.__slots__ if name.endswith("_K"))
+_DEVICE_ARRAYS = tuple(name for name in _ARRAYS if name.removesuffix("_K") in COUNTED)
 
 
 def parts_of(chunks: Sequence[StageNeeds]) -> FloatArray:
@@ -161,7 +170,7 @@ def need_terms(needs: StageNeeds, always: Mapping[str, Bytes] | None = None) -> 
             hold it for all of them.
     """
     found = {f"always.{name}": value for name, value in (needs.always if always is None else always).items()}
-    found |= {name.removesuffix("_K"): getattr(needs, name) for name in _ARRAYS}
+    found |= {name.removesuffix("_K"): getattr(needs, name) for name in _DEVICE_ARRAYS}
     found |= {f"update.{what}.{name}": value for what, terms in needs.update for name, value in terms.items()}
     numbers = ((name, float(np.asarray(value).reshape(-1)[0])) for name, value in found.items())
     return tuple((name, number) for name, number in numbers if number)
@@ -183,10 +192,10 @@ def needs_of(terms: NeedTerms) -> StageNeeds:
         elif first == "update":
             what, _, term = rest.rpartition(".")
             update.setdefault(what, {})[term] = value
-        elif f"{name}_K" in arrays:
+        elif f"{name}_K" in _DEVICE_ARRAYS:
             arrays[f"{name}_K"] = value
         else:
-            known = ", ".join(item.removesuffix("_K") for item in _ARRAYS)
+            known = ", ".join(item.removesuffix("_K") for item in _DEVICE_ARRAYS)
             raise PlanError(f"needs.{name}: not known; known are always.TERM, update.SITUATION.TERM, {known}")
     return StageNeeds(
         always=always,

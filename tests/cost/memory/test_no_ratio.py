@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning_mist.model.spec.master_weights import with_master_weights
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
-from lightning_mist.cost.memory import OffloadParts, Ratios, device_moments, host_bytes
+from lightning_mist.cost.memory import OffloadParts, Ratios, device_moments
 from lightning_mist.model.spec.model_spec import with_master_weights
 from lightning_mist.plan import OffloadRatios
 from tests.cost.events import with_events
@@ -107,7 +108,7 @@ def test_a_ratio_that_moves_nothing_is_no_ratio(network, slot, data):
     wanted, nothing = model.needs(slot, candidates), moving(candidates, **none)
     needs = model.needs(slot, nothing)
     assert_same(needs, wanted)
-    assert not host_bytes(model, slot, nothing, needs, moments).any()
+    assert not needs.host_bytes(moments).any()
     # So it is beside what other candidates move, and beside another kind of state that is.
     other = moving(candidates, **ratio)
     both = model.needs(slot, StageCandidates.joined([other, nothing]))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning_mist.model.spec.master_weights import with_master_weights
 
 from lightning_mist.cost import MemoryModel, StageCandidates, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
-from lightning_mist.cost.memory import host_microbatch_bytes
 from lightning_mist.model.spec.model_spec import with_master_weights
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
@@ -150,12 +150,12 @@ def test_what_a_stage_hands_on_is_sent_and_not_moved(ratio):
     assert needs.handed_K == whole.handed_K == 2 * WIDTH
     # The first layer keeps nine widths and its output, which the second needs, and that one nine.
     assert whole.saved_K - needs.saved_K == ratio * 2 * 19 * WIDTH
-    assert host_microbatch_bytes(model, place, some, needs) == ratio * 2 * 19 * WIDTH
+    assert needs.host_microbatch_K == ratio * 2 * 19 * WIDTH
     # What the last layer of all hands on is the tail's. Where a last layer is recomputed its output is all it keeps.
     last, again = candidates((2, 4), activations=ratio), candidates((0, 2), activations=ratio, checkpointed=2)
     at_end = dataclasses.replace(place, stage_index=1)
-    assert host_microbatch_bytes(model, at_end, last, model.needs(at_end, last)) == ratio * 2 * 19 * WIDTH
-    assert host_microbatch_bytes(model, place, again, model.needs(place, again)) == ratio * 2 * WIDTH
+    assert model.needs(at_end, last).host_microbatch_K == ratio * 2 * 19 * WIDTH
+    assert model.needs(place, again).host_microbatch_K == ratio * 2 * WIDTH
 
 
 def test_microbatches_in_flight_are_in_host_memory_too():

@@ -9,7 +9,6 @@ import pytest
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
-from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.cost.memory.offload_combinations import OffloadParts, Ratios
 from tests.specs import spec
 
@@ -49,7 +48,7 @@ def test_peaks_and_host_memory(index, count, degree, schedule):
     needs = model.needs(slot, whole)
     assert parts.peaks(moments).shape == (len(some), *RATIOS.shape)
     assert parts.peaks(moments).reshape(-1) == pytest.approx(needs.peaks(moments), rel=1e-12)
-    hosts = host_bytes(model, slot, whole, needs, moments)
+    hosts = needs.host_bytes(moments)
     assert parts.host_bytes(moments).reshape(-1) == pytest.approx(hosts, rel=1e-12, abs=1e-6)
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
-from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates import offload_search
@@ -70,7 +69,7 @@ def test_what_is_feasible_fits_and_has_the_peak_that_the_memory_model_says():
         needs = memory.needs(slot, stages)
         np.testing.assert_allclose(found.peak_J[at_J], needs.peaks(moments), rtol=1e-12)
         assert (found.peak_J[at_J] <= 550_000).all()
-        assert (host_bytes(memory, slot, stages, needs, moments) <= 200_000).all()
+        assert (needs.host_bytes(moments) <= 200_000).all()
 
 
 def test_nothing_is_feasible_of_no_candidates():

@@ -7,7 +7,6 @@ import pytest
 from lightning_mist.cost import StageCandidates, StageCostModel
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
-from lightning_mist.cost.memory.offload_bytes import host_bytes
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.model_spec import ParameterSpec
 from lightning_mist.plan import ParameterUse
@@ -76,7 +75,7 @@ def by_hand(maker, index, stages, microbatches):
         )
         needs, seconds = memory.needs(slot, candidates), maker.model.seconds(slot, candidates)
         fits = needs.peaks(moments) <= maker.memory_limit
-        fits &= host_bytes(memory, slot, candidates, needs, moments) <= maker.host_limit
+        fits &= needs.host_bytes(moments) <= maker.host_limit
         for place in np.flatnonzero(fits):
             key = (int(numbers[0, place]), int(numbers[1, place] - numbers[0, place]), shape.devices)
             found.setdefault(key, []).append((seconds.steady_K[place], seconds.boundary_K[place]))
