@@ -362,8 +362,9 @@ class Engine:
     # Gradients of the whole model -------------------------------------------------------------------------------
 
     def owned(self, optimizer: Any) -> OwnedOptimizer:
-        """What this rank owns of an optimizer of the user's, of which there may be one."""
-        return self.optimizer
+        """What this rank owns of one of the user's optimizers."""
+        plain = getattr(optimizer, "_optimizer", optimizer)  # of what Lightning wraps it in
+        return next((item for item in self._optimizers if item.cut.optimizer is plain), self.optimizer)
 
     def around_backward(self) -> AbstractContextManager[None]:
         """Around a backward that Lightning runs: one that hands over what is reduced already needs nothing."""

@@ -85,11 +85,6 @@ class ManualEngine(Engine):
 
     # Optimizers --------------------------------------------------------------------------------------------------
 
-    def owned(self, optimizer: Any) -> OwnedOptimizer:
-        """What this rank owns of one of the user's optimizers."""
-        plain = getattr(optimizer, "_optimizer", optimizer)  # of what Lightning wraps it in
-        return next((item for item in self._optimizers if item.cut.optimizer is plain), self.optimizer)
-
     def update(self, optimizer: Any, step: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
         """Step what this rank owns of an optimizer, and give every rank what was updated.
 
