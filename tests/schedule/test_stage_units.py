@@ -14,7 +14,6 @@ def use(name, module, *regions, trained=True):
 MAP = ModuleMap(
     step="training_step",
     blocks=("h.0", "h.1", "h.2"),
-    outputs=(),
     cuts=((), ()),
     parameters=(
         use("wte.weight", "wte", -1, 2),

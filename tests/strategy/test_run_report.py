@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,8 +14,7 @@ from lightning_mist.strategy.run_report import (
     RunReport,
     StageReport,
     StageTimes,
-    divide_exchange,
-    over_ranks,
+    over_stages,
     over_steps,
     predicted_times,
     step_times,
@@ -32,6 +32,11 @@ def make(predicted=2.0, stage_bytes=2**30):
         stages=(StageReport(predicted_bytes=stage_bytes, measured_bytes=2**31),),
         planning_seconds=3.0,
     )
+
+
+def stages_on(*devices, groups=1):
+    """A plan, as far as its ranks are asked for."""
+    return SimpleNamespace(stages=[SimpleNamespace(devices=of_one) for of_one in devices], num_groups=groups)
 
 
 def text(report):
@@ -195,22 +200,22 @@ def test_who_comes_last_to_an_exchange_tells_what_it_takes():
     late = Measured(times=StageTimes(exchange_seconds=2, waiting_seconds=1), steps=1)
     early = replace(late, times=StageTimes(exchange_seconds=5, other_seconds=1))
     chunk = replace(late, times=StageTimes(forward_seconds=1))
-    first, second, third = divide_exchange([late, early, chunk], 2)
+    first, second, third = over_stages(stages_on((0,), (1,), (2,), groups=2), [{0: late}, {1: early}, {2: chunk}])
     assert first.times == StageTimes(waiting_seconds=1, other_seconds=2)
     assert second.times == StageTimes(waiting_seconds=3, other_seconds=3)
     assert third == chunk
-    assert divide_exchange([None], 1) == (None,)
+    assert over_stages(stages_on((0,)), [{}]) == (None,)
 
 
 def test_medians_over_steps_and_means_over_ranks():
     steps = [{3: StageTimes(forward_seconds=seconds, other_seconds=1.0)} for seconds in (1.0, 2.0, 9.0)]
     (stage,) = over_steps(steps).values()
     assert stage.times == StageTimes(forward_seconds=2.0, other_seconds=1.0)
-    both = over_ranks([stage, replace(stage, times=StageTimes(forward_seconds=4.0), steps=2)])
+    other = replace(stage, times=StageTimes(forward_seconds=4.0), steps=2)
+    (both,) = over_stages(stages_on((0, 1)), [{0: stage}, {0: other}])
     assert both.times == StageTimes(forward_seconds=3.0, other_seconds=0.5)
     assert both.steps == 2
     assert over_steps([]) == over_steps([{}]) == {}
-    assert over_ranks([]) is None
 
 
 def planned(*args, **kwargs):

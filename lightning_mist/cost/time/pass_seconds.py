@@ -132,7 +132,7 @@ class Passes:
         place_JK = self.question_K * rows + lists.row_JA[:, lists.line_K]
         self._place_U, self._which_JK = distinct_codes(place_JK.reshape(-1), rows * len(loads))
         self._which_JK, self._count_JK = self._which_JK.reshape(place_JK.shape), lists.count_JA[:, lists.line_K]
-        any_W = loads.seconds_WQR.any(axis=(1, 2))
+        any_W = np.atleast_1d(np.any(loads.seconds_WQR, axis=(1, 2)))
         self._there = {name for name, place in loads.places.items() if any_W[place]}
 
     def seconds(self, kind: ActionKind, *, copies: bool, edge: bool = False) -> FloatArray:

@@ -21,7 +21,7 @@ from lightning_mist.model.fakes import (
     thin,
 )
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
-from lightning_mist.model.trace import Answer, Kinds, group, imitate, module_key, record_answer
+from lightning_mist.model.trace import Kinds, group, imitate, module_key, record_answer
 from lightning_mist.plan.calls import call_signature, without_caches
 from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch, is_hollow
 from lightning_mist.without_values import Answer

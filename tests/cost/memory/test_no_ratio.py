@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_mist.model.spec.master_weights import with_master_weights
 
 from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
