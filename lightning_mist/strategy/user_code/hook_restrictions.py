@@ -74,6 +74,7 @@ _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
         "parameters, and put hooks on them": _HOOKED,
         "parameters between a batch's forward and backward": _EVERY,
         "gradients": GRADIENTS_AWAY,
+        "gradients, and optimizer state": STATE_AWAY,
         "gradients as they are accumulated": _EVERY,
         "optimizer state": STATE_AWAY,
     }
@@ -163,12 +164,14 @@ def _kind(error: ReachedError, reader: Reader, name: str) -> str:
     names = set[str]().union(*(names_in(each.__code__) for each in read))
     if "register_post_accumulate_grad_hook" in names:
         return "gradients as they are accumulated"
-    if any(mentions_gradients(function, owner) for function, owner in reader.read):
-        return "gradients"
-    if error.callee is not None:
-        is_opaque = code_of(error.callee) is None and not is_a(error.callee, nn.Module)
-        if mentions_gradients(error.callee) or (is_opaque and name in _AT_GRADIENTS):
-            return "gradients"
+    callee = error.callee
+    is_opaque = callee is not None and code_of(callee) is None and not is_a(callee, nn.Module)
+    if (
+        any(mentions_gradients(function, owner) for function, owner in reader.read)
+        or (callee is not None and mentions_gradients(callee))
+        or (is_opaque and name in _AT_GRADIENTS)
+    ):
+        return "gradients, and optimizer state" if "state" in names else "gradients"
     if "register_hook" in names:
         return "parameters, and put hooks on them"
     return "optimizer state" if error.is_state else "parameters"

@@ -305,6 +305,16 @@ def test_groups_have_on_every_rank_what_it_updates():
     assert "may use optimizer state (" in reason
 
 
+def test_a_hook_may_use_gradients_and_optimizer_state():
+    def look(self, trainer, module, *_):
+        moments = trainer.optimizers[0].state
+        return [p.grad / moments[p]["exp_avg_sq"].sqrt() for p in module.parameters()]
+
+    features, reason = found(_callback("on_before_optimizer_step", look))
+    assert features == {*GRADIENTS_AWAY, "offloaded_optimizer"}
+    assert "may use gradients, and optimizer state (" in reason
+
+
 def test_masters_are_with_who_updates_them():
     callback = _callback("on_train_batch_end", AT_PARAMETERS["a shadow"], prepare=_shadow)
     assert found(callback, master_weights=True)[0] == {*PARAMETERS_AWAY, "sharded_gradients"}
