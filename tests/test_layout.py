@@ -21,7 +21,6 @@ PAGES_WITH_A_REASON = {
     "lightning_mist.cli.profile_command": "every command has a module",
     "lightning_mist.cli.simulate_command": "every command has a module",
     "lightning_mist.devices.accelerator": "one module for each kind of device",
-    "lightning_mist.hardware.measure.device_bench": "runs on CUDA devices only",
 }
 """Modules that are kept apart from their only importer all the same, and why."""
 

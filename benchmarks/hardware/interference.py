@@ -29,7 +29,7 @@ from scipy.optimize import least_squares
 from benchmarks.hardware.interference_data import Machine, families, read_samples, table_machines
 from benchmarks.record import Sample, Value, make_record, write_record
 from lightning_mist.hardware.catalog.interference_kinds import Causes, interference_of_kind
-from lightning_mist.hardware.measure.concurrent_loads import (
+from lightning_mist.hardware.measure.device_bench import (
     fit_interference,
     predicted_seconds,
     relative_errors,

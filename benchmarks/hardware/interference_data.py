@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from lightning_mist.hardware.catalog.interference_kinds import copies_are_staged, lanes_are_shared
-from lightning_mist.hardware.measure.concurrent_loads import ConcurrentTimes
+from lightning_mist.hardware.measure.device_bench import ConcurrentTimes
 from lightning_mist.hardware.profile.interference_model import CHANNELS
 
 SIZES = ("compute_n", "gpu_gpu_mib", "h2d_mib", "d2h_mib")

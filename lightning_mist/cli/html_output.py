@@ -1,21 +1,30 @@
 """``lightning-mist plan --html``: the plan in one page."""
 
 import importlib.metadata
+import json
 import platform
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cli.cluster_input import devices_of
-from lightning_mist.cli.compare import comparison_notes
-from lightning_mist.cli.output import told
-from lightning_mist.plan import Plan
+from rich.table import Table
+
+from lightning_mist.cli.cluster_input import devices_of, precision_notes
+from lightning_mist.cli.output import answer, has_colors, terminal_width, told
+from lightning_mist.console import TextConsole
+from lightning_mist.plan import Plan, split_notes, to_json
+from lightning_mist.plan.plan_tables import per_second
+from lightning_mist.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lightning_mist.cli.found_plan import FoundPlan
-    from lightning_mist.explain import Explanation
+    from lightning_mist.estimate import MemoryEstimate
+    from lightning_mist.explain import ComparedPlan, Explanation
+    from lightning_mist.model import ModelSpec
+    from lightning_mist.plan import Plan
+    from lightning_mist.tuner import Planner, TuneResult
 
 
 def check_html(path: str) -> None:
@@ -132,3 +141,132 @@ def _text(value: Any) -> str:
 
 def _is_said(value: Any) -> bool:
     return value is not None and value is not False and not is_dataclass(value)
+
+
+# What is known of a plan that was asked for, and what it needs of memory in words.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """A plan and all that is known of it."""
+
+    planner: "Planner"
+    asked: dict[str, Any]
+    result: "TuneResult"
+    plan: "Plan"
+    memory: str
+    restricted: tuple[str, ...]
+    compared: "tuple[ComparedPlan, ...] | None"
+    precision_note: str = ""
+
+    @property
+    def spec(self) -> "ModelSpec":
+        """The network."""
+        return self.planner.spec
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What to know before the plan is used; the rest of the notes says where its numbers come from."""
+        split = split_notes(self.plan, self.spec.module_map)
+        precision = precision_notes(self.planner.cluster, self.spec.precision)
+        return (*self.restricted, *split, *precision, *self.spec.notes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the plan and of its numbers, for people."""
+        return (*self.cautions, *self.result.notes)
+
+
+def memory_words(estimate: "MemoryEstimate") -> str:
+    """What a plan needs of devices, and what would leave more room, in sentences."""
+    text = estimate.headline()
+    if estimate.verdict == "fits":
+        return text
+    need, has = estimate.worst.device_total, estimate.limit_of(estimate.worst)
+    return f"{text} To be surer, plan with less: --memory-limit {int(10 * has / need.p95 * has / 2**30) / 10:g}GiB."
+
+
+TITLE = "what people would have chosen, each at its best by the same cost model"
+"""What the table says it is."""
+
+
+def print_comparison(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> None:
+    """Print a comparison as a table, with what to know of it."""
+    text = render_comparison(items, comparison_notes(items, spec), width=terminal_width(), color=has_colors())
+    answer(f"\n{text}")
+
+
+def comparison_notes(items: "Sequence[ComparedPlan]", spec: "ModelSpec") -> tuple[str, ...]:
+    """What to know of a comparison."""
+    from lightning_mist.explain import baseline_notes, faster_notes
+
+    return (*faster_notes(items), *baseline_notes(spec))
+
+
+def render_comparison(
+    items: "Sequence[ComparedPlan]", notes: Sequence[str] = (), *, width: int = 120, color: bool = False
+) -> str:
+    """A comparison as a table, with notes under it."""
+    table = Table(title=TITLE, title_justify="left")
+    table.add_column("plan", min_width=16)
+    has_tokens = any(item.tokens_per_second is not None for item in items)
+    for heading in ("step", "times\nours", "tokens/s" if has_tokens else "rows/s", "peak\nmemory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("settings", ratio=1, overflow="fold")
+    known: dict[tuple[Plan, str], str] = {}
+    for item in items:
+        if item.plan is None:
+            table.add_row(item.name, "-", "-", "-", "-", item.noted(item.reason))
+            continue
+        first = known.setdefault((replace(item.plan, predicted=None, fingerprint=()), item.precision), item.name)
+        settings = (
+            item.settings
+            if first == item.name
+            else "the same plan"
+            if first == items[0].name
+            else f"the same plan as {first}"
+        )
+        mark = " *" if not_executed(item) else ""
+        table.add_row(f"{item.name}{mark}", *_cells(item, has_tokens), item.noted(settings))
+    console = TextConsole(width, color=color)
+    console.print(table)
+    lines = [console.text]
+    if any(not_executed(item) for item in items):
+        lines.append("* a forecast: the runtime does not execute all of this plan yet")
+    told = (fill(note, width, break_long_words=False, break_on_hyphens=False) for note in notes)
+    return "\n".join((*lines, *told))
+
+
+def not_executed(item: "ComparedPlan") -> tuple[str, ...]:
+    """What the runtime does not execute yet of a line's plan."""
+    from lightning_mist.runtime.support import unsupported
+
+    return () if item.plan is None else unsupported(item.plan)
+
+
+def comparison_json(items: "Sequence[ComparedPlan]") -> list[dict[str, object]]:
+    """A comparison for machines: every figure, and the plans as in plan files."""
+    return [
+        {
+            **{name: getattr(item, name) for name in _FIGURES},
+            "plan": None if item.plan is None else json.loads(to_json(item.plan)),
+            "not_executed": not_executed(item),
+        }
+        for item in items
+    ]
+
+
+_FIGURES = (
+    *("name", "settings", "reason", "note", "step_seconds", "ratio", "rows_per_second", "tokens_per_second"),
+    *("peak_bytes", "stack", "precision"),
+)
+"""What is said of each plan of a comparison beside the plan itself."""
+
+
+def _cells(item: "ComparedPlan", has_tokens: bool) -> tuple[str, ...]:
+    assert item.step_seconds is not None
+    assert item.ratio is not None
+    assert item.peak_bytes is not None
+    rate = item.tokens_per_second if has_tokens else item.rows_per_second
+    shown = "-" if rate is None else per_second(rate)
+    return format_seconds(item.step_seconds), f"{item.ratio:.3f}", shown, format_bytes(item.peak_bytes)

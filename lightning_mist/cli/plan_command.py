@@ -17,9 +17,15 @@ from lightning_mist.cli.cluster_input import (
     open_profile,
     precision_of,
 )
-from lightning_mist.cli.compare import comparison_json, print_comparison
-from lightning_mist.cli.found_plan import FoundPlan, memory_words
-from lightning_mist.cli.html_output import check_html, check_target, write_html
+from lightning_mist.cli.html_output import (
+    FoundPlan,
+    check_html,
+    check_target,
+    comparison_json,
+    memory_words,
+    print_comparison,
+    write_html,
+)
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.cli.output import (
     answer,

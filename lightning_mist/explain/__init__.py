@@ -13,5 +13,4 @@ from lightning_mist.explain.explain_table import render_explanation, render_sect
 from lightning_mist.explain.explain_text import Section, explanation_data, explanation_sections
 from lightning_mist.explain.explanation import Explanation
 from lightning_mist.explain.fitting import Fitting, estimate_of, plan_that_fits
-from lightning_mist.explain.plan_explanation import explain_plan
-from lightning_mist.explain.short_reasons import main_reasons
+from lightning_mist.explain.plan_explanation import explain_plan, main_reasons

@@ -3,13 +3,15 @@
 All of it is computed, by searches in other spaces and for other machines until the seconds for that are over.
 """
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from time import thread_time
 
-from lightning_mist.cost import profiles_of
-from lightning_mist.errors import PlanError
+from lightning_mist.cost import predict_with, profiles_of
+from lightning_mist.cost.interleaved_memory import plan_memory
+from lightning_mist.errors import InfeasibleError, MistError, PlanError
 from lightning_mist.explain.explanation import (
     Explanation,
     Finding,
@@ -21,14 +23,136 @@ from lightning_mist.explain.explanation import (
     differences,
     kind_of,
 )
-from lightning_mist.explain.findings import batch_finding, findings_of
-from lightning_mist.explain.queries import Asker
+from lightning_mist.explain.findings import batch_finding, findings_of, is_hardly
 from lightning_mist.explain.what_if import Machine, better_machines
 from lightning_mist.plan import Plan, SearchSpace
-from lightning_mist.plan.changes import TECHNIQUES, Technique, microbatch_counts, with_microbatches
+from lightning_mist.plan.changes import TECHNIQUES, Ground, Technique, microbatch_counts, with_microbatches
+from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.search import COMPARED
-from lightning_mist.tuner.select import TuneResult, step_seconds_of_plan
+from lightning_mist.tuner.select import LEAST_SHARE, TuneResult, step_seconds_of_plan
+from lightning_mist.units import format_seconds
+
+# Asking for plans until time is up: as they are, the best of a search space, and on other machines.
+
+
+@dataclass(slots=True, kw_only=True)
+class Asker:
+    """Asks for plans until time is up, and remembers them.
+
+    Attributes:
+        slowest: Seconds of a search from scratch.
+        longest: Seconds of the longest search so far for the machine at hand.
+        other: The last machine that needed another planner, and that planner.
+    """
+
+    planner: Planner
+    machine: Machine
+    global_batch_size: int
+    search: SearchSpace
+    deadline: float
+    is_searching: bool
+    slowest: float
+    longest: float = 0.0
+    other: tuple[Machine, Planner] | None = None
+    found: list[Plan] = field(default_factory=list)
+    answers: list[tuple[SearchSpace, Version]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    unsearched: list[str] = field(default_factory=list)
+
+    @property
+    def ground(self) -> Ground:
+        """What changes of plans keep to."""
+        return Ground(cuts_batches=not self.planner.spec.module_map.excludes("microbatches"), search=self.search)
+
+    def planner_of(self, machine: Machine) -> Planner:
+        """Who is asked about a machine."""
+        if not machine.is_other:
+            return self.planner
+        if self.other is None or self.other[0] != machine:
+            profiles = machine.profiles if len(machine.profiles) > 1 else machine.profiles[0]
+            self.other = machine, Planner(self.planner.spec, machine.cluster, profile=profiles)
+        return self.other[1]
+
+    def predicted(self, plan: Plan, machine: Machine | None = None) -> Version:
+        """A plan as it is."""
+        on = machine or self.machine
+        try:
+            model = self.planner_of(on).model
+            known = replace(plan, predicted=predict_with(model, replace(plan, predicted=None)))
+            moves = any(stage.offload.any for stage in plan.stages)
+            held = [memory.host_bytes for memory in plan_memory(model.memory, plan)] if moves else []
+        except MistError as error:
+            return Version(plan=None, reason=str(error))
+        assert known.predicted is not None
+        peaks = [stage.peak_bytes for stage in known.predicted.stages]
+        return Version(
+            plan=known,
+            missing_bytes=_missing(peaks, on.limits(plan)),
+            missing_host_bytes=_missing(held, on.host_limits(plan)) if moves else 0,
+        )
+
+    def best(self, what: str, search: SearchSpace) -> Version | None:
+        """The best plan of a search space for the machine at hand; None if there is no time to search for it."""
+        known = self._known(search)
+        if known is not None or not self._has_time(what, self.longest):
+            return known
+        began = thread_time()
+        found = self._ask(what, search, self.machine)
+        self.longest = max(self.longest, thread_time() - began)
+        if found is not None:
+            self.answers.append((search, found))
+        return found
+
+    def best_on(self, machine: Machine) -> Version | None:
+        """The best plan for another machine; None if there is no time to search for it."""
+        needs = self.slowest if machine.is_other else 0.0
+        return self._ask(machine.change, self.search, machine) if self._has_time(machine.change, needs) else None
+
+    def _has_time(self, what: str, seconds: float) -> bool:
+        if not self.is_searching:
+            return False
+        if self.deadline - thread_time() > seconds:
+            return True
+        self.unsearched.append(what)
+        return False
+
+    def _known(self, search: SearchSpace) -> Version | None:
+        """The best plan of a space that is a part of one whose best plan is known and lies in that part."""
+        for asked, version in self.answers:
+            if replace(asked, zero_stages=search.zero_stages) != search or not version.proven:
+                continue
+            levels = set() if version.plan is None else {int(stage.zero_stage) for stage in version.plan.stages}
+            if set(search.zero_stages) <= set(asked.zero_stages) and levels <= set(search.zero_stages):
+                return version
+        return None
+
+    def _ask(self, what: str, search: SearchSpace, machine: Machine) -> Version | None:
+        left = self.deadline - thread_time()
+        try:
+            result = self.planner_of(machine).tune(
+                global_batch_size=self.global_batch_size,
+                memory_limit=machine.memory_limit,
+                host_memory_limit=machine.host_memory_limit,
+                search=replace(search, solver_seconds=min(search.solver_seconds, left)),
+            )
+        except UndecidedError:
+            self.unsearched.append(what)
+            return None
+        except InfeasibleError as error:
+            return Version(plan=None, reason=str(error))
+        except MistError as error:
+            self.left_out.append(f"{what}: {error}")
+            return None
+        if machine is self.machine:
+            self.found += [result.plan, *(item.plan for item in result.alternatives)]
+        return Version(plan=result.plan, proven=result.is_proven)
+
+
+def _missing(needed: Sequence[int], limits: Sequence[float]) -> int:
+    """Bytes that the stage that lacks most needs beyond what there is."""
+    return round(max(0.0, *(need - limit for need, limit in zip(needed, limits, strict=True))))
+
 
 OTHERS = 3
 """Plans of other kinds that are kept."""
@@ -191,3 +315,59 @@ def _other_spaces(asker: Asker, plan: Plan) -> Iterable[tuple[str, SearchSpace]]
     sharded = tuple(level for level in search.zero_stages if level)
     if sharded and len(sharded) < len(search.zero_stages) and kind_of(plan).zero == (0,) and plan.world_size > 1:
         yield "the best plan with ZeRO wherever there is data parallelism", replace(search, zero_stages=sharded)
+
+
+_TECHNIQUES = 2
+"""How many of the reasons are techniques, at most, where something binds too."""
+
+_FIRST: tuple[str, ...] = ("memory", "pace", "host link", "boundary", "host memory", "batch")
+"""Limits in the order in which they say most of a plan."""
+
+_ASIDE = re.compile(r" \([^()]*\)")
+
+
+def main_reasons(explanation: Explanation, most: int = 3) -> tuple[str, ...]:
+    """What its techniques buy that buy most, and what binds first.
+
+    Techniques without which the plan needs more memory than there is come first, those that lack most ahead; then
+    those without which it takes longest.
+    """
+    step = explanation.step_seconds
+    gains = [item for item in explanation.techniques if _gain(item, step) > LEAST_SHARE or _lacks(item)]
+    gains.sort(key=lambda item: (-_lacks(item), -_gain(item, step)))
+    binding = [finding for finding in explanation.findings if finding.binds and not _is_felt_little(finding, step)]
+    binding.sort(key=lambda finding: (_FIRST.index(finding.limit), -dict(finding.values).get("step_gain_seconds", 0.0)))
+    limits = list(dict.fromkeys(_brief(finding.text) for finding in binding))
+    told = [_bought(item, step) for item in gains[: most - min(len(limits), most - _TECHNIQUES)]]
+    return (*told, *limits[: most - len(told)])
+
+
+def _lacks(item: TechniqueValue) -> int:
+    """Bytes that the plan lacks without a technique."""
+    return item.switched_off.missing_bytes + item.switched_off.missing_host_bytes
+
+
+def _gain(item: TechniqueValue, step_seconds: float) -> float:
+    """How much longer the step is without a technique, as a share; nothing where that is not known."""
+    seconds = item.switched_off.seconds
+    return 0.0 if seconds is None else seconds / step_seconds - 1
+
+
+def _bought(item: TechniqueValue, step_seconds: float) -> str:
+    off = item.switched_off
+    if not off.fits:
+        return f"{item.name}: without, {off.lacks} more per device would be needed than there is"
+    assert off.seconds is not None
+    return f"{item.name}: without, a step takes {format_seconds(off.seconds)} ({_gain(item, step_seconds):+.1%})"
+
+
+def _is_felt_little(finding: Finding, step_seconds: float) -> bool:
+    values = dict(finding.values)
+    return "step_gain_seconds" in values and is_hardly(
+        values["step_gain_seconds"], values["gain_seconds"], step_seconds
+    )
+
+
+def _brief(text: str) -> str:
+    """The first clause of a finding, without asides."""
+    return re.split(r"\. |; ", _ASIDE.sub("", text))[0].rstrip(".")

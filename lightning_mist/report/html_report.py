@@ -1,17 +1,20 @@
 """A plan in one page: what it is, what it costs, why it was chosen, and what it was made from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
 
+from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import PlanError
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
-from lightning_mist.plan.plan_tables import per_second, stage_cells
-from lightning_mist.report import page
+from lightning_mist.plan.plan_tables import per_second, spent_rows, stage_cells
+from lightning_mist.report.draw_memory import COLORS as MEMORY_COLORS
+from lightning_mist.report.draw_memory import WORDS as MEMORY_WORDS
 from lightning_mist.report.figures import inline_svg, styled
 from lightning_mist.report.frontier import Frontier, frontier_figure, frontier_lines
-from lightning_mist.report.html_tables import comparison_bars, comparison_table, memory_section, seconds_section
 from lightning_mist.report.timeline import timeline_of
 from lightning_mist.runtime.support import unsupported
 from lightning_mist.schedule import Simulation, simulate_plan
@@ -52,21 +55,19 @@ def render_report(report: Report) -> str:
     """A page that needs nothing else: text, tables and pictures, on light and dark screens and on paper."""
     if report.plan.predicted is None:
         raise PlanError("the plan has no predicted seconds: a report needs a plan that `lightning-mist plan` made")
-    return page.page(f"{report.title}: the plan", _sections(report, report.plan.predicted))
+    return page(f"{report.title}: the plan", _sections(report, report.plan.predicted))
 
 
 def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     plan, missing = report.plan, unsupported(report.plan)
     simulation = simulate_plan(plan)
-    yield page.title_line(report.title)
-    yield page.paragraph(headline(plan), "lead")
-    yield page.paragraph(report.verdict)
-    yield page.paragraph("" if report.result is None else f"{_capital(report.result.proof[0])}.", "soft")
-    yield page.figures(_figures(report, predicted))
-    yield page.warning("A forecast: this version does not execute all of this plan yet", missing)
-    yield page.section(
-        "The plan", page.paragraph(_PLAN, "soft"), page.table(*stage_cells(plan, report.device_names), text=_WORDY)
-    )
+    yield title_line(report.title)
+    yield paragraph(headline(plan), "lead")
+    yield paragraph(report.verdict)
+    yield paragraph("" if report.result is None else f"{_capital(report.result.proof[0])}.", "soft")
+    yield figures(_figures(report, predicted))
+    yield warning("A forecast: this version does not execute all of this plan yet", missing)
+    yield section("The plan", paragraph(_PLAN, "soft"), table(*stage_cells(plan, report.device_names), text=_WORDY))
     yield _map(report)
     yield seconds_section(plan)
     yield _timeline(plan, simulation)
@@ -76,10 +77,10 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     yield _comparison(report)
     yield _frontier(report)
     if report.result is not None:
-        yield page.section("How sure it is that this plan is the best", page.items(report.result.proof))
-    yield page.section("What to know of this plan, and where its numbers come from", page.items(report.notes))
-    yield page.section("What this was made from", page.pairs(report.inputs))
-    yield page.section("Words", page.pairs(words_for(plan)))
+        yield section("How sure it is that this plan is the best", items(report.result.proof))
+    yield section("What to know of this plan, and where its numbers come from", items(report.notes))
+    yield section("What this was made from", pairs(report.inputs))
+    yield section("Words", pairs(words_for(plan)))
 
 
 LEAST_POINTS = 3
@@ -151,7 +152,7 @@ def _map(report: Report) -> str:
         "Which node runs what. Nodes that run the same, but for rows, are drawn once; devices that share each layer "
         "touch. Rates are those that the plan was priced with, of one device while all of its node send."
     )
-    return page.section("Where it runs", page.picture(svg, caption))
+    return section("Where it runs", framed(svg, caption))
 
 
 def _timeline(plan: Plan, simulation: Simulation) -> str:
@@ -164,7 +165,7 @@ def _timeline(plan: Plan, simulation: Simulation) -> str:
         "What every stage does when, by the plan's own schedule on a clock. Numbers are microbatches; where there is "
         "nothing but grey, devices wait. Thin lanes are what they copy and exchange meanwhile, hidden or not."
     )
-    return page.section("One step on a clock", page.picture(svg, caption))
+    return section("One step on a clock", framed(svg, caption))
 
 
 def _memory(report: Report, simulation: Simulation) -> str:
@@ -181,12 +182,12 @@ def _memory(report: Report, simulation: Simulation) -> str:
         "Bytes of each stage's most loaded device, with what it must hold during each action, at the time when that "
         "action runs. The highest point is the peak that the plan was chosen by."
     )
-    pictures = [page.picture(svg, caption)]
+    pictures = [framed(svg, caption)]
     with styled("units", is_text=True):
         if (figure := unit_figure(picture)) is not None:
             svg = inline_svg(figure, "units", "Memory over the layers of one forward and one backward")
-            pictures.append(page.picture(svg, _UNITS))
-    return page.section("Memory over one step", *pictures)
+            pictures.append(framed(svg, _UNITS))
+    return section("Memory over one step", *pictures)
 
 
 _UNITS = (
@@ -199,10 +200,10 @@ def _why(report: Report) -> Iterator[str]:
     """Why this plan: of a whole explanation all, else what the search itself says."""
     if report.explanation is not None:
         parts = explanation_sections(report.explanation)
-        inner = [page.subsection(_capital(title), page.items(lines)) for title, lines in parts]
-        yield page.section("Why this plan", *inner)
+        inner = [subsection(_capital(title), items(lines)) for title, lines in parts]
+        yield section("Why this plan", *inner)
     elif report.result is not None and report.result.alternatives:
-        yield page.section("Other plans", page.items(report.result.compared))
+        yield section("Other plans", items(report.result.compared))
 
 
 def _comparison(report: Report) -> str:
@@ -213,12 +214,12 @@ def _comparison(report: Report) -> str:
         "memory limits. Bars are seconds of a step and what they go to, the mean of all stages; hatched is what has no "
         "plan, with the reason. Times ours: how many times as long a step takes."
     )
-    return page.section(
+    return section(
         "Beside what people would have chosen",
-        page.paragraph(intro, "soft"),
+        paragraph(intro, "soft"),
         *comparison_bars(report.comparison),
         comparison_table(report.comparison),
-        page.items(report.comparison_notes),
+        items(report.comparison_notes),
     )
 
 
@@ -227,11 +228,11 @@ def _frontier(report: Report) -> str:
     if found is None or not found.points:
         return ""
     if len(found.points) < LEAST_POINTS:
-        return page.section("With less memory", page.items(frontier_lines(found)))
+        return section("With less memory", items(frontier_lines(found)))
     with styled("frontier", is_text=True):
         svg = inline_svg(frontier_figure(found), "frontier", "Seconds of the best plan against the memory limit")
     caption = "The best plan found anew under each memory limit: what memory buys, and how much of it is needed at all."
-    return page.section("With less memory", page.picture(svg, caption), page.items(frontier_lines(found)))
+    return section("With less memory", framed(svg, caption), items(frontier_lines(found)))
 
 
 def words_for(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -275,3 +276,296 @@ _SCHEDULES = {
     "interleaved-1f1b": "interleaved 1F1B: devices hold several runs of layers, so that the pipeline fills sooner",
     "zb-h1": "ZB-H1: gradients of weights are computed apart from those of inputs, and fill waiting time",
 }
+
+
+# Pieces of a page: text is escaped here and nowhere else, and what a page looks like is said here once.
+
+
+STYLE = "\n" + files("lightning_mist.report").joinpath("style.css").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One stacked bar.
+
+    Attributes:
+        parts: ``(color, share of the whole width, what it says when pointed at)``.
+        mark: Where a limit is, as a share of the whole width.
+    """
+
+    label: str
+    parts: tuple[tuple[str, float, str], ...]
+    text: str
+    mark: float | None = None
+
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """A whole page that needs nothing else."""
+    body = "\n".join(section for section in sections if section)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        '<meta name="color-scheme" content="light dark"/>\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def title_line(text: str) -> str:
+    """The heading of the page."""
+    return f"<h1>{escape(text)}</h1>"
+
+
+def subsection(title: str, *parts: str) -> str:
+    """A smaller heading with what belongs to it."""
+    return f"<h3>{escape(title)}</h3>" + "\n".join(parts)
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading with what belongs to it; nothing if nothing does."""
+    inner = "\n".join(part for part in parts if part)
+    return f"<section>\n<h2>{escape(title)}</h2>\n{inner}\n</section>" if inner else ""
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph of text."""
+    return f"<p{_class(kind)}>{escape(text)}</p>" if text else ""
+
+
+def items(texts: Sequence[str]) -> str:
+    """A list of sentences."""
+    return "<ul>\n" + "\n".join(f"<li>{escape(text)}</li>" for text in texts) + "\n</ul>" if texts else ""
+
+
+def pairs(values: Iterable[tuple[str, str]]) -> str:
+    """Names with what they stand for."""
+    rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in values)
+    return f"<dl>\n{rows}\n</dl>" if rows else ""
+
+
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[str] = (), ours: int | None = None
+) -> str:
+    """A table of text.
+
+    Args:
+        text: Headings of columns of words, which are set to the left.
+        ours: The row to be seen first.
+    """
+    kinds = ["text" if heading in text else "" for heading in headings]
+    head = "".join(f"<th{_class(kind)}>{escape(heading)}</th>" for heading, kind in zip(headings, kinds, strict=True))
+    lines = [
+        f"<tr{_class('ours' if index == ours else '')}>"
+        + "".join(f"<td{_class(kind)}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
+        + "</tr>"
+        for index, row in enumerate(rows)
+    ]
+    return (
+        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n'
+        + "\n".join(lines)
+        + "\n</tbody>\n</table></div>"
+    )
+
+
+def bar_rows(lines: Iterable[Bar]) -> str:
+    """Stacked bars below each other, all as long."""
+    rows = []
+    for line in lines:
+        parts = "".join(
+            f'<i style="width:{100 * share:.3f}%;background:{color}" title="{escape(words, quote=True)}"></i>'
+            for color, share, words in line.parts
+        )
+        mark = "" if line.mark is None else f'<u style="left:{100 * min(line.mark, 0.998):.3f}%" title="limit"></u>'
+        rows.append(
+            f'<span>{escape(line.label)}</span><span class="bar">{parts}{mark}</span><span>{escape(line.text)}</span>'
+        )
+    return '<div class="bars">\n' + "\n".join(rows) + "\n</div>" if rows else ""
+
+
+def keys(values: Iterable[tuple[str, str]]) -> str:
+    """A legend of ``(color, words)``."""
+    found = "".join(f'<span><i style="background:{color}"></i>{escape(words)}</span>' for color, words in values)
+    return f'<div class="keys">{found}</div>'
+
+
+def figures(values: Iterable[tuple[str, str]]) -> str:
+    """Key figures in boxes, as ``(value, words)``."""
+    found = "\n".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for value, words in values)
+    return f'<div class="figures">\n{found}\n</div>'
+
+
+def framed(svg: str, caption: str) -> str:
+    """A picture with words under it."""
+    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def warning(title: str, texts: Sequence[str]) -> str:
+    """A highlighted box of sentences; nothing without any."""
+    return f'<div class="warning"><b>{escape(title)}</b>{items(texts)}</div>' if texts else ""
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+# Tables and bars of a report: where seconds and bytes go, and what others would take.
+
+
+SPENT = {
+    "compute_seconds": ("compute", "#0072b2"),
+    "recompute_seconds": ("recompute", "#f0e442"),
+    "communication_seconds": ("exposed transfers", "#cc79a7"),
+    "copies_seconds": ("exposed copies", "#882255"),
+    "optimizer_seconds": ("optimizer", "#e69f00"),
+    "overhead_seconds": ("overhead", "#999999"),
+    "bubble_seconds": ("bubble", "var(--shade)"),
+}
+"""What seconds are spent on, by the names in plans: words and colour."""
+
+_SECONDS = (
+    "Each line adds up to the step. Exposed is what computation does not hide: of collectives and transfers between "
+    "stages, and of copies between device and host. Overhead is the runtime's own Python as far as devices wait for it."
+)
+_MEMORY = (
+    "Bytes of each stage's most loaded device at the moment when it needs most. What lies beyond the limit for tensors "
+    "is left for the context, communicators and what the allocator keeps free."
+)
+
+
+Terms = Mapping[str, tuple[str, str]]
+"""Words and colour of terms by their names in plans."""
+
+
+def _present(terms: Terms, rows: Sequence[Mapping[str, float]]) -> Terms:
+    """The terms that are more than nothing in any row."""
+    return {name: term for name, term in terms.items() if any(row.get(name, 0.0) > 0 for row in rows)}
+
+
+def _parts(
+    row: Mapping[str, float], terms: Terms, whole: float, said: Callable[[float], str]
+) -> tuple[tuple[str, float, str], ...]:
+    """Parts of a bar, of which ``whole`` takes the whole width."""
+    return tuple(
+        (color, row[name] / whole, f"{words} {said(row[name])}")
+        for name, (words, color) in terms.items()
+        if row.get(name, 0.0) > 0
+    )
+
+
+def _section(
+    title: str, intro: str, terms: Terms, bars: Sequence[Bar], cells: Sequence[Sequence[str]], *more: str
+) -> str:
+    """Bars with their legend, and a table that says their parts and more."""
+    words = [words for words, _ in terms.values()]
+    return section(
+        title,
+        paragraph(intro, "soft"),
+        keys((color, words) for words, color in terms.values()),
+        bar_rows(bars),
+        table(["stage", *words, *more], cells),
+    )
+
+
+def seconds_section(plan: Plan) -> str:
+    """Where the seconds of a step go."""
+    predicted = plan.predicted
+    assert predicted is not None
+    rows, step = spent_rows(plan), predicted.step_seconds
+    if not any(rows) or step <= 0:
+        return ""
+    terms, labels = _present(SPENT, rows), [group_name(plan, group) for group in range(plan.num_groups)]
+    busy = [format_seconds(step - row.get("bubble_seconds", 0.0)) + " busy" for row in rows]
+    bars = [
+        Bar(label, _parts(row, terms, step, format_seconds), text)
+        for label, row, text in zip(labels, rows, busy, strict=True)
+    ]
+    cells = [
+        [label, *(_part(row.get(name, 0.0), step) for name in terms)] for label, row in zip(labels, rows, strict=True)
+    ]
+    return _section(f"Where the {format_seconds(step)} of a step go", _SECONDS, terms, bars, cells)
+
+
+def memory_section(plan: Plan, limits: Sequence[float] = ()) -> str:
+    """What the peak of every stage is made of."""
+    assert plan.predicted is not None
+    stages = [plan.predicted.stages[group] for group in range(plan.num_groups)]
+    rows = [{name: value for name, value in stage.breakdown if name in TERMS} for stage in stages]
+    if not any(rows):
+        return ""
+    top = max(*(stage.peak_bytes for stage in stages), *limits, 0.0)
+    terms = _present({name: (MEMORY_WORDS[name], color) for name, color in MEMORY_COLORS.items()}, rows)
+    bars, cells = [], []
+    for group, (stage, row) in enumerate(zip(stages, rows, strict=True)):
+        label, limit = group_name(plan, group), limits[group] if limits else None
+        mark = None if limit is None else limit / top
+        bars.append(Bar(label, _parts(row, terms, top, format_bytes), _of_limit(stage.peak_bytes, limit), mark))
+        amounts = (format_bytes(row[name]) if row.get(name) else "-" for name in terms)
+        cells.append([label, *amounts, format_bytes(stage.peak_bytes)])
+    return _section("Where the memory goes", _MEMORY, terms, bars, cells, "peak")
+
+
+HATCHED = "repeating-linear-gradient(45deg,#999999 0px,#999999 2px,transparent 2px,transparent 8px)"
+"""What stands for no plan."""
+
+
+def comparison_bars(compared: Sequence[ComparedPlan]) -> tuple[str, str]:
+    """Seconds of a step of a plan and of others, by what they are spent on: a legend, and bars."""
+    longest = max(item.step_seconds or 0.0 for item in compared)
+    rows = [{} if item.plan is None else _mean(spent_rows(item.plan)) for item in compared]
+    # Bars end where steps do: a bubble must not look like what is behind them.
+    terms, bars = _present({**SPENT, "bubble_seconds": ("bubble", "#b4b8bf")}, rows), []
+    for item, row in zip(compared, rows, strict=True):
+        if item.step_seconds is None:
+            reason = item.noted(item.reason)
+            short = reason if len(reason) <= MOST_REASON else f"{reason[: MOST_REASON - 3]}..."
+            bars.append(Bar(item.name, ((HATCHED, 1.0, reason),), short))
+        else:
+            parts = _parts(row, terms, longest, format_seconds)
+            bars.append(Bar(item.name, parts, format_seconds(item.step_seconds)))
+    return keys((color, words) for words, color in terms.values()), bar_rows(bars)
+
+
+MOST_REASON = 56
+"""Characters of a reason beside a bar; the table has all of it."""
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name for row in rows for name in row}
+    return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
+
+
+def comparison_table(compared: Sequence[ComparedPlan]) -> str:
+    """A plan beside others."""
+    has_tokens = any(item.tokens_per_second is not None for item in compared)
+    headings = ["plan", "step", "times ours", "tokens/s" if has_tokens else "rows/s", "peak memory", "settings"]
+    rows = []
+    for item in compared:
+        if item.plan is None or item.step_seconds is None or item.peak_bytes is None or item.ratio is None:
+            rows.append([item.name, "-", "-", "-", "-", item.noted(item.reason)])
+            continue
+        rate = item.tokens_per_second if has_tokens else item.rows_per_second
+        mark = " (a forecast: not executed yet)" if unsupported(item.plan) else ""
+        rows.append(
+            [
+                item.name,
+                format_seconds(item.step_seconds),
+                f"{item.ratio:.2f}",
+                "-" if rate is None else per_second(rate),
+                format_bytes(item.peak_bytes),
+                item.noted(item.settings + mark),
+            ]
+        )
+    return table(headings, rows, text=("plan", "settings"), ours=0)
+
+
+def group_name(plan: Plan, group: int) -> str:
+    """The stages of a group of devices."""
+    chunks = plan.chunks(group)
+    return f"stage{'s' * (len(chunks) > 1)} {' and '.join(map(str, chunks))}"
+
+
+def _part(seconds: float, step: float) -> str:
+    return f"{format_seconds(seconds)} ({seconds / step:.1%})" if seconds > 0 else "-"
+
+
+def _of_limit(peak: float, limit: float | None) -> str:
+    return format_bytes(peak) if limit is None else f"{format_bytes(peak)} of {format_bytes(limit)}"

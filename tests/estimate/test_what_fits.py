@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_mist.estimate import Estimator, estimate_memory
-from lightning_mist.estimate.what_fits import changes_that_fit
+from lightning_mist.estimate.plan_estimate import changes_that_fit
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.plan import plan_of
 from tests.specs import spec, with_splits

@@ -1,19 +1,32 @@
 import dataclasses
+from dataclasses import replace
 from functools import lru_cache
+from html.parser import HTMLParser
 
 import pytest
 
 from lightning_mist.cli.html_output import check_html
 from lightning_mist.cost import with_units
 from lightning_mist.errors import PlanError
-from lightning_mist.explain import baselines, compare_plans, explain_plan
+from lightning_mist.explain import ComparedPlan, baselines, compare_plans, explain_plan
 from lightning_mist.plan import OffloadRatios, StageMesh
+from lightning_mist.plan.plan_text import settings_of
+from lightning_mist.report import html_report
 from lightning_mist.report.frontier import memory_frontier
-from lightning_mist.report.html_report import Report, headline, render_report
+from lightning_mist.report.html_report import (
+    HATCHED,
+    Report,
+    comparison_bars,
+    comparison_table,
+    group_name,
+    headline,
+    memory_section,
+    render_report,
+    seconds_section,
+)
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.units import format_bytes, format_seconds
 from tests.report.networks import MACHINE, predicted
-from tests.report.test_page import parsed
 from tests.specs import cluster, spec
 
 SEARCH = SearchSpace(offload=(), schedules=("1f1b",), max_stages=2)
@@ -168,3 +181,142 @@ def test_files(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"report '.*' needs matplotlib"):
         check_html(str(path))
+
+
+def test_sections_name_every_group():
+    plan = predicted(2, 4, schedule="interleaved-1f1b", chunks=2)
+    assert [group_name(plan, group) for group in range(2)] == ["stages 0 and 2", "stages 1 and 3"]
+    for text in (seconds_section(plan), memory_section(plan), memory_section(plan, (1e7,) * 4)):
+        assert parsed(text).text.count("stages 0 and 2") == 2
+
+
+def test_limits_are_marked():
+    plan = predicted(2, 4)
+    assert "<u style" not in memory_section(plan)
+    assert memory_section(plan, (1e7, 2e7)).count("<u style") == 2
+    assert "of 19.1 MiB" in memory_section(plan, (1e7, 2e7))
+
+
+def test_what_does_not_fit_says_why():
+    ours = ComparedPlan(
+        name="this plan",
+        plan=predicted(2, 4),
+        note="the best found",
+        ratio=1.0,
+    )
+    text = comparison_table([ours, ComparedPlan(name="DDP", plan=None, reason="none divides")])
+    assert "none divides" in text
+    assert "does not fit" not in text
+    assert f"{settings_of(ours.plan)} (the best found)" in text
+    assert "rows/s" in text
+    assert "tokens/s" not in text
+
+
+def test_rivals_are_bars_as_long_as_their_steps():
+    fast, slow = predicted(2, 4), predicted(2, 8)
+    step = {plan: plan.predicted.step_seconds for plan in (fast, slow)}
+    lines = [
+        ComparedPlan(name=name, plan=plan, ratio=step[plan] / step[fast])
+        for name, plan in (("this plan", fast), ("FSDP", slow))
+    ]
+    why = "does not fit: " + "so it is " * 10
+    legend, bars = comparison_bars([*lines, ComparedPlan(name="DDP", plan=None, reason=why)])
+    widths = [
+        sum(float(part.split("%")[0]) for part in bar.split("width:")[1:]) for bar in bars.split('class="bar"')[1:]
+    ]
+    longest = max(step.values())
+    assert widths == pytest.approx([100 * step[fast] / longest, 100 * step[slow] / longest, 100], abs=0.05)
+    assert "bubble" in legend
+    shown = " ".join(parsed(bars).text)
+    for words in ("this plan", "FSDP", format_seconds(step[slow]), "DDP", "does not fit: so it is"):
+        assert words in shown
+    # What does not fit is hatched, with the whole reason where it is pointed at.
+    *fitting, last = bars.split('class="bar"')[1:]
+    assert HATCHED in last
+    assert why in last
+    assert all(HATCHED not in bar for bar in fitting)
+
+
+def test_what_rounding_left_of_nothing_has_no_colour():
+    plan = predicted(1, 4)
+    (stage,) = plan.predicted.stages
+    spent = (("compute_seconds", plan.predicted.step_seconds), ("bubble_seconds", 1e-17))
+    found = replace(plan, predicted=replace(plan.predicted, stages=(replace(stage, spent=spent),)))
+    text = seconds_section(found)
+    assert "compute" in text
+    assert "bubble" not in text
+
+
+class Balanced(HTMLParser):
+    """Says which tags were not closed in order, and collects text."""
+
+    VOID = frozenset({"meta", "path", "use", "rect", "line"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.wrong, self.text, self.tags = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in self.VOID:
+            return
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parsed(text):
+    found = Balanced()
+    found.feed(text)
+    found.close()
+    assert (found.open, found.wrong) == ([], [])
+    return found
+
+
+def test_a_page_needs_nothing_else():
+    found = parsed(
+        html_report.page(
+            "a < b", [html_report.title_line("<x>"), "", html_report.section("s", html_report.paragraph("1 & 2"))]
+        )
+    )
+    assert "<x>" in found.text
+    assert "1 & 2" in found.text
+    assert not [attrs for tag, attrs in found.tags if tag in ("script", "link", "img") or "src" in attrs]
+    assert "prefers-color-scheme: dark" in html_report.STYLE
+    assert "@media print" in html_report.STYLE
+
+
+def test_what_is_empty_is_left_out():
+    assert html_report.section("s", "", "") == ""
+    assert (
+        html_report.paragraph("")
+        == html_report.items([])
+        == html_report.pairs([])
+        == html_report.warning("w", [])
+        == html_report.bar_rows([])
+        == ""
+    )
+
+
+def test_tables_set_words_to_the_left_and_ours_first():
+    text = html_report.table(["plan", "step"], [["<ours>", "1 s"], ["x", "2 s"]], text=("plan",), ours=0)
+    assert '<th class="text">plan</th><th>step</th>' in text
+    assert '<tr class="ours"><td class="text">&lt;ours&gt;</td><td>1 s</td></tr>' in text
+    parsed(text)
+
+
+def test_bars_are_as_long_as_what_they_stand_for():
+    text = html_report.bar_rows([html_report.Bar("stage 0", (("#000000", 0.25, 'a "b"'),), "1 GiB", mark=0.5)])
+    assert "width:25.000%;background:#000000" in text
+    assert "left:50.000%" in text
+    assert "a &quot;b&quot;" in text
+    parsed(text)

@@ -1,7 +1,7 @@
 """Devices that need not be at hand: what vendors and measurements say of them."""
 
 from lightning_mist.hardware.catalog.catalog_device import CatalogDevice
-from lightning_mist.hardware.catalog.catalog_profiles import catalog_profile
+from lightning_mist.hardware.catalog.catalog_profiles import STACKS, catalog_profile, with_stack
 from lightning_mist.hardware.catalog.devices import (
     canonical_name,
     capability_of,
@@ -17,4 +17,3 @@ from lightning_mist.hardware.catalog.memory_overheads import (
     context_overhead,
     workspace_bytes,
 )
-from lightning_mist.hardware.catalog.stacks import STACKS, with_stack

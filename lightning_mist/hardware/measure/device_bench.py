@@ -6,17 +6,251 @@ Streams and what they order
     current stream waits for all of them before it records ``end``.
 """
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from lightning_mist.devices import ops_of
+from lightning_mist.hardware.catalog import copies_are_staged, interference_of_kind, lanes_are_shared
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.measure.concurrent_loads import Counts, concurrent_times, fit_interference, kind_of
-from lightning_mist.hardware.measure.timing import Session, synchronize
-from lightning_mist.hardware.profile import CHANNELS, CollectiveCost, Interference
+from lightning_mist.hardware.measure.operators import Session, synchronize
+from lightning_mist.hardware.profile import (
+    CHANNELS,
+    COEFFICIENTS,
+    Channel,
+    CollectiveCost,
+    Interference,
+    seconds_together,
+    speed_table,
+)
+
+# Measuring how much the channels of the machine at hand slow each other down.
+#
+# Work comes in units (a matrix product, a collective, a copy). Of each channel as many units are taken as last about
+# :data:`LOAD_SECONDS` alone; then sets of channels run their loads together, evenly at first and then one of them with
+# twice its load, until the budget ends. Loads are timed alone with the very number of units that they have together.
+#
+# Coefficients ``a`` are those that a normal prior and the measurements ``t_i`` make most likely:
+#
+#     minimise over 0 <= a <= 1:   sum_i rho((T_i(a) / t_i - 1) / NOISE) + sum_k ((a_k - prior_k) / PRIOR_SPREAD)^2
+#
+# with ``T_i`` the model's time and ``rho`` SciPy's ``soft_l1``, which grows like a square up to about 1 and like a line
+# beyond, so that a disturbed measurement pulls no harder than a good one. A coefficient that nothing was measured of
+# keeps the prior's value. The prior is what machines with such copies and such a network do
+# (:mod:`lightning_mist.hardware.catalog.interference_kinds`).
+
+
+NOISE = 0.05
+"""Relative error that a time of the best coefficients has: 0.03 to 0.06 on three machines (the record
+``interference``, rows of kind "own")."""
+
+PRIOR_SPREAD = 0.24
+"""How far a machine's coefficients lie from those of its kind: root mean square over three machines that the kind was
+fitted without (the record, row of kind "prior_spread")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConcurrentTimes:
+    """Measured times of loads that ran together.
+
+    Attributes:
+        loads: Seconds that each load takes alone; channels (in the order of ``CHANNELS``) times measurements.
+        seconds: Seconds until all of them were done, positive.
+    """
+
+    loads: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    across_nodes: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        count = len(self.seconds)
+        if self.loads.shape != (len(CHANNELS), count) or self.across_nodes.shape != (count,):
+            raise ValueError(
+                f"loads of shape {self.loads.shape} and {self.across_nodes.shape[0]} groups for {count} times: "
+                f"there is a row of loads for each of {len(CHANNELS)} channels, and a column for each time"
+            )
+
+    def pick(self, index: NDArray[np.integer] | NDArray[np.bool_]) -> "ConcurrentTimes":
+        """Some of the measurements, by position or mask."""
+        return ConcurrentTimes(
+            loads=self.loads[:, index], seconds=self.seconds[index], across_nodes=self.across_nodes[index]
+        )
+
+
+def predicted_seconds(times: ConcurrentTimes, interference: Interference | None) -> NDArray[np.float64]:
+    """What the model says that each of the measurements takes."""
+    inside = seconds_together(times.loads, speed_table(interference, False))
+    across = seconds_together(times.loads, speed_table(interference, True))
+    return np.where(times.across_nodes, across, inside)
+
+
+def relative_errors(times: ConcurrentTimes, interference: Interference | None) -> NDArray[np.float64]:
+    """Predicted over measured times, less one."""
+    errors: NDArray[np.float64] = predicted_seconds(times, interference) / times.seconds - 1.0
+    return errors
+
+
+def fit_interference(times: ConcurrentTimes, prior: Interference, source: str) -> Interference:
+    """Coefficients that measured times and a prior make most likely; see the module's text.
+
+    Returns:
+        The coefficients; their spread is the mean relative error of the measured times, 0 if there are none.
+    """
+    start = vector_of(prior)
+
+    def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        errors = relative_errors(times, of_vector(values, prior)) / NOISE
+        # With rho the loss, soft_l1 of r is about |r| for large r: written out, as the prior's terms stay squares.
+        robust = np.sign(errors) * np.sqrt(2.0 * (np.sqrt(1.0 + errors**2) - 1.0))
+        return np.concatenate([robust, (values - start) / PRIOR_SPREAD])
+
+    # Not on a bound, where the solver could not start.
+    found = least_squares(residuals, np.clip(start, 0.02, 0.98), bounds=(0.0, 1.0))
+    fitted = of_vector(found.x, replace(prior, source=source, spread=0.0))
+    if not len(times.seconds):
+        return fitted
+    return replace(fitted, spread=float(np.abs(relative_errors(times, fitted)).mean()))
+
+
+def vector_of(interference: Interference) -> NDArray[np.float64]:
+    """The coefficients in the order of ``COEFFICIENTS``."""
+    return np.array([getattr(interference, name) for name in COEFFICIENTS])
+
+
+def of_vector(values: NDArray[np.float64], like: Interference) -> Interference:
+    """An interference with other coefficients, clipped to [0, 1], which rounding may leave."""
+    cut = {name: float(value) for name, value in zip(COEFFICIENTS, np.clip(values, 0.0, 1.0), strict=True)}
+    return Interference(**cut, source=like.source, spread=like.spread)
+
+
+LOAD_SECONDS = 1e-2
+"""Seconds of an even load alone: a thousand times what launching a unit takes."""
+
+MAX_UNITS = 1000
+"""Units of a load at most, should one take next to no time."""
+
+REPEATS = 3
+"""Times that a set runs; the median counts."""
+
+Counts = tuple[int, int, int, int]
+"""Units on each of the channels, in the order of ``CHANNELS``."""
+
+
+class Bench(Protocol):
+    """Runs loads on several channels together."""
+
+    def seconds(self, counts: Counts, across_nodes: bool) -> float:
+        """Run loads that start together until all of them are done.
+
+        Returns:
+            Seconds on the slowest rank, the same on all ranks.
+        """
+        ...
+
+
+def concurrent_times(bench: Bench, networks: Sequence[bool], budget_seconds: float) -> ConcurrentTimes:
+    """Times of loads together, and of each of them alone.
+
+    Args:
+        networks: Kinds of groups that the bench has: False for one inside the nodes, True for one that spans them.
+        budget_seconds: Roughly how long it may take; even loads of all pairs are measured in any case.
+    """
+    known: dict[tuple[Counts, bool], float] = {}
+    spent = 0.0
+
+    def timed(counts: Counts, across: bool) -> float:
+        nonlocal spent
+        across = across and counts[1] > 0
+        if (counts, across) not in known:
+            samples = [bench.seconds(counts, across) for _ in range(REPEATS)]
+            known[counts, across] = statistics.median(samples)
+            spent += sum(samples)
+        return known[counts, across]
+
+    loads: list[list[float]] = []
+    seconds: list[float] = []
+    far: list[bool] = []
+    units = _units(timed, networks)
+    for weights, across in _design(networks):
+        # All ranks know the same times, so that all stop at the same set.
+        if sum(weight > 0 for weight in weights) > 2 and spent > budget_seconds:
+            break
+        counts = _counts(weights, units[across])
+        loads.append([timed(_only(index, count), across) if count else 0.0 for index, count in enumerate(counts)])
+        seconds.append(timed(counts, across))
+        far.append(across)
+    return ConcurrentTimes(
+        loads=np.array(loads).reshape(-1, len(CHANNELS)).T,
+        seconds=np.array(seconds),
+        across_nodes=np.array(far, dtype=np.bool_),
+    )
+
+
+def kind_of(to_device: float, to_host: float, collectives: Sequence[CollectiveCost]) -> Interference:
+    """Coefficients of machines with such rates of copies (bytes per second) and such collectives."""
+    copies = (to_device + to_host) / 2
+    inside = [
+        cost.bytes_per_second * (cost.group_size - 1) / cost.group_size
+        for cost in collectives
+        if cost.operation == "all_gather" and cost.num_nodes == 1
+    ]
+    shared = bool(inside) and lanes_are_shared(max(inside), copies)
+    return interference_of_kind(staged=copies_are_staged(copies), shared=shared)
+
+
+def _units(timed: Callable[[Counts, bool], float], networks: Sequence[bool]) -> dict[bool, Counts]:
+    """Units of an even load of every channel, by kind of group."""
+    found = {}
+    for across in networks or (False,):
+        counts = [0] * len(CHANNELS)
+        for index, channel in enumerate(CHANNELS):
+            if channel == "network" and not networks:
+                continue
+            # The first unit pays for what libraries set up when they are first used.
+            few = timed(_only(index, 2), across)
+            many = timed(_only(index, 6), across)
+            each = max((many - few) / 4, many / 12, 1e-9)
+            counts[index] = max(1, min(MAX_UNITS, round(LOAD_SECONDS / each)))
+        found[across] = (counts[0], counts[1], counts[2], counts[3])
+    return found
+
+
+def _design(networks: Sequence[bool]) -> Iterator[tuple[Counts, bool]]:
+    """Multiples of even loads, kinds of groups: all sets evenly, pairs first; then one channel with twice its load."""
+    sets: list[tuple[tuple[int, ...], bool]] = []
+    present: list[Channel] = [channel for channel in CHANNELS if channel != "network" or networks]
+    for size in range(2, len(present) + 1):
+        for members in combinations([CHANNELS.index(channel) for channel in present], size):
+            kinds = list(networks) if CHANNELS.index("network") in members else list(networks or (False,))[:1]
+            sets.extend((members, across) for across in kinds)
+    for doubled in range(-1, len(CHANNELS)):
+        for members, across in sets:
+            if doubled == -1 or doubled in members:
+                weights = [
+                    0 if index not in members else 2 if index == doubled else 1 for index in range(len(CHANNELS))
+                ]
+                yield (weights[0], weights[1], weights[2], weights[3]), across
+
+
+def _counts(weights: Counts, units: Counts) -> Counts:
+    one, two, three, four = (weight * unit for weight, unit in zip(weights, units, strict=True))
+    return one, two, three, four
+
+
+def _only(index: int, count: int) -> Counts:
+    counts = [0] * len(CHANNELS)
+    counts[index] = count
+    return counts[0], counts[1], counts[2], counts[3]
+
 
 MATMUL_EDGE = 4096
 """Edge of the products, that of the published measurements (mist): 0.14 TFLOP each."""

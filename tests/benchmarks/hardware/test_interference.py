@@ -14,7 +14,7 @@ from benchmarks.hardware.interference import (
 )
 from benchmarks.hardware.interference_data import Machine, read_samples, table_machines
 from lightning_mist.hardware.catalog.interference_kinds import interference_of_kind
-from lightning_mist.hardware.measure.concurrent_loads import fit_interference, predicted_seconds
+from lightning_mist.hardware.measure.device_bench import fit_interference, predicted_seconds
 
 DATA = Path(__file__).parent / "data"
 NAMES = ("a100-sxm4-40gb", "l4_template_machine", "v100-sxm2-16gb")

@@ -1,4 +1,4 @@
-from lightning_mist.estimate.allocator.pools import Block, Pool, split
+from lightning_mist.estimate.allocator.allocator_data import Block, Pool, split
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -1,12 +1,27 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lightning_mist.hardware.catalog.interference_kinds import interference_of_kind
 from lightning_mist.hardware.groups import RankGroup
-from lightning_mist.hardware.measure.device_bench import DeviceBench, measure_on_device, network_groups
-from lightning_mist.hardware.measure.timing import Session
-from lightning_mist.hardware.profile.interference_model import COEFFICIENTS
+from lightning_mist.hardware.measure.device_bench import (
+    LOAD_SECONDS,
+    MAX_UNITS,
+    Counts,
+    DeviceBench,
+    concurrent_times,
+    fit_interference,
+    kind_of,
+    measure_on_device,
+    network_groups,
+    of_vector,
+    vector_of,
+)
+from lightning_mist.hardware.measure.operators import Session
+from lightning_mist.hardware.profile.hardware_profile import CollectiveCost
+from lightning_mist.hardware.profile.interference_model import COEFFICIENTS, Interference, seconds_together, speed_table
 
 HANDLE: Any = object()
 
@@ -48,3 +63,103 @@ def test_device() -> None:
     # The copies are direct and the processor of a device does not make them: computation has little to do with them.
     assert found.compute_to_device < 0.7
     assert found.compute_to_host < 0.7
+
+
+PRIOR = interference_of_kind(staged=False, shared=False)
+
+
+class ModelledBench:
+    """A machine that does what the model says, with units of some lengths."""
+
+    def __init__(self, truth: Interference, units: tuple[float, float, float, float], noise: float = 0.0) -> None:
+        self.truth = truth
+        self.units = np.array(units)
+        self.noise = noise
+        self.random = np.random.default_rng(0)
+        self.calls: list[tuple[Counts, bool]] = []
+        self.spent = 0.0
+
+    def seconds(self, counts: Counts, across_nodes: bool) -> float:
+        self.calls.append((counts, across_nodes))
+        units = self.units * np.array([1.0, 3.0 if across_nodes else 1.0, 1.0, 1.0])
+        took = float(seconds_together(units * np.array(counts), speed_table(self.truth, across_nodes)))
+        took *= 1 + self.noise * self.random.standard_normal()
+        self.spent += took
+        return took
+
+
+def measured(
+    bench: ModelledBench, networks: tuple[bool, ...], prior: Interference = PRIOR, budget: float = 1e3
+) -> Interference:
+    return fit_interference(concurrent_times(bench, networks, budget), prior, "here")
+
+
+def test_a_machine_is_found() -> None:
+    truth = of_vector(np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]), PRIOR)
+    found = measured(ModelledBench(truth, (2e-4, 9e-4, 6e-4, 5e-4)), (False, True))
+    # The prior holds on as if times were a few percent off: these are exact.
+    assert vector_of(found) == pytest.approx(vector_of(truth), abs=0.06)
+    assert (found.source, found.spread < 0.02) == ("here", True)
+
+
+def test_noise_averages_out() -> None:
+    truth = of_vector(np.linspace(0.2, 0.8, 9), PRIOR)
+    found = measured(ModelledBench(truth, (2e-4, 9e-4, 6e-4, 5e-4), noise=0.03), (False, True))
+    assert vector_of(found) == pytest.approx(vector_of(truth), abs=0.15)
+    assert 0.0 < found.spread < 0.05
+
+
+@pytest.mark.parametrize("networks", [(), (False,), (True,)])
+def test_what_a_machine_does_not_have_keeps_its_kinds_coefficients(networks: tuple[bool, ...]) -> None:
+    truth = of_vector(np.full(9, 0.8), PRIOR)
+    bench = ModelledBench(truth, (1e-3, 1e-3, 1e-3, 1e-3))
+    found = measured(bench, networks)
+    for name in COEFFICIENTS:
+        across, inside = "across" in name, "network" in name
+        known = (across and True in networks) or (inside and False in networks) or not (across or inside)
+        before, after = abs(getattr(PRIOR, name) - 0.8), abs(getattr(found, name) - 0.8)
+        assert after < 0.3 * before + 0.02 if known else after == pytest.approx(before, abs=0.01)
+    if not networks:
+        assert all(counts[1] == 0 for counts, _ in bench.calls)
+
+
+def test_loads_are_as_long_as_meant_and_even() -> None:
+    bench = ModelledBench(PRIOR, (2e-4, 9e-4, 6e-4, 5e-4))
+    times = concurrent_times(bench, (False,), 1e3)
+    even = times.loads[:, :11]
+    assert ((even == 0) | (np.abs(even / LOAD_SECONDS - 1) < 0.1)).all()
+    assert len(times.seconds) == 11 + 6 * 2 + 4 * 3 + 4
+    assert (times.loads > 0).sum(axis=0)[:11].tolist() == [2] * 6 + [3] * 4 + [4]
+    assert len({tuple(column) for column in np.round(times.loads, 6).T.tolist()}) == len(times.seconds)
+
+
+def test_units_that_take_no_time_are_bounded() -> None:
+    times = concurrent_times(ModelledBench(PRIOR, (1e-12, 1e-3, 1e-3, 1e-3)), (False,), 1e3)
+    assert times.loads[0].max() <= 2 * MAX_UNITS * 1e-12 * 1.01
+
+
+def test_the_budget_ends_it_after_the_pairs() -> None:
+    truth = of_vector(np.full(9, 0.5), PRIOR)
+    short = ModelledBench(truth, (1e-3, 1e-3, 1e-3, 1e-3))
+    found = measured(short, (False,), budget=1e-3)
+    before, after = (np.abs(vector_of(one)[:6] - 0.5) for one in (PRIOR, found))
+    assert (after < 0.5 * before).all()
+    long = ModelledBench(truth, (1e-3, 1e-3, 1e-3, 1e-3))
+    measured(long, (False,), budget=1e3)
+    assert short.spent < 0.5 * long.spent
+
+
+def collective(operation: str, size: int, nodes: int, rate: float) -> CollectiveCost:
+    return CollectiveCost(
+        operation=operation, group_size=size, num_nodes=nodes, latency_seconds=0.0, bytes_per_second=rate, spread=0.0
+    )
+
+
+def test_kind_is_told_by_rates_alone() -> None:
+    slow, fast = collective("all_gather", 8, 1, 5e9), collective("all_gather", 8, 1, 200e9)
+    across = collective("all_gather", 16, 2, 400e9)
+    reduced = collective("all_reduce", 8, 1, 200e9)
+    assert kind_of(6e9, 6e9, [slow, across, reduced]) == interference_of_kind(staged=False, shared=True)
+    assert kind_of(6e9, 6e9, [slow, fast]) == interference_of_kind(staged=False, shared=False)
+    assert kind_of(3e9, 3e9, [slow]) == interference_of_kind(staged=True, shared=True)
+    assert kind_of(50e9, 50e9, []) == interference_of_kind(staged=False, shared=False)

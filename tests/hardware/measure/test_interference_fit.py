@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.hardware.catalog.interference_kinds import interference_of_kind
-from lightning_mist.hardware.measure.concurrent_loads import (
+from lightning_mist.hardware.measure.device_bench import (
     ConcurrentTimes,
     fit_interference,
     of_vector,
