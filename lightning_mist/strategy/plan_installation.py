@@ -1,7 +1,7 @@
 """Putting plans in place of a fit, one after the other, and what a strategy says of the one that is there."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -72,10 +72,8 @@ class HoldsPlan:
         more |= {"device": self.root_device, "timeout": self._timeout, "host": host}
         return start_engine(module, plan, module_map, **more)
 
-    def _started_for(
-        self: Any, module: nn.Module, decision: Decision, optimizers: Sequence[Any], **more: Any
-    ) -> Engine:
-        """This rank's engine for the plan that was decided on, which guards its step and has the optimizers."""
+    def _started_for(self: Any, module: nn.Module, decision: Decision, **more: Any) -> Engine:
+        """This rank's engine for the plan that was decided on, which guards its step; optimizers are to be taken."""
         engine: Engine = self._started(module, decision.plan, decision.module_map, rules=decision.rules, **more)
         # As DDP gives every rank the buffers of rank 0 before forwards.
         options, now = self._ddp_kwargs, self._ddp_kwargs.get("forward_sync_buffers")
@@ -86,8 +84,6 @@ class HoldsPlan:
                 *(module, decision.plan, self.global_rank, decision.reach, self.act_for),
                 records_metrics=engine.records_metrics,
             )
-        for optimizer in optimizers:
-            engine.take_optimizer(optimizer)
         return engine
 
 
@@ -148,8 +144,10 @@ class PlanInstallation(HoldsPlan, EndsTogether):
                 self._enable_model_averaging()
             return
         kind = Engine if module.automatic_optimization else ManualEngine
-        self._engine = self._started_for(module, self._decision, self.optimizers, masters=self._masters, kind=kind)
+        self._engine = self._started_for(module, self._decision, masters=self._masters, kind=kind)
         self._masters = None  # the engine has what this rank keeps
+        for optimizer in self.optimizers:
+            self._engine.take_optimizer(optimizer)
         self._fitting.enter_context(as_wrapped(module))
         if self._initial is not None:
             self._engine.begin(self._initial)

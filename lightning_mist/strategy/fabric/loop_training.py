@@ -238,8 +238,9 @@ class LoopTraining(HoldsPlan, _Base):
                 # Without a trace DDP's own default counts.
                 self._find_unused(bool(decision.module_map.parameters) and decision.has_unused_parameters)
             else:
-                engine = self._started_for(module, decision, self.optimizers[:1], kind=LoopEngine)
+                engine = self._started_for(module, decision, kind=LoopEngine)
                 self._engine = cast("LoopEngine", engine)
+                engine.take_optimizer(self.optimizers[0])
                 engine.begin(None)
                 attach_engine(self.precision, engine)
             # Only the guard needs it; replanning is for a trainer's fit.
