@@ -110,7 +110,8 @@ def with_words_of(own: type, other: type) -> str:
     """The docstring of a class, with another's words on arguments of its constructor that it does not describe."""
     (head, words), (_, others) = _described(own), _described(other)
     names = [name for name in inspect.signature(own.__init__).parameters if name != "self"]  # type: ignore[misc]
-    return "\n".join([head, *(words.get(name) or others[name] for name in names)])
+    # Python may have been told to leave docstrings out.
+    return "\n".join([head, *filter(None, (words.get(name) or others.get(name) for name in names))])
 
 
 def _described(cls: type) -> tuple[str, dict[str, str]]:
