@@ -96,6 +96,7 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
     Calls the user's step twice. What it does to the module besides gradients is the caller's to undo.
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    state = get_random_state(device)
     try:
         recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
         with (
@@ -110,6 +111,8 @@ def prove(module: nn.Module, blocks: Sequence[str], step: Step, batch: Any) -> C
         return replace(rules, has_dropout=steady.is_dropping or recurrent)
     except UncuttableError as error:
         return str(error)
+    finally:
+        set_random_state(state, device)
 
 
 @contextmanager
