@@ -97,11 +97,11 @@ class Blocks:
     """What whole runs told of the blocks."""
 
     kinds: Kinds  # which of them cost the same
-    twins: tuple[int | None, ...]  # for every block ``None`` if it runs itself, else which block answers for it
-    recompute_failure: str | None  # why they cannot be recomputed, if so
-    selective_failure: str | None  # why not by operator, if so
     kept_bytes: int  # bytes of tensors that the module keeps as plain attributes from its first step on
     timeline: list[int]  # bytes alive at every reading of a whole run at the first size
+    twins: tuple[int | None, ...] = ()  # for every block ``None`` if it runs itself, else which block answers for it
+    recompute_failure: str | None = None  # why they cannot be recomputed, if so
+    selective_failure: str | None = None  # why not by operator, if so
 
     @property
     def recomputes(self) -> bool:
@@ -243,10 +243,8 @@ class _Traced(Counted):
     parts: tuple[LayerSpec, ...]  # head, the kinds of layers, tail
     batch_bytes: sympy.Expr
     shared: sympy.Expr
-    guesses: tuple[tuple[str, int], ...]
+    run: StepCount  # at the first size
     is_fake: bool
-    head_width: int
-    narrow: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -262,15 +260,7 @@ def _find_blocks(subject: Subject, batch: Any, module_map: ModuleMap, *, last_al
     plain = run(False, False)
     kept = _kept_bytes(subject.module)
     if not subject.blocks:
-        settled = run(False, False).timeline
-        return Blocks(
-            kinds=group((), ()),
-            twins=(),
-            recompute_failure=None,
-            selective_failure=None,
-            kept_bytes=kept,
-            timeline=settled,
-        )
+        return Blocks(kinds=group((), ()), kept_bytes=kept, timeline=run(False, False).timeline)
     names = [type(block).__name__ for block in subject.blocks]
     for attempt in range(2):
         kinds = group(names, list(zip(cost_keys(subject.blocks, [plain]), outside, alone, strict=True)))
@@ -334,10 +324,8 @@ def _fit(ways: Ways, blocks: Blocks, step: Step, *, is_fake: bool) -> _Traced:
         parts=parts,
         batch_bytes=basis.fit(ways.batch_bytes, "batch bytes"),
         shared=basis.fit([run.shared for run in runs], "saved bytes of masks and tables"),
-        guesses=runs[0].guesses,
+        run=ways.first.run,
         is_fake=is_fake,
-        head_width=runs[0].head_width,
-        narrow=runs[0].narrow,
         notes=notes,
     )
 
@@ -487,9 +475,9 @@ def trace_model(
         optimizer=optimizer_spec,
         precision=precision,
         device_kind=operators.name,
-        head_width=traced.head_width,
+        head_width=traced.run.head_width,
         compiled=compiled_text(module, module_map.blocks),
-        unpriced=traced.narrow,
+        unpriced=traced.run.narrow,
         shared_saved_bytes=traced.shared,
         splits=splits,
         notes=(*failures, *traced.notes, *notes, *_notes(traced)),
@@ -497,9 +485,9 @@ def trace_model(
 
 
 def _notes(traced: _Traced) -> Iterator[str]:
-    yield from (f"{what}: profiles have no rates of that" for what in traced.narrow)
-    if traced.guesses:
-        yield describe_guesses(traced.guesses)
+    yield from (f"{what}: profiles have no rates of that" for what in traced.run.narrow)
+    if traced.run.guesses:
+        yield describe_guesses(traced.run.guesses)
 
 
 def _mapped(module: nn.Module, batch: Any, step: Callable[[Any], Any], resize: Resize | None) -> ModuleMap:
