@@ -268,9 +268,7 @@ class Peers:
     def _read(self, link: "_Link") -> None:
         lines = link.lines()
         if lines is None:
-            self._selector.unregister(link.end)
-            del self._links[link.end]
-            link.end.close()
+            self._drop(link)
             if link.rank is not None:
                 self._lost(link.rank)
             return
@@ -288,12 +286,15 @@ class Peers:
         except (ValueError, KeyError, TypeError):
             rank = None
         if rank is None:
-            self._selector.unregister(link.end)
-            del self._links[link.end]
-            link.end.close()
+            self._drop(link)
             return
         link.rank = rank
         link.send(b"".join([_line(0, "welcome", 0, self._key), *self._history.values()]))
+
+    def _drop(self, link: "_Link") -> None:
+        self._selector.unregister(link.end)
+        del self._links[link.end]
+        link.end.close()
 
     def _hear(self, link: "_Link", line: bytes) -> None:
         note = json.loads(line)
