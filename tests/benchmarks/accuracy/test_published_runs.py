@@ -40,7 +40,7 @@ from lightning_mist.model.spec import MICROBATCH, SEQUENCE
 from lightning_mist.plan import ZeroStage
 
 RUNS, SIZES = read_runs()
-SMALL = {"hidden": 64, "ffn": 256, "layers": 4, "heads": 2, "vocabulary": 128, "bias": True, "tied": True}
+SMALL = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 2, "vocabulary": 128, "bias": True, "tied": True}
 RUN = PublishedRun(
     id="a",
     source="s",
@@ -170,7 +170,7 @@ def test_masters_are_the_project_s_own():
 
 
 def test_every_second_product_runs_again_between_none_of_them_and_all():
-    sizes = {"hidden": 64, "ffn": 256, "layers": 4, "heads": 2, "vocabulary": 128, "feed_forward": "swiglu"}
+    sizes = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 2, "vocabulary": 128, "feed_forward": "swiglu"}
     sizes |= {"norm": "rmsnorm", "positions": "rotary"}
     spec = spec_of(RUN, tuple(sorted(sizes.items())))
     half = recomputed(spec, "selective op", sizes).recomputing("selective").layers[0]
