@@ -16,6 +16,7 @@ from lightning_mist.plan import StageMesh, plan_of
 from tests.cost.memory.test_memory_model import make_plan
 from tests.estimate.test_transformer_sizes import LENGTH, PUBLISHED, SHAPE, sizes
 from tests.specs import ADAMW
+from tests.tiers import tiered
 
 LLAMA = TransformerDims(hidden=4096, ffn=14336, layers=4, heads=32, key_value_heads=8, vocabulary=128256)
 ROWS, TOKENS = 2, 2048
@@ -153,7 +154,7 @@ def test_tensor_parallel_plans_need_less():
         spec_of(dims, degrees=[8])
 
 
-@pytest.mark.parametrize("groups", [None, 4])
+@pytest.mark.parametrize("groups", tiered([None, 4], [4]))
 def test_layers_and_peaks_are_near_those_of_a_trace(groups):
     shape = replace(SHAPE, hidden=128, ffn=352, layers=2, heads=8, vocabulary=512, key_value_heads=groups)
     module = hollow(lambda: LanguageModel(shape, 128), dtype=torch.bfloat16)
