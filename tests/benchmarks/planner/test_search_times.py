@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner.apart import NOTHING_FITS, PRECISION, Question, Reply, Session, ask_apart, spec_of
-from benchmarks.planner.search_times import CASES, MIXED, PRECISIONS, questions_of, sample_of, spaces
+from benchmarks.planner.search_times import CASES, MIXED, PRECISIONS, Case, questions_of, sample_of, spaces
 from lightning_mist.cli.cluster_input import check_rates
 from lightning_mist.cli.network import NetworkRequest, describe_network
 from lightning_mist.hardware import parse_cluster
@@ -57,20 +57,21 @@ def test_cases_ask_for_whole_batches() -> None:
             assert question.global_batch_size % parse_cluster(case.cluster).world_size == 0
 
 
-def test_cases_are_known_in_all_of_their_precisions() -> None:
-    for case in (*CASES, *MIXED):
-        for precision in map(PRECISIONS.__getitem__, case.precisions):
-            check_rates(case.cluster, parse_cluster(case.cluster), precision.name)
-            found = spec_of(
-                PRESETS[case.model],
-                case.model,
-                case.cluster,
-                rows=1,
-                sequence_length=case.length,
-                precision=precision.name,
-                master_weights=precision.master_weights,
-            )
-            assert (found.precision, found.master_weights) == (precision.name, precision.master_weights)
+@pytest.mark.sample
+@pytest.mark.parametrize("case", [*CASES, *MIXED], ids=lambda case: f"{case.model} on {case.cluster}")
+def test_cases_are_known_in_all_of_their_precisions(case: Case) -> None:
+    for precision in map(PRECISIONS.__getitem__, case.precisions):
+        check_rates(case.cluster, parse_cluster(case.cluster), precision.name)
+        found = spec_of(
+            PRESETS[case.model],
+            case.model,
+            case.cluster,
+            rows=1,
+            sequence_length=case.length,
+            precision=precision.name,
+            master_weights=precision.master_weights,
+        )
+        assert (found.precision, found.master_weights) == (precision.name, precision.master_weights)
 
 
 def test_where_nothing_fits_is_said() -> None:
