@@ -23,7 +23,6 @@ import numpy as np
 from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.plan import ScheduleName
 from lightning_mist.schedule import Action, ActionKind, arrived_sends
-from lightning_mist.schedule.action import COMPUTATIONS
 from lightning_mist.schedule.lowering import add_transfers
 from lightning_mist.schedule.orders import generate_orders
 
@@ -55,35 +54,48 @@ _POSTED = {
 }
 """What a transfer has: what is received until a backward has used it, what is sent until it has arrived for sure."""
 
-_AT_HAND: Mapping[ActionKind, tuple[str, ...]] = {
-    ActionKind.FORWARD: (),
-    # The gradient at hand stands where the output was.
-    ActionKind.BACKWARD: ("saved", "leaving"),
-    ActionKind.BACKWARD_INPUT: ("saved", "leaving"),
-    ActionKind.BACKWARD_WEIGHT: ("waiting",),
-}
-"""What a computation's working set has in it of its microbatch, and what is gone when it ends."""
 
-_WORKING: Mapping[ActionKind, tuple[Mapping[str, int], Mapping[str, int]]] = {
-    ActionKind.FORWARD: ({"forward": 1}, {"forward": 1}),
-    # A parameter that two parts use gets its two contributions summed before they are accumulated. A backward that
-    # adds to gradients counts those of its own stage that are under way.
-    ActionKind.BACKWARD: ({"first_backward": 1}, {"backward": 1, "reused": 1, "pending": -1}),
-    ActionKind.BACKWARD_INPUT: ({"input_backward": 1, "together": 1}, {"input_backward": 1}),
+class _Computation(NamedTuple):
+    """What changes with a computation.
+
+    Attributes:
+        taken: What its working set has in it of its microbatch, if it was there; gone when it ends.
+        first: What is there while it runs, before its stage has made gradients.
+        later: The same from then on.
+        left: What it leaves behind, but for gradients.
+        makes_gradients: Whether its stage has gradients of parameters from then on, those of all microbatches.
+    """
+
+    taken: tuple[str, ...]
+    first: Mapping[str, int]
+    later: Mapping[str, int]
+    left: Mapping[str, int]
+    makes_gradients: bool = False
+
+
+_COMPUTED = {
+    ActionKind.FORWARD: _Computation((), {"forward": 1}, {"forward": 1}, {"saved": 1}),
+    ActionKind.BACKWARD: _Computation(
+        # The gradient at hand stands where the output was.
+        ("saved", "leaving"),
+        {"first_backward": 1},
+        # A parameter that two parts use gets its two contributions summed before they are accumulated; and of what is
+        # under way its own stage's is in the working set.
+        {"backward": 1, "reused": 1, "pending": -1},
+        {"entering": -1},
+        makes_gradients=True,
+    ),
+    ActionKind.BACKWARD_INPUT: _Computation(
+        ("saved", "leaving"),
+        {"input_backward": 1, "together": 1},
+        {"input_backward": 1},
+        {"entering": -1, "waiting": 1},
+    ),
     # Weight gradients are there when the first of them have been made.
-    ActionKind.BACKWARD_WEIGHT: ({"weight_backward": 1, "gradients": 1}, {"weight_backward": 1}),
+    ActionKind.BACKWARD_WEIGHT: _Computation(
+        ("waiting",), {"weight_backward": 1, "gradients": 1}, {"weight_backward": 1}, {}, makes_gradients=True
+    ),
 }
-"""What is there while something computes, before its stage has made gradients and from then on."""
-
-_LEFT: Mapping[ActionKind, Mapping[str, int]] = {
-    ActionKind.FORWARD: {"saved": 1},
-    ActionKind.BACKWARD: {"entering": -1},
-    ActionKind.BACKWARD_INPUT: {"entering": -1, "waiting": 1},
-    ActionKind.BACKWARD_WEIGHT: {},
-}
-"""What a computation leaves behind, but for gradients, which the first one makes for all."""
-
-_MAKE_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 class Moment(NamedTuple):
@@ -174,22 +186,22 @@ def moments_in_order(
         kind, own = action.kind, there[action.stage]
         if kind in _POSTED:
             own[_POSTED[kind]] += 1
-        if kind not in COMPUTATIONS:
+        if (row := _COMPUTED.get(kind)) is None:
             continue
         waiting = moment("transfer")
         for send in arrivals.get(action, ()):
             there[send.stage][_POSTED[send.kind]] -= 1
-        for name in _AT_HAND[kind]:
+        for name in row.taken:
             own[name] = max(0, own[name] - 1)
-        working = _WORKING[kind][own["gradients"]]
+        working = row.later if own["gradients"] else row.first
         for name, number in working.items():
             own[name] += number
         yield action, waiting, moment(next(iter(working)).replace("_", " "))
         for name, number in working.items():
             own[name] -= number
-        for name, number in _LEFT[kind].items():
+        for name, number in row.left.items():
             own[name] = max(0, own[name] + number)
-        if kind in _MAKE_GRADIENTS and not own["gradients"]:
+        if row.makes_gradients and not own["gradients"]:
             own["gradients"] = 1
             for stage, things in there.items():
                 things["under_way"] = int(stage == action.stage)
