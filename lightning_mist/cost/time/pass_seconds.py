@@ -80,7 +80,9 @@ class RowLists:
             (unit_JA > first_A) & (unit_JA <= middle_A),
         )
         bit_F = 1 << np.arange(len(flags))
-        code_JA = like_R[unit_JA] << len(flags) | np.tensordot(bit_F, np.stack(flags), 1)
+        code_JA = like_R[unit_JA] << len(flags)
+        for bit, flag_JA in zip(bit_F, flags, strict=True):
+            code_JA += bit * flag_JA
         code_I, row_X = distinct_codes(code_JA.reshape(-1), len(like_R) << len(flags))
         below_I, above_I, second_I, again_I, again_below_I = (code_I & bit_F[:, None]) > 0
         return cls(
