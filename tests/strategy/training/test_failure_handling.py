@@ -17,7 +17,7 @@ def leave_a_group_as_garbage(path):
 
 
 def test_a_forked_launch_leaves_the_garbage_of_earlier_fits_alone(tmp_path):
-    was_enabled = gc.isenabled()
+    was_enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     reading, writing = os.pipe()
     try:
@@ -32,7 +32,7 @@ def test_a_forked_launch_leaves_the_garbage_of_earlier_fits_alone(tmp_path):
         if not readable:
             os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == 0
-        assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() <= frozen
     finally:
         gc.collect()
         (gc.enable if was_enabled else gc.disable)()
