@@ -160,12 +160,13 @@ def _moments(
 def _largest(moments: Iterable[Moment]) -> Moments:
     """The moments of which no other one has as much of everything, in their order."""
     found = tuple(dict.fromkeys(moments))
-    counts_XF = np.array([moment.counts for moment in found])
+    counts_FX = np.array([moment.counts for moment in found], dtype=np.int32).T.copy()
+    kept, exceeds_X = [], np.ones(len(found), dtype=bool)
     # What exceeds another comes first, as it has more in all.
-    left_X, kept = np.argsort(-counts_XF.sum(axis=1), kind="stable"), []
-    while len(left_X):
-        kept.append(int(left_X[0]))
-        left_X = left_X[(counts_XF[left_X] > counts_XF[left_X[0]]).any(axis=1)]
+    for index in np.argsort(-counts_FX.sum(axis=0), kind="stable").tolist():
+        if exceeds_X[index]:
+            kept.append(index)
+            exceeds_X &= (counts_FX > counts_FX[:, index : index + 1]).any(axis=0)
     return tuple(found[index] for index in sorted(kept))
 
 
