@@ -244,7 +244,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeLeaf:
     """A leaf of a block's output that the block made: its layout, and the value it had where one is wanted."""
 
     shape: tuple[int, ...]
@@ -256,24 +256,26 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BlockAnswer:
     """What a block returned, leaf by leaf, and its structure."""
 
-    leaves: tuple[Passed | Made | Any, ...]
+    leaves: tuple[Passed | MadeLeaf | Any, ...]
     structure: TreeSpec
 
-    def again(self, inputs: Sequence[Any], make: Callable[[Made], Tensor]) -> Any:
+    def again(self, inputs: Sequence[Any], make: Callable[[MadeLeaf], Tensor]) -> Any:
         """The same for other arguments of the form; ``make`` gives what the block made."""
 
         def given(leaf: Any) -> Any:
-            return inputs[leaf.index] if isinstance(leaf, Passed) else make(leaf) if isinstance(leaf, Made) else leaf
+            return (
+                inputs[leaf.index] if isinstance(leaf, Passed) else make(leaf) if isinstance(leaf, MadeLeaf) else leaf
+            )
 
         return tree_unflatten([given(leaf) for leaf in self.leaves], self.structure)
 
 
 def answer_of(
     inputs: Sequence[Any], output: Any, is_known: Callable[[Any], bool], *, keep_values: bool = False
-) -> Answer | None:
+) -> BlockAnswer | None:
     """Describe a block's output, to answer for the block; ``None`` if it made something that is not known.
 
     Args:
@@ -289,7 +291,7 @@ def answer_of(
             return None
         elif isinstance(leaf, Tensor):
             layout = (tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad)
-            found.append(Made(*layout, leaf.detach() if keep_values else None))
+            found.append(MadeLeaf(*layout, leaf.detach() if keep_values else None))
         else:
             found.append(leaf)
-    return Answer(tuple(found), structure)
+    return BlockAnswer(tuple(found), structure)

@@ -87,6 +87,16 @@ def test_no_name_of_a_module_is_given_twice() -> None:
     assert [name for name, times in names.items() if times > 1] == []
 
 
+def test_no_public_class_has_the_name_of_another() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, times in names.items() if times > 1] == []
+
+
 def test_no_module_is_a_page_of_its_only_importer() -> None:
     importers: dict[str, set[str]] = defaultdict(set)
     for path in ROOT.rglob("*.py"):

@@ -181,7 +181,7 @@ def precision_notes(cluster: "AnyCluster", precision: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredMachine:
     """This machine as it was measured.
 
     Attributes:
@@ -224,7 +224,7 @@ def local_cluster(kind: str, processes: int | None, said: str) -> "Cluster":
     return detect(processes or there or 1 if kind == "cuda" else processes or 1, 1, kind)
 
 
-def measure_local(cluster: "Cluster", precision: str, *, is_fresh: bool = False) -> Measured:
+def measure_local(cluster: "Cluster", precision: str, *, is_fresh: bool = False) -> MeasuredMachine:
     """What a fit on this machine would measure, by as many processes as it has devices."""
     from torch.multiprocessing.spawn import ProcessException, spawn
 
@@ -237,7 +237,7 @@ def measure_local(cluster: "Cluster", precision: str, *, is_fresh: bool = False)
             if not said.exists():
                 raise
             raise ProfileError(said.read_text(encoding="utf-8")) from error
-        found: Measured = pickle.loads(Path(directory, "measured").read_bytes())
+        found: MeasuredMachine = pickle.loads(Path(directory, "measured").read_bytes())
         return found
 
 
@@ -265,7 +265,7 @@ def _measure_one(rank: int, cluster: "Cluster", precision: str, directory: str, 
     dist.destroy_process_group()
 
 
-def measure_here(cluster: "Cluster", device: "torch.device", precision: str, *, is_fresh: bool) -> Measured:
+def measure_here(cluster: "Cluster", device: "torch.device", precision: str, *, is_fresh: bool) -> MeasuredMachine:
     """Measure as one of the processes of a running process group; the same on every rank, but for the seconds."""
     import torch.distributed as dist
 
@@ -278,10 +278,10 @@ def measure_here(cluster: "Cluster", device: "torch.device", precision: str, *, 
     with Progress(enabled=dist.get_rank() == 0) as progress:
         profile = machine_profile(cluster, device, precision, directory, progress, is_fresh=is_fresh)
     seconds = perf_counter() - began
-    return Measured(cluster=cluster, profile=profile, kept=profile_path(directory, cluster), seconds=seconds)
+    return MeasuredMachine(cluster=cluster, profile=profile, kept=profile_path(directory, cluster), seconds=seconds)
 
 
-def measure_launched(kind: str, precision: str) -> Measured | None:
+def measure_launched(kind: str, precision: str) -> MeasuredMachine | None:
     """Measure as one of the processes that torchrun started; None on all but the first.
 
     Raises:

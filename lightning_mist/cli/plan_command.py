@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class PlanCommandRequest:
     """What to plan for what, and what to show of it.
 
     Attributes:
@@ -109,7 +109,7 @@ class PlanRequest:
 
 
 @collector_paused()
-def plan(*, request: PlanRequest, options: SearchSpace) -> None:
+def plan(*, request: PlanCommandRequest, options: SearchSpace) -> None:
     """Find the fastest plan that fits, by the cost model.
 
     Args:
@@ -139,7 +139,7 @@ def plan(*, request: PlanRequest, options: SearchSpace) -> None:
         (say if request.json else answer)(line)
 
 
-def _search(request: PlanRequest, options: SearchSpace) -> FoundPlan:
+def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units
     from lightning_mist.explain import baselines, compare_plans, plan_that_fits
@@ -209,7 +209,9 @@ def _rivals(network: NetworkRequest) -> "dict[str, ModelSpec]":
     }
 
 
-def _network(request: PlanRequest, search: SearchSpace, machine: "AnyCluster", precision: Precision) -> NetworkRequest:
+def _network(
+    request: PlanCommandRequest, search: SearchSpace, machine: "AnyCluster", precision: Precision
+) -> NetworkRequest:
     """The network that a plan is asked for, on a machine."""
     return NetworkRequest(
         model=request.model,

@@ -10,7 +10,7 @@ from lightning_mist.cli.output import answer, has_colors, say, terminal_width
 from lightning_mist.units import format_seconds
 
 if TYPE_CHECKING:
-    from lightning_mist.cli.cluster_input import Measured
+    from lightning_mist.cli.cluster_input import MeasuredMachine
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 
@@ -54,7 +54,7 @@ def profile(
         answer(f"profile written to {out}; use it with lightning-mist plan --cluster {out}")
 
 
-def _measure(devices: int | None, precision: str, accelerator: Accelerator) -> "Measured | None":
+def _measure(devices: int | None, precision: str, accelerator: Accelerator) -> "MeasuredMachine | None":
     """What was measured; None on all processes of a launcher but the first."""
     from torch.distributed import is_torchelastic_launched
 

@@ -29,8 +29,7 @@ from lightning_mist.plan import Plan, ScheduleName
 from lightning_mist.schedule import StepRules
 from lightning_mist.schedule.program import Program, program_of
 from lightning_mist.schedule.program_clock import finish, run
-from lightning_mist.schedule.seconds import PlanSeconds, plan_seconds, slot_seconds
-from lightning_mist.schedule.seconds import StageSeconds as SlotSeconds
+from lightning_mist.schedule.seconds import ActionSeconds, PlanSeconds, plan_seconds, slot_seconds
 
 ROUNDS, LEAST = 4, 32
 """Lists are cut to so many times as many microbatches as there are groups of devices, but not to fewer than these."""
@@ -125,12 +124,12 @@ def clock_floor(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:
     return least * (1 - (CUT if _is_cut(plan, rules) else DUST))
 
 
-def _lane_seconds(stage: SlotSeconds, count: int) -> float:
+def _lane_seconds(stage: ActionSeconds, count: int) -> float:
     """Seconds of all computations of a stage in a step."""
     return count * stage.forward + (count - 1) * stage.backward + _last_backward(stage, 1)
 
 
-def _last_backward(stage: SlotSeconds, count: int) -> float:
+def _last_backward(stage: ActionSeconds, count: int) -> float:
     """Seconds of the backward of the last of some microbatches."""
     return stage.backward if count > 1 or stage.first_backward is None else stage.first_backward
 

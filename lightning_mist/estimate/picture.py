@@ -55,7 +55,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Timeline:
+class MemoryTimeline:
     """The bytes of one device over one step.
 
     Attributes:
@@ -75,7 +75,7 @@ class Timeline:
         return total_E
 
 
-def timeline_of(replay: Replay, stage: int) -> Timeline:
+def timeline_of(replay: Replay, stage: int) -> MemoryTimeline:
     """The last step of a replay, placed by its actions."""
     terms = replay.live_by_term()
     count = len(terms[0][1])
@@ -91,7 +91,7 @@ def timeline_of(replay: Replay, stage: int) -> Timeline:
         if name:
             computations.append((name, at, at + width))
         at += width
-    return Timeline(stage=stage, places_E=places_E, terms=terms, computations=tuple(computations))
+    return MemoryTimeline(stage=stage, places_E=places_E, terms=terms, computations=tuple(computations))
 
 
 def _width(text: str) -> tuple[float, str]:
@@ -128,7 +128,7 @@ def check_matplotlib(what: str) -> None:
         raise ValueError(f"{what} needs matplotlib: pip install 'lightning-mist[pictures]', or leave it out") from error
 
 
-def draw_memory(estimate: MemoryEstimate, timelines: Sequence[Timeline], path: str) -> None:
+def draw_memory(estimate: MemoryEstimate, timelines: Sequence[MemoryTimeline], path: str) -> None:
     """Draw the bytes of devices over one step."""
     from matplotlib.figure import Figure
 
@@ -147,14 +147,14 @@ def draw_memory(estimate: MemoryEstimate, timelines: Sequence[Timeline], path: s
     figure.savefig(path, dpi=150)
 
 
-def _shown(estimate: MemoryEstimate, timelines: Sequence[Timeline]) -> list[Timeline]:
+def _shown(estimate: MemoryEstimate, timelines: Sequence[MemoryTimeline]) -> list[MemoryTimeline]:
     """The stages that are drawn, in their order."""
     groups = estimate.plan.num_groups
     wanted = dict.fromkeys([estimate.worst.stage % groups, 0, groups - 1, *range(groups)])
     return [timelines[group] for group in sorted(list(wanted)[:MOST_STAGES])]
 
 
-def _draw(axis: Any, estimate: MemoryEstimate, line: Timeline) -> None:
+def _draw(axis: Any, estimate: MemoryEstimate, line: MemoryTimeline) -> None:
     stage = estimate.stages[line.stage]
     outside = stage.term("context_bytes") + stage.term("communicator_bytes")
     least = LEAST_SHARE * int(line.total_E.max())
@@ -177,7 +177,7 @@ def _draw(axis: Any, estimate: MemoryEstimate, line: Timeline) -> None:
     _mark_computations(axis, estimate, stage, line)
 
 
-def _mark_peak(axis: Any, line: Timeline, outside: int) -> None:
+def _mark_peak(axis: Any, line: MemoryTimeline, outside: int) -> None:
     at = int(line.total_E.argmax())
     height = float(line.total_E[at] + outside) / _GIB
     axis.plot(line.places_E[at], height, marker="v", color="black", markersize=6, clip_on=False)
@@ -192,7 +192,7 @@ def _mark_peak(axis: Any, line: Timeline, outside: int) -> None:
     )
 
 
-def _mark_computations(axis: Any, estimate: MemoryEstimate, stage: StageEstimate, line: Timeline) -> None:
+def _mark_computations(axis: Any, estimate: MemoryEstimate, stage: StageEstimate, line: MemoryTimeline) -> None:
     axis.set_xlim(0, line.places_E[-1])
     middles = [(begin + end) / 2 for _, begin, end in line.computations]
     every = -(-len(middles) // 40)

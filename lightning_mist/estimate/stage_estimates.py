@@ -25,7 +25,7 @@ from lightning_mist.estimate.device_need import (
     summed_need,
 )
 from lightning_mist.estimate.estimate_data import OUTER_TERMS, PeakTensor, StageEstimate, need_of
-from lightning_mist.estimate.picture import Timeline, timeline_of
+from lightning_mist.estimate.picture import MemoryTimeline, timeline_of
 from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster
@@ -161,7 +161,7 @@ class Estimator:
                 left.remove(other)
         return tuple(replace(groups[plan.group_of(stage)], stage=stage) for stage in range(plan.num_stages))
 
-    def timelines(self, plan: Plan) -> tuple[Timeline, ...]:
+    def timelines(self, plan: Plan) -> tuple[MemoryTimeline, ...]:
         """For every group of devices the bytes of its most loaded one over one step.
 
         Raises:

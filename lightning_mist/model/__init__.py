@@ -16,7 +16,6 @@ from lightning_mist.model.spec import (
     LayerSeconds,
     LayerSpec,
     ModelSpec,
-    Moment,
     OperatorCost,
     OperatorKind,
     OptimizerSpec,
@@ -24,6 +23,7 @@ from lightning_mist.model.spec import (
     PartEvents,
     Polynomial,
     Release,
+    StepPoint,
     TensorSpec,
     with_master_weights,
 )

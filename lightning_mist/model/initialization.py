@@ -1,9 +1,9 @@
 """Modules built without their values: what constructors do to tensors is written down, and done when it is needed.
 
 Inside :func:`deferred_construction` every new tensor is a fake: it has a shape, a type and a device, and no memory.
-Operators on it are noted in order. Parameters leave the context on torch's meta device, each with a :class:`Recorded`
-way to its values: the noted operators that led to it, done again for it alone. Buffers and other tensors that are still
-there get their values at once; so do numbers that a constructor reads back.
+Operators on it are noted in order. Parameters leave the context on torch's meta device, each with a
+:class:`RecordedValues` way to its values: the noted operators that led to it, done again for it alone. Buffers and
+other tensors that are still there get their values at once; so do numbers that a constructor reads back.
 
 Random operators are seeded by their number among all of the construction, so that a parameter has the same values
 whatever else is made, in whatever order, on whatever rank.
@@ -190,7 +190,7 @@ class _GeneratorOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedValues:
     """The values of a parameter whose construction was recorded."""
 
     recording: Recording
@@ -305,7 +305,7 @@ def _leave(recording: Recording, mode: FakeTensorMode, plain: frozenset[str]) ->
         if isinstance(parameter, nn.Parameter):
             data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             empty = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            setattr(empty, RECIPE, Recorded(recording, recording.place(parameter)))
+            setattr(empty, RECIPE, RecordedValues(recording, recording.place(parameter)))
             _turn(parameter, empty, plain)
     by_storage: dict[int, list[Tensor]] = {}
     for item in others:

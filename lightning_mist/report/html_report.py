@@ -285,7 +285,7 @@ STYLE = "\n" + files("lightning_mist.report").joinpath("style.css").read_text(en
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class StackedBar:
     """One stacked bar.
 
     Attributes:
@@ -366,7 +366,7 @@ def table(
     )
 
 
-def bar_rows(lines: Iterable[Bar]) -> str:
+def bar_rows(lines: Iterable[StackedBar]) -> str:
     """Stacked bars below each other, all as long."""
     rows = []
     for line in lines:
@@ -452,7 +452,7 @@ def _parts(
 
 
 def _section(
-    title: str, intro: str, terms: Terms, bars: Sequence[Bar], cells: Sequence[Sequence[str]], *more: str
+    title: str, intro: str, terms: Terms, bars: Sequence[StackedBar], cells: Sequence[Sequence[str]], *more: str
 ) -> str:
     """Bars with their legend, and a table that says their parts and more."""
     words = [words for words, _ in terms.values()]
@@ -475,7 +475,7 @@ def seconds_section(plan: Plan) -> str:
     terms, labels = _present(SPENT, rows), [group_name(plan, group) for group in range(plan.num_groups)]
     busy = [format_seconds(step - row.get("bubble_seconds", 0.0)) + " busy" for row in rows]
     bars = [
-        Bar(label, _parts(row, terms, step, format_seconds), text)
+        StackedBar(label, _parts(row, terms, step, format_seconds), text)
         for label, row, text in zip(labels, rows, busy, strict=True)
     ]
     cells = [
@@ -497,7 +497,7 @@ def memory_section(plan: Plan, limits: Sequence[float] = ()) -> str:
     for group, (stage, row) in enumerate(zip(stages, rows, strict=True)):
         label, limit = group_name(plan, group), limits[group] if limits else None
         mark = None if limit is None else limit / top
-        bars.append(Bar(label, _parts(row, terms, top, format_bytes), _of_limit(stage.peak_bytes, limit), mark))
+        bars.append(StackedBar(label, _parts(row, terms, top, format_bytes), _of_limit(stage.peak_bytes, limit), mark))
         amounts = (format_bytes(row[name]) if row.get(name) else "-" for name in terms)
         cells.append([label, *amounts, format_bytes(stage.peak_bytes)])
     return _section("Where the memory goes", _MEMORY, terms, bars, cells, "peak")
@@ -517,10 +517,10 @@ def comparison_bars(compared: Sequence[ComparedPlan]) -> tuple[str, str]:
         if item.step_seconds is None:
             reason = item.noted(item.reason)
             short = reason if len(reason) <= MOST_REASON else f"{reason[: MOST_REASON - 3]}..."
-            bars.append(Bar(item.name, ((HATCHED, 1.0, reason),), short))
+            bars.append(StackedBar(item.name, ((HATCHED, 1.0, reason),), short))
         else:
             parts = _parts(row, terms, longest, format_seconds)
-            bars.append(Bar(item.name, parts, format_seconds(item.step_seconds)))
+            bars.append(StackedBar(item.name, parts, format_seconds(item.step_seconds)))
     return keys((color, words) for words, color in terms.values()), bar_rows(bars)
 
 

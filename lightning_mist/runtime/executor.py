@@ -21,7 +21,7 @@ from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace, HostPool
 from lightning_mist.runtime.offload import OffloadedState
 from lightning_mist.runtime.parameters import CastKeeper, MasterWeights, parts_of
-from lightning_mist.runtime.recording import Recorder
+from lightning_mist.runtime.recording import ActionRecorder
 from lightning_mist.runtime.stage import PipelineStage, RankStages, WrittenWeights, make_unit_runner
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, complete_gradients, lower
@@ -103,7 +103,7 @@ class Executor:
         self.written = WrittenWeights(self.mesh, self.parameters, module_map)
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
-        self.recorder = Recorder(device)
+        self.recorder = ActionRecorder(device)
         live = tuple(module_map.cuts[stage.layers[1] - 1] for stage in plan.stages[:-1])
         self._context = RankContext(
             mesh=self.mesh,

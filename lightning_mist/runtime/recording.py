@@ -42,7 +42,7 @@ class Recorded:
     waited_seconds: float = 0.0
 
 
-class Recorder:
+class ActionRecorder:
     """Measures what a rank does, while it is on.
 
     Attributes:

@@ -6,5 +6,5 @@ from lightning_mist.schedule.lowering import arrived_sends, complete_gradients, 
 from lightning_mist.schedule.orders import generate
 from lightning_mist.schedule.program_clock import StepRules
 from lightning_mist.schedule.schedule_simulation import Simulation, simulate, simulate_plan
-from lightning_mist.schedule.seconds import StageSeconds
+from lightning_mist.schedule.seconds import ActionSeconds
 from lightning_mist.schedule.validation import check

@@ -33,7 +33,7 @@ from lightning_mist.schedule.lowering import lower
 from lightning_mist.schedule.program import Program, program_of_lists
 from lightning_mist.schedule.program_clock import Epilogue, EpilogueTimes, StepRules, Times, finish, run
 from lightning_mist.schedule.seconds import (
-    StageSeconds,
+    ActionSeconds,
     crossing_seconds,
     plan_seconds,
     predicted_terms,
@@ -41,7 +41,7 @@ from lightning_mist.schedule.seconds import (
 )
 from lightning_mist.schedule.validation import check
 
-__all__ = ["Simulation", "StageSeconds", "simulate", "simulate_plan"]
+__all__ = ["ActionSeconds", "Simulation", "simulate", "simulate_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Simulation:
 
 def simulate(
     schedule: Schedule,
-    stages: Sequence[StageSeconds],
+    stages: Sequence[ActionSeconds],
     *,
     activation_seconds: Sequence[float] = (),
     gradient_seconds: Sequence[float] = (),
@@ -161,7 +161,7 @@ class _Durations:
 
     def __init__(
         self,
-        stages: Sequence[StageSeconds],
+        stages: Sequence[ActionSeconds],
         receiving: Sequence[float],
         sending: Sequence[float],
         last: int,

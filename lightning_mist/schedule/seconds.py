@@ -12,7 +12,7 @@ from lightning_mist.schedule.program_clock import Epilogue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
+class ActionSeconds:
     """How long the actions of one stage take, in seconds.
 
     Attributes:
@@ -56,12 +56,12 @@ class StageSeconds:
         }[kind]
 
 
-def slot_seconds(stages: Sequence[StageSeconds]) -> list[float]:
+def slot_seconds(stages: Sequence[ActionSeconds]) -> list[float]:
     """Seconds of the computations of every slot of a program; see :func:`~lightning_mist.schedule.program.slot_of`."""
     return [seconds for stage in stages for seconds in _of_stage(stage)]
 
 
-def _of_stage(stage: StageSeconds) -> Iterator[float]:
+def _of_stage(stage: ActionSeconds) -> Iterator[float]:
     for kind in KINDS:
         for is_last in (False, True):
             for is_first in (False, True):
@@ -85,7 +85,7 @@ class PlanSeconds:
             transfers move within it.
     """
 
-    stages: tuple[StageSeconds, ...]
+    stages: tuple[ActionSeconds, ...]
     activations: tuple[float, ...]
     gradients: tuple[float, ...]
     sent_activations: tuple[float, ...]
@@ -143,7 +143,7 @@ def plan_seconds(plan: Plan, terms: Sequence[Mapping[str, float]]) -> PlanSecond
     )
 
 
-def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> StageSeconds:
+def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> ActionSeconds:
     """A stage's actions from its terms, and from those of its group of what happens once per batch."""
 
     def of(name: str) -> float:
@@ -153,7 +153,7 @@ def _stage_seconds(term: Mapping[str, float], once: Mapping[str, float]) -> Stag
     forward = of("forward") + of("unshard") / 2 + sum(of(f"forward_{name}") for name in parts)
     backward = of("backward") + of("recompute") + of("unshard") / 2 + of("scatter")
     backward += sum(of(name) - of(f"forward_{name}") for name in parts)
-    return StageSeconds(
+    return ActionSeconds(
         forward=forward,
         backward=backward,
         first_backward=max(0.0, backward - of("accumulate")),

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_mist.devices import ops_of
 from lightning_mist.plan import ZeroStage, step_rates
-from lightning_mist.runtime.recording import Recorder, meter_memory, state_tensors
+from lightning_mist.runtime.recording import ActionRecorder, meter_memory, state_tensors
 from lightning_mist.strategy.planning import Decision
 from lightning_mist.strategy.profile_corrections import Learner
 from lightning_mist.strategy.ranks import Progress
@@ -71,13 +71,13 @@ class Monitor:
         device: torch.device,
         module: nn.Module,
         report_path: str | None,
-        recorder: Recorder | None = None,
+        recorder: ActionRecorder | None = None,
         verbose: bool = True,
     ) -> None:
         self.decision, self.device, self.module = decision, device, module
         self.report: RunReport | None = None
         self.measured: tuple[Measured | None, ...] = ()
-        self.recorder = Recorder(device) if recorder is None else recorder
+        self.recorder = ActionRecorder(device) if recorder is None else recorder
         self._report_path = report_path
         self._progress = Progress(enabled=dist.get_rank() == 0, verbose=verbose)
         # A group of our own: Lightning may use the default group at the same moment.

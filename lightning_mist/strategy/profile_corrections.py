@@ -39,7 +39,7 @@ LEAST_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
+class PlanBasis:
     """What the plan of a fit follows from, to learn from and to plan again by.
 
     Attributes:
@@ -62,7 +62,7 @@ class Basis:
     store: CorrectionStore | None = None
     corrections: tuple[Correction, ...] = ()
 
-    def without(self, feature: Feature, reason: str) -> "Basis":
+    def without(self, feature: Feature, reason: str) -> "PlanBasis":
         """This basis with a feature ruled out."""
         return replace(self, spec=replace(self.spec, module_map=self.spec.module_map.excluding(reason, feature)))
 
@@ -75,7 +75,7 @@ class Basis:
         """The best plan by what is known, of those that can be executed here."""
         return self.tuned(None)[1]
 
-    def tuned(self, say: Callable[[str], None] | None) -> tuple["Basis", TuneResult]:
+    def tuned(self, say: Callable[[str], None] | None) -> tuple["PlanBasis", TuneResult]:
         """The best plan whose estimate fits, and the basis with what it may take, for later plans.
 
         Args:
@@ -108,7 +108,7 @@ class Basis:
         return predict(self.spec, corrected(self.profile, self.corrections), self.cluster, plan)
 
 
-def with_corrections(basis: Basis, directory: Path, precision: str, say: Callable[[str], None]) -> Basis:
+def with_corrections(basis: PlanBasis, directory: Path, precision: str, say: Callable[[str], None]) -> PlanBasis:
     """A basis that knows what earlier runs have taught of its machine; what is used, or why not, is said."""
     store = correction_store(directory, basis.cluster, precision, basis.profile)
     corrections, warning = load_corrections(store)
@@ -131,7 +131,7 @@ class Learner:
         cached_at: Where the plan is kept for later runs, which plan anew if what was learned matters to it.
     """
 
-    basis: Basis
+    basis: PlanBasis
     plan: Plan
     say: Callable[[str], None]
     cached_at: Path | None = None

@@ -14,7 +14,7 @@ from lightning_mist.plan import Plan, StepRates
 from lightning_mist.plan.plan_tables import per_second
 from lightning_mist.runtime.recording import Recorded
 from lightning_mist.schedule import Action, ActionKind
-from lightning_mist.schedule.seconds import StageSeconds, plan_seconds
+from lightning_mist.schedule.seconds import ActionSeconds, plan_seconds
 from lightning_mist.units import format_bytes, format_seconds
 
 STEP, CLOSURE, FORWARD = "step", "closure", "forward"
@@ -94,7 +94,7 @@ def predicted_times(plan: Plan) -> tuple[StageTimes, ...]:
     return tuple(found)
 
 
-def _backwards(plan: Plan, stage: StageSeconds) -> float:
+def _backwards(plan: Plan, stage: ActionSeconds) -> float:
     """Backwards of all microbatches; the first may be shorter."""
     first = stage.backward if stage.first_backward is None else stage.first_backward
     return first + (plan.num_microbatches - 1) * stage.backward

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_mist.cli import cluster_input
-from lightning_mist.cli.cluster_input import Measured
+from lightning_mist.cli.cluster_input import MeasuredMachine
 from lightning_mist.hardware import catalog_profile, read_machine
 from tests.cli.networks import refused, run
 
@@ -19,7 +19,7 @@ def asked(monkeypatch):
     def measure(cluster, precision, *, is_fresh=False):
         calls.append((cluster.device.kind, cluster.world_size, precision, is_fresh))
         profile = replace(catalog_profile(cluster), source="measured in a test")
-        return Measured(cluster=cluster, profile=profile, kept=Path("kept.json"), seconds=12.3)
+        return MeasuredMachine(cluster=cluster, profile=profile, kept=Path("kept.json"), seconds=12.3)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cluster_input, "measure_local", measure)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from lightning_mist.model.spec.allocation_events import Allocation, LayerEvents, Moment, PartEvents, Release
+from lightning_mist.model.spec.allocation_events import Allocation, LayerEvents, PartEvents, Release, StepPoint
 from lightning_mist.model.spec.polynomial import Polynomial
 from lightning_mist.plan import LiveTensor
 
@@ -15,7 +15,7 @@ def _size(rows=0, fixed=0):
 
 
 def _moment(direction, position, part=0, anchor="own"):
-    return Moment(part=part, anchor=anchor, direction=direction, position=position)
+    return StepPoint(part=part, anchor=anchor, direction=direction, position=position)
 
 
 def _made(size, born, dies, role, **more):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import step_seconds, step_seconds_of
-from lightning_mist.schedule import StageSeconds, StepRules, generate, simulate
+from lightning_mist.schedule import ActionSeconds, StepRules, generate, simulate
 from lightning_mist.schedule.program import program_of
 from lightning_mist.schedule.program_clock import finish, run
 from lightning_mist.schedule.seconds import crossing_seconds, slot_seconds
@@ -14,7 +14,7 @@ from lightning_mist.schedule.seconds import crossing_seconds, slot_seconds
 def makespan(forward, backward, update, microbatches, schedule="1f1b"):
     """Seconds of one step on a clock; the update comes after a stage's last backward."""
     lists = generate(len(forward), microbatches, schedule)
-    stages = [StageSeconds(forward=f, backward=b) for f, b in zip(forward, backward, strict=True)]
+    stages = [ActionSeconds(forward=f, backward=b) for f, b in zip(forward, backward, strict=True)]
     spans = simulate(lists, stages).spans
     return max(line[-1].end + u for line, u in zip(spans, update, strict=True))
 
@@ -79,7 +79,7 @@ def on_the_clock_and_in_closed_form(rng, machine):
     activations, gradients = 0.1 * rng.uniform(0, 1, stages - 1), 0.1 * rng.uniform(0, 1, stages - 1)
     reduce, update = rng.uniform(0, 2, stages), rng.uniform(0, 2, stages)
     each = [
-        StageSeconds(forward=f, backward=b, reduce=r, step=u)
+        ActionSeconds(forward=f, backward=b, reduce=r, step=u)
         for f, b, r, u in zip(forward, backward, reduce, update, strict=True)
     ]
     program = _program(stages, microbatches)
@@ -109,7 +109,7 @@ def test_the_clock_and_the_closed_form_differ_by_no_more_than_is_said(machine, l
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_equal_stages_that_update_together_take_the_second_form(stages):
-    each = [StageSeconds(forward=1, backward=2, reduce=0.25, step=0.5)] * stages
+    each = [ActionSeconds(forward=1, backward=2, reduce=0.25, step=0.5)] * stages
     program = _program(stages, 6)
     times = run(program, slot_seconds(each), [0.0] * (2 * stages - 2), RULES["cpu"])
     step = finish(program, times, [stage.epilogue for stage in each], RULES["cpu"], is_tied=False).makespan

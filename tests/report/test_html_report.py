@@ -315,7 +315,7 @@ def test_tables_set_words_to_the_left_and_ours_first():
 
 
 def test_bars_are_as_long_as_what_they_stand_for():
-    text = html_report.bar_rows([html_report.Bar("stage 0", (("#000000", 0.25, 'a "b"'),), "1 GiB", mark=0.5)])
+    text = html_report.bar_rows([html_report.StackedBar("stage 0", (("#000000", 0.25, 'a "b"'),), "1 GiB", mark=0.5)])
     assert "width:25.000%;background:#000000" in text
     assert "left:50.000%" in text
     assert "a &quot;b&quot;" in text

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mist.devices import host
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.recording import (
+    ActionRecorder,
     AllocatorMeter,
     Recorded,
-    Recorder,
     StorageMeter,
     meter_memory,
     state_tensors,
@@ -344,7 +344,7 @@ def clock(monkeypatch):
 
 
 def test_waiting_is_part_of_an_action_and_told_apart(clock):
-    recorder, forward = Recorder(CPU), Action.parse("0F1")
+    recorder, forward = ActionRecorder(CPU), Action.parse("0F1")
     recorder.is_on = True
     complete(recorder.around(forward, clock.run(1.0, 0.5, 2.0, 0.25, 4.0)))
     complete(recorder.around("sends", clock.run(0.0, 8.0)))
@@ -363,7 +363,7 @@ def test_waiting_is_part_of_an_action_and_told_apart(clock):
 
 
 def test_off_it_runs_the_action_and_records_nothing(clock):
-    recorder = Recorder(CPU)
+    recorder = ActionRecorder(CPU)
     complete(recorder.around("action", clock.run(1.0, 0.5)))
     with recorder.phase("update"):
         clock.now += 1.0
@@ -372,7 +372,7 @@ def test_off_it_runs_the_action_and_records_nothing(clock):
 
 
 def test_an_error_goes_through(clock):
-    recorder = Recorder(CPU)
+    recorder = ActionRecorder(CPU)
     recorder.is_on = True
 
     def run():
@@ -386,7 +386,7 @@ def test_an_error_goes_through(clock):
 
 def test_a_work_that_was_waited_for_is_let_go():
     """Its tensor would otherwise stay until the next work comes."""
-    recorder, alive = Recorder(CPU), []
+    recorder, alive = ActionRecorder(CPU), []
     recorder.is_on = True
 
     def run():
@@ -425,7 +425,7 @@ def test_every_action_of_a_batch_is_recorded_and_nothing_changes(plan):
 @pytest.mark.gpu
 def test_on_a_device_events_tell_when_it_came_there():
     device = torch.device("cuda")
-    recorder, values = Recorder(device), torch.ones(4096, 4096, device=device)
+    recorder, values = ActionRecorder(device), torch.ones(4096, 4096, device=device)
     recorder.is_on = True
     with recorder.phase("products"):
         for _ in range(20):

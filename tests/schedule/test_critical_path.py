@@ -1,12 +1,12 @@
 import pytest
 
-from lightning_mist.schedule import StageSeconds, StepRules, generate, simulate
+from lightning_mist.schedule import ActionSeconds, StepRules, generate, simulate
 from lightning_mist.schedule.critical_path import critical_path
 from lightning_mist.schedule.lowering import add_transfers, add_update
 
 
 def run(seconds, *, microbatches=4, schedule="1f1b", crossing=0.0, rules=None, groups=None):
-    stages = [StageSeconds(forward=t, backward=2 * t, weight=t, step=0.5, reduce=0.25) for t in seconds]
+    stages = [ActionSeconds(forward=t, backward=2 * t, weight=t, step=0.5, reduce=0.25) for t in seconds]
     groups = groups or len(stages)
     lists = add_transfers(generate(len(stages), microbatches, schedule, num_groups=groups))
     lists = add_update(lists, tied=False, gathers=[False] * groups)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mist.errors import ScheduleError
-from lightning_mist.schedule import StageSeconds, StepRules, generate, simulate
+from lightning_mist.schedule import ActionSeconds, StepRules, generate, simulate
 from lightning_mist.schedule.lowering import add_transfers, add_update
 from lightning_mist.schedule.program import Program, program_of
 from lightning_mist.schedule.program_clock import Epilogue, finish, run
@@ -54,7 +54,7 @@ def test_transfers_within_computation_take_both_lanes(shape, data):
     name, stages, microbatches, groups = sizes(shape)
     each = data.draw(
         st.lists(
-            st.builds(lambda f, i, w: StageSeconds(forward=f, backward=i + w, weight=w), seconds, seconds, seconds),
+            st.builds(lambda f, i, w: ActionSeconds(forward=f, backward=i + w, weight=w), seconds, seconds, seconds),
             min_size=stages,
             max_size=stages,
         )
@@ -82,7 +82,7 @@ def test_a_program_takes_as_long_as_its_lists(shape, data):
     each = data.draw(
         st.lists(
             st.builds(
-                lambda f, i, w, s: StageSeconds(
+                lambda f, i, w, s: ActionSeconds(
                     forward=f, backward=i + w, weight=w, first_backward=i + w / 2, reduce=s, step=2 * s, gather=s
                 ),
                 *[seconds] * 4,
@@ -116,7 +116,7 @@ def test_a_program_takes_as_long_as_its_lists(shape, data):
     ],
 )
 def test_senders_and_receivers_are_each_busy_for_their_own_time(received, sent, wanted):
-    each = [StageSeconds(forward=1, backward=2)] * 2
+    each = [ActionSeconds(forward=1, backward=2)] * 2
     times = run(program_of(2, 1), slot_seconds(each), [received] * 2, WITHIN, sending_seconds=[sent] * 2)
     assert times.ends == wanted
 
@@ -124,7 +124,7 @@ def test_senders_and_receivers_are_each_busy_for_their_own_time(received, sent, 
 def ends_of(rules, *, is_tied=False):
     """When the optimizer steps where the stages end after 6 s and 4 s, and reducing takes 1 s and 9 s."""
     program = program_of(2, 1)
-    each = [StageSeconds(forward=1, backward=2), StageSeconds(forward=1, backward=2)]
+    each = [ActionSeconds(forward=1, backward=2), ActionSeconds(forward=1, backward=2)]
     times = run(program, slot_seconds(each), [0.0, 0.0], rules)
     assert times.ends == (6.0, 4.0)
     return finish(
@@ -143,7 +143,7 @@ def test_the_optimizer_waits_for_whom_the_rules_say():
 
 def test_the_first_stage_holds_up_the_others_only_where_all_wait():
     program = program_of(2, 1)
-    times = run(program, slot_seconds([StageSeconds(forward=1, backward=2)] * 2), [0.0, 0.0], BESIDE)
+    times = run(program, slot_seconds([ActionSeconds(forward=1, backward=2)] * 2), [0.0, 0.0], BESIDE)
     steps = {
         name: finish(program, times, [Epilogue()] * 2, StepRules(update_after=name), is_tied=False).step
         for name in ("own", "last", "all")
@@ -153,7 +153,7 @@ def test_the_first_stage_holds_up_the_others_only_where_all_wait():
 
 def test_a_group_steps_when_what_it_sent_has_arrived():
     program = program_of(2, 1)
-    times = run(program, slot_seconds([StageSeconds(forward=1, backward=2)] * 2), [0.0, 7.0], BESIDE)
+    times = run(program, slot_seconds([ActionSeconds(forward=1, backward=2)] * 2), [0.0, 7.0], BESIDE)
     assert finish(program, times, [Epilogue()] * 2, BESIDE, is_tied=False).step == (13.0, 11.0)
 
 

@@ -1,11 +1,11 @@
 import pytest
 
 from lightning_mist.plan import Plan, StageMesh, StagePlan
-from lightning_mist.schedule import ActionKind, StageSeconds
+from lightning_mist.schedule import ActionKind, ActionSeconds
 from lightning_mist.schedule.program import KINDS, slot_of
 from lightning_mist.schedule.seconds import crossing_seconds, plan_seconds, slot_seconds
 
-STAGE = StageSeconds(forward=3, backward=10, weight=4, first_forward=5, first_backward=8, last_backward=12)
+STAGE = ActionSeconds(forward=3, backward=10, weight=4, first_forward=5, first_backward=8, last_backward=12)
 
 
 def of(stage, kind, *, is_first=False, is_last=False):
@@ -21,14 +21,14 @@ def test_first_and_last_microbatches():
 
 @pytest.mark.parametrize(("first", "wanted"), [(8, (6, 2)), (10, (6, 4)), (5, (5, 0)), (13, (6, 7))])
 def test_what_the_first_backward_saves_is_saved_in_the_gradients_of_weights(first, wanted):
-    stage = StageSeconds(forward=3, backward=10, weight=4, first_backward=first)
+    stage = ActionSeconds(forward=3, backward=10, weight=4, first_backward=first)
     halves = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
     assert tuple(of(stage, kind, is_first=True) for kind in halves) == wanted
     assert tuple(of(stage, kind) for kind in halves) == (6, 4)
 
 
 def test_slots_are_numbered_as_in_programs():
-    slots = slot_seconds([StageSeconds(forward=1, backward=1), STAGE])
+    slots = slot_seconds([ActionSeconds(forward=1, backward=1), STAGE])
     for kind in KINDS:
         for microbatch, last in [(0, 2), (1, 2), (2, 2), (0, 0)]:
             wanted = of(STAGE, kind, is_first=microbatch == 0, is_last=microbatch == last)

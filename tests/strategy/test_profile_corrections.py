@@ -17,8 +17,8 @@ from lightning_mist.hardware import (
 )
 from lightning_mist.strategy.profile_corrections import (
     LEAST_STEPS,
-    Basis,
     Learner,
+    PlanBasis,
     observe,
     with_corrections,
 )
@@ -37,7 +37,7 @@ def correction(term, factor, runs=2):
 
 def make_basis(folder=None, *, link=1e8, **factors):
     machine, devices = profile(link=link), cluster(2)
-    return Basis(
+    return PlanBasis(
         spec=spec(6, measured=True),
         profile=machine,
         cluster=devices,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.tuner.inter_stage import flow_program as inter_stage
-from lightning_mist.tuner.inter_stage.flow_program import Program, SolverError
+from lightning_mist.tuner.inter_stage.flow_program import FlowProgram, SolverError
 from lightning_mist.tuner.inter_stage.problem import PRECISION
 from tests.tuner.searches import each_by_itself, searched, stages_of
 
@@ -30,7 +30,7 @@ def test_a_solver_that_fails_takes_nothing_from_what_is_proven(monkeypatch):
     def fail(*_, **__):
         raise SolverError("HiGHS ended with Solve error")
 
-    monkeypatch.setattr(Program, "solve", fail)
+    monkeypatch.setattr(FlowProgram, "solve", fail)
     outcome = searched(stages)
     assert outcome.winner.answer.objective == pytest.approx(min(each_by_itself(stages).values()))
     assert outcome.bound == pytest.approx(outcome.winner.answer.objective, rel=2 * PRECISION)

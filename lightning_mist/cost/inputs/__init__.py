@@ -12,7 +12,7 @@ from lightning_mist.cost.inputs.candidates import (
 )
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray, compile_expressions
 from lightning_mist.cost.inputs.parameter_table import ParameterTable
-from lightning_mist.cost.inputs.placement import Crossing
+from lightning_mist.cost.inputs.placement import StageCrossing
 from lightning_mist.cost.inputs.regions import (
     Collectives,
     RegionCosts,

@@ -56,7 +56,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class StageCrossing:
     """How one microbatch crosses a boundary between stages.
 
     Attributes:
@@ -98,8 +98,8 @@ class Placement:
     ring_nodes: int
     tied_nodes: int
     share: float
-    before: Crossing | None
-    behind: Crossing | None
+    before: StageCrossing | None
+    behind: StageCrossing | None
 
 
 def parts_of(plan: Plan, cluster: AnyCluster | Nodes | int) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def _placements(
     sharing = _crowding({sender for sender, _ in every}, places, nodes)
     receiving = _crowding({receiver for _, receiver in every}, places, nodes)
     crossings = [
-        Crossing(
+        StageCrossing(
             **_shares(_Degrees.of(meshes[stage], replicas), _Degrees.of(meshes[stage + 1], replicas))._asdict(),
             across=bool(across[stage]),
             sharing=sharing[parts[stage]],

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_mist.cost.inputs import Crossing, FloatArray, StageCandidates, StageSlot, covered
+from lightning_mist.cost.inputs import FloatArray, StageCandidates, StageCrossing, StageSlot, covered
 from lightning_mist.cost.memory import BUCKET_BYTES, HeldBytes, Holdings, MemoryModel
 from lightning_mist.cost.time.overlap import beyond_computing, interference_of
 from lightning_mist.cost.time.region_times import collective_seconds
@@ -271,7 +271,7 @@ def _crossing_seconds(
     profile: HardwareProfile,
     cluster: Cluster,
     slot: StageSlot,
-    crossing: Crossing | None,
+    crossing: StageCrossing | None,
     seam: Sequence[SeamEnd],
     payload_B: FloatArray,
     tensors_B: FloatArray,

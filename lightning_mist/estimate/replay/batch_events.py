@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_mist.estimate.replay.gradient_events import Gradients
-from lightning_mist.estimate.replay.rank_state import CrossingTensor, RankView
-from lightning_mist.model.events import Label, PartRun, StageTemplate, Tape, WeightGradient
+from lightning_mist.estimate.replay.rank_state import CrossingTensor, ReplayedRank
+from lightning_mist.model.events import EventTape, Label, PartRun, StageTemplate, WeightGradient
 from lightning_mist.plan.mesh import itemsize
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.schedule.action import HEAD, INPUT_BACKWARDS, TAIL
@@ -30,8 +30,8 @@ class BatchWalk:
 
     def __init__(
         self,
-        tape: Tape,
-        view: RankView,
+        tape: EventTape,
+        view: ReplayedRank,
         templates: Mapping[int, StageTemplate],
         arrivals: Mapping[Action, Sequence[Action]],
         gradients: Gradients,

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from lightning_mist.estimate.replay.rank_state import Flat, Held, RankView, UnitKey
-from lightning_mist.model.events import Label, Tape, WeightGradient
+from lightning_mist.estimate.replay.rank_state import Flat, Held, ReplayedRank, UnitKey
+from lightning_mist.model.events import EventTape, Label, WeightGradient
 from lightning_mist.plan.mesh import sums_wholes
 from lightning_mist.schedule import Action, ActionKind
 
@@ -19,7 +19,7 @@ class Gradients:
         found: The allocation of each gradient that exists by itself.
     """
 
-    def __init__(self, tape: Tape, view: RankView, *, in_buckets: bool) -> None:
+    def __init__(self, tape: EventTape, view: ReplayedRank, *, in_buckets: bool) -> None:
         self._tape, self._view, self._in_buckets = tape, view, in_buckets
         self._factor = view.spec.optimizer.gradient_bytes_per_parameter_byte
         self._shard_index = view.mesh.shard_index

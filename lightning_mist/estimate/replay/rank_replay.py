@@ -16,9 +16,9 @@ import numpy as np
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.estimate.allocator import MemoryEvent, free, malloc
-from lightning_mist.estimate.replay.rank_state import RankView, batches_of
+from lightning_mist.estimate.replay.rank_state import ReplayedRank, batches_of
 from lightning_mist.estimate.replay.step_events import Arrivals, Run
-from lightning_mist.model.events import Block, Label, Mark, StageTemplate, Tape
+from lightning_mist.model.events import EventTape, Label, Mark, StageTemplate, TapeBlock
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import Plan, ScheduleName, ZeroStage
 from lightning_mist.plan.mesh import held_parameters
@@ -48,11 +48,11 @@ class Replay:
         events_E: Events: ``+(i + 1)`` allocates ``i``, ``-(i + 1)`` frees it.
     """
 
-    def __init__(self, rank: int, tape: Tape, begin: int) -> None:
+    def __init__(self, rank: int, tape: EventTape, begin: int) -> None:
         self.rank, self.begin = rank, begin
         self.events_E, self.bytes_A = tape.events(), tape.bytes()
         self.marks: tuple[Mark, ...] = tuple(tape.marks)
-        self._blocks: tuple[Block, ...] = tuple(tape.blocks)
+        self._blocks: tuple[TapeBlock, ...] = tuple(tape.blocks)
 
     @cached_property
     def _change_E(self) -> IntArray:
@@ -150,7 +150,7 @@ def replay_rank(
     """
     mesh = plan.stages[plan.stage_of(rank)].mesh
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
-    view = RankView(part, spec, plan, rank)
+    view = ReplayedRank(part, spec, plan, rank)
     in_buckets = (plan.is_plain and not spec.master_weights) if plain is None else plain
     lists = _lists(plan, spec, shorten=shorten)
     tape, begin = Run(view, *lists, {} if known is None else known, in_buckets=in_buckets).play()

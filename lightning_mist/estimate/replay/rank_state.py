@@ -65,7 +65,7 @@ class Flat:
         return self.bytes + len(self.names) * self.itemsize
 
 
-class RankView:
+class ReplayedRank:
     """One rank of a plan.
 
     Attributes:

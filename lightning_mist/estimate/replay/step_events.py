@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 from lightning_mist.estimate.replay.batch_events import BatchWalk
 from lightning_mist.estimate.replay.gradient_events import Gradients
-from lightning_mist.estimate.replay.rank_state import RankView
-from lightning_mist.model.events import Label, StageShape, StageTemplate, Tape, stack
+from lightning_mist.estimate.replay.rank_state import ReplayedRank
+from lightning_mist.model.events import EventTape, Label, StageShape, StageTemplate, stack
 from lightning_mist.model.spec import bytes_at
 from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import Action, ActionKind, Schedule, complete_gradients
@@ -24,14 +24,14 @@ class Run:
 
     def __init__(
         self,
-        view: RankView,
+        view: ReplayedRank,
         schedule: Schedule,
         arrivals: Arrivals,
         known: dict[tuple[object, ...], StageTemplate],
         *,
         in_buckets: bool,
     ) -> None:
-        self._view, self._tape, self._in_buckets = view, Tape(), in_buckets
+        self._view, self._tape, self._in_buckets = view, EventTape(), in_buckets
         self._actions = schedule[view.mesh.stage]
         self._arrivals = arrivals[view.mesh.stage]
         self._lines = dict(zip(self._actions, lines_of(self._actions, view.expanded), strict=True))
@@ -52,7 +52,7 @@ class Run:
             known[key] = stack(view.spec.recomputing(kind), shape, tied=tied)
         return known[key]
 
-    def play(self) -> tuple[Tape, int]:
+    def play(self) -> tuple[EventTape, int]:
         """Play everything: the tape, and the index of the first event of the last step."""
         self._set_up()
         begin = 0

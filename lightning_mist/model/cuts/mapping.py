@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_mist.attributes import MACHINERY, is_a, of_class, package_of, stored
 from lightning_mist.errors import TraceError
 from lightning_mist.model.cuts.recorder import Record, Runs, Value, run_twice
-from lightning_mist.model.fakes import Read
+from lightning_mist.model.fakes import TensorRead
 from lightning_mist.model.user_code import Code, names_in
 from lightning_mist.plan.calls import describe_value
 from lightning_mist.plan.module_map import (
@@ -387,7 +387,7 @@ def _reads(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reasons:
         )
 
 
-def _place(read: Read) -> str:
+def _place(read: TensorRead) -> str:
     if read.is_inner:
         return f"inside layer {read.region}"
     return "before the first layer" if read.region < 0 else f"between layers {read.region} and {read.region + 1}"

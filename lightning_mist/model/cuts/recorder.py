@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from lightning_mist.attributes import replaced
 from lightning_mist.model.fakes import (
     Guesses,
-    Read,
+    TensorRead,
     address_of,
     fake_like,
     fake_parameters,
@@ -105,7 +105,7 @@ class Record:
     differentiated: set[tuple[str, str]] = field(default_factory=set)
     leaking: set[int] = field(default_factory=set)
     guessing: set[int] = field(default_factory=set)  # those of them of which what leaks may hang on guesses
-    reads: list[Read] = field(default_factory=list)
+    reads: list[TensorRead] = field(default_factory=list)
     buffers: dict[str, str] = field(default_factory=dict)
     written_parameters: dict[str, str] = field(default_factory=dict)
     stray_parameters: dict[str, str] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorder(TorchFunctionMode):
+class StepRecorder(TorchFunctionMode):
     """Fills a :class:`Record` while it is entered.
 
     Args:
@@ -176,7 +176,7 @@ class Recorder(TorchFunctionMode):
         self._region = -1
         self._inside: int | None = None
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "StepRecorder":
         self._operators.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -348,7 +348,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_read(self, name: str, source: str, value: Any) -> None:
         shown = name if " " in name else f"{name}()" if name.startswith("__") else f".{name}()"
-        self.record.reads.append(Read(shown, user_line(), self._region, self._inside is not None, source, value))
+        self.record.reads.append(TensorRead(shown, user_line(), self._region, self._inside is not None, source, value))
 
     def _before_write(self, name: str, target: Tensor, tensors: list[Tensor]) -> None:
         """A real tensor into which a fake is about to be written depends on parameters from here on."""
@@ -492,7 +492,7 @@ def run_twice(
     rows = tuple(batch_rows(batch) for batch in batches)
     failures = []
     for guess in (False, True):
-        recorders: list[Recorder] = []
+        recorders: list[StepRecorder] = []
         try:
             with quiet_fakes():
                 runs = _attempt(
@@ -516,7 +516,7 @@ def _attempt(
     call: Call,
     batches: tuple[Any, Any],
     candidates: tuple[str, ...],
-    recorders: list[Recorder],
+    recorders: list[StepRecorder],
     *,
     kept: Callable[[], Any],
     guess: bool,
@@ -531,7 +531,7 @@ def _attempt(
     states = [before]
     failure, batch_changed = "", False
     for attempt, batch in enumerate(batches):
-        recorder = Recorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
+        recorder = StepRecorder(slots=slots, originals=originals, buffers=buffers, guess=guess, attempt=attempt)
         recorder.know_storages(module.parameters())
         recorders.append(recorder)
         own = copy_batch(batch, with_tensors=True)
@@ -557,7 +557,7 @@ def _run(
     module: nn.Module,
     call: Call,
     batch: Any,
-    recorder: Recorder,
+    recorder: StepRecorder,
     candidates: tuple[str, ...],
     kept: Callable[[], Any],
 ) -> str:

@@ -8,7 +8,7 @@ from lightning_mist.model.events.event_peaks import (
     selective_peaks,
     timeline_of,
 )
-from lightning_mist.model.events.event_tape import Block, Label, Mark, Tape
+from lightning_mist.model.events.event_tape import EventTape, Label, Mark, TapeBlock
 from lightning_mist.model.events.microbatch_events import (
     InputsTemplate,
     PartRun,

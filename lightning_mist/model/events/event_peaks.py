@@ -15,9 +15,9 @@ from lightning_mist.model.spec import (
     Coefficients,
     Direction,
     LayerEvents,
-    Moment,
     PartEvents,
     Polynomial,
+    StepPoint,
     undominated,
     values_at,
 )
@@ -217,7 +217,7 @@ def _death(parts: Sequence[PartEvents], clock: Clock, part: int, allocation: All
     return clock.at(target, dies.direction, dies.position)
 
 
-def target_part(part: int, moment: Moment, num_parts: int) -> int:
+def target_part(part: int, moment: StepPoint, num_parts: int) -> int:
     """Index of the part that a moment is in."""
     start = {"own": part, "head": 0, "tail": num_parts - 1}[moment.anchor]
     return min(max(start + moment.part, 0), num_parts - 1)

@@ -66,7 +66,7 @@ class Chunk:
         return Chunk(events_E=self.events_E[start:end], signs_E=self.signs_E[start:end])
 
 
-class Block(NamedTuple):
+class TapeBlock(NamedTuple):
     """Consecutive identities."""
 
     first: int
@@ -83,11 +83,11 @@ class Mark(NamedTuple):
     stage: int  # its stage; -1 for none
 
 
-class Tape:
+class EventTape:
     """Takes down what a rank allocates and frees."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[TapeBlock] = []
         self.marks: list[Mark] = []
         self._events: list[IntArray] = []
         self._bytes: list[IntArray] = []
@@ -107,7 +107,7 @@ class Tape:
     def reserve(self, slots: Slots, stage: int, microbatch: int) -> int:
         """Identities for a microbatch's slots, none of which is allocated yet; the first of them."""
         first = self._count
-        self.blocks.append(Block(first, slots.labels, stage, microbatch))
+        self.blocks.append(TapeBlock(first, slots.labels, stage, microbatch))
         self._flush_sizes()
         self._bytes.append(slots.bytes_A)
         self._count += len(slots.labels)
@@ -123,7 +123,7 @@ class Tape:
     def malloc(self, nbytes: int, label: Label, stage: int = _NONE, microbatch: int = _NONE) -> int:
         """Allocate; the new identity."""
         identity = self._count
-        self.blocks.append(Block(identity, (label,), stage, microbatch))
+        self.blocks.append(TapeBlock(identity, (label,), stage, microbatch))
         self._sizes.append(nbytes)
         self._count += 1
         self.allocate(identity)

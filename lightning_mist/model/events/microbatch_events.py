@@ -24,9 +24,9 @@ from lightning_mist.model.spec import (
     LayerEvents,
     LayerSpec,
     ModelSpec,
-    Moment,
     PartEvents,
     Release,
+    StepPoint,
     TensorSpec,
     bytes_at,
     values_at,
@@ -224,7 +224,7 @@ class Stack:
             names += [] if release is None else [self.canonical(target, name) for name in release.weights]
         return tuple(names)
 
-    def absolute(self, moment: Moment, part: int) -> Place:
+    def absolute(self, moment: StepPoint, part: int) -> Place:
         """Where a moment is that a region tells."""
         base = {"own": part, "head": 0, "tail": self.spec.num_layers + 1}[moment.anchor]
         target, backward = base + moment.part, moment.direction == "backward"

@@ -29,7 +29,7 @@ from lightning_mist.model.fakes.origins import (
     Guesses,
     Origin,
     Origins,
-    Read,
+    TensorRead,
     describe_guesses,
     find_obstacle,
     guess,

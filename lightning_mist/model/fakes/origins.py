@@ -128,7 +128,7 @@ class Origins:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TensorRead:
     """A value of a tensor that was read into Python."""
 
     function: str  # the torch function, for example ``".item()"``

@@ -21,7 +21,6 @@ from lightning_mist.model.spec import (
     LayerEvents,
     LayerSpec,
     ModelSpec,
-    Moment,
     OperatorCost,
     OptimizerSpec,
     ParameterSpec,
@@ -30,6 +29,7 @@ from lightning_mist.model.spec import (
     Release,
     SelectiveSpec,
     SplitSpec,
+    StepPoint,
     TensorSpec,
 )
 from lightning_mist.plan import LiveTensor, ModuleMap, ParameterUse
@@ -256,7 +256,7 @@ class _Filled:
         role, parameter, module, operator, dtype = (self._texts[item] for item in words)
         return Allocation(
             size=self._polynomials[size],
-            born=Moment(direction=direction, position=born),
+            born=StepPoint(direction=direction, position=born),
             dies=None if dies is None else self._moment(dies),
             slot=slot,
             role=role,
@@ -272,9 +272,9 @@ class _Filled:
         slot, dies, weights = data
         return Release(slot=slot, dies=self._moment(dies), weights=tuple(self._texts[item] for item in weights))
 
-    def _moment(self, data: Sequence[Any]) -> Moment:
+    def _moment(self, data: Sequence[Any]) -> StepPoint:
         part, anchor, direction, position = data
-        return Moment(part=part, anchor=self._texts[anchor], direction=self._texts[direction], position=position)
+        return StepPoint(part=part, anchor=self._texts[anchor], direction=self._texts[direction], position=position)
 
 
 def _monomial(text: str, numbers: Mapping[str, int], degree: int) -> Fraction:

@@ -5,10 +5,10 @@ from lightning_mist.model.spec.allocation_events import (
     Anchor,
     Direction,
     LayerEvents,
-    Moment,
     PartEvents,
     Release,
     Role,
+    StepPoint,
 )
 from lightning_mist.model.spec.model_spec import (
     MASTERS_PRECISION,

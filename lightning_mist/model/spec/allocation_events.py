@@ -1,10 +1,10 @@
 """Every allocation of a step as data: how large, from when to when, where it comes from.
 
 A step runs through parts: the head, the layers, the tail, forward and then backward in opposite order. In each
-direction a part runs a number ``n`` of operators. A :class:`Moment` has a *position* among them: 0 is the entry of the
-part, ``p`` is when its ``p``-th operator has run, ``n + 1`` is when the part is left. An allocation is alive from the
-moment at which it is born until just before the one at which it dies; what dies at a position is freed before what is
-born there is allocated.
+direction a part runs a number ``n`` of operators. A :class:`StepPoint` has a *position* among them: 0 is the entry of
+the part, ``p`` is when its ``p``-th operator has run, ``n + 1`` is when the part is left. An allocation is alive from
+the moment at which it is born until just before the one at which it dies; what dies at a position is freed before what
+is born there is allocated.
 
 Events are templates: they say of one kind of layer what each layer of that kind does, wherever it stands. So moments
 name parts relative to the part that allocates, and what a part does to a tensor that another part allocated is said by
@@ -26,7 +26,7 @@ Role = Literal["activation", "gradient", "temporary", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class StepPoint:
     """A point in a step.
 
     Attributes:
@@ -70,8 +70,8 @@ class Allocation:
     """
 
     size: Polynomial
-    born: Moment
-    dies: Moment | None
+    born: StepPoint
+    dies: StepPoint | None
     slot: int | None = None
     role: Role
     parameter: str = ""
@@ -93,7 +93,7 @@ class Release:
     """
 
     slot: int
-    dies: Moment
+    dies: StepPoint
     weights: tuple[str, ...] = ()
 
 

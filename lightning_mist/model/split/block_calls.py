@@ -24,7 +24,7 @@ from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.trace import Kinds, group, imitate, module_key, record_answer
 from lightning_mist.plan.calls import call_signature, without_caches
 from lightning_mist.tensors import batch_rows, batch_tensors, copy_batch, is_hollow
-from lightning_mist.without_values import Answer
+from lightning_mist.without_values import BlockAnswer
 
 _ROWS = 2  # rows of the batch that a step is tried on: two, so that they can be told apart from a broadcast
 
@@ -39,7 +39,7 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     depends: tuple[bool, ...]  # for every leaf of the arguments whether a gradient flows back into it
-    answer: Answer | None  # what it returned, if that can be described
+    answer: BlockAnswer | None  # what it returned, if that can be described
     hidden: int | None
 
 

@@ -12,7 +12,7 @@ from lightning_mist.model.fakes import convert_plain_tensors, filled, kept_slots
 from lightning_mist.model.operator_costs import LinearCall, LinearMode
 from lightning_mist.model.split.block_calls import BlockCall, BlockCalls
 from lightning_mist.model.split.factored import LARGE, MOST_BYTES, is_factored
-from lightning_mist.model.split.split_check import CPU, Outcome, arguments, prepare
+from lightning_mist.model.split.split_check import CPU, CheckOutcome, arguments, prepare
 from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.plan.tensor_split import Factors, ParameterSplit, SequenceSplit
 from lightning_mist.units import format_bytes
@@ -314,15 +314,15 @@ class Checks:
     """
 
     def __init__(
-        self, run: Callable[[Splits, int, Any, bool], Outcome], entered: tuple[Any, Any], *, is_large: bool
+        self, run: Callable[[Splits, int, Any, bool], CheckOutcome], entered: tuple[Any, Any], *, is_large: bool
     ) -> None:
         self._run, self._entered, self._is_large = run, entered, is_large
-        self._known: dict[tuple[Splits, bool, bool], tuple[int, Outcome]] = {}
+        self._known: dict[tuple[Splits, bool, bool], tuple[int, CheckOutcome]] = {}
 
-    def __call__(self, splits: Splits, degree: int, *, in_parts: bool, adds_later: bool = False) -> Outcome:
+    def __call__(self, splits: Splits, degree: int, *, in_parts: bool, adds_later: bool = False) -> CheckOutcome:
         """Check splits, or recall the check over a multiple of these ranks."""
         key = splits, in_parts, adds_later
-        checked, outcome = self._known.get(key, (1, Outcome()))
+        checked, outcome = self._known.get(key, (1, CheckOutcome()))
         if self._is_large and checked > degree and checked % degree == 0:
             return outcome
         outcome = self._run(splits, degree, self._entered[in_parts], adds_later)
@@ -487,11 +487,13 @@ def _split(subject: _Subject, degree: int) -> Found:
     return _with_sequence(subject, Found(splits=splits, notes=tuple(notes)), degree)
 
 
-def _largest(subject: _Subject, candidates: Sequence[SharedLayers], degree: int) -> tuple[Splits, Outcome, list[str]]:
+def _largest(
+    subject: _Subject, candidates: Sequence[SharedLayers], degree: int
+) -> tuple[Splits, CheckOutcome, list[str]]:
     """All candidates together if they pass the check, else those that pass alone."""
     nothing: Splits = ()
     troubles: list[str] = []
-    outcome = Outcome()
+    outcome = CheckOutcome()
     chosen = list(candidates)
     while chosen:
         splits = tuple(split for layers in chosen for split in layers.splits)
@@ -509,7 +511,7 @@ def _largest(subject: _Subject, candidates: Sequence[SharedLayers], degree: int)
     return nothing, outcome, troubles
 
 
-def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, outcome: Outcome) -> str:
+def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, outcome: CheckOutcome) -> str:
     names = ", ".join(name for each in layers for name in each.inner)
     return (
         f"{subject.label}: {names} and what feeds it stay whole: shared out over {degree} ranks it is not the same: "
@@ -519,7 +521,7 @@ def _differs(subject: _Subject, layers: Sequence[SharedLayers], degree: int, out
 
 def _with_sequence(subject: _Subject, found: Found, degree: int, *, adds_later: bool = False) -> Found:
     """A found split with the way to enter it in parts along the sequence, or the reason why there is none."""
-    entry, outcome = subject.entry, Outcome()
+    entry, outcome = subject.entry, CheckOutcome()
     if isinstance(entry, str):
         return replace(found, whole_sequence=entry)
     if subject.length % degree:

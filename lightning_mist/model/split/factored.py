@@ -31,7 +31,7 @@ def is_factored(parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and parameter.numel() > LARGE and parameter.is_floating_point()
 
 
-class Room:
+class FactoredRoom:
     """Bytes that factored matrices may take together where a rank needs them multiplied out."""
 
     def __init__(self, limit: int = MOST_BYTES) -> None:
@@ -53,10 +53,10 @@ class Factored(Tensor):
 
     left: Tensor
     right: Tensor
-    room: Room
+    room: FactoredRoom
 
     @staticmethod
-    def __new__(cls, left: Tensor, right: Tensor, room: Room) -> "Factored":
+    def __new__(cls, left: Tensor, right: Tensor, room: FactoredRoom) -> "Factored":
         """A product that shows its shape; gradients arrive in its factors."""
         sizes = (*left.shape[:-1], right.shape[-2])
         needs = left.requires_grad or right.requires_grad
@@ -73,7 +73,7 @@ class Factored(Tensor):
         *batch, rows, columns = parameter.shape
         left = torch.randn(*batch, rows, _RANK, generator=generator).to(dtype) * _RANK**-0.5
         right = torch.randn(*batch, columns, _RANK, generator=generator).to(dtype) * columns**-0.5
-        return cls(left, right, Room())
+        return cls(left, right, FactoredRoom())
 
     def copied_in(self, group: TensorGroup) -> "Factored":
         """See :func:`~lightning_mist.tensor_parallel.copy_in`."""

@@ -29,7 +29,7 @@ from lightning_mist.model.fakes import (
     slots_of,
 )
 from lightning_mist.model.split.block_calls import BlockCall
-from lightning_mist.model.split.factored import MOST_BYTES, Factored, Room, is_factored
+from lightning_mist.model.split.factored import MOST_BYTES, Factored, FactoredRoom, is_factored
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensor_parallel import (
     Reduction,
@@ -62,7 +62,7 @@ _PIECE = 2**20  # numbers that are compared at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CheckedRun:
     """One run: what came out, and the gradients of inputs and parameters."""
 
     outputs: tuple[Tensor, ...]
@@ -74,18 +74,18 @@ class Result:
 class Reference:
     """The whole run, to which those of ranks are compared."""
 
-    result: Result
+    result: CheckedRun
     sizes: Mapping[str, float]  # the largest entry of each of its tensors, by its name in messages
     tolerance: float  # the largest difference relative to these
 
     @classmethod
-    def of(cls, result: Result, coarsest: torch.dtype) -> "Reference":
+    def of(cls, result: CheckedRun, coarsest: torch.dtype) -> "Reference":
         """A run that was computed in no coarser type than this one."""
         sizes = {name: 0.0 if tensor is None else _largest(tensor) for name, tensor in _named(result).items()}
         return cls(result=result, sizes=sizes, tolerance=_TOLERANCES.get(coarsest, _COARSE_TOLERANCE))
 
     def difference(
-        self, ranks: Sequence[Result], splits: Sequence[ParameterSplit], summands: Container[str] = ()
+        self, ranks: Sequence[CheckedRun], splits: Sequence[ParameterSplit], summands: Container[str] = ()
     ) -> str | None:
         """What differs most on any rank, in words; None if nothing does by more than the tolerance.
 
@@ -124,12 +124,12 @@ def _gradient_of(name: str) -> str:
     return f"{_KINDS[2]} {name}"
 
 
-def _added(ranks: Sequence[Result], name: str) -> Tensor | None:
+def _added(ranks: Sequence[CheckedRun], name: str) -> Tensor | None:
     given = [gradient for result in ranks if (gradient := result.parameters[name]) is not None]
     return torch.stack(given).sum(0) if given else None
 
 
-def _named(result: Result) -> dict[str, Tensor | None]:
+def _named(result: CheckedRun) -> dict[str, Tensor | None]:
     return {
         **{f"{_KINDS[0]} {index}": tensor for index, tensor in enumerate(result.outputs)},
         **{f"{_KINDS[1]} {index}": tensor for index, tensor in enumerate(result.inputs)},
@@ -174,8 +174,8 @@ CPU = torch.device("cpu")
 Values = dict[str, tuple[Tensor, tuple[Slot, ...]]]
 """A parameter's values and slots by its name."""
 
-RankRun = tuple[Result, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
-"""What one rank computes, and of it what an :class:`Outcome` tells besides."""
+RankRun = tuple[CheckedRun, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
+"""What one rank computes, and of it what an :class:`CheckOutcome` tells besides."""
 
 
 class SlotKeeper:
@@ -222,7 +222,7 @@ class SlotKeeper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CheckOutcome:
     """What a check found.
 
     Attributes:
@@ -253,7 +253,7 @@ class Trial:
 
     values: Values
     reference: Reference
-    check: Callable[[Sequence[ParameterSplit], int, Any, bool], Outcome]
+    check: Callable[[Sequence[ParameterSplit], int, Any, bool], CheckOutcome]
 
 
 def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
@@ -268,7 +268,7 @@ def prepare(call: BlockCall, dtype: torch.dtype) -> Trial:
 
     def check(
         splits: Sequence[ParameterSplit], degree: int, sequence: SequenceSplit | None, adds_later: bool = False
-    ) -> Outcome:
+    ) -> CheckOutcome:
         gathers: list[int] = []
 
         def run(group: TensorGroup) -> RankRun:
@@ -306,19 +306,19 @@ def run_over_ranks(
     run: Callable[[TensorGroup], RankRun],
     *,
     adds_later: bool = False,
-) -> Outcome:
+) -> CheckOutcome:
     """Run as many ranks, and compare each with the whole run."""
     try:
         with functions_of_wholes():
             ranks = run_ranks(degree, run)
     except Exception as error:
-        return Outcome(reason=f"{type(error).__name__}: {error}")
+        return CheckOutcome(reason=f"{type(error).__name__}: {error}")
     _, gathered, leaves = ranks[0]
     of_leaves, summands = _splits_of_leaves(values, splits)
     if adds_later:
         summands = frozenset(reference.result.parameters)
     reason = reference.difference([result for result, _, _ in ranks], of_leaves, summands)
-    return Outcome(reason=reason, gathered=gathered, sequence_leaves=leaves)
+    return CheckOutcome(reason=reason, gathered=gathered, sequence_leaves=leaves)
 
 
 def numbers(module: nn.Module, dtype: torch.dtype, seed: int, *, without: Container[int] = ()) -> Values:
@@ -340,7 +340,7 @@ def leaves_of(values: Values, ranks: int = 1) -> tuple[dict[str, Tensor], dict[s
     """Tensors that gradients arrive in, and what slots shall hold; for one of so many ranks."""
     leaves: dict[str, Tensor] = {}
     shown: dict[str, Tensor] = {}
-    room = Room(MOST_BYTES // ranks)
+    room = FactoredRoom(MOST_BYTES // ranks)
     for name, (value, _) in values.items():
         if isinstance(value, Factored):
             factors = [factor.detach().requires_grad_() for factor in (value.left, value.right)]
@@ -414,7 +414,7 @@ def run_block(
     dtype: torch.dtype,
     tensors: Mapping[str, Tensor],
     split: tuple[SplitContext, SequenceSplit | None] | None,
-) -> tuple[Result, tuple[tuple[int, int], ...], torch.dtype]:
+) -> tuple[CheckedRun, tuple[tuple[int, int], ...], torch.dtype]:
     """Forward and backward of a filled block; its results in parts as ``(leaf, dim)``, and the coarsest type."""
     generator = torch.Generator().manual_seed(2)
     torch.manual_seed(2)
@@ -442,7 +442,7 @@ def run_block(
     wanted = [*inputs, *(tensors[name] for name in names)]
     gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
     return (
-        Result(
+        CheckedRun(
             outputs=tuple(leaf.detach() for leaf in outputs),
             inputs=gradients[: len(inputs)],
             parameters=dict(zip(names, gradients[len(inputs) :], strict=True)),

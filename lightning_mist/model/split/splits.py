@@ -40,10 +40,10 @@ from lightning_mist.model.split.block_splits import (
 )
 from lightning_mist.model.split.split_check import (
     CPU,
-    Outcome,
+    CheckedRun,
+    CheckOutcome,
     RankRun,
     Reference,
-    Result,
     Trial,
     install,
     leaves_of,
@@ -68,7 +68,7 @@ _LOSSES = (functional.cross_entropy, functional.log_softmax, torch.log_softmax, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TokenTable:
     """A parameter with one row for every token."""
 
     name: str
@@ -112,7 +112,7 @@ class _Tables(LinearMode):
 
 def find_tables(
     module: nn.Module, call: Call, calls: BlockCalls, names: tuple[str, ...], *, answer: bool
-) -> tuple[Table, ...]:
+) -> tuple[TokenTable, ...]:
     """The tables worth sharing out: of more rows than columns, used outside of blocks."""
     blocks = [module.get_submodule(name) for name in names]
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -121,18 +121,18 @@ def find_tables(
         mode = _Tables({key: tensor for key, tensor in parameters.items() if key not in inside})
         with intercepted(blocks, _handler(calls, _as_given, answer=answer)), torch.enable_grad(), mode:
             call(copy_batch(calls.batch, with_tensors=True))
-    tables: dict[str, Table] = {}
+    tables: dict[str, TokenTable] = {}
     for linear in mode.heads.values():
         rows, columns = linear.weight.shape[linear.output_dim], linear.width
         if rows >= columns and linear.rows == rows:
             bias = shown.get(id(linear.bias)) if linear.bias is not None and linear.bias.shape == (rows,) else None
             name = shown[id(linear.weight)]
-            tables[name] = Table(name=name, dim=linear.output_dim, rows=rows, bias=bias)
+            tables[name] = TokenTable(name=name, dim=linear.output_dim, rows=rows, bias=bias)
     sizes = {table.rows for table in tables.values()}
     for weight in mode.lookups.values():
         name = shown[id(weight)]
         if weight.shape[0] in sizes:
-            tables.setdefault(name, Table(name=name, dim=0, rows=weight.shape[0], bias=None))
+            tables.setdefault(name, TokenTable(name=name, dim=0, rows=weight.shape[0], bias=None))
     tied = [tables[shown[key]] for key in mode.lookups if shown[key] in tables]
     return tuple(table for table in tables.values() if table not in tied or table.dim == 0)
 
@@ -155,7 +155,7 @@ def prepare_glue(
 
     def check(
         splits: Sequence[ParameterSplit], degree: int, sequence: Sequence[SequenceSplit], adds_later: bool = False
-    ) -> Outcome:
+    ) -> CheckOutcome:
         turn: list[SplitContext] = []
         """Of the rank that runs now."""
 
@@ -204,7 +204,7 @@ def _handler(calls: BlockCalls, enter: Callable[[int, Any, Any], Any], *, answer
 
 def _run(
     call: Call, batch: Any, tensors: Mapping[str, Tensor], context: SplitContext | None = None
-) -> tuple[Result, torch.dtype]:
+) -> tuple[CheckedRun, torch.dtype]:
     torch.manual_seed(0)
     with torch.enable_grad():
         with WithoutDropout() as mode, without_hooks(context):
@@ -212,7 +212,7 @@ def _run(
         loss = loss_of(output if context is None else leaving(output, context))
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
     gradients = torch.autograd.grad(loss, [tensors[name] for name in names], allow_unused=True)
-    result = Result(outputs=(loss.detach(),), inputs=(), parameters=dict(zip(names, gradients, strict=True)))
+    result = CheckedRun(outputs=(loss.detach(),), inputs=(), parameters=dict(zip(names, gradients, strict=True)))
     return result, mode.coarsest
 
 
@@ -232,7 +232,7 @@ class Around:
     """
 
     check: Checks | None = None  # checks how they are shared out; None if they could not be run by themselves
-    tables: tuple[Table, ...] = ()
+    tables: tuple[TokenTable, ...] = ()
     trouble: str | None = None  # why they could not be run
     confirm: Checks | None = None
 

@@ -25,7 +25,6 @@ from lightning_mist.model.spec import (
     LayerEvents,
     LayerSpec,
     MisfitError,
-    Moment,
     OperatorCost,
     OperatorKind,
     PartEvents,
@@ -34,6 +33,7 @@ from lightning_mist.model.spec import (
     Release,
     Role,
     SelectiveSpec,
+    StepPoint,
     TensorSpec,
 )
 from lightning_mist.model.trace.counted_step import Example, StepCount, Subject, count_step
@@ -563,7 +563,7 @@ class _Steps:
             dies, slot = self._dies(twin, part + 1)
         return Allocation(
             size=self._polynomial(storage),
-            born=Moment(direction=direction, position=position),
+            born=StepPoint(direction=direction, position=position),
             dies=dies,
             slot=slot,
             role=self._role(storage, part, dies, direction),
@@ -578,7 +578,7 @@ class _Steps:
     def _polynomial(self, storage: Storage) -> Polynomial:
         return self._ways.basis.polynomial(self._sizes[id(storage)])
 
-    def _dies(self, storage: Storage, part: int) -> tuple[Moment | None, int | None]:
+    def _dies(self, storage: Storage, part: int) -> tuple[StepPoint | None, int | None]:
         """When a storage dies, relative to the part that made it, and as which of the tensors given to another part."""
         death = self._death(storage)
         if death is None:
@@ -586,12 +586,12 @@ class _Steps:
         target, direction, position = death
         is_gradient = storage.cause != "forward"
         if target == part:
-            return Moment(direction=direction, position=position), None
+            return StepPoint(direction=direction, position=position), None
         slots = {given.part: given.slot for given in reversed(storage.given) if given.is_gradient == is_gradient}
         if is_gradient and part - 1 in self._imitated and part - 1 in slots:
             target, position = part - 1, 0  # whatever the imitation did with it
         offset, anchor = self._anchored(part, target, direction)
-        return Moment(part=offset, anchor=anchor, direction=direction, position=position), slots.get(target)
+        return StepPoint(part=offset, anchor=anchor, direction=direction, position=position), slots.get(target)
 
     def _anchored(self, own: int, target: int, direction: Direction) -> tuple[int, Anchor]:
         if abs(target - own) <= 1:
@@ -602,7 +602,7 @@ class _Steps:
             choices.reverse()
         return next((choice for choice in choices if abs(choice[0]) <= 1), (target - own, "own"))
 
-    def _role(self, storage: Storage, part: int, dies: Moment | None, direction: Direction) -> Role:
+    def _role(self, storage: Storage, part: int, dies: StepPoint | None, direction: Direction) -> Role:
         if part == 0 and storage.shared and self._is_fake:
             return "shared"
         if storage.parameter or (direction == "backward" and dies is not None and dies.part != 0):
@@ -619,7 +619,7 @@ class _Steps:
                 death = self._death(storage) if slots else None
                 if part is None or death is None or not _lets_go(storage, part, death):
                     continue
-                dies = Moment(part=death[0] - part, direction=death[1], position=death[2])
+                dies = StepPoint(part=death[0] - part, direction=death[1], position=death[2])
                 weights = _weights(storage, part) if death[1] == "backward" else ()
                 for slot in slots:
                     found.setdefault(slot, Release(slot=slot, dies=dies, weights=weights))

@@ -30,7 +30,7 @@ from lightning_mist.tensor_parallel import (
     from_local_sequence,
     present,
 )
-from lightning_mist.without_values import Answer, Made, answer_of
+from lightning_mist.without_values import BlockAnswer, MadeLeaf, answer_of
 
 # Blocks that answer for other blocks: the shapes of a twin that did run, without its work.
 #
@@ -38,7 +38,9 @@ from lightning_mist.without_values import Answer, Made, answer_of
 # activations and gradients of the right shapes and keep their inputs alive as a real block does.
 
 
-def record_answer(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, keep_values: bool) -> Answer | None:
+def record_answer(
+    args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, keep_values: bool
+) -> BlockAnswer | None:
     """Describe a block's output so that a twin can imitate it; ``None`` if it holds what cannot be described."""
     known = (torch.Tensor, int, float, bool, str, bytes, type(None))
     inputs = tree_flatten((args, kwargs))[0]
@@ -69,7 +71,7 @@ class _Imitation(torch.autograd.Function):
         return (None, *map(gradient, inputs))
 
 
-def _make(leaf: Made, mode: FakeTensorMode | None) -> torch.Tensor:
+def _make(leaf: MadeLeaf, mode: FakeTensorMode | None) -> torch.Tensor:
     if leaf.value is not None:
         # Not detach(): a view made inside a Function may not be changed in place by the user's code.
         return leaf.value.data
@@ -78,12 +80,12 @@ def _make(leaf: Made, mode: FakeTensorMode | None) -> torch.Tensor:
 
 
 def imitate(
-    answer: Answer, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
+    answer: BlockAnswer, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
 ) -> Any:
     """Answer for a block as its twin did; a parameter of the block stands for its share in the outputs' gradient."""
     flat = tree_flatten((args, kwargs))[0]
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-    flowing = [leaf for leaf in answer.leaves if isinstance(leaf, Made) and leaf.requires_grad]
+    flowing = [leaf for leaf in answer.leaves if isinstance(leaf, MadeLeaf) and leaf.requires_grad]
     trained = next((p for p in block.parameters() if p.requires_grad), None)
     anchors = tensors if trained is None else [*tensors, part_of(trained)]
     make = partial(tuple, (_make(leaf, mode) for leaf in flowing))
@@ -92,12 +94,12 @@ def imitate(
     return answer.again(flat, lambda leaf: next(outputs) if leaf.requires_grad else _make(leaf, mode))
 
 
-def echo(answer: Answer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | None) -> Any:
+def echo(answer: BlockAnswer, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: int | None) -> Any:
     """Answer for a block with numbers that follow from its input, so that a loss and its gradients mean something."""
     flat = tree_flatten((args, kwargs))[0]
     source = flat[hidden] if hidden is not None else None
 
-    def made(leaf: Made) -> torch.Tensor:
+    def made(leaf: MadeLeaf) -> torch.Tensor:
         if leaf.value is None:
             raise ValueError("an answer without values cannot be echoed: record it with keep_values=True")
         if source is None or not leaf.value.is_floating_point():
@@ -232,7 +234,7 @@ class Walk:
     ) -> None:
         self.inputs: list[InputSignature] = []
         self.entering: list[tuple[tuple[int, ...], ...]] = []
-        self.answers: dict[int, Answer | None] = {}
+        self.answers: dict[int, BlockAnswer | None] = {}
         self._blocks, self._twins, self._enter = blocks, twins, enter
         self._recompute, self._mode, self._keep_values = recompute, mode, keep_values
         self._natural = [natural and is_compiled_block(block) for block in blocks]

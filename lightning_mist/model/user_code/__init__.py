@@ -4,8 +4,8 @@ from lightning_mist.model.user_code.contents import Replayed, is_code, is_iterat
 from lightning_mist.model.user_code.module_state import Generators, ModuleState, same_generators, unchanged
 from lightning_mist.model.user_code.reach import (
     Code,
+    NameSpace,
     Reach,
-    Space,
     code_of,
     codes_in,
     is_installed,

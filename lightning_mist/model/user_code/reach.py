@@ -223,7 +223,7 @@ _Roots = Mapping[str, tuple[dict[str, Any], frozenset[str]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class NameSpace:
     """A place where values have names."""
 
     label: str  # what it is, in words: ``"the module"``, ``"class Net"``, ``"globals of train"``
@@ -267,14 +267,14 @@ class Reach:
     def __init__(self, module: nn.Module, step: Callable[..., Any], roots: _Roots) -> None:
         self.names: set[str] = set()
         self._seen: set[int] = set()
-        self._spaces: dict[int, Space] = {}
+        self._spaces: dict[int, NameSpace] = {}
         self._classes: dict[type, None] = {}
         self._waiting: list[FunctionType] = []
         self._found = 0
         for name, child in module.named_modules():
             self._add_class(type(child))
             if any(is_users(cls) for cls in type(child).__mro__):
-                self._add(Space(f"module {name}" if name else "the module", vars(child), is_module=True))
+                self._add(NameSpace(f"module {name}" if name else "the module", vars(child), is_module=True))
         self._visit(step)
         for child in module.modules():
             self._visit(of_class(child, "forward"))
@@ -287,31 +287,31 @@ class Reach:
         self._follow()
         for label, (root, gates) in roots.items():
             if gates & self.names:
-                self._add(Space(label, root))
+                self._add(NameSpace(label, root))
                 for value in list(root.values()):
                     self._visit(value)
         self._follow()
         self.spaces = tuple(self._spaces.values())
 
-    def named(self, space: Space) -> Iterator[tuple[str, Any]]:
+    def named(self, space: NameSpace) -> Iterator[tuple[str, Any]]:
         """Names and values of a space that the code mentions."""
         values = space.values()
         for name in values.keys() & (self.names if space.only is None else space.only):
             if name not in _OF_MODULES or space.is_module:
                 yield name, values[name]
 
-    def has(self, name: str, space: Space) -> bool:
+    def has(self, name: str, space: NameSpace) -> bool:
         """Whether the code can get at a name of a space."""
         return name in self.names and id(space.holder) in self._spaces
 
-    def _add(self, space: Space) -> None:
+    def _add(self, space: NameSpace) -> None:
         self._spaces.setdefault(id(space.holder), space)
 
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__:
             if is_users(base) and base not in self._classes:
                 self._classes[base] = None
-                self._add(Space(f"class {base.__qualname__}", base))
+                self._add(NameSpace(f"class {base.__qualname__}", base))
 
     def _follow(self) -> None:
         """Read functions until no new one is found; methods follow from names that other functions mention."""
@@ -349,27 +349,27 @@ class Reach:
         names = names_in(function.__code__)
         self.names |= names
         if vars(function):
-            self._add(Space(f"function {function.__qualname__}", vars(function)))
+            self._add(NameSpace(f"function {function.__qualname__}", vars(function)))
         self._add(
-            Space(f"globals of {function.__globals__.get('__name__', function.__module__)}", function.__globals__)
+            NameSpace(f"globals of {function.__globals__.get('__name__', function.__module__)}", function.__globals__)
         )
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            space = Space(f"closure of {function.__qualname__}", cell, frozenset((name,)))
+            space = NameSpace(f"closure of {function.__qualname__}", cell, frozenset((name,)))
             self._add(space)
             for value in contents_of(cell):
                 self._visit(value)
         defaults = _defaults(function)
         if defaults:
-            self._add(Space(f"defaults of {function.__qualname__}", defaults, frozenset(defaults)))
+            self._add(NameSpace(f"defaults of {function.__qualname__}", defaults, frozenset(defaults)))
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             self._visit(value)
             if is_a(value, FunctionType) and is_users(value):
                 # Functions may have attributes of their own, now or later.
-                self._add(Space(f"function {value.__qualname__}", vars(value)))
+                self._add(NameSpace(f"function {value.__qualname__}", vars(value)))
             if is_a(value, ModuleType) and is_users(value):
                 space = own(value)
-                self._add(Space(f"globals of {space.get('__name__')}", space))
+                self._add(NameSpace(f"globals of {space.get('__name__')}", space))
                 for inner in names & space.keys():
                     self._visit(space[inner])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_mist.attributes import container, is_a, package_of
 from lightning_mist.model.user_code.contents import MOST_BYTES, Contents, Replayed, held_iterators, is_code
-from lightning_mist.model.user_code.reach import Reach, Space
+from lightning_mist.model.user_code.reach import NameSpace, Reach
 
 _Place = tuple[int, str]  # number of a space and a name in it
 
@@ -82,7 +82,7 @@ class Surroundings:
         assert self._start is not None
         self._start.restore()
         for holder, key, iterator in self._iterators:
-            if isinstance(holder, Space):
+            if isinstance(holder, NameSpace):
                 holder.put(key, iterator.release())
             else:
                 container(holder).__setitem__(holder, key, iterator.release())
@@ -100,10 +100,10 @@ class Surroundings:
         if not self._is_settled:
             self._after.append(Snapshot(self.reach, is_start=False))
 
-    def settle(self) -> tuple[tuple[str, Space], ...]:
+    def settle(self) -> tuple[tuple[str, NameSpace], ...]:
         """What the runs so far have changed beside the module; from here on every run begins as the first."""
         assert self._start is not None
-        changed: tuple[tuple[str, Space], ...] = ()
+        changed: tuple[tuple[str, NameSpace], ...] = ()
         if self._after:
             first = self._after[-2] if len(self._after) > 1 else self._start
             places = [self._named(place) for place in first.differs(self._after[-1])]
@@ -113,11 +113,11 @@ class Surroundings:
         self._start.restore()
         return changed
 
-    def _named(self, place: _Place) -> tuple[str, Space]:
+    def _named(self, place: _Place) -> tuple[str, NameSpace]:
         number, name = place
         return name, self.reach.spaces[number]
 
-    def _hold_iterators(self, space: Space) -> None:
+    def _hold_iterators(self, space: NameSpace) -> None:
         values = dict(self.reach.named(space))
         for holder, key in list(held_iterators(values, iter(values))):
             kind = container(holder)

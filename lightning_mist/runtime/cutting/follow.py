@@ -43,12 +43,12 @@ from lightning_mist.runtime.cutting.tape import (
     BATCH,
     TRACED,
     Computed,
-    Entry,
     Number,
     Origin,
     Read,
     Ref,
     Tape,
+    TapeEntry,
     Values,
     ancestors,
     goes_by_values,
@@ -177,7 +177,7 @@ class _Side:
         self._relabelled: set[Ref] = set()
         self._chance = torch.Generator().manual_seed(5)
 
-    def run(self, entry: Entry) -> None:
+    def run(self, entry: TapeEntry) -> None:
         """Run one call on the whole and on all parts."""
         problem = None
         if entry.depends == "parameters":
@@ -200,7 +200,7 @@ class _Side:
             value = torch.rand(whole.shape, generator=self._chance, dtype=torch.float64) * 0.9 + 0.1
             self._replace(ref, way, (value < 0.5 if is_truth else value.to(whole.dtype)).to(whole.device))
 
-    def _relabel(self, entry: Entry) -> None:
+    def _relabel(self, entry: TapeEntry) -> None:
         """Put other labels in the place of a loss's, alike for the whole and its parts."""
         if self._variant.labels is None:
             return
@@ -220,7 +220,7 @@ class _Side:
         for part, piece in zip(self.parts, pieces, strict=True):
             part[ref] = piece.clone()  # calls may write into it
 
-    def _take_wholes(self, entry: Entry) -> str | None:
+    def _take_wholes(self, entry: TapeEntry) -> str | None:
         """Make arguments that depend on the batch alone those of the whole; what is wrong with one that cannot be."""
         if entry.name in SELECTING:
             return None  # positions in a part are not those in the whole: what is selected is compared
@@ -256,12 +256,12 @@ class _Side:
             return {"same"}
         return COUNT if all(number * rows == first * its_rows for number, its_rows in others) else set()
 
-    def _run_parts(self, entry: Entry, *extra: Patch) -> None:
+    def _run_parts(self, entry: TapeEntry, *extra: Patch) -> None:
         patches = (*self._found.patches.get(entry.index, ()), *extra)
         for part, share in zip(self.parts, self._shares, strict=True):
             self._run_part(entry, part, share, patches)
 
-    def _run_part(self, entry: Entry, part: Values, share: tuple[float, float], patches: Sequence[Patch]) -> None:
+    def _run_part(self, entry: TapeEntry, part: Values, share: tuple[float, float], patches: Sequence[Patch]) -> None:
         wholes = {p.path: p.piece(self.whole.leaf(p.value), *share) for p in patches if isinstance(p, Whole)}
         sums = {patch.path for patch in patches if isinstance(patch, Over)}
 
@@ -289,7 +289,7 @@ class _Side:
 
     # Explaining --------------------------------------------------------------------------------------------------
 
-    def _explain(self, entry: Entry, problem: str | None) -> None:
+    def _explain(self, entry: TapeEntry, problem: str | None) -> None:
         spoilt = next((self._found.spoilt[ref] for ref in sources(entry) if ref in self._found.spoilt), problem)
         found = {ref: self._following(entry, ref) for ref in entry.refs}
         is_wanted = spoilt is None and entry.depends == "parameters"
@@ -322,7 +322,7 @@ class _Side:
             return {"same", "mean", "sum"}  # what the function sum begins with
         return self._by_rows(origin)
 
-    def _operands(self, entry: Entry, patches: Sequence[Patch]) -> list[tuple[Any, AbstractSet[Way]]]:
+    def _operands(self, entry: TapeEntry, patches: Sequence[Patch]) -> list[tuple[Any, AbstractSet[Way]]]:
         """What a call computes with."""
         changed = {patch.path: patch for patch in patches if not isinstance(patch, Count)}
         found: list[tuple[Any, AbstractSet[Way]]] = []
@@ -343,24 +343,24 @@ class _Side:
                     found.append((path, known))
         return found
 
-    def _following(self, entry: Entry, ref: Ref, *extra: Patch) -> AbstractSet[Way]:
+    def _following(self, entry: TapeEntry, ref: Ref, *extra: Patch) -> AbstractSet[Way]:
         seen = self._of(ref)
         return self._may(entry, *extra, seen=seen if self._is_even(entry) else seen - {"mean"})
 
-    def _may(self, entry: Entry, *extra: Patch, seen: AbstractSet[Way] = frozenset(SIMPLE)) -> AbstractSet[Way]:
+    def _may(self, entry: TapeEntry, *extra: Patch, seen: AbstractSet[Way] = frozenset(SIMPLE)) -> AbstractSet[Way]:
         """Those of the ways in which what a call makes may follow."""
         patches = (*self._found.patches.get(entry.index, ()), *extra)
         is_summand = any(isinstance(patch, Count) for patch in patches)
         name = "nansum" if is_summand else "floor_divide" if "rounding_mode" in entry.kwargs else entry.name
         return following(name, seen, self._operands(entry, patches))
 
-    def _is_even(self, entry: Entry) -> bool:
+    def _is_even(self, entry: TapeEntry) -> bool:
         """Whether parts have their rows' share of the entries of what a call uses."""
         used = [ref for ref in sources(entry) if row_way(self._known(ref)) is not None]
         whole, pairs = self.whole, [(part, ref) for part in self.parts for ref in used]
         return all(part[ref].numel() * whole.rows == whole[ref].numel() * part.rows for part, ref in pairs)
 
-    def _repaired(self, entry: Entry) -> dict[Ref, AbstractSet[Way]] | None:
+    def _repaired(self, entry: TapeEntry) -> dict[Ref, AbstractSet[Way]] | None:
         """How what a mean makes follows if a part counts what was selected of it; None if nothing explains it."""
         has_count = any(isinstance(patch, Count) for patch in self._found.patches.get(entry.index, ()))
         is_mean = entry.name == "mean" or entry.name in CLASS_LOSSES or entry.name.endswith("_loss")
@@ -375,13 +375,13 @@ class _Side:
         self._run_parts(entry)
         return None
 
-    def _mend(self, entry: Entry, *patches: Patch) -> None:
+    def _mend(self, entry: TapeEntry, *patches: Patch) -> None:
         for patch in patches:
             self._found.add(entry.index, patch)
         for ref in entry.refs:  # what earlier variants showed was without it
             self._found.ways.pop(ref, None)
 
-    def _take_shares(self, entry: Entry) -> None:
+    def _take_shares(self, entry: TapeEntry) -> None:
         """Let sums that stand among means, or among what all parts have alike, be over their parts' shares."""
         if entry.block is not None or self._may(entry):
             return
@@ -396,7 +396,7 @@ class _Side:
             self._mend(entry, *sums)
 
 
-def _text(entry: Entry) -> str:
+def _text(entry: TapeEntry) -> str:
     return f"{entry.name if entry.block is None else f'layer {entry.block}'} at {entry.line}"
 
 

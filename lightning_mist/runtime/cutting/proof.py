@@ -45,15 +45,15 @@ from lightning_mist.runtime.cutting.rules import (
 )
 from lightning_mist.runtime.cutting.tape import (
     BATCH,
-    Entry,
     Number,
     Origin,
     Read,
-    Recorder,
     Ref,
     Rows,
     Slice,
     Tape,
+    TapeEntry,
+    TapeRecorder,
     UncuttableError,
     Values,
     ancestors,
@@ -177,7 +177,7 @@ class _Proof:
         return _rules(self._module, whole, fewer.tape, found, ways, len(leaves))
 
     def _run(self, batch: Any, rows: int, differences: GradientDifferences | None = None) -> _Ran:
-        recorder = Recorder(self._module, self._blocks, batch, rows, self._device)
+        recorder = TapeRecorder(self._module, self._blocks, batch, rows, self._device)
         set_random_state(self._state, self._device)
         outside = _outside()
         with recorder.running():
@@ -609,7 +609,7 @@ def refuse_draws(tape: Tape, wanted: Sequence[Ref]) -> None:
             _try_decision(tape, entry, refs)
 
 
-def _try_decision(tape: Tape, read: Entry, refs: Sequence[Ref]) -> None:
+def _try_decision(tape: Tape, read: TapeEntry, refs: Sequence[Ref]) -> None:
     earlier = ancestors(tape, refs)
     drawn = next(entry for entry in earlier if entry.is_random)
     goes_by_more = any(entry.depends != "nothing" for entry in earlier) or any(ref.entry == BATCH for ref in refs)
@@ -624,7 +624,7 @@ def _try_decision(tape: Tape, read: Entry, refs: Sequence[Ref]) -> None:
                 raise _refused(drawn)
 
 
-def _refused(entry: Entry) -> UncuttableError:
+def _refused(entry: TapeEntry) -> UncuttableError:
     what = entry.name if entry.block is None else f"layer {entry.block}"
     return UncuttableError(
         f"the step draws random numbers other than dropout ({what} at {entry.line}): parts of a batch would draw "

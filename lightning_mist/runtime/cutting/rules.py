@@ -15,7 +15,6 @@ from lightning_mist.errors import TraceError
 from lightning_mist.runtime.cutting.tape import (
     BATCH,
     Computed,
-    Entry,
     Fixed,
     Number,
     Read,
@@ -23,6 +22,7 @@ from lightning_mist.runtime.cutting.tape import (
     Rows,
     Slice,
     Tape,
+    TapeEntry,
     UncuttableError,
     Values,
     ancestors,
@@ -304,7 +304,7 @@ class Over:
 Patch = Count | Whole | Over
 
 
-def class_count(entry: Entry, tape: Tape) -> Count | None:
+def class_count(entry: TapeEntry, tape: Tape) -> Count | None:
     """The count in a mean loss of class labels, if the labels depend on the batch alone."""
     if entry.name not in CLASS_LOSSES or entry.block is not None:
         return None
@@ -504,7 +504,7 @@ class Named:
     name: str
 
 
-def portable_entry(entry: Entry, module: nn.Module) -> Entry:
+def portable_entry(entry: TapeEntry, module: nn.Module) -> TapeEntry:
     """A call with its function and the module's buffers by their names.
 
     Raises:
@@ -514,7 +514,7 @@ def portable_entry(entry: Entry, module: nn.Module) -> Entry:
     return replace(entry, function=_portable(entry), args=args, kwargs=kwargs, read=None)
 
 
-def _portable(entry: Entry) -> Portable:
+def _portable(entry: TapeEntry) -> Portable:
     function, name = entry.function, getattr(entry.function, "__name__", "")
     if name == "__get__":
         return Portable(-1, entry.name)

@@ -209,7 +209,7 @@ class Number:
 
 
 @dataclass(slots=True, kw_only=True)
-class Entry:
+class TapeEntry:
     """One call.
 
     Attributes:
@@ -258,7 +258,7 @@ class Tape:
 
     device: torch.device
     rows: int
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TapeEntry] = field(default_factory=list)
     kinds: dict[Ref, Depends] = field(default_factory=dict)
     dtypes: dict[Ref, torch.dtype] = field(default_factory=dict)
     stray: str | None = None
@@ -286,7 +286,7 @@ def made_by(name: str, args: Sequence[Any], output: Any) -> list[Tensor]:
     return [*made, *(tensor._base for tensor in made[:1] if tensor._base is not None)]
 
 
-class Recorder(TorchFunctionMode):
+class TapeRecorder(TorchFunctionMode):
     """Takes down a run of the step."""
 
     def __init__(
@@ -378,7 +378,7 @@ class Recorder(TorchFunctionMode):
 
         encoded = rebuilt((args, kwargs), encode)
         args, kwargs = rebuilt((args, kwargs), lambda path, leaf: plain(leaf))
-        entry = Entry(
+        entry = TapeEntry(
             index=len(self.tape.entries),
             name=name,
             function=func,
@@ -405,7 +405,7 @@ class Recorder(TorchFunctionMode):
         entry.is_random = not torch.equal(before, get_random_state(self._device)) or draws_for_itself(kwargs)
         return self._finish(entry, args, output)
 
-    def _finish(self, entry: Entry, args: Any, output: Any) -> Any:
+    def _finish(self, entry: TapeEntry, args: Any, output: Any) -> Any:
         made = made_by(entry.name, args, output)
         if not made and not entry.is_read:
             return output  # dtypes, devices and the like
@@ -543,7 +543,7 @@ class Values:
 
 
 @contextmanager
-def as_recorded(entry: Entry, device: torch.device) -> Iterator[None]:
+def as_recorded(entry: TapeEntry, device: torch.device) -> Iterator[None]:
     """Inside, automatic casts are as they were when the call was taken down, and gradients off where they were off."""
     enabled, dtype = entry.autocast
     with ExitStack() as stack:
@@ -555,7 +555,7 @@ def as_recorded(entry: Entry, device: torch.device) -> Iterator[None]:
 
 
 def run_entry(
-    entry: Entry,
+    entry: TapeEntry,
     values: Values,
     device: torch.device,
     change: Callable[[tuple[Any, ...], Any], Any] | None = None,
@@ -584,7 +584,7 @@ class ReplayError(Exception):
     """The recorded calls do not run on another batch."""
 
 
-def sources(entry: Entry) -> set[Ref]:
+def sources(entry: TapeEntry) -> set[Ref]:
     """The tensors that a call uses."""
     found = set()
     for _, leaf in leaves_in((entry.args, entry.kwargs)):
@@ -595,7 +595,7 @@ def sources(entry: Entry) -> set[Ref]:
     return found
 
 
-def ancestors(tape: Tape, wanted: Sequence[Ref]) -> list[Entry]:
+def ancestors(tape: Tape, wanted: Sequence[Ref]) -> list[TapeEntry]:
     """The calls that make some tensors, in their order."""
     needed: set[int] = set()
     left = list(wanted)
@@ -611,7 +611,7 @@ def ancestors(tape: Tape, wanted: Sequence[Ref]) -> list[Entry]:
 class Slice:
     """Works out some tensors that depend on the batch alone, for any batch."""
 
-    def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
+    def __init__(self, entries: Sequence[TapeEntry], device: torch.device) -> None:
         self.entries, self.device = tuple(entries), device
         self._writes = any(is_writing(entry.name) for entry in self.entries)
 

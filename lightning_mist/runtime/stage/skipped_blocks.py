@@ -16,8 +16,8 @@ from lightning_mist.plan.module_map import ModuleMap
 from lightning_mist.tensors import is_hollow, substitute
 from lightning_mist.without_values import (
     INDEXING,
-    Answer,
-    Made,
+    BlockAnswer,
+    MadeLeaf,
     answer_of,
     guess_read,
     is_known_mask,
@@ -66,9 +66,9 @@ class SkippedBlocks:
 
     def __init__(self, blocks: Sequence[nn.Module], mode: FakeTensorMode, leaking: tuple[int, ...]) -> None:
         self._blocks, self._mode, self._leaking = blocks, mode, frozenset(leaking)
-        self._answers: dict[Hashable, Answer | None] = {}  # None for a block that must run on fakes each time
+        self._answers: dict[Hashable, BlockAnswer | None] = {}  # None for a block that must run on fakes each time
         self._kinds: dict[int, int] = {}
-        self._first: list[tuple[type[nn.Module], Hashable, Answer | None]] = []
+        self._first: list[tuple[type[nn.Module], Hashable, BlockAnswer | None]] = []
 
     def answer(
         self,
@@ -95,7 +95,7 @@ class SkippedBlocks:
             self._remember(position, signature, answer_of(inputs, output, _is_known))
         return output
 
-    def _remember(self, position: int, signature: Hashable, answer: Answer | None) -> None:
+    def _remember(self, position: int, signature: Hashable, answer: BlockAnswer | None) -> None:
         if len(self._answers) >= _MAX_ANSWERS:
             self._answers.clear()
         if position not in self._kinds:
@@ -105,7 +105,7 @@ class SkippedBlocks:
             self._kinds[position] = self._first.index(first)
         self._answers[self._kinds[position], signature] = answer
 
-    def _make(self, leaf: Made) -> Tensor:
+    def _make(self, leaf: MadeLeaf) -> Tensor:
         with self._mode:
             return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
 

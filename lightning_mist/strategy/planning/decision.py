@@ -37,7 +37,7 @@ from lightning_mist.strategy.ranks import on_rank_zero
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import MemoryEstimate
-    from lightning_mist.strategy.profile_corrections import Basis
+    from lightning_mist.strategy.profile_corrections import PlanBasis
 
 
 def searched_with(search: SearchSpace | None, data_parallel_size: int | None) -> SearchSpace:
@@ -187,7 +187,7 @@ class Decision:
     planning_seconds: float
     plan_path: Path | None
     estimate: "MemoryEstimate | None" = None
-    basis: "Basis | None" = None
+    basis: "PlanBasis | None" = None
     signature: Hashable = None
     cached_at: Path | None = None
     cache_place: Path | None = None

@@ -57,7 +57,7 @@ from lightning_mist.strategy.planning.plain_parallelism import (
     with_whole_blocks,
 )
 from lightning_mist.strategy.planning.trial_step import CALLS, TriedStep, timed_apart, tried
-from lightning_mist.strategy.profile_corrections import Basis, with_corrections
+from lightning_mist.strategy.profile_corrections import PlanBasis, with_corrections
 from lightning_mist.strategy.ranks import Progress, everywhere, of_all_ranks, on_rank_zero
 from lightning_mist.strategy.training import take_apart
 from lightning_mist.strategy.user_code import user_exclusions
@@ -73,7 +73,7 @@ SHARED_BATCHES: tuple[Feature, ...] = ("pipeline", "tensor", "context")
 
 
 @dataclass(slots=True, kw_only=True)
-class Planner:
+class FitPlanner:
     """The state of one planning: what to plan for, and how to call the user's step."""
 
     trainer: Any
@@ -88,7 +88,7 @@ class Planner:
     restrictions: Callable[[], tuple[Exclusion, ...]] = tuple
     prepare: Callable[[Any], None] | None = None
     spec: ModelSpec | None = None
-    basis: Basis | None = None
+    basis: PlanBasis | None = None
     cached_at: Path | None = None
     cache_place: Path | None = None
     is_scarce: bool = False
@@ -337,7 +337,7 @@ class Planner:
         """Work out what predictions of plans follow from; on rank 0."""
         spec = attach_seconds(self.trace(found), seconds, update)
         cluster, request = self.alike, self.request
-        basis = Basis(
+        basis = PlanBasis(
             spec=spec,
             profile=profile,
             cluster=cluster,

@@ -41,7 +41,7 @@ from lightning_mist.strategy.planning.memory_budget import (
     unless_out_of_memory,
 )
 from lightning_mist.strategy.planning.plain_parallelism import plain_plan, uneven_hooks
-from lightning_mist.strategy.planning.planning_state import Planner
+from lightning_mist.strategy.planning.planning_state import FitPlanner
 from lightning_mist.strategy.planning.trial_step import TriedStep, leaves_no_trace
 from lightning_mist.strategy.ranks import Progress, any_reason, everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.training import recorded_logs
@@ -93,7 +93,7 @@ def decide(
                 module, metrics = strategy.lightning_module, step.records_metrics
                 made = partial(TriedStep, trainer, module, step.call, name=step.name, records_metrics=metrics)
                 call = everywhere(made)
-                planner = Planner(
+                planner = FitPlanner(
                     trainer=trainer,
                     strategy=strategy,
                     request=request,
@@ -131,7 +131,7 @@ def decide(
     )
 
 
-def _replanned(planner: Planner, limit: int, batch: Any) -> Decision:
+def _replanned(planner: FitPlanner, limit: int, batch: Any) -> Decision:
     """Another decision, within so many bytes of each device; the whole module is in place."""
     planner.request, planner.batch = replace(planner.request, memory_limit=limit), batch
     planner.is_scarce = True
@@ -140,7 +140,7 @@ def _replanned(planner: Planner, limit: int, batch: Any) -> Decision:
         return _made(planner, perf_counter())
 
 
-def _made(planner: Planner, started: float) -> Decision:
+def _made(planner: FitPlanner, started: float) -> Decision:
     call, is_auto = planner.call, planner.request.plan == "auto"
     # A model that no device holds whole cannot be made whole to plan for it again.
     is_fixed = planner.initial is not None or planner.request.master_weights
@@ -176,14 +176,14 @@ def _made(planner: Planner, started: float) -> Decision:
     )
 
 
-def _needs(planner: Planner, plan: Plan) -> int:
+def _needs(planner: FitPlanner, plan: Plan) -> int:
     """The least ``memory_limit`` that a plan was made for: by its prediction, or else the one at hand."""
     limit, share = planner.budget.limit, tensor_share(planner.cluster)
     peaks = [] if plan.predicted is None else [stage.peak_bytes for stage in plan.predicted.stages]
     return min(limit, ceil(max(peaks) / share)) if peaks else limit
 
 
-def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
+def _check(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:
     """Refuse a plan that cannot run here, or not within what may be used."""
     # Ranks may load batches of different sizes; a plan is for those of rank 0.
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
@@ -192,7 +192,7 @@ def _check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
     check_supported(plan, found, master_weights=planner.request.master_weights)
 
 
-def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
+def _estimate(planner: FitPlanner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:
     """What the plan needs of every device; refuses a given one that needs too much. On rank 0."""
     budget = replace(planner.budget, host_asked=planner.request.host_limit)
     if planner.spec is not None:
@@ -209,7 +209,7 @@ def _estimate(planner: Planner, found: ModuleMap, plan: Plan) -> MemoryEstimate 
     )
 
 
-def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
+def _plan(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
     """The given plan, or the best one, and the map with the splits that were looked at; equal on every rank."""
     plan = planner.request.plan
     if isinstance(plan, Plan):
@@ -245,7 +245,7 @@ def _plan(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, 
     return plan, made, split
 
 
-def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
+def _searched(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult | None, ModuleMap]:
     """The best plan after measuring and searching; how it was found is known on rank 0."""
     request = planner.request
     device, precision = planner.strategy.root_device, str(planner.trainer.precision)
@@ -287,7 +287,7 @@ def _searched(planner: Planner, found: ModuleMap) -> tuple[Plan, TuneResult | No
     return plan, made[-1] if made else None, found
 
 
-def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
+def _refuse_unsafe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:
     # Decided by the plan alone: every rank must come to the proof, whatever the size of its own batch.
     parts = most_parts(plan)
     if parts == 1:
@@ -302,7 +302,7 @@ def _refuse_unsafe_cuts(planner: Planner, found: ModuleMap, plan: Plan) -> None:
         )
 
 
-def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
+def _self_check(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:
     if plan.num_stages == 1:
         return
     degrees = [stage.mesh.data_parallel_degree for stage in plan.stages]
@@ -343,7 +343,7 @@ def _self_check(planner: Planner, found: ModuleMap, plan: Plan) -> None:
 
 
 def _publish(
-    planner: Planner, found: ModuleMap, plan: Plan, made: TuneResult | None, estimate: MemoryEstimate | None
+    planner: FitPlanner, found: ModuleMap, plan: Plan, made: TuneResult | None, estimate: MemoryEstimate | None
 ) -> Path | None:
     """Show the plan on rank 0, and say where it will be written if it was made here; every rank asks."""
     path = _plan_file(planner.trainer, planner.request.plan_path)

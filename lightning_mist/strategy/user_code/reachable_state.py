@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from lightning_mist.attributes import container, entries, is_a, own, size
 from lightning_mist.devices import read
-from lightning_mist.model.user_code import Reach, Replayed, Space, is_code, is_iterator, is_users_object, simple, token
+from lightning_mist.model.user_code import (
+    NameSpace,
+    Reach,
+    Replayed,
+    is_code,
+    is_iterator,
+    is_users_object,
+    simple,
+    token,
+)
 
 _ITEMS = 32
 """Entries of a container that are looked at."""
@@ -111,7 +120,7 @@ def changed(before: dict[str, Hashable], after: dict[str, Hashable]) -> list[str
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
-def _key(space: Space, name: str) -> str:
+def _key(space: NameSpace, name: str) -> str:
     return f"the attribute {name} of {space.label}" if space.is_module else f"{name} ({space.label})"
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.bounds.stage_bounds import PartBounds
 from lightning_mist.tuner.candidates import ANY_SEAMS, ROOM, IntraStage, SlotChoices
-from lightning_mist.tuner.inter_stage import Family, PipelineGroup, Suffixes, Walk, matching, solve_family
+from lightning_mist.tuner.inter_stage import Family, PipelineGroup, Suffixes, SuffixWalk, matching, solve_family
 from lightning_mist.tuner.options import OPTIONS
 from lightning_mist.tuner.space import Space
 
@@ -196,7 +196,7 @@ def open_stages(family: Family, below: float) -> OpenStages:
     return OpenStages(counts=counts, slowest=walk.bottleneck, heads_CNL=heads_CNL, tails_BQNL=tails_BQNL)
 
 
-def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> Walk | None:
+def _slowest(suffixes: Suffixes, num_microbatches: int, below: float) -> SuffixWalk | None:
     """A pass at the steady seconds that no stage of a pipeline exceeds that is fast enough, if one can be."""
     others = num_microbatches - 1
     bottleneck, walk = below / num_microbatches, None

@@ -15,4 +15,4 @@ from lightning_mist.tuner.inter_stage.problem import (
     heads_of,
     tails_of,
 )
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, SuffixWalk

@@ -23,7 +23,7 @@ from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray
 from lightning_mist.tuner.candidates import EVERY_PART
 from lightning_mist.tuner.inter_stage.problem import InterStageProblem
 from lightning_mist.tuner.inter_stage.slot_options import EndOptions
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, SuffixWalk
 
 _ROUNDING = 1 + 1e-9
 """An arc is left out if it is worse than what is known by more than rounding."""
@@ -159,7 +159,7 @@ class Matching:
 
 
 def matching(
-    suffixes: Suffixes, walk: Walk, num_microbatches: int, least_bottleneck: float, known: float
+    suffixes: Suffixes, walk: SuffixWalk, num_microbatches: int, least_bottleneck: float, known: float
 ) -> Iterator[Matching]:
     """All choices at states that an answer of at most ``known`` seconds can have, from first stages to last ones.
 

@@ -32,7 +32,7 @@ from lightning_mist.cost import step_seconds
 from lightning_mist.cost.inputs import FloatArray
 from lightning_mist.tuner.candidates import EVERY_PART
 from lightning_mist.tuner.inter_stage.problem import PRECISION, Answer, Family, InterStageProblem
-from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, Walk
+from lightning_mist.tuner.inter_stage.suffix_dp import Suffixes, SuffixWalk
 
 __all__ = ["PRECISION", "FamilyAnswer", "least_peak", "solve", "solve_each", "solve_family"]
 
@@ -160,10 +160,10 @@ class _Walks:
     def __init__(self, family: Family) -> None:
         self.suffixes = Suffixes(family)
         self.bottlenecks_K = self.suffixes.bottlenecks()
-        self._kept: dict[tuple[float, float | None], Walk] = {}
+        self._kept: dict[tuple[float, float | None], SuffixWalk] = {}
         self._room = _MOST_SUMS
 
-    def walk(self, bottleneck: float, cap: float | None, only: int | None, limit: float) -> Walk:
+    def walk(self, bottleneck: float, cap: float | None, only: int | None, limit: float) -> SuffixWalk:
         """One pass, of which one number of stages is of interest, or all are, and sums up to a limit."""
         walk = self._kept.get((bottleneck, cap))
         if walk is None or walk.only not in (None, only) or walk.limit < limit:
@@ -254,7 +254,7 @@ class _Search:
                 self.objective = objective
                 self.found[self.num_stages] = objective, chosen
 
-    def _walk(self, bottleneck: float, cap: float | None = None) -> Walk:
+    def _walk(self, bottleneck: float, cap: float | None = None) -> SuffixWalk:
         return self._of_interest(self.walks.walk(bottleneck, cap, self.only, self._limit))
 
     @property
@@ -262,7 +262,7 @@ class _Search:
         """The most that the steady times of a better answer can be together."""
         return (self.objective - self.repeats * self.suffixes.least_bottleneck()) * (1 + PRECISION)
 
-    def _of_interest(self, walk: Walk) -> Walk:
+    def _of_interest(self, walk: SuffixWalk) -> SuffixWalk:
         """A pass with the values of the number of stages alone that is of interest."""
         if self.only is None:
             return walk
@@ -330,7 +330,7 @@ class _Search:
                 high, reached = value, max(begin, at)
         return low, reached, self.repeats * float(self.bottlenecks_K[reached]) + low
 
-    def _note(self, walk: Walk) -> tuple[float, int]:
+    def _note(self, walk: SuffixWalk) -> tuple[float, int]:
         """Remember the best answers of a pass; returns the ``v`` of the one with the least sum, and its bottleneck."""
         best = np.inf, 0
         for num_stages in sorted(walk.values, key=walk.values.__getitem__)[:_NOTED]:

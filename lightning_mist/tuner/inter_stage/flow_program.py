@@ -78,7 +78,7 @@ class _Rows:
     upper: list[float] = field(default_factory=list)
 
 
-class Program:
+class FlowProgram:
     """A mixed-integer linear program to be minimised.
 
     Args:
@@ -247,7 +247,7 @@ def solve_program(problem: InterStageProblem, *, time_limit: float, incumbent: A
         return none if incumbent is None or np.isinf(known) else _unproven(problem, incumbent)
     if incumbent is not None and incumbent.chosen and len(arcs) > OPTIONS.check_arcs:
         return _unproven(problem, incumbent)
-    program = Program(scale=max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max())))
+    program = FlowProgram(scale=max(1e-12, float(arcs.steady_A.max()), float(arcs.boundary_A.max())))
     x = program.add_binaries(arcs.steady_A)
     slowest, exposed = (int(index) for index in program.add_seconds([problem.num_microbatches - 1.0, 1.0]))
     add_one_flow(program, arcs, x)
@@ -312,7 +312,7 @@ def _exposed(steady: FloatArray, boundary: FloatArray) -> float:
     return max(0.0, float((boundary - np.cumsum(steady) + steady).max()))
 
 
-def add_one_flow(program: Program, arcs: Arcs, x: IntArray) -> None:
+def add_one_flow(program: FlowProgram, arcs: Arcs, x: IntArray) -> None:
     """One unit leaves the first node; what enters any other leaves it."""
     inner = arcs.to_A >= 0
     node = np.concatenate([arcs.from_A, arcs.to_A[inner]])
@@ -324,14 +324,14 @@ def add_one_flow(program: Program, arcs: Arcs, x: IntArray) -> None:
         program.add_row(variable[part], sign[part], lower=amount, upper=amount)
 
 
-def add_slowest(program: Program, arcs: Arcs, x: IntArray, slowest: int) -> None:
+def add_slowest(program: FlowProgram, arcs: Arcs, x: IntArray, slowest: int) -> None:
     """T is at least the steady time of every stage."""
     for stage in range(int(arcs.stage_A.max()) + 1):
         at = arcs.stage_A == stage
         program.add_row(x[at], -arcs.steady_A[at], lower=0.0, seconds=[(slowest, 1.0)])
 
 
-def add_bottlenecks(program: Program, arcs: Arcs, x: IntArray, slowest: int, bottlenecks: FloatArray) -> IntArray:
+def add_bottlenecks(program: FlowProgram, arcs: Arcs, x: IntArray, slowest: int, bottlenecks: FloatArray) -> IntArray:
     """T is at least every steady time that some stage reaches; returns the variables W."""
     shares = program.add_shares(len(bottlenecks) - 1)
     for stage in range(int(arcs.stage_A.max()) + 1):
@@ -348,7 +348,7 @@ def add_bottlenecks(program: Program, arcs: Arcs, x: IntArray, slowest: int, bot
     return shares
 
 
-def add_exposed(program: Program, arcs: Arcs, x: IntArray, exposed: int) -> None:
+def add_exposed(program: FlowProgram, arcs: Arcs, x: IntArray, exposed: int) -> None:
     """D is at least what of a stage's boundary time exceeds the steady times of the stages before it."""
     for stage in range(int(arcs.stage_A.max()) + 1):
         at, before = arcs.stage_A == stage, arcs.stage_A < stage

@@ -159,7 +159,7 @@ class States:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
+class SuffixWalk:
     """What one pass found.
 
     Attributes:
@@ -307,7 +307,9 @@ class Suffixes:
         speed = float(self._capacity_P.sum())
         return self.family.num_layers / speed if speed > 0 else np.inf
 
-    def walk(self, bottleneck: float, cap: float | None = None, only: int | None = None, limit: float = np.inf) -> Walk:
+    def walk(
+        self, bottleneck: float, cap: float | None = None, only: int | None = None, limit: float = np.inf
+    ) -> SuffixWalk:
         """One pass.
 
         Args:
@@ -324,7 +326,9 @@ class Suffixes:
         values: dict[int, float] = {}
         sums: list[FloatArray] = []
         if not len(states.row_J) or not slack >= -self._margin(bottleneck):
-            return Walk(bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=())
+            return SuffixWalk(
+                bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=()
+            )
         sums.append(self._last_sums(states, bottleneck, cap))
         maps: Maps = {}
         made: dict[int, list[Sources]] = {}
@@ -352,11 +356,11 @@ class Suffixes:
             behind = sums[-1] if padded is None else padded.filled(sums[-1])
             sums.append(self._extended(made.get(key, sources), states, behind, cap, bottleneck))
             sums[-1][sums[-1] > limit] = np.inf
-        return Walk(
+        return SuffixWalk(
             bottleneck=bottleneck, cap=cap, only=only, limit=limit, values=values, states=states, sums=tuple(sums)
         )
 
-    def chosen(self, walk: Walk, num_stages: int) -> tuple[int, ...]:
+    def chosen(self, walk: SuffixWalk, num_stages: int) -> tuple[int, ...]:
         """The choice of every stage of an answer that a pass found."""
         head, states = self.heads[num_stages], walk.states
         total_K = self._totals(head, states, walk.sums[num_stages - 2], walk.bottleneck, walk.cap)

@@ -1,6 +1,6 @@
 from lightning_mist.estimate.replay.gradient_events import BUCKETS_IN_FLIGHT, Gradients
-from lightning_mist.estimate.replay.rank_state import RankView
-from lightning_mist.model.events.event_tape import Label, Tape
+from lightning_mist.estimate.replay.rank_state import ReplayedRank
+from lightning_mist.model.events.event_tape import EventTape, Label
 from lightning_mist.runtime.gradients import reducer
 from lightning_mist.schedule import Action, ActionKind
 from tests.cost.events import with_events
@@ -12,8 +12,8 @@ LABEL = Label("gradient_bytes", "gradient")
 
 def make(plan, rank=0, *, in_buckets=False, **network):
     found = with_events(spec(4, **network), tied=network.get("tied", False))
-    tape = Tape()
-    return tape, Gradients(tape, RankView(found, found, plan, rank), in_buckets=in_buckets)
+    tape = EventTape()
+    return tape, Gradients(tape, ReplayedRank(found, found, plan, rank), in_buckets=in_buckets)
 
 
 def alive(tape):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.estimate.replay.rank_state import ALIGNMENT_BYTES, RankView
+from lightning_mist.estimate.replay.rank_state import ALIGNMENT_BYTES, ReplayedRank
 from lightning_mist.model import trace_model
 from lightning_mist.runtime.parameters import unit_shards as shards
 from tests import zoo
@@ -37,7 +37,7 @@ def test_a_rank_holds_what_the_runtime_gives_it(traced, name):
     plan, world = PLANS[name], InMemoryWorld(PLANS[name].world_size)
     for rank in range(plan.world_size):
         executor = Rank.make(module, network.module_map, plan, rank, world.transports[rank]).executor
-        view = RankView(network, network, plan, rank)
+        view = ReplayedRank(network, network, plan, rank)
         assert {item.name: item.bytes for item in view.held} == {
             name: p.numel() * p.element_size() for name, p in executor.parameters.items()
         }
@@ -64,32 +64,32 @@ def test_parameters_begin_where_the_runtime_lets_them_begin():
 def test_rows_that_several_ranks_have_come_in_portions():
     network = with_events(spec(4))
     plan = make_plan([2, 2], degrees=[2, 1], parts=2)
-    view = RankView(network, network, plan, plan.stages[1].devices[0])
+    view = ReplayedRank(network, network, plan, plan.stages[1].devices[0])
     (tensor,) = view.crossing(1, 0, 0)
     rows = plan.stages[1].microbatch_size
     assert tensor.bytes == 1000 * rows
     assert tensor.portions == (500 * rows, 500 * rows)
     assert not tensor.is_copied
-    back = RankView(network, network, plan, plan.stages[0].devices[0])
+    back = ReplayedRank(network, network, plan, plan.stages[0].devices[0])
     assert [item.shares for item in back.crossing(0, 1, 0)] == [(1.0,)]
 
 
 def test_every_rank_has_its_own_batch_and_those_it_computes_on():
     network = with_events(spec(4))
     plan = make_plan([2, 2], parts=2)
-    assert [RankView(network, network, plan, rank).batches for rank in range(2)] == [2, 2]
+    assert [ReplayedRank(network, network, plan, rank).batches for rank in range(2)] == [2, 2]
     alone = make_plan([4], degrees=[2], parts=2)
-    assert [RankView(network, network, alone, rank).batches for rank in range(2)] == [1, 1]
+    assert [ReplayedRank(network, network, alone, rank).batches for rank in range(2)] == [1, 1]
 
 
 @pytest.mark.thorough
 def test_parameters_are_known_by_the_regions_that_use_them(traced):
     _, network = traced
     plan = make_plan([2, 2])
-    first, last = (RankView(network, network, plan, rank) for rank in range(2))
+    first, last = (ReplayedRank(network, network, plan, rank) for rank in range(2))
     tied = "model.model.embed_tokens.weight"
     assert first.regions_of[tied] == {0: (0,)}
     assert last.regions_of[tied] == {1: (5,)}
-    whole = RankView(network, network, make_plan([4]), 0)
+    whole = ReplayedRank(network, network, make_plan([4]), 0)
     assert whole.regions_of[tied] == {0: (0, 5)}
     assert first.regions_of["model.model.layers.1.mlp.up_proj.weight"] == {0: (2,)}

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_mist.model.cuts.recorder import Recorder, Refused
+from lightning_mist.model.cuts.recorder import Refused, StepRecorder
 from lightning_mist.model.fakes.fake_modules import address_of, fake_parameters
 from lightning_mist.model.fakes.isolate import intercepted
 from lightning_mist.plan.calls import block_value, is_block_value
@@ -27,7 +27,7 @@ class Run:
         originals = {id(p): name for name, p in self.net.named_parameters()}
         self.real = dict(self.net.named_parameters())
         self.slots = fake_parameters(self.net, FakeTensorMode(allow_non_fake_inputs=True))
-        self.recorder = Recorder(
+        self.recorder = StepRecorder(
             slots=self.slots,
             originals=originals,
             buffers={address_of(b): name for name, b in self.net.named_buffers()},

@@ -12,7 +12,7 @@ from lightning_mist.model import trace_model
 from lightning_mist.model.events.event_peaks import part_peaks, place_step, target_part, timeline_of
 from lightning_mist.model.fakes.fake_modules import resize_batch
 from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
-from lightning_mist.model.spec.allocation_events import Moment
+from lightning_mist.model.spec.allocation_events import StepPoint
 from lightning_mist.model.trace.counted_step import Subject, count_step
 from lightning_mist.model.trace.ledger import PhaseCount
 from tests import zoo
@@ -116,7 +116,7 @@ def test_allocations_come_in_order_and_die_after_they_are_born():
 
 def test_moments_are_told_from_where_they_are_anchored():
     def at(part, anchor):
-        return Moment(part=part, anchor=anchor, direction="forward", position=0)
+        return StepPoint(part=part, anchor=anchor, direction="forward", position=0)
 
     assert [target_part(3, at(part, "own"), 6) for part in (-1, 0, 1)] == [2, 3, 4]
     assert target_part(3, at(1, "head"), 6) == 1

@@ -1,12 +1,12 @@
 import numpy as np
 
-from lightning_mist.model.events.event_tape import Chunk, Label, Slots, Tape
+from lightning_mist.model.events.event_tape import Chunk, EventTape, Label, Slots
 
 LABEL = Label("working_bytes", "temporary")
 
 
 def test_chunks_and_single_events_keep_their_order():
-    tape = Tape()
+    tape = EventTape()
     first = tape.malloc(10, LABEL)
     slots = Slots(bytes_A=np.array([1, 2]), labels=(LABEL, LABEL))
     one, two = tape.reserve(slots, 0, 0), tape.reserve(slots, 0, 1)
@@ -27,7 +27,7 @@ def test_chunks_and_single_events_keep_their_order():
 
 
 def test_a_chunk_can_be_played_in_pieces():
-    chunk, whole, pieces = Chunk.of([1, 2, -1, 3]), Tape(), Tape()
+    chunk, whole, pieces = Chunk.of([1, 2, -1, 3]), EventTape(), EventTape()
     slots = Slots(bytes_A=np.array([1, 2, 3]), labels=(LABEL,) * 3)
     for tape in (whole, pieces):
         assert tape.reserve(slots, 0, 0) == 0
@@ -36,4 +36,4 @@ def test_a_chunk_can_be_played_in_pieces():
     pieces.play(chunk.cut(2), 0)
     pieces.play(chunk.cut(4), 0)
     assert whole.events().tolist() == pieces.events().tolist()
-    assert Tape().events().tolist() == Tape().bytes().tolist() == []
+    assert EventTape().events().tolist() == EventTape().bytes().tolist() == []

@@ -1,14 +1,14 @@
 import pickle
 
-from lightning_mist.model.spec.allocation_events import Allocation, LayerEvents, Moment, PartEvents
+from lightning_mist.model.spec.allocation_events import Allocation, LayerEvents, PartEvents, StepPoint
 from lightning_mist.model.spec.polynomial import Polynomial
 
 
 def part(count: int) -> PartEvents:
     made = Allocation(
         size=Polynomial.constant(8 * count),
-        born=Moment(direction="forward", position=1),
-        dies=Moment(part=1, direction="backward", position=3),
+        born=StepPoint(direction="forward", position=1),
+        dies=StepPoint(part=1, direction="backward", position=3),
         slot=0,
         role="activation",
         operator="aten.mm.default",

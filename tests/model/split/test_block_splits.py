@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from lightning_mist.model.split.block_splits import EXACT_ENTRIES, Checks, check_type, probe, too_large
 from lightning_mist.model.split.factored import MOST_BYTES
-from lightning_mist.model.split.split_check import Outcome
+from lightning_mist.model.split.split_check import CheckOutcome
 from lightning_mist.plan.tensor_split import ParameterSplit
 
 SPLITS = (ParameterSplit(name="weight", dim=0, factors=((8, True),)),)
@@ -21,7 +21,7 @@ def checks(reason=None, *, is_large):
     def run(splits, degree, in_parts, adds_later):
         assert (splits, adds_later) == (SPLITS, False)
         seen.append((degree, in_parts))
-        return Outcome(reason=reason)
+        return CheckOutcome(reason=reason)
 
     return Checks(run, (False, True), is_large=is_large), seen
 

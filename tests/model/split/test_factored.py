@@ -12,7 +12,7 @@ from lightning_mist.model import map_module
 from lightning_mist.model.sources.reference_decoder import hollow
 from lightning_mist.model.split import derive_splits, factored
 from lightning_mist.model.split.block_calls import BlockCall
-from lightning_mist.model.split.factored import Factored, Room
+from lightning_mist.model.split.factored import Factored, FactoredRoom
 from lightning_mist.model.split.split_check import prepare
 from lightning_mist.plan import ModuleMap
 from lightning_mist.plan.tensor_split import ParameterSplit
@@ -26,7 +26,7 @@ WIDTH = 16
 
 def matrix(*shape: int) -> Factored:
     made = Factored.random(torch.empty(shape), torch.float64, torch.Generator().manual_seed(0))
-    return Factored(made.left.requires_grad_(), made.right.requires_grad_(), Room())
+    return Factored(made.left.requires_grad_(), made.right.requires_grad_(), FactoredRoom())
 
 
 X = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

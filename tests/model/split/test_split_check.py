@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mist.model.split.block_calls import BlockCall
-from lightning_mist.model.split.split_check import Reference, Result, prepare
+from lightning_mist.model.split.split_check import CheckedRun, Reference, prepare
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 
 SEQUENCE = SequenceSplit(position=0, leaf=0, dim=1)
@@ -170,7 +170,7 @@ OF_RANKS = {
 
 def run(weight=WEIGHT, output=2.0, given=None):
     x = torch.full((2, 2), output, dtype=torch.float64)
-    return Result(outputs=(x,), inputs=(x * 3 if given is None else given,), parameters={"weight": weight})
+    return CheckedRun(outputs=(x,), inputs=(x * 3 if given is None else given,), parameters={"weight": weight})
 
 
 def compared(ranks, splits=(), whole=None):
@@ -212,8 +212,8 @@ def test_a_missing_gradient_differs_unless_it_is_zero():
 
 
 def test_what_is_zero_but_for_rounding_is_compared_with_its_kind():
-    whole = Result(outputs=(), inputs=(), parameters={"big": torch.ones(2), "none": torch.full((2,), 1e-17)})
-    other = Result(outputs=(), inputs=(), parameters={"big": torch.ones(2), "none": torch.full((2,), -3e-17)})
+    whole = CheckedRun(outputs=(), inputs=(), parameters={"big": torch.ones(2), "none": torch.full((2,), 1e-17)})
+    other = CheckedRun(outputs=(), inputs=(), parameters={"big": torch.ones(2), "none": torch.full((2,), -3e-17)})
     assert compared([other], whole=whole) is None
 
 
@@ -223,13 +223,13 @@ def test_numbers_that_are_none_differ():
 
 
 def test_tensors_larger_than_a_piece_are_compared_to_their_end():
-    whole = Result(outputs=(torch.zeros(3, 2**21),), inputs=(), parameters={})
-    other = Result(outputs=(torch.zeros(3, 2**21),), inputs=(), parameters={})
+    whole = CheckedRun(outputs=(torch.zeros(3, 2**21),), inputs=(), parameters={})
+    other = CheckedRun(outputs=(torch.zeros(3, 2**21),), inputs=(), parameters={})
     assert compared([other], whole=whole) is None
     other.outputs[0][2, -1] = 1.0
     assert compared([other], whole=whole) is not None
 
 
 def test_other_numbers_of_results_differ():
-    other = Result(outputs=(), inputs=(), parameters={"weight": WEIGHT})
+    other = CheckedRun(outputs=(), inputs=(), parameters={"weight": WEIGHT})
     assert compared([other]) == "rank 0 gives 1 results and gradients instead of 3"

@@ -9,7 +9,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.model import find_blocks, map_module
 from lightning_mist.model.sources.reference_decoder import LanguageModel, LanguageModelShape, hollow
 from lightning_mist.model.split.block_calls import call_blocks
-from lightning_mist.model.split.splits import Table, derive_contexts, derive_splits, find_tables, prepare_glue
+from lightning_mist.model.split.splits import TokenTable, derive_contexts, derive_splits, find_tables, prepare_glue
 from lightning_mist.plan import Exclusion
 from lightning_mist.plan.tensor_split import ParameterSplit, SequenceSplit
 from lightning_mist.tensors import slice_rows
@@ -32,14 +32,14 @@ def tables(module, batch, *, answer=True):
 
 def test_a_table_that_is_looked_up_in_and_makes_logits_is_found_once():
     (table,) = tables(zoo.Nano(), zoo.pair_batch(4))
-    assert table == Table(name="transformer.wte.weight", dim=0, rows=97, bias=None)
+    assert table == TokenTable(name="transformer.wte.weight", dim=0, rows=97, bias=None)
 
 
 def test_an_embedding_with_as_many_rows_as_the_logits_goes_with_them():
     found = tables(zoo.Encoder(), zoo.token_batch(4))
     assert found == (
-        Table(name="head.weight", dim=0, rows=97, bias="head.bias"),
-        Table(name="embedding.weight", dim=0, rows=97, bias=None),
+        TokenTable(name="head.weight", dim=0, rows=97, bias="head.bias"),
+        TokenTable(name="embedding.weight", dim=0, rows=97, bias=None),
     )
     assert found[0].splits() == (
         ParameterSplit(name="head.weight", dim=0, factors=((97, True),)),

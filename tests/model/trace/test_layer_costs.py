@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_mist.model import MICROBATCH, trace_model
 from lightning_mist.model.fakes.isolate import isolated, substitute_parameters
-from lightning_mist.model.spec.allocation_events import Allocation, Moment, PartEvents
+from lightning_mist.model.spec.allocation_events import Allocation, PartEvents, StepPoint
 from lightning_mist.model.spec.polynomial import CONSTANT, QUADRATIC, Basis, MisfitError
 from lightning_mist.model.trace.counted_step import Example, Subject
 from lightning_mist.model.trace.layer_costs import layer_events, layer_specs, not_recomputed, run_ways
@@ -223,8 +223,8 @@ def test_events_of_a_chain_by_hand():
     assert [item.slot for item in block.backward] == [None, None, 0]
     # The head's result is handed on, and the block lets go of it with the gradient of its weight.
     assert [(brief(item), item.slot) for item in head.forward] == [(("mm", "activation", 1, (1, "backward", 4)), 0)]
-    assert block.entering[0].dies == Moment(direction="backward", position=4)
-    assert block.arriving[0].dies == Moment(direction="backward", position=2)
+    assert block.entering[0].dies == StepPoint(direction="backward", position=4)
+    assert block.arriving[0].dies == StepPoint(direction="backward", position=2)
     assert head.entering == tail.arriving == ()
     row = 8 * 4 * MICROBATCH
     assert [item.size.expression for item in block.forward] == [row, row]
@@ -234,7 +234,7 @@ def test_events_of_a_chain_by_hand():
 def test_gradients_that_exist_already_are_added_to_and_die():
     block = events_of(Chain())[1].later
     assert [(item.parameter, item.dies) for item in block.backward if item.parameter] == [
-        ("0.weight", Moment(direction="backward", position=5))  # both products, then the addition
+        ("0.weight", StepPoint(direction="backward", position=5))  # both products, then the addition
     ]
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lightning_mist.model.user_code.reach import Code, Reach, Space, is_users, loaded_names, names_in, reached
+from lightning_mist.model.user_code.reach import Code, NameSpace, Reach, is_users, loaded_names, names_in, reached
 
 HELD = {"count": 0}
 OTHER = {"count": 0}
@@ -103,7 +103,11 @@ def test_further_places_count_where_code_gets_to_them():
 
 def test_spaces_are_written_and_emptied():
     cell = (lambda: cell).__closure__[0]
-    for space in (Space("class", type("Made", (), {})), Space("dict", {}), Space("cell", cell, frozenset(("a",)))):
+    for space in (
+        NameSpace("class", type("Made", (), {})),
+        NameSpace("dict", {}),
+        NameSpace("cell", cell, frozenset(("a",))),
+    ):
         space.put("a", 5)
         assert space.values()["a"] == 5
         space.remove("a")

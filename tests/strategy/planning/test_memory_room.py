@@ -16,7 +16,7 @@ from lightning_mist.strategy.planning.memory_budget import (
     is_out_of_memory,
     unless_out_of_memory,
 )
-from lightning_mist.strategy.planning.planning_state import Planner
+from lightning_mist.strategy.planning.planning_state import FitPlanner
 
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ class Net(nn.Module):
 def planner_for(module, *, is_crowded):
     said = []
     found = ModuleMap(step="", blocks=tuple(f"blocks.{i}" for i in range(3)), cuts=(), parameters=())
-    planner = Planner(
+    planner = FitPlanner(
         trainer=None,
         strategy=SimpleNamespace(lightning_module=module, root_device=CPU),
         request=SimpleNamespace(memory_limit=None),

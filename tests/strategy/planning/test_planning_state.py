@@ -6,7 +6,7 @@ import torch
 from lightning_mist.errors import InfeasibleError, TraceError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.strategy.planning.memory_budget import Budget
-from lightning_mist.strategy.planning.planning_state import Planner
+from lightning_mist.strategy.planning.planning_state import FitPlanner
 
 
 def fits(answer, *, masters=False):
@@ -22,8 +22,8 @@ def fits(answer, *, masters=False):
         step_bytes=[],
         request=SimpleNamespace(master_weights=masters),
     )
-    planner._counted = lambda: Planner._counted(planner)
-    return Planner._fits_plainly(planner)
+    planner._counted = lambda: FitPlanner._counted(planner)
+    return FitPlanner._fits_plainly(planner)
 
 
 def test_what_cannot_be_counted_quickly_does_not_fit_for_certain():

@@ -96,7 +96,7 @@ def some_problem():
 def test_a_solver_that_denies_a_known_answer_has_proven_nothing(monkeypatch):
     problem, nothing = some_problem(), np.empty(0)
     denied = milp.Solution(status="infeasible", values=nothing, objective=np.inf, bound=np.inf)
-    monkeypatch.setattr(milp.Program, "solve", lambda *_, **__: denied)
+    monkeypatch.setattr(milp.FlowProgram, "solve", lambda *_, **__: denied)
     incumbent = some_answer(problem)
     program = solve_program(problem, time_limit=30, incumbent=incumbent)
     assert program.chosen == incumbent.chosen

@@ -4,12 +4,12 @@ import highspy
 import numpy as np
 import pytest
 
-from lightning_mist.tuner.inter_stage.flow_program import Program
+from lightning_mist.tuner.inter_stage.flow_program import FlowProgram
 
 
 def knapsack(scale=1.0):
     """Take exactly two of three; the slowest counts three times."""
-    program = Program(scale=scale)
+    program = FlowProgram(scale=scale)
     costs = scale * np.array([3.0, 1.0, 2.0])
     x = program.add_binaries(costs)
     (slowest,) = program.add_seconds([3.0])
@@ -46,7 +46,7 @@ def test_infeasible_is_a_status():
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
 def test_a_scale_is_positive(scale):
     with pytest.raises(ValueError, match="positive and finite"):
-        Program(scale=scale)
+        FlowProgram(scale=scale)
 
 
 def test_says_nothing(capfd):
