@@ -5,6 +5,8 @@ Wrong arguments are plain ``ValueError`` or ``TypeError``; everything that depen
 out.
 """
 
+from typing import NamedTuple
+
 
 class MistError(Exception):
     """Base class of every error that belongs to planning or running a plan."""
@@ -18,14 +20,28 @@ class ProfileError(MistError):
     """A measurement of the machine failed or a stored profile cannot be used."""
 
 
+class Shortage(NamedTuple):
+    """Memory that is missing where most is.
+
+    Attributes:
+        is_host: Whether it is host memory.
+        share: Bytes that are needed as a multiple of those that may be used.
+        text: Both, for people.
+    """
+
+    is_host: bool
+    share: float
+    text: str
+
+
 class InfeasibleError(MistError):
     """No plan of the search space satisfies every constraint; the message names the binding one.
 
     Attributes:
-        shortage: What the least demanding plan needs and may use, for people; empty where memory is not the reason.
+        shortage: What the least demanding plan lacks; None where memory is not the reason.
     """
 
-    shortage = ""
+    shortage: "Shortage | None" = None
 
 
 class PlanError(MistError):

@@ -50,7 +50,7 @@ from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.planner import Planner
 from lightning_mist.tuner.select import ALIKE
-from lightning_mist.tuner.space import divisors
+from lightning_mist.tuner.space import Space, divisors
 
 OURS = "this plan"
 """What the plan itself is called."""
@@ -115,11 +115,23 @@ class Rival:
             yield from self.spaces(planner, asked)
             return
         own, every = self.spaces, planner.space(asked.global_batch_size, asked.search)
-        allowed = own.tensor_parallel_degrees
-        degrees = tuple(sorted({degree for degree, _ in every.tensor if allowed is None or degree in allowed}))
-        if degrees and (own.checkpointed_shares is None or every.checkpointing):
-            loaders = asked.search.data_parallel_size
-            yield 0.0, replace(own, tensor_parallel_degrees=degrees, data_parallel_size=loaders)
+        if own.checkpointed_shares is None or every.checkpointing:
+            within = replace(own, data_parallel_size=asked.search.data_parallel_size)
+            yield from ((0.0, search) for search in _arranged_alike(every, within))
+
+
+def _arranged_alike(every: Space, search: SearchSpace) -> Iterator[SearchSpace]:
+    """A search space for each arrangement of devices that all stages have."""
+    tensor = {degree for degree, _ in every.tensor}
+    for devices in divisors(every.world_size):
+        for degree in sorted(tensor & {*(search.tensor_parallel_degrees or tensor)}):
+            if devices % degree == 0:
+                yield replace(
+                    search,
+                    devices_per_stage=(devices,),
+                    data_parallel_degrees=(devices // degree,),
+                    tensor_parallel_degrees=(degree,),
+                )
 
 
 def _aceso(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
@@ -129,26 +141,23 @@ def _aceso(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]
 def _mist(planner: Planner, asked: Asked) -> Iterator[tuple[float, SearchSpace]]:
     batch, wide = asked.global_batch_size, planner.space(asked.global_batch_size, asked.search)
     powers = tuple(takewhile(lambda power: power <= batch, (2**exponent for exponent in count())))
-    for devices in divisors(wide.world_size):
-        for tensor in sorted({degree for degree, _ in wide.tensor if devices % degree == 0}):
-            search = replace(
-                asked.search,
-                num_microbatches=powers,
-                microbatch_sizes=(1, 2, 4),
-                devices_per_stage=(devices,),
-                data_parallel_degrees=(devices // tensor,),
-                tensor_parallel_degrees=(tensor,),
-                zero_stages=(1, 2, 3),
-                sequence_parallel=False,
-                schedules=("1f1b",),
-            )
-            space, bounds = planner.space(batch, search), []
-            for num_stages, num_microbatches in space.pipelines():
-                seconds = planner.model.region_seconds(space.rows(num_microbatches, devices // tensor), tensor)
-                once = float((seconds.forward_R + seconds.backward_R).sum())
-                bounds.append((num_microbatches - 1) * once / num_stages + once)
-            if bounds:
-                yield min(bounds), search
+    published = replace(
+        asked.search,
+        num_microbatches=powers,
+        microbatch_sizes=(1, 2, 4),
+        zero_stages=(1, 2, 3),
+        sequence_parallel=False,
+        schedules=("1f1b",),
+    )
+    for search in _arranged_alike(wide, published):
+        space, bounds = planner.space(batch, search), []
+        ((data,), (tensor,)) = search.data_parallel_degrees or (), search.tensor_parallel_degrees or ()
+        for num_stages, num_microbatches in space.pipelines():
+            seconds = planner.model.region_seconds(space.rows(num_microbatches, data), tensor)
+            once = float((seconds.forward_R + seconds.backward_R).sum())
+            bounds.append((num_microbatches - 1) * once / num_stages + once)
+        if bounds:
+            yield min(bounds), search
 
 
 _GRID = SearchSpace(
@@ -300,7 +309,7 @@ def _best(planner: Planner, asked: Asked, rival: Rival, refused: str) -> Compare
 
 def _searched(planner: Planner, asked: Asked, rival: Rival) -> ComparedPlan:
     """The best plan of several spaces, of which those are searched that may have it while there is time."""
-    began, best, is_late, reason, is_asked = thread_time(), None, False, UNDIVIDED, False
+    began, best, is_late, shortages, is_asked = thread_time(), None, False, [], False
     for bound, search in sorted(rival.within(planner, asked), key=lambda item: item[0]):
         if best is not None and bound >= closed_form_of(best):
             break
@@ -315,12 +324,15 @@ def _searched(planner: Planner, asked: Asked, rival: Rival) -> ComparedPlan:
             is_late = True
             continue
         except InfeasibleError as error:
-            reason = f"does not fit: {error.shortage}" if error.shortage else reason
+            shortages += [error.shortage] if error.shortage else []
             continue
         is_late |= found.status == "time limit"
         best = min(filter(None, (best, found.plan)), key=_seconds)
     if best is not None:
         return ComparedPlan(name=rival.name, plan=best, note=CUT_SHORT if is_late else "")
+    # Where a setting fits on its devices, host memory is what it lacks.
+    least = min(shortages, key=lambda item: (not item.is_host, item.share), default=None)
+    reason = UNDIVIDED if least is None else f"does not fit: {least.text}"
     return ComparedPlan(name=rival.name, plan=None, reason=UNDECIDED if is_late else reason)
 
 
@@ -400,7 +412,7 @@ def baseline_notes(spec: ModelSpec) -> tuple[str, ...]:
     )
     named = (
         "DDP takes each batch whole and recomputes nothing, and, tuned, chooses microbatches and recomputed layers; "
-        "FSDP is ZeRO-2 or ZeRO-3; the stages of Megatron-LM are all alike, with ZeRO-0 or ZeRO-1"
+        "FSDP is ZeRO-2 or ZeRO-3; the stages of Megatron-LM are all arranged alike, each with ZeRO-0 or ZeRO-1"
     )
     stacks = (
         "Megatron-LM is priced with fused kernels where the machine is the catalog's, the others with those of torch "

@@ -118,7 +118,7 @@ class PredictedStage:
         breakdown: Bytes of that peak by term, and seconds by term, as ``(name, value)`` with names ending in
             ``_bytes`` or ``_seconds``.
         spent: Where the seconds of one step of the stage's devices go, as ``(name, seconds)``; they add up to the step.
-            Names are those of :class:`~lightning_mist.cost.prediction.StageSpent`. Chunks that share devices all have
+            Names are those of :class:`~lightning_mist.cost.plan_clock.StageSpent`. Chunks that share devices all have
             those of these devices. Empty in plans that were predicted before this was known.
         needs: What the memory of the stage's devices is made of, as ``(name, bytes)``: see
             :mod:`~lightning_mist.cost.memory.stage_bytes`. From it and the schedule follow the bytes over the step.

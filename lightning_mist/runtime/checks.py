@@ -1,6 +1,6 @@
 """Checks with real numbers, made once before training: the cut module against the whole.
 
-They leave the module as they found it: gradients, buffers, attributes, random generators.
+Gradients are afterwards as before; what else steps do to the module and to random generators is the caller's to undo.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -75,6 +75,7 @@ class HoldsPlan:
     def _started_for(self: Any, module: nn.Module, decision: Decision, **more: Any) -> Engine:
         """This rank's engine for the plan that was decided on, which guards its step; optimizers are to be taken."""
         engine: Engine = self._started(module, decision.plan, decision.module_map, rules=decision.rules, **more)
+        self._engine = engine  # whatever fails from here on, it is closed
         # As DDP gives every rank the buffers of rank 0 before forwards.
         options, now = self._ddp_kwargs, self._ddp_kwargs.get("forward_sync_buffers")
         engine.buffers.is_enabled = bool(options.get("broadcast_buffers", True) if now is None else now)

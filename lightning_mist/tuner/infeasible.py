@@ -24,7 +24,7 @@ from lightning_mist.cost import CostModel, StageSlot, stage_memory
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS, PeakParts, StageNeeds, moments_of
-from lightning_mist.errors import InfeasibleError
+from lightning_mist.errors import InfeasibleError, Shortage
 from lightning_mist.plan import COUNTS, OFFLOADED, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.candidates import (
     ANY_SEAMS,
@@ -244,7 +244,7 @@ def explain_infeasible(intra: Stages, make_plan: MakePlan, deadline: float = np.
         )
     with_more_host = _with_more_host(intra, pipelines, make_plan, look)
     error = InfeasibleError(_message(intra, plan, is_least, with_more_host))
-    error.shortage = _shortage(intra, plan, with_more_host)
+    error.shortage = _shortage(intra, plan, is_least, with_more_host)
     raise error
 
 
@@ -346,7 +346,7 @@ def _by_memory(
     return with_peaks_as_seconds(SlotChoices.joined([look.choices(intra, slot) for slot in slots]))
 
 
-def _shortage(intra: Stages, plan: Plan, with_more_host: Plan | None) -> str:
+def _shortage(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> Shortage:
     """What is needed where most is missing, of what may be used there; of host memory where that is what binds."""
     if with_more_host is None:
         needs_S = [stage.peak_bytes for stage in stage_memory(intra.model.spec, plan)]
@@ -354,8 +354,12 @@ def _shortage(intra: Stages, plan: Plan, with_more_host: Plan | None) -> str:
     else:
         needs_S = [item.host_bytes for item in plan_memory(intra.model.memory, with_more_host)]
         limits_S, where = intra.host_limits(with_more_host), " in host memory"
-    needed, limit = max(zip(needs_S, limits_S, strict=True), key=lambda pair: pair[0] / max(pair[1], 1.0))
-    return f"needs {format_bytes(needed)} of {format_bytes(limit)} per device{where}"
+    share, needed, limit = max(
+        (needed / max(limit, 1.0), needed, limit) for needed, limit in zip(needs_S, limits_S, strict=True)
+    )
+    most = "" if is_least else " at most"
+    text = f"needs{most} {format_bytes(needed)} of {format_bytes(limit)} per device{where}"
+    return Shortage(is_host=bool(where), share=share, text=text)
 
 
 def _message(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> str:

@@ -76,6 +76,7 @@ def test_each_is_what_it_says():
     assert (infinite.num_stages, int(infinite.stages[0].zero_stage)) == (1, 3)
     for name in NAMES[5:8]:
         assert len({stage.num_layers for stage in items[name].stages}) == 1
+        assert len({(stage.data_parallel_degree, len(stage.devices)) for stage in items[name].stages}) == 1
         assert {int(stage.zero_stage) for stage in items[name].stages} <= {0, 1}
     assert all(stage.checkpointing.layers == 0 for stage in items[NAMES[5]].stages)
     assert all(stage.checkpointing.layers == stage.num_layers for stage in items[NAMES[6]].stages)
@@ -222,6 +223,7 @@ def test_what_is_not_decided_in_time_is_not_said_not_to_fit(monkeypatch):
 
 
 def test_host_memory_limits_what_is_offloaded():
+    assert found()["ZeRO-Offload"].plan.stages[0].offload.any
     items = found(host_memory_limit=0)
     for name in ("FSDP", "ZeRO-Offload", "ZeRO-Infinity"):
         assert not items[name].plan.stages[0].offload.any
@@ -266,6 +268,7 @@ def test_unlike_devices():
     assert list(items) == NAMES
     assert items[NAMES[-1]].reason == "not for unlike devices: all its stages have the same"
     grid = items["Megatron-LM, tuned"].plan
+    assert len({(stage.data_parallel_degree, len(stage.devices)) for stage in grid.stages}) == 1
     assert grid == replace(grid, predicted=predict_with(planner.model, grid))
     plans = [item.plan for item in items.values() if item.plan is not None]
     for plan in plans:

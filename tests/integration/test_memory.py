@@ -54,7 +54,7 @@ PLANS = {
 WHOLE = {name for name, options in PLANS.items() if "tensor" not in options}
 
 CASES = {
-    "vit": ("vit", [*PLANS][1::2]),
+    "vit": ("vit", [*[*PLANS][1::2], "tensor parallelism"]),
     "gpt2_dropout": ("gpt2_dropout", PLANS),
     "llama_tied": ("llama_tied", PLANS),
     "bert": ("bert", [*PLANS][::2]),

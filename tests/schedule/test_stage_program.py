@@ -220,11 +220,13 @@ def stage(draw, index, count, first):
 @given(st.data())
 def test_lists_do_everything_once_and_keep_the_rules(data):
     name = data.draw(st.sampled_from(["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]))
-    chunks, microbatches = 2 if name == "interleaved-1f1b" else 1, data.draw(st.sampled_from([2, 4]))
-    group = data.draw(st.integers(0, 1))
-    listed = generate(2 * chunks, microbatches, name, num_groups=2)[group]
-    stages = range(group, 2 * chunks, 2)
-    units = {at: data.draw(stage(at, 2 * chunks, 5 * at)) for at in stages}
+    is_chunked = name == "interleaved-1f1b"
+    chunks, groups = 2 if is_chunked else 1, 2 if is_chunked else data.draw(st.integers(1, 3))
+    microbatches = data.draw(st.sampled_from([2, 4]) if is_chunked else st.integers(1, 5))
+    group = data.draw(st.integers(0, groups - 1))
+    listed = generate(groups * chunks, microbatches, name, num_groups=groups)[group]
+    stages = range(group, groups * chunks, groups)
+    units = {at: data.draw(stage(at, groups * chunks, 5 * at)) for at in stages}
     updated = [(at, unit) for at in stages for unit in units[at].order if data.draw(st.booleans())]
     kinds = {kind: data.draw(st.sets(st.sampled_from(updated))) if updated else set() for kind in "OPG"}
     update = update_rows(updated, kinds, gathers=data.draw(st.booleans()))

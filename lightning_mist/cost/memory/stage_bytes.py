@@ -20,7 +20,7 @@ Bytes: TypeAlias = FloatArray | float
 """Bytes of each candidate, or of all alike."""
 
 NeedTerms: TypeAlias = tuple[tuple[str, float], ...]
-"""``(name, bytes)``: ``always.TERM`` of what is there all the time, ``update.SITUATION.TERM`` of what comes after the
+"""``(name, bytes)``: ``always.TERM`` of what is there all the time, ``update.WHAT.TERM`` of what comes after the
 last backward, and the arrays of :class:`StageNeeds` by their names without
 ``_K``. What is nothing is left out."""
 
@@ -196,7 +196,7 @@ def needs_of(terms: NeedTerms) -> StageNeeds:
             arrays[f"{name}_K"] = value
         else:
             known = ", ".join(item.removesuffix("_K") for item in _DEVICE_ARRAYS)
-            raise PlanError(f"needs.{name}: not known; known are always.TERM, update.SITUATION.TERM, {known}")
+            raise PlanError(f"needs.{name}: not known; known are always.TERM, update.WHAT.TERM, {known}")
     return StageNeeds(
         always=always,
         update=tuple(update.items()),

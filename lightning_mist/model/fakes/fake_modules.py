@@ -272,6 +272,8 @@ class WithoutDropout(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = call_without_dropout(func, args, kwargs or {})
+        if args and result is args[0]:
+            return result  # nothing was computed
         if isinstance(result, Tensor) and type(result) in (Tensor, nn.Parameter) and result.is_floating_point():
             self.coarsest = max(self.coarsest, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result

@@ -148,9 +148,7 @@ def reached(start: Sequence[Code], *, depth: float = inf, inside: int = 0, from_
     waiting, seen, given = [(item, depth, item.holders) for item in start], set[Any](), set[CodeType]()
     while waiting:
         item, left, at_start = waiting.pop()
-        # Of objects of one class one is enough.
-        classes = {id(each if is_a(each, type) else type(each)) for each in item.holders}
-        key = (item.code, left, id(at_start), frozenset(classes))
+        key = (item.code, left, id(at_start), frozenset(map(_kind, item.holders)))
         if key in seen:
             continue
         seen.add(key)
@@ -162,10 +160,21 @@ def reached(start: Sequence[Code], *, depth: float = inf, inside: int = 0, from_
             waiting.append((called, further, at_start))
 
 
+def _kind(holder: Any) -> tuple[Any, ...]:
+    """What tells apart what holders call: objects of one class call the same, but for functions of their own."""
+    if is_a(holder, type):
+        return (id(holder),)
+    values = dict.values(own(holder) or {})
+    return id(type(holder)), *(id(value) for value in values if is_a(value, _FUNCTIONS))
+
+
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+
+
 def _called(item: Code, at_start: tuple[Any, ...], from_making: bool) -> Iterator[Code]:
     names = names_in(item.code)
     for value in (*item.named(names), *item.holders):
-        if is_a(value, (FunctionType, MethodType, functools.partial)):
+        if is_a(value, _FUNCTIONS):
             members, holders = [value], (value.__self__,) if is_a(value, MethodType) else at_start
         else:
             members, holders = _members(value, names, from_making), at_start if is_a(value, ModuleType) else (value,)
@@ -175,9 +184,11 @@ def _called(item: Code, at_start: tuple[Any, ...], from_making: bool) -> Iterato
                     yield Code.of(function, holders)
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _inside(value: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
     """What a value is made of that may run: of functions those that they are around, of properties their functions."""
     for each in wrapped(value):
+        if any(each is item for item in outer):
+            return
         if is_a(each, property):
             parts: tuple[Any, ...] = (each.fget, each.fset)
         elif is_a(each, functools.cached_property):
@@ -188,7 +199,7 @@ def _inside(value: Any) -> Iterator[Any]:
             yield each
             continue
         for part in parts:
-            yield from _inside(part)
+            yield from _inside(part, (*outer, each))
 
 
 def _members(value: Any, names: set[str], from_making: bool) -> list[Any]:

@@ -159,7 +159,10 @@ def with_splits(
 
 
 def with_ways(found: ModuleMap, made: ModuleMap) -> ModuleMap:
-    """The map with the ways to share layers and rows that one rank found, whose batch may have other sizes."""
+    """The map with the ways to share layers and rows that one rank found, whose batch may have other sizes.
+
+    What else it excludes all ranks have agreed on before.
+    """
     return replace(
         found,
         splits=made.splits,

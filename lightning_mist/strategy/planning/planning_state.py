@@ -113,7 +113,7 @@ class FitPlanner:
         return Room(held=held, limit=limit, step_bytes=self._counted)
 
     def tried(self, work: Callable[..., T], *, tell: Callable[..., None] | None = None) -> T:
-        """What some work on the user's code gives, without a trace of it; see :func:`trials.tried`."""
+        """What some work on the user's code gives, without a trace of it; see :func:`.trial_step.tried`."""
         return tried(self.call.around(work), self.strategy.root_device, clock=self.call.clock, tell=tell)
 
     @property

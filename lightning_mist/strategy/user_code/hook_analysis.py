@@ -12,6 +12,7 @@ import inspect
 import linecache
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NoReturn
@@ -550,6 +551,22 @@ def _has_grad(code: CodeType) -> bool:
             return True
         before = instruction.argval
     return False
+
+
+def uses_state(start: list[Code]) -> bool:
+    """Whether code, or what it calls by name, gets at an optimizer's state."""
+    return any(
+        following.argval in _OF_STATE
+        and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        and (before.argval != "trainer" if following.argval == "state" else "optim" in str(before.argval))
+        for item in reached(start, depth=_MOST_CALLS, inside=_INSIDE)
+        for each in codes_in(item.code)
+        for before, following in pairwise(filter(_is_step, dis.get_instructions(each)))
+    )
+
+
+def _is_step(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith("LOAD") and instruction.opname != "LOAD_CONST"
 
 
 def mentions_gradients(function: Any, owner: Any = None) -> bool:

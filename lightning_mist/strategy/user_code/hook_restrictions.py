@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 from lightning_mist.attributes import is_a, of_class, stored, wrapped
-from lightning_mist.model.user_code import code_of, is_lightnings, names_in
+from lightning_mist.model.user_code import Code, code_of, is_lightnings, names_in
 from lightning_mist.plan import Exclusion, Feature
 from lightning_mist.plan.module_map import Reasons, exclusions_of
 from lightning_mist.strategy.user_code.fit_objects import FitObjects, Known
-from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader, mentions_gradients
+from lightning_mist.strategy.user_code.hook_analysis import ReachedError, Reader, mentions_gradients, uses_state
 
 PARAMETERS_AWAY: tuple[Feature, ...] = ("pipeline", "tensor", "sharded_parameters", "offloaded_parameters")
 """What leaves a rank's device without some parameters while it trains."""
@@ -160,8 +160,7 @@ def _look(item: Any, name: str, objects: FitObjects) -> tuple[str, str] | None:
 def _kind(error: ReachedError, reader: Reader, name: str) -> str:
     if name in _BEFORE_BACKWARD:
         return "parameters between a batch's forward and backward"
-    read = [each for function, _ in reader.read for each in wrapped(function) if is_a(each, FunctionType)]
-    names = set[str]().union(*(names_in(each.__code__) for each in read))
+    names = set[str]().union(*(names_in(each.__code__) for each, _ in _functions(reader)))
     if "register_post_accumulate_grad_hook" in names:
         return "gradients as they are accumulated"
     callee = error.callee
@@ -171,10 +170,16 @@ def _kind(error: ReachedError, reader: Reader, name: str) -> str:
         or (callee is not None and mentions_gradients(callee))
         or (is_opaque and name in _AT_GRADIENTS)
     ):
-        return "gradients, and optimizer state" if "state" in names else "gradients"
+        start = [Code.of(each, () if owner is None else (owner,)) for each, owner in _functions(reader)]
+        return "gradients, and optimizer state" if uses_state(start) else "gradients"
     if "register_hook" in names:
         return "parameters, and put hooks on them"
     return "optimizer state" if error.is_state else "parameters"
+
+
+def _functions(reader: Reader) -> list[tuple[FunctionType, Any]]:
+    """The functions that were read, with whose they are."""
+    return [(each, owner) for item, owner in reader.read for each in wrapped(item) if is_a(each, FunctionType)]
 
 
 def _arguments(item: Any, name: str, objects: FitObjects) -> list[Any]:

@@ -7,12 +7,12 @@ from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 
 
 def test_instances_are_compared_and_counted() -> None:
-    found = [compared(seed) for seed in range(2)]
-    assert [seed for seed, _, _ in found] == [0, 1]
+    found = [compared(seed) for seed in (0, 5)]
+    assert [seed for seed, _, _ in found] == [0, 5]
     verdicts = [verdict for _, _, verdict in found]
     sample = sample_of("some", verdicts)
     assert sample["instances"] == sample["equal"] == 2
-    assert sample["of these infeasible"] == sum(item.status == "infeasible" for item in verdicts)
+    assert sample["of these infeasible"] == 1
     assert sample["largest difference"] <= PRECISION
 
 

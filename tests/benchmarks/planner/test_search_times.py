@@ -10,6 +10,7 @@ from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.tuner import SearchSpace
 from tests.specs import spec
+from tests.tiers import tiered
 
 
 def test_a_planner_in_a_process_of_its_own_answers_every_question() -> None:
@@ -54,8 +55,11 @@ def test_cases_ask_for_whole_batches() -> None:
             assert question.global_batch_size % parse_cluster(case.cluster).world_size == 0
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("case", [*CASES, *MIXED], ids=lambda case: f"{case.model} on {case.cluster}")
+@pytest.mark.parametrize(
+    "case",
+    tiered([*CASES, *MIXED], [CASES[0], min(CASES, key=lambda case: len(case.precisions)), MIXED[0]]),
+    ids=lambda case: f"{case.model} on {case.cluster}",
+)
 def test_cases_are_known_in_all_of_their_precisions(case: Case) -> None:
     for precision in map(PRECISIONS.__getitem__, case.precisions):
         check_rates(case.cluster, parse_cluster(case.cluster), precision.name)

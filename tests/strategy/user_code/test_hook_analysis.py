@@ -133,9 +133,35 @@ def stepping(look):
     return step
 
 
+class _Caller:
+    def __init__(self, look):
+        self.look = look
+
+    def __call__(self, module):
+        return self.look(module)
+
+
+def _quiet(module):
+    return module
+
+
+def _norms(module):
+    return [p.grad for p in module.parameters()]
+
+
+class CallsSeveral(Net):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = _Caller(_quiet), _Caller(_norms)
+
+    def training_step(self, batch):
+        return self.first(self), self.second(self)
+
+
 @pytest.mark.parametrize(
     ("module", "what", "name"),
     [
+        (CallsSeveral, "gradients", "grad in _norms"),
         (HandsItselfOn, "gradients", "clip_grad_norm_ in helped"),
         (HasItInside, "gradients", "grad in look"),
         (LeavesHooks, "gradients", "grad in __init__"),

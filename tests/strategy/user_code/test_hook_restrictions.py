@@ -305,14 +305,40 @@ def test_groups_have_on_every_rank_what_it_updates():
     assert "may use optimizer state (" in reason
 
 
-def test_a_hook_may_use_gradients_and_optimizer_state():
-    def look(self, trainer, module, *_):
-        moments = trainer.optimizers[0].state
-        return [p.grad / moments[p]["exp_avg_sq"].sqrt() for p in module.parameters()]
+def _norms(module):
+    return [p.grad.norm() for p in module.parameters()]
 
+
+def _moments(optimizer):
+    return list(optimizer.state.values())
+
+
+def _looks_at_state(self, trainer, module, *_):
+    moments = trainer.optimizers[0].state
+    return [p.grad / moments[p]["exp_avg_sq"].sqrt() for p in module.parameters()]
+
+
+def _saves_state(self, trainer, module, *_):
+    return _norms(module), trainer.optimizers[0].state_dict()
+
+
+def _calls_for_state(self, trainer, module, *_):
+    return _norms(module), _moments(trainer.optimizers[0])
+
+
+def _looks_at_the_trainers(self, trainer, module, optimizer):
+    return _norms(module) if trainer.state.fn == "fit" else None
+
+
+@pytest.mark.parametrize("look", [_looks_at_state, _saves_state, _calls_for_state])
+def test_a_hook_may_use_gradients_and_optimizer_state(look):
     features, reason = found(_callback("on_before_optimizer_step", look))
     assert features == {*GRADIENTS_AWAY, "offloaded_optimizer"}
     assert "may use gradients, and optimizer state (" in reason
+
+
+def test_the_state_of_a_trainer_is_none_of_an_optimizer():
+    assert found(_callback("on_before_optimizer_step", _looks_at_the_trainers))[0] == set(GRADIENTS_AWAY)
 
 
 def test_masters_are_with_who_updates_them():
