@@ -30,7 +30,7 @@ from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, ModuleMap, Plan, row_slice
+from lightning_mist.plan import CheckpointingKind, ModuleMap, Plan, StagePlan, row_slice
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.units import format_bytes
 
@@ -170,7 +170,7 @@ class Estimator:
         if not can_replay(self.spec, plan):
             why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
             if any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan):
-                why = "of what is moved replays know activations only"
+                why = "of what is moved replays know activations and optimizer state only, without master weights"
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
@@ -306,13 +306,18 @@ def describe_cluster(cluster: AnyCluster) -> str:
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether every allocation is known: of a traced network, under a plan that is executed and moves activations only.
+    """Whether every allocation is known: of a traced network, under a plan that is executed.
 
-    What the ranks of a row allocate is not traced.
+    What the ranks of a row allocate is not traced, and of what moves parameters and gradients are not replayed.
     """
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
-    is_other = any(replace(s.offload, activations=0.0).any or s.mesh.context_parallel_degree > 1 for s in plan.stages)
-    return known and not is_other and not what_is_not_run(plan)
+    return known and not any(_is_other(spec, stage) for stage in plan.stages) and not what_is_not_run(plan)
+
+
+def _is_other(spec: ModelSpec, stage: StagePlan) -> bool:
+    offload = stage.offload
+    moves = offload.parameters or offload.gradients or (spec.master_weights and offload.optimizer)
+    return stage.mesh.context_parallel_degree > 1 or moves > 0.0
 
 
 def _estimate(

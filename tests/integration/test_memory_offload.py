@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lightning_mist.cost import stage_memory
+from lightning_mist.estimate.replay import replay_plan
+from lightning_mist.estimate.stage_estimates import can_replay
 from lightning_mist.model import trace_model
 from lightning_mist.plan import OffloadRatios
 from tests import zoo
@@ -23,6 +25,9 @@ UNDER, OVER, MEAN = 0.01, 0.05, 0.02
 """How far a prediction may be below and above what is metered, and the largest mean, relative to that. As without
 offloading, sharding of networks as small as these is told less exactly than of large ones; and for parameters the model
 has two rooms of the largest unit's size, where the runtime takes what the two units that are there need."""
+
+REPLAYED = 0.02
+"""How far a replay may be above; below as much as a prediction."""
 
 HOST = {"activations": 0.05, "gradients": 0.01}
 """The same of host memory. Of activations: what a later stage receives stays, and two layers keep little else. Of
@@ -63,6 +68,9 @@ def errors(model, combinations):
     for name, ratios in combinations:
         plan = make_plan(rows=ROWS, offload=OffloadRatios(**ratios), **PLANS[name])
         metered = measure(module, spec.module_map, plan, [make_batch(ROWS) for _ in range(plan.world_size)])
+        replays = replay_plan(spec, plan, plain=False) if can_replay(spec, plan) else ()
+        for replay, use in zip(replays, metered, strict=bool(replays)):
+            assert -UNDER <= replay.peak_bytes / use.device - 1 <= REPLAYED, (name, ratios, replay.phase)
         for stage, (use, predicted) in enumerate(zip(metered, stage_memory(spec, plan), strict=True)):
             host = abs(predicted.host_bytes - use.host) / use.host
             assert host <= max((HOST[kind] for kind in HOST if kind in ratios), default=0.0), (name, ratios, host)

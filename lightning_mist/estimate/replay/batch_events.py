@@ -5,7 +5,7 @@ the schedule tells that it has arrived.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_mist.estimate.replay.gradient_events import Gradients
 from lightning_mist.estimate.replay.rank_state import CrossingTensor, ReplayedRank
@@ -26,6 +26,7 @@ class BatchWalk:
 
     Args:
         arrivals: Which sends each computation finds arrived.
+        between: Does what happens to gradients, parameters and the optimizer's state of units.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class BatchWalk:
         templates: Mapping[int, StageTemplate],
         arrivals: Mapping[Action, Sequence[Action]],
         gradients: Gradients,
+        between: Callable[[Action], None],
     ) -> None:
         self._tape, self._view, self._templates = tape, view, templates
-        self._arrivals, self._gradients = arrivals, gradients
+        self._arrivals, self._gradients, self._between = arrivals, gradients, between
         self._last = view.plan.num_stages - 1
         self._parts_of: dict[tuple[int, int | None], tuple[int, ...]] = {}
         self._bases: dict[_Key, int] = {}
@@ -58,7 +60,7 @@ class BatchWalk:
         key = action.stage, action.microbatch
         inner, behind = list(lines), list[Action]()
         while inner and inner[0].microbatch is None:
-            self._gradients.line(inner.pop(0))
+            self._between(inner.pop(0))
         while inner and inner[-1].microbatch is None:
             behind.insert(0, inner.pop())
         if action.kind is ActionKind.FORWARD:
@@ -77,7 +79,7 @@ class BatchWalk:
         elif action.kind is ActionKind.SEND_GRADIENT:
             self._send_gradient(action, key)
         for line in behind:
-            self._gradients.line(line)
+            self._between(line)
 
     def finish(self) -> None:
         """The batch is over: everything that was sent has arrived."""
@@ -191,11 +193,13 @@ class BatchWalk:
         """The lines that compute, in between what happens to gradients, parameters and activations of units."""
         for line in lines:
             if line.microbatch is None:
-                self._gradients.line(line)
+                self._between(line)
             elif line.kind in (ActionKind.DROP_ACTIVATIONS, ActionKind.LOAD_ACTIVATIONS):
                 move = self._drop if line.kind is ActionKind.DROP_ACTIVATIONS else self._load
                 move((line.stage, line.microbatch), self._parts(self._templates[line.stage], line)[-1])
             elif line.kind is not ActionKind.STORE_ACTIVATIONS:
+                if line.unit is not None:
+                    self._gradients.arrived((line.stage, line.unit))
                 yield line
 
     def _drop(self, key: _Key, part: int) -> None:

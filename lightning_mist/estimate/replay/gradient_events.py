@@ -1,6 +1,6 @@
 """Gradients of parameters on one rank: where they are made, copied into flat buffers, reduced, and freed."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from lightning_mist.estimate.replay.rank_state import Flat, Held, ReplayedRank, UnitKey
 from lightning_mist.model.events import EventTape, Label, WeightGradient
@@ -33,6 +33,7 @@ class Gradients:
         self._sums: dict[tuple[UnitKey, Flat], int] = {}
         self._users: dict[Flat, int] = {}
         self._there: dict[Flat, int] = {}
+        self._given: dict[UnitKey, list[int]] = {}
         self._alone = -1
         owners = view.spec.module_map.owners(view.plan.bounds)
         self.names = {
@@ -245,8 +246,12 @@ class Gradients:
                 self._under_way.append((key, flat, self._take(flat, "gradients of a unit on their way")))
         elif line.kind is ActionKind.UNSHARD:
             self._unshard(key)
-        else:
+        elif line.kind is ActionKind.RESHARD:
             self._reshard(key)
+        elif line.kind is ActionKind.GATHER_PARAMETERS:
+            label = Label("transfer_bytes", "updated parameters of a unit")
+            flats = self._view.by_owner(self._view.updated[key])
+            self._given[key] = [self._tape.malloc(flat.bytes, label) for flat in flats]
 
     def _unshard(self, key: UnitKey) -> None:
         for flat in self._view.shards_of.get(key, ()):
@@ -291,6 +296,16 @@ class Gradients:
                 self._tape.free(under_way.pop(0))
         for identity in under_way:
             self._tape.free(identity)
+
+    def arrived(self, key: UnitKey) -> None:
+        """What a unit was given of its updated parameters has been taken over."""
+        for identity in self._given.pop(key, ()):
+            self._tape.free(identity)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """The gradients of these parameters are gone."""
+        for name in names:
+            self._drop(name)
 
     def forget(self) -> None:
         """All gradients are gone: the next step begins."""

@@ -24,6 +24,7 @@ from lightning_mist.plan import Plan, ScheduleName, ZeroStage
 from lightning_mist.plan.mesh import held_parameters
 from lightning_mist.schedule import Schedule, arrived_sends, generate
 from lightning_mist.schedule.lowering import add_transfers, add_update
+from lightning_mist.schedule.stage_units import defers_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +188,10 @@ def _lists(plan: Plan, spec: ModelSpec, *, shorten: bool) -> tuple[Schedule, Arr
     count = min(plan.num_microbatches, _shown(plan)) if shorten else plan.num_microbatches
     tied = any(len(stages) > 1 for stages in spec.module_map.owners(plan.bounds).values())
     gathers = tuple(
-        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS and stage.mesh.num_peers > 1
-        for stage in plan.stages[: plan.num_groups]
+        ZeroStage.NONE < stage.zero_stage < ZeroStage.PARAMETERS
+        and stage.mesh.num_peers > 1
+        and not defers_update(plan, spec.module_map, group)
+        for group, stage in enumerate(plan.stages[: plan.num_groups])
     )
     return _lowered(plan.num_stages, count, plan.schedule, tied=tied and plan.num_groups > 1, gathers=gathers)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
@@ -10,13 +10,27 @@ from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, n
 from lightning_mist.plan.messages import overlaps, side_of
 from lightning_mist.plan.sharding import deal_buckets
 from lightning_mist.schedule.stage_program import StageUnits
-from lightning_mist.schedule.stage_units import ShardUnit, expanded_units, plan_units
+from lightning_mist.schedule.stage_units import (
+    ShardUnit,
+    expanded_units,
+    offloaded_parameters,
+    plan_units,
+    updated_units,
+)
 
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""
 
+BUFFER_ALIGNMENT_BYTES = 64
+"""The same of tensors in the buffers of what passes between device and host memory."""
+
 UnitKey = tuple[int, int]
 """Stage and unit."""
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a tensor takes in a buffer of what passes between device and host memory."""
+    return -(-nbytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +178,23 @@ class ReplayedRank:
         """The same as the lines between them need them."""
         return expanded_units(self.plan, self.module_map, self.units)
 
+    @cached_property
+    def updated(self) -> dict[UnitKey, tuple[Held, ...]]:
+        """What the ranks of its stage update with each unit."""
+        found = updated_units(self.plan, self.module_map, self.mesh.stage)
+        return {key: tuple(self.by_name[name] for name in names) for key, names in found.items()}
+
+    @cached_property
+    def moved(self) -> dict[str, frozenset[str]]:
+        """By kind of state the parameters of which it is in host memory."""
+        offload = self.plan.stages[self.mesh.stage].offload
+        found = partial(offloaded_parameters, self.plan, self.module_map, self.mesh.stage)
+        return {
+            "parameters": found(offload.parameters, trained=False),
+            "gradients": found(offload.gradients, trained=True),
+            "optimizer": found(offload.optimizer, trained=True),
+        }
+
     @property
     def reduces_units(self) -> bool:
         """Whether gradients are reduced unit by unit."""
@@ -175,12 +206,15 @@ class ReplayedRank:
         found = {}
         for stage, units in self.units.items():
             for unit in units:
-                together: dict[tuple[int, str], list[Held]] = {}
-                for name in unit.reduced:
-                    item = self.by_name[name]
-                    together.setdefault((item.owner, item.dtype), []).append(item)
-                found[stage, unit.unit] = tuple(self._flat(items, key[0]) for key, items in together.items())
+                found[stage, unit.unit] = self.by_owner([self.by_name[name] for name in unit.reduced])
         return found
+
+    def by_owner(self, items: Sequence[Held]) -> tuple[Flat, ...]:
+        """Flat buffers in which parameters of a unit travel."""
+        together: dict[tuple[int, str], list[Held]] = {}
+        for item in items:
+            together.setdefault((item.owner, item.dtype), []).append(item)
+        return tuple(self._flat(of_owner, key[0]) for key, of_owner in together.items())
 
     @cached_property
     def shards(self) -> tuple[tuple[Flat, tuple[UnitKey, ...]], ...]:

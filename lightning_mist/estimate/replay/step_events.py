@@ -1,16 +1,18 @@
 """Optimizer steps of one rank: what is there from the start, batches, the optimizer's update."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from lightning_mist.estimate.replay.batch_events import BatchWalk
 from lightning_mist.estimate.replay.gradient_events import Gradients
-from lightning_mist.estimate.replay.rank_state import ReplayedRank
+from lightning_mist.estimate.replay.rank_state import Held, ReplayedRank, padded
 from lightning_mist.model.events import EventTape, Label, StageShape, StageTemplate, stack
 from lightning_mist.model.spec import bytes_at
 from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import Action, ActionKind, Schedule, complete_gradients
-from lightning_mist.schedule.stage_program import lines_of
+from lightning_mist.schedule.stage_program import NUM_BUFFERS, lines_of
+from lightning_mist.schedule.stage_units import defers_update, stage_update
 
 STEPS = 2
 """Optimizer steps that are replayed: the first makes the optimizer's state, the second is like all that follow."""
@@ -34,11 +36,15 @@ class Run:
         self._view, self._tape, self._in_buckets = view, EventTape(), in_buckets
         self._actions = schedule[view.mesh.stage]
         self._arrivals = arrivals[view.mesh.stage]
-        self._lines = dict(zip(self._actions, lines_of(self._actions, view.expanded), strict=True))
+        self._rows = stage_update(view.plan, view.module_map, view.mesh.stage)
+        self._defers = defers_update(view.plan, view.module_map, view.mesh.stage)
+        # By whether the update of the batch before is still to be done.
+        lines = [lines_of(self._actions, view.expanded, update) for update in ((), self._rows)[: 1 + self._defers]]
+        self._lines = [dict(zip(self._actions, found, strict=True)) for found in lines]
         self._gradients = Gradients(self._tape, view, in_buckets=in_buckets)
         self._templates = {stage: self._template(stage, known) for stage in view.chunks}
         self._final = complete_gradients(self._actions, self._gradients.names.__getitem__)
-        self._has_state = False
+        self._has_state = self._is_pending = False
 
     def _template(self, stage: int, known: dict[tuple[object, ...], StageTemplate]) -> StageTemplate:
         plan, view = self._view.plan.stages[stage], self._view
@@ -62,7 +68,8 @@ class Run:
             self._tape.mark("start of step")
             for identity in kept:
                 self._tape.free(identity)
-            self._gradients.forget()
+            if not self._is_pending:
+                self._gradients.forget()
             kept = self._step()
         return self._tape, begin
 
@@ -80,9 +87,26 @@ class Run:
             for bucket in view.buckets:
                 tape.malloc(bucket.bytes, Label("gradient_bytes", "bucket of DistributedDataParallel"))
         tape.malloc(view.spec.buffer_bytes, Label("buffer_bytes", "buffers"))
+        for _ in range(NUM_BUFFERS * (self._state_room > 0)):
+            tape.malloc(self._state_room, Label("offload_bytes", "buffer of optimizer state"))
         size = bytes_at(view.spec.batch_bytes, view.batch_rows, view.spec.sequence_length or 1)
         for index in range(view.batches):
             tape.malloc(size, Label("batch_bytes", "its own batch" if index == 0 else "a batch that it computes on"))
+
+    @property
+    def _state_room(self) -> int:
+        """The most bytes that the state in host memory of one unit takes in a buffer."""
+        return max((sum(map(self._room_of, self._mine(items))) for items in self._view.updated.values()), default=0)
+
+    def _room_of(self, item: Held) -> int:
+        return sum(map(padded, self._state(item))) if item.name in self._view.moved["optimizer"] else 0
+
+    def _mine(self, items: Sequence[Held]) -> list[Held]:
+        """What of some parameters this rank updates."""
+        return [item for item in items if item.is_trained and item.name in self._view.owned]
+
+    def _state(self, item: Held) -> list[int]:
+        return _pieces(self._view.spec.optimizer.state_bytes_per_parameter_byte, item.bytes)
 
     def _step(self) -> list[int]:
         """One optimizer step; what stays of it until the next one begins."""
@@ -90,7 +114,7 @@ class Run:
         for action in self._actions:
             if action.kind is ActionKind.OPTIMIZER_STEP:
                 self._mark(action)
-                self._update()
+                self._begin_update()
             elif action.kind is ActionKind.GATHER_PARAMETERS:
                 self._mark(action)
                 self._gradients.gather()
@@ -100,7 +124,8 @@ class Run:
         self._tape.mark(str(action), action.stage)
 
     def _batch(self) -> list[int]:
-        walk = BatchWalk(self._tape, self._view, self._templates, self._arrivals, self._gradients)
+        walk = BatchWalk(self._tape, self._view, self._templates, self._arrivals, self._gradients, self._line)
+        lines, self._is_pending = self._lines[self._is_pending], False
         for position, action in enumerate(self._actions):
             if action.kind in (ActionKind.OPTIMIZER_STEP, ActionKind.GATHER_PARAMETERS):
                 continue
@@ -114,21 +139,43 @@ class Run:
             elif action.kind is ActionKind.REDUCE_TIED:
                 self._gradients.reduce_tied()
             else:
-                walk.perform(action, self._lines[action])
+                walk.perform(action, lines[action])
             self._gradients.complete(names)
         walk.finish()
         return walk.kept
 
-    def _update(self) -> None:
-        """The optimizer's step: its state when it steps for the first time, and its temporaries."""
-        view, tape, optimizer = self._view, self._tape, self._view.spec.optimizer
-        mine = [item for item in view.held if item.is_trained and item.name in view.owned]
+    def _line(self, line: Action) -> None:
+        """What happens between the units of a computation, or in the optimizer's step by units."""
+        if line.kind is ActionKind.UPDATE:
+            assert line.unit is not None
+            items = self._view.updated[line.stage, line.unit]
+            self._update(self._mine(items))
+            if self._defers:
+                self._gradients.drop(item.name for item in items)
+        else:
+            self._gradients.line(line)
+
+    def _begin_update(self) -> None:
+        """The optimizer's step is asked for: what stays on the device of its state is made, if it is the first.
+
+        What leaves is made there too, of two units at once, which is no more than the buffers take later.
+        """
+        view, tape, mine = self._view, self._tape, self._mine(self._view.held)
         if not self._has_state:
             self._has_state = True
             for item in mine:
-                for size in _pieces(optimizer.state_bytes_per_parameter_byte, item.bytes):
-                    tape.malloc(size, Label("optimizer_bytes", f"{optimizer.name} state of {item.name}"))
-        share = optimizer.step_peak_bytes_per_parameter_byte
+                for size in self._state(item) if item.name not in view.moved["optimizer"] else ():
+                    tape.malloc(size, Label("optimizer_bytes", f"{view.spec.optimizer.name} state of {item.name}"))
+        self._is_pending = self._defers
+        if not self._rows:
+            self._update(mine)
+        elif not self._is_pending:
+            for line in chain.from_iterable(self._rows):
+                self._line(line)
+
+    def _update(self, mine: Sequence[Held]) -> None:
+        """The temporaries of an update of some parameters."""
+        tape, share = self._tape, self._view.spec.optimizer.step_peak_bytes_per_parameter_byte
         together = [tape.malloc(round(share * item.bytes), self._temporary) for item in mine if share > 0]
         left: list[int] = []
         for item in mine:
