@@ -170,7 +170,7 @@ class Estimator:
         if not can_replay(self.spec, plan):
             why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
             if any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan):
-                why = "of what is moved replays know activations and optimizer state only, without master weights"
+                why = "of what is moved replays know no gradients, and beside master weights activations only"
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
@@ -308,7 +308,7 @@ def describe_cluster(cluster: AnyCluster) -> str:
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
     """Whether every allocation is known: of a traced network, under a plan that is executed.
 
-    What the ranks of a row allocate is not traced, and of what moves parameters and gradients are not replayed.
+    What the ranks of a row allocate is not traced, and of what moves gradients are not replayed.
     """
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
     return known and not any(_is_other(spec, stage) for stage in plan.stages) and not what_is_not_run(plan)
@@ -316,8 +316,8 @@ def can_replay(spec: ModelSpec, plan: Plan) -> bool:
 
 def _is_other(spec: ModelSpec, stage: StagePlan) -> bool:
     offload = stage.offload
-    moves = offload.parameters or offload.gradients or (spec.master_weights and offload.optimizer)
-    return stage.mesh.context_parallel_degree > 1 or moves > 0.0
+    is_other = offload.gradients > 0.0 or (spec.master_weights and offload.parameters + offload.optimizer > 0.0)
+    return stage.mesh.context_parallel_degree > 1 or is_other
 
 
 def _estimate(

@@ -1,6 +1,9 @@
-"""Gradients of parameters on one rank: where they are made, copied into flat buffers, reduced, and freed."""
+"""Gradients of parameters on one rank: where they are made, copied into flat buffers, reduced, and freed.
 
-from collections.abc import Collection, Iterable
+So are parameters that are on the device only while they are used.
+"""
+
+from collections.abc import Collection
 
 from lightning_mist.estimate.replay.rank_state import Flat, Held, ReplayedRank, UnitKey
 from lightning_mist.model.events import EventTape, Label, WeightGradient
@@ -9,7 +12,7 @@ from lightning_mist.schedule import Action, ActionKind
 
 
 class Gradients:
-    """The gradients of one rank's parameters, and under ZeRO-3 the parameters that are there for a while.
+    """The gradients of one rank's parameters, and the parameters that are there for a while.
 
     Args:
         in_buckets: Whether gradients are added to buckets that exist all the time, as torch's
@@ -33,6 +36,7 @@ class Gradients:
         self._sums: dict[tuple[UnitKey, Flat], int] = {}
         self._users: dict[Flat, int] = {}
         self._there: dict[Flat, int] = {}
+        self._leaving: list[Flat] = []
         self._given: dict[UnitKey, list[int]] = {}
         self._alone = -1
         owners = view.spec.module_map.owners(view.plan.bounds)
@@ -221,10 +225,10 @@ class Gradients:
             )
             self._tape.free(identity)
             identity = part
-        self._drop(item.name)
+        self.drop(item.name)
         self.found[item.name] = identity
 
-    def _drop(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         """A parameter lets go of its gradient; a flat buffer goes with the last that lies in it."""
         if name in self.found:
             self._tape.free(self.found.pop(name))
@@ -252,13 +256,40 @@ class Gradients:
             label = Label("transfer_bytes", "updated parameters of a unit")
             flats = self._view.by_owner(self._view.updated[key])
             self._given[key] = [self._tape.malloc(flat.bytes, label) for flat in flats]
+        elif line.kind is ActionKind.LOAD_PARAMETERS:
+            for flat in self._updated(key):
+                self._fetch(flat)
+        elif line.kind is ActionKind.STORE_PARAMETERS:
+            self.arrived(key)
+            self.rest()
+            self._leaving = self._updated(key)
+
+    def _updated(self, key: UnitKey) -> list[Flat]:
+        """What of this rank's own in host memory is updated with a unit."""
+        names, mine = {item.name for item in self._view.updated[key]}, self._shard_index
+        flats = self._view.shards_of.get(key, ())
+        return [flat for flat in flats if flat.leaves and flat.owner == mine and flat.names[0] in names]
+
+    def rest(self) -> None:
+        """What was written back is freed, unless a unit uses it."""
+        for flat in self._leaving:
+            if not self._users.get(flat) and flat in self._there:
+                self._tape.free(self._there.pop(flat))
+        self._leaving = []
 
     def _unshard(self, key: UnitKey) -> None:
         for flat in self._view.shards_of.get(key, ()):
             self._users[flat] = self._users.get(flat, 0) + 1
-            if self._users[flat] == 1 and flat.owner != self._shard_index:
-                label = Label("parameter_bytes", "parameters of other ranks, unsharded")
-                self._there[flat] = self._tape.malloc(flat.bytes, label)
+            if not self._view.has(flat):
+                self._fetch(flat)
+
+    def _fetch(self, flat: Flat) -> None:
+        if flat not in self._there:
+            mine = flat.owner == self._shard_index
+            label = Label(
+                "parameter_bytes", f"parameters of {'this rank, fetched' if mine else 'other ranks, unsharded'}"
+            )
+            self._there[flat] = self._tape.malloc(flat.bytes, label)
 
     def _reshard(self, key: UnitKey) -> None:
         for flat in self._view.shards_of.get(key, ()):
@@ -301,11 +332,6 @@ class Gradients:
         """What a unit was given of its updated parameters has been taken over."""
         for identity in self._given.pop(key, ()):
             self._tape.free(identity)
-
-    def drop(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters are gone."""
-        for name in names:
-            self._drop(name)
 
     def forget(self) -> None:
         """All gradients are gone: the next step begins."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from lightning_mist.cost.memory import LEAST_BYTES
 from lightning_mist.model.spec import ModelSpec, bytes_at
 from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
 from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, needs_spreading, tied_groups
@@ -21,16 +22,13 @@ from lightning_mist.schedule.stage_units import (
 ALIGNMENT_BYTES = 16
 """Multiples at which parameters begin in the flat storage of a unit under ZeRO-3, as the runtime lays them out."""
 
-BUFFER_ALIGNMENT_BYTES = 64
-"""The same of tensors in the buffers of what passes between device and host memory."""
-
 UnitKey = tuple[int, int]
 """Stage and unit."""
 
 
 def padded(nbytes: int) -> int:
     """Bytes that a tensor takes in a buffer of what passes between device and host memory."""
-    return -(-nbytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
+    return -(-nbytes // LEAST_BYTES) * LEAST_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +64,14 @@ class Flat:
 
     Attributes:
         owner: The place in a shard group that they belong to; ``None`` if to all.
+        leaves: Whether what they hold is in host memory while nobody uses it.
     """
 
     names: tuple[str, ...]
     bytes: int
     itemsize: int
     owner: int | None
+    leaves: bool = False
 
     @property
     def with_counts(self) -> int:
@@ -218,20 +218,28 @@ class ReplayedRank:
 
     @cached_property
     def shards(self) -> tuple[tuple[Flat, tuple[UnitKey, ...]], ...]:
-        """Under ZeRO-3 the flat storages of parameters, each with the units that use it."""
+        """Flat storages of parameters that are there while they are used, each with the units that use it."""
         users: dict[str, list[UnitKey]] = {}
         for stage, units in self.units.items():
             for unit in units:
                 for name in unit.names:
                     users.setdefault(name, []).append((stage, unit.unit))
-        together: dict[tuple[tuple[UnitKey, ...], int, str], list[Held]] = {}
+        together: dict[tuple[tuple[UnitKey, ...], int, bool, bool, str], list[Held]] = {}
+        is_shared = self.zero_stage >= ZeroStage.PARAMETERS
         for item in self.held:
-            together.setdefault((tuple(users.get(item.name, ())), item.owner, item.dtype), []).append(item)
+            leaves, owner = item.name in self.moved["parameters"], item.owner if is_shared else self.mesh.shard_index
+            key = tuple(users.get(item.name, ())), owner, leaves, item.is_trained or not leaves, item.dtype
+            if is_shared or leaves:
+                together.setdefault(key, []).append(item)
         result = []
-        for (keys, owner, _), items in together.items():
-            padded = sum(-(-item.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for item in items)
-            result.append((replace(self._flat(items, owner), bytes=padded), keys))
+        for (keys, owner, leaves, *_), items in together.items():
+            size = sum(-(-item.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for item in items)
+            result.append((replace(self._flat(items, owner), bytes=size, leaves=leaves), keys))
         return tuple(result)
+
+    def has(self, flat: Flat) -> bool:
+        """Whether a flat storage of parameters is on this rank's device all the time."""
+        return flat.owner == self.mesh.shard_index and not flat.leaves
 
     @cached_property
     def shards_of(self) -> dict[UnitKey, tuple[Flat, ...]]:

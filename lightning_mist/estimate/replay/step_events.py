@@ -9,7 +9,6 @@ from lightning_mist.estimate.replay.gradient_events import Gradients
 from lightning_mist.estimate.replay.rank_state import Held, ReplayedRank, padded
 from lightning_mist.model.events import EventTape, Label, StageShape, StageTemplate, stack
 from lightning_mist.model.spec import bytes_at
-from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import Action, ActionKind, Schedule, complete_gradients
 from lightning_mist.schedule.stage_program import NUM_BUFFERS, lines_of
 from lightning_mist.schedule.stage_units import defers_update, stage_update
@@ -76,30 +75,22 @@ class Run:
     def _set_up(self) -> None:
         view, tape = self._view, self._tape
         tape.mark("set-up")
-        if view.zero_stage >= ZeroStage.PARAMETERS:
-            for flat, _ in view.shards:
-                if flat.owner == view.mesh.shard_index:
-                    tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
-        else:
-            for item in view.held:
-                tape.malloc(item.bytes, Label("parameter_bytes", item.name, dtype=item.dtype))
+        for flat in (flat for flat, _ in view.shards if view.has(flat)):
+            tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
+        in_units = {name for flat, _ in view.shards for name in flat.names}
+        for item in (item for item in view.held if item.name not in in_units):
+            tape.malloc(item.bytes, Label("parameter_bytes", item.name, dtype=item.dtype))
         if self._in_buckets:
             for bucket in view.buckets:
                 tape.malloc(bucket.bytes, Label("gradient_bytes", "bucket of DistributedDataParallel"))
         tape.malloc(view.spec.buffer_bytes, Label("buffer_bytes", "buffers"))
-        for _ in range(NUM_BUFFERS * (self._state_room > 0)):
-            tape.malloc(self._state_room, Label("offload_bytes", "buffer of optimizer state"))
+        moved = [[i for i in self._mine(of) if i.name in view.moved["optimizer"]] for of in view.updated.values()]
+        room = max((sum(padded(size) for item in items for size in self._state(item)) for items in moved), default=0)
+        for _ in range(NUM_BUFFERS * (room > 0)):
+            tape.malloc(room, Label("offload_bytes", "buffer of optimizer state"))
         size = bytes_at(view.spec.batch_bytes, view.batch_rows, view.spec.sequence_length or 1)
         for index in range(view.batches):
             tape.malloc(size, Label("batch_bytes", "its own batch" if index == 0 else "a batch that it computes on"))
-
-    @property
-    def _state_room(self) -> int:
-        """The most bytes that the state in host memory of one unit takes in a buffer."""
-        return max((sum(map(self._room_of, self._mine(items))) for items in self._view.updated.values()), default=0)
-
-    def _room_of(self, item: Held) -> int:
-        return sum(map(padded, self._state(item))) if item.name in self._view.moved["optimizer"] else 0
 
     def _mine(self, items: Sequence[Held]) -> list[Held]:
         """What of some parameters this rank updates."""
@@ -142,6 +133,7 @@ class Run:
                 walk.perform(action, lines[action])
             self._gradients.complete(names)
         walk.finish()
+        self._gradients.rest()
         return walk.kept
 
     def _line(self, line: Action) -> None:
@@ -150,8 +142,8 @@ class Run:
             assert line.unit is not None
             items = self._view.updated[line.stage, line.unit]
             self._update(self._mine(items))
-            if self._defers:
-                self._gradients.drop(item.name for item in items)
+            for item in items if self._defers else ():
+                self._gradients.drop(item.name)
         else:
             self._gradients.line(line)
 
@@ -172,6 +164,7 @@ class Run:
         elif not self._is_pending:
             for line in chain.from_iterable(self._rows):
                 self._line(line)
+            self._gradients.rest()
 
     def _update(self, mine: Sequence[Held]) -> None:
         """The temporaries of an update of some parameters."""

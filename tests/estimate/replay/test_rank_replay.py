@@ -28,7 +28,7 @@ ALWAYS = TRAINED + 2 * TRAINED + 64 + 4 * 16
 """With AdamW's state, buffers and a batch of four rows."""
 
 
-MOVED = ("activations", "optimizer")
+MOVED = ("activations", "optimizer", "parameters")
 """Kinds of state whose moves are replayed."""
 
 
@@ -137,7 +137,7 @@ def moving(plan, activations=0.0, **ratios):
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("kinds", [["optimizer"]], ids=" ".join)
+@pytest.mark.parametrize("kinds", [["optimizer"], ["parameters"], ["parameters", "optimizer"]], ids=" ".join)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_moved_state_is_never_more_than_the_memory_model_says(traced, kinds, schedule, zero):
@@ -175,6 +175,19 @@ def test_a_ratio_of_which_no_tensor_has_an_element_moves_nothing(network):
     plan = make_plan([2, 2], parts=4)
     for found, wanted in zip(replay_plan(network, moving(plan, 1e-9)), replay_plan(network, plan), strict=True):
         assert np.array_equal(found.events_E, wanted.events_E)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_parameters_in_host_memory_are_there_while_they_are_used(network, zero):
+    plan = moving(make_plan([4], degrees=[2], parts=2, zero=zero), parameters=1.0)
+    (moved,) = replay_plan(network, plan)
+    begins = {mark.action: mark.event for mark in moved.marks}
+    for action, most in (("start of step", 0), ("0F1", 80_000 + 40_400), ("STEP", 0)):
+        alive = moved.alive_at(begins.get(action, begins.get(f"0{action}")) - 1)
+        assert sum(item.nbytes for item in alive if item.label.term == "parameter_bytes") <= most
+    term = TERMS.index("parameter_bytes")
+    # Beside the unit that computes and the next one there is one that is updated or written back.
+    assert 80_000 < moved.live_by_term()[term][1].max() <= 80_000 + 2 * 40_416
 
 
 def test_distributed_data_parallel_has_its_buckets_all_the_time(network):

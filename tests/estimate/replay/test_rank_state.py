@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_mist.estimate.replay.rank_state import ALIGNMENT_BYTES, BUFFER_ALIGNMENT_BYTES, ReplayedRank
+from lightning_mist.estimate.replay.rank_state import ALIGNMENT_BYTES, ReplayedRank, padded
 from lightning_mist.model import trace_model
 from lightning_mist.runtime import host_memory
 from lightning_mist.runtime.parameters import unit_shards as shards
@@ -60,7 +60,7 @@ def test_a_rank_holds_what_the_runtime_gives_it(traced, name):
 
 def test_parameters_begin_where_the_runtime_lets_them_begin():
     assert ALIGNMENT_BYTES == shards._ALIGNMENT_BYTES
-    assert BUFFER_ALIGNMENT_BYTES == host_memory.ALIGNMENT_BYTES
+    assert all(padded(size) == host_memory.padded(size) for size in (1, 64, 65))
 
 
 def test_rows_that_several_ranks_have_come_in_portions():
