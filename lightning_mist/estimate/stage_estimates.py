@@ -30,7 +30,7 @@ from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, ModuleMap, Plan, StagePlan, row_slice
+from lightning_mist.plan import CheckpointingKind, ModuleMap, Plan, row_slice
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.units import format_bytes
 
@@ -169,8 +169,8 @@ class Estimator:
         """
         if not can_replay(self.spec, plan):
             why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
-            if any(stage.offload.any for stage in plan.stages) and not what_is_not_run(plan):
-                why = "of what is moved replays know no gradients, and beside master weights activations only"
+            if self.spec.master_weights and any(stage.offload.any for stage in plan.stages):
+                why = "beside master weights no moves are known but those of activations"
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
@@ -308,16 +308,12 @@ def describe_cluster(cluster: AnyCluster) -> str:
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
     """Whether every allocation is known: of a traced network, under a plan that is executed.
 
-    What the ranks of a row allocate is not traced, and of what moves gradients are not replayed.
+    What the ranks of a row allocate is not traced, and with master weights nothing but activations is moved.
     """
     known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
-    return known and not any(_is_other(spec, stage) for stage in plan.stages) and not what_is_not_run(plan)
-
-
-def _is_other(spec: ModelSpec, stage: StagePlan) -> bool:
-    offload = stage.offload
-    is_other = offload.gradients > 0.0 or (spec.master_weights and offload.parameters + offload.optimizer > 0.0)
-    return stage.mesh.context_parallel_degree > 1 or is_other
+    moves = any(replace(stage.offload, activations=0.0).any for stage in plan.stages)
+    is_other = any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages) or (moves and spec.master_weights)
+    return known and not is_other and not what_is_not_run(plan)
 
 
 def _estimate(

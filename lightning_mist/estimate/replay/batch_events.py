@@ -198,8 +198,7 @@ class BatchWalk:
                 move = self._drop if line.kind is ActionKind.DROP_ACTIVATIONS else self._load
                 move((line.stage, line.microbatch), self._parts(self._templates[line.stage], line)[-1])
             elif line.kind is not ActionKind.STORE_ACTIVATIONS:
-                if line.unit is not None:
-                    self._gradients.arrived((line.stage, line.unit))
+                self._gradients.arrived((line.stage, line.unit))
                 yield line
 
     def _drop(self, key: _Key, part: int) -> None:

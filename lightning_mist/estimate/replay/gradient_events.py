@@ -1,11 +1,8 @@
-"""Gradients of parameters on one rank: where they are made, copied into flat buffers, reduced, and freed.
-
-So are parameters that are on the device only while they are used.
-"""
+"""Gradients on one rank, from where they are made to where they are freed; parameters that are there for a while."""
 
 from collections.abc import Collection
 
-from lightning_mist.estimate.replay.rank_state import Flat, Held, ReplayedRank, UnitKey
+from lightning_mist.estimate.replay.rank_state import Flat, Held, ReplayedRank, UnitKey, padded
 from lightning_mist.model.events import EventTape, Label, WeightGradient
 from lightning_mist.plan.mesh import sums_wholes
 from lightning_mist.schedule import Action, ActionKind
@@ -37,7 +34,8 @@ class Gradients:
         self._users: dict[Flat, int] = {}
         self._there: dict[Flat, int] = {}
         self._leaving: list[Flat] = []
-        self._given: dict[UnitKey, list[int]] = {}
+        self._left = view.moved["gradients"]
+        self._given: dict[tuple[int, int | None], list[int]] = {}
         self._alone = -1
         owners = view.spec.module_map.owners(view.plan.bounds)
         self.names = {
@@ -58,12 +56,13 @@ class Gradients:
 
     @property
     def _buckets_leave(self) -> bool:
-        return self._view.shares and not self._view.reduces_units and not self._in_buckets
+        return self._view.shares and not (self._view.reduces_units or self._in_buckets or self._left)
 
     def begins(self, stage: int) -> bool:
         """Whether the backward of a stage that begins now makes the gradients of its parameters."""
         here = self.names[stage]
-        return not self._in_buckets and not any(name in here and not self._is_shared(name) for name in self.found)
+        is_there = any(name in here and not self._is_shared(name) for name in self.found)
+        return not self._in_buckets and not (is_there and here.isdisjoint(self._left))
 
     def _is_shared(self, name: str) -> bool:
         """Whether several stages of this rank use a parameter."""
@@ -74,6 +73,7 @@ class Gradients:
         return (
             self._factor > 1
             or name in self._final
+            or (name in self.found and bool(self._left))
             or self._is_shared(name)
             or len(self._view.regions_of[name][stage]) > 1
         )
@@ -173,7 +173,7 @@ class Gradients:
         if self._view.reduces_units:
             self._finish_units()
             return
-        for bucket in self._view.buckets[len(self._launched) :]:
+        for bucket in self._view.dealt(self._left)[len(self._launched) :]:
             self._launch(bucket)
         for bucket, identity in self._launched:
             if bucket.owner in (None, self._view.mesh.shard_index):
@@ -198,12 +198,16 @@ class Gradients:
     def reduce_tied(self) -> None:
         """Over the groups of devices that hold the same parameter."""
         label = Label("gradient_bytes", "gradient of a tied parameter, on its way")
+        lent = [item for item in self._view.several if item.name in self._left & self._view.owned]
+        self.found.update((item.name, self._tape.malloc(item.bytes, label)) for item in lent)
         for item, identity in [(item, self._contribution(item, label)) for item in self._view.tied]:
             self._install(item, identity)
         factor = round(self._factor)
         spread = [(item, self._tape.malloc(factor * (item.bytes + item.itemsize), label)) for item in self._view.spread]
         for item, identity in spread:
             self._install(item, identity)
+        for item in lent:
+            self.drop(item.name)
 
     def _contribution(self, item: Held, label: Label) -> int:
         factor = round(self._factor)
@@ -238,13 +242,29 @@ class Gradients:
                 self._tape.free(identity)
                 del self._flats[identity]
 
+    @property
+    def room(self) -> int:
+        """The most bytes that the gradients in host memory of one unit take in a buffer."""
+        view, mine = self._view, self._shard_index
+        rooms = [0]
+        for flats in view.unit_gradients.values() if self._left else ():
+            kept = [flat for flat in flats if flat.leaves and (flat.owner == mine or not view.reduces_units)]
+            rooms.append(sum(padded(flat.with_counts if view.shares else flat.bytes) for flat in kept))
+        return max(rooms)
+
     # Units -----------------------------------------------------------------------------------------------------------
 
     def line(self, line: Action) -> None:
         """What happens between the units of a computation."""
         assert line.unit is not None
-        key = line.stage, line.unit
-        if line.kind is ActionKind.REDUCE_GRADIENTS:
+        key, mine = (line.stage, line.unit), self._shard_index
+        if line.kind in (ActionKind.STORE_GRADIENTS, ActionKind.REDUCE_GRADIENTS) and not self._view.reduces_units:
+            for name in (name for flat in self._view.unit_gradients[key] if flat.leaves for name in flat.names):
+                self.drop(name)
+        elif line.kind is ActionKind.STORE_GRADIENTS:
+            if any(unit == key and flat.leaves and flat.owner == mine for unit, flat, _ in self._under_way):
+                self._settle()
+        elif line.kind is ActionKind.REDUCE_GRADIENTS:
             self._settle()
             for flat in self._view.unit_gradients[key]:
                 self._under_way.append((key, flat, self._take(flat, "gradients of a unit on their way")))
@@ -280,16 +300,13 @@ class Gradients:
     def _unshard(self, key: UnitKey) -> None:
         for flat in self._view.shards_of.get(key, ()):
             self._users[flat] = self._users.get(flat, 0) + 1
-            if not self._view.has(flat):
+            if flat.leaves or flat.owner != self._shard_index:
                 self._fetch(flat)
 
     def _fetch(self, flat: Flat) -> None:
         if flat not in self._there:
-            mine = flat.owner == self._shard_index
-            label = Label(
-                "parameter_bytes", f"parameters of {'this rank, fetched' if mine else 'other ranks, unsharded'}"
-            )
-            self._there[flat] = self._tape.malloc(flat.bytes, label)
+            whose = "this rank, fetched" if flat.owner == self._shard_index else "other ranks, unsharded"
+            self._there[flat] = self._tape.malloc(flat.bytes, Label("parameter_bytes", f"parameters of {whose}"))
 
     def _reshard(self, key: UnitKey) -> None:
         for flat in self._view.shards_of.get(key, ()):
@@ -300,7 +317,7 @@ class Gradients:
     def _settle(self) -> None:
         """What is under way has arrived: owners add it up, others let go of it."""
         for key, flat, identity in self._under_way:
-            if flat.owner == self._shard_index and (key, flat) not in self._sums:
+            if flat.owner == self._shard_index and not flat.leaves and (key, flat) not in self._sums:
                 self._sums[key, flat] = self._widened(flat, identity) if self._factor > 1 else identity
             else:
                 self._tape.free(identity)
@@ -328,7 +345,7 @@ class Gradients:
         for identity in under_way:
             self._tape.free(identity)
 
-    def arrived(self, key: UnitKey) -> None:
+    def arrived(self, key: tuple[int, int | None]) -> None:
         """What a unit was given of its updated parameters has been taken over."""
         for identity in self._given.pop(key, ()):
             self._tape.free(identity)

@@ -1,5 +1,6 @@
 """What one rank of a plan holds, and with whom it shares rows: everything that its replay needs to know beforehand."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -158,8 +159,12 @@ class ReplayedRank:
 
     @cached_property
     def buckets(self) -> tuple[Flat, ...]:
-        """Flat buffers in which its gradients travel, and parameters that ZeRO-1 and ZeRO-2 give back."""
-        trained = [item for item in reversed(self.held) if item.is_trained]
+        """Flat buffers in which parameters travel that ZeRO-1 and ZeRO-2 give back."""
+        return self.dealt(frozenset())
+
+    def dealt(self, left: frozenset[str]) -> tuple[Flat, ...]:
+        """Those in which gradients travel, but for those that are in host memory."""
+        trained = [item for item in reversed(self.held) if item.is_trained and item.name not in left]
         keys = [(item.owner if self.mesh.is_sharded else None, item.dtype) for item in trained]
         dealt = deal_buckets([item.bytes for item in trained], keys)
         return tuple(self._flat([trained[i] for i in indices], keys[indices[0]][0]) for indices in dealt)
@@ -189,9 +194,11 @@ class ReplayedRank:
         """By kind of state the parameters of which it is in host memory."""
         offload = self.plan.stages[self.mesh.stage].offload
         found = partial(offloaded_parameters, self.plan, self.module_map, self.mesh.stage)
+        # What several chunks of this rank use has several sums, and stays.
+        often = Counter(name for units in self.units.values() for unit in units for name in unit.reduced)
         return {
             "parameters": found(offload.parameters, trained=False),
-            "gradients": found(offload.gradients, trained=True),
+            "gradients": frozenset(name for name in found(offload.gradients, trained=True) if often[name] == 1),
             "optimizer": found(offload.optimizer, trained=True),
         }
 
@@ -206,15 +213,16 @@ class ReplayedRank:
         found = {}
         for stage, units in self.units.items():
             for unit in units:
-                found[stage, unit.unit] = self.by_owner([self.by_name[name] for name in unit.reduced])
+                items = [self.by_name[name] for name in unit.reduced]
+                found[stage, unit.unit] = self.by_owner(items, self.moved["gradients"])
         return found
 
-    def by_owner(self, items: Sequence[Held]) -> tuple[Flat, ...]:
-        """Flat buffers in which parameters of a unit travel."""
-        together: dict[tuple[int, str], list[Held]] = {}
+    def by_owner(self, items: Sequence[Held], left: frozenset[str] = frozenset()) -> tuple[Flat, ...]:
+        """Flat buffers in which parameters of a unit, or their gradients, travel."""
+        together: dict[tuple[int, bool, str], list[Held]] = {}
         for item in items:
-            together.setdefault((item.owner, item.dtype), []).append(item)
-        return tuple(self._flat(of_owner, key[0]) for key, of_owner in together.items())
+            together.setdefault((item.owner, item.name in left, item.dtype), []).append(item)
+        return tuple(replace(self._flat(found, key[0]), leaves=key[1]) for key, found in together.items())
 
     @cached_property
     def shards(self) -> tuple[tuple[Flat, tuple[UnitKey, ...]], ...]:
@@ -237,10 +245,6 @@ class ReplayedRank:
             result.append((replace(self._flat(items, owner), bytes=size, leaves=leaves), keys))
         return tuple(result)
 
-    def has(self, flat: Flat) -> bool:
-        """Whether a flat storage of parameters is on this rank's device all the time."""
-        return flat.owner == self.mesh.shard_index and not flat.leaves
-
     @cached_property
     def shards_of(self) -> dict[UnitKey, tuple[Flat, ...]]:
         """Those that each unit uses."""
@@ -251,20 +255,20 @@ class ReplayedRank:
         return {key: tuple(flats) for key, flats in found.items()}
 
     @property
-    def _several(self) -> Iterator[Held]:
+    def several(self) -> Iterator[Held]:
         """The trained parameters that several stages use."""
         return (item for item in self.held if item.is_trained and len(item.item.stages) > 1)
 
     @cached_property
     def tied(self) -> tuple[Held, ...]:
         """The trained parameters that other groups of devices hold too and whose gradients this rank helps to sum."""
-        groups = ((item, tied_groups(self.plan, item.item)) for item in self._several)
+        groups = ((item, tied_groups(self.plan, item.item)) for item in self.several)
         return tuple(item for item, ranks in groups if any(self.rank in group for group in ranks))
 
     @cached_property
     def spread(self) -> tuple[Held, ...]:
         """The tied parameters whose summed gradient is handed to others of the stage that update them, or by these."""
-        mine = (item for item in self._several if item.name in self.owned)
+        mine = (item for item in self.several if item.name in self.owned)
         return tuple(item for item in mine if needs_spreading(self.plan, item.item, self.mesh.stage))
 
     def crossing(self, stage: int, other: int, microbatch: int) -> tuple["CrossingTensor", ...]:

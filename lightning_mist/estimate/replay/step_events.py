@@ -75,8 +75,9 @@ class Run:
     def _set_up(self) -> None:
         view, tape = self._view, self._tape
         tape.mark("set-up")
-        for flat in (flat for flat, _ in view.shards if view.has(flat)):
-            tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
+        for flat, _ in view.shards:
+            if flat.owner == view.mesh.shard_index and not flat.leaves:
+                tape.malloc(flat.bytes, Label("parameter_bytes", "parameters of a unit"))
         in_units = {name for flat, _ in view.shards for name in flat.names}
         for item in (item for item in view.held if item.name not in in_units):
             tape.malloc(item.bytes, Label("parameter_bytes", item.name, dtype=item.dtype))
@@ -85,9 +86,10 @@ class Run:
                 tape.malloc(bucket.bytes, Label("gradient_bytes", "bucket of DistributedDataParallel"))
         tape.malloc(view.spec.buffer_bytes, Label("buffer_bytes", "buffers"))
         moved = [[i for i in self._mine(of) if i.name in view.moved["optimizer"]] for of in view.updated.values()]
-        room = max((sum(padded(size) for item in items for size in self._state(item)) for items in moved), default=0)
-        for _ in range(NUM_BUFFERS * (room > 0)):
-            tape.malloc(room, Label("offload_bytes", "buffer of optimizer state"))
+        rooms = [sum(padded(size) for item in items for size in self._state(item)) for items in moved]
+        for what, room in (("optimizer state", max(rooms, default=0)), ("gradients", self._gradients.room)):
+            for _ in range(NUM_BUFFERS * (room > 0)):
+                tape.malloc(room, Label("offload_bytes", f"buffer of {what}"))
         size = bytes_at(view.spec.batch_bytes, view.batch_rows, view.spec.sequence_length or 1)
         for index in range(view.batches):
             tape.malloc(size, Label("batch_bytes", "its own batch" if index == 0 else "a batch that it computes on"))
@@ -97,7 +99,10 @@ class Run:
         return [item for item in items if item.is_trained and item.name in self._view.owned]
 
     def _state(self, item: Held) -> list[int]:
-        return _pieces(self._view.spec.optimizer.state_bytes_per_parameter_byte, item.bytes)
+        """Bytes of state of one parameter: as many tensors of its size as there are, and the rest."""
+        factor = self._view.spec.optimizer.state_bytes_per_parameter_byte
+        rest = round((factor - int(factor)) * item.bytes)
+        return [item.bytes] * int(factor) + [rest] * (rest > 0)
 
     def _step(self) -> list[int]:
         """One optimizer step; what stays of it until the next one begins."""
@@ -138,20 +143,17 @@ class Run:
 
     def _line(self, line: Action) -> None:
         """What happens between the units of a computation, or in the optimizer's step by units."""
-        if line.kind is ActionKind.UPDATE:
-            assert line.unit is not None
-            items = self._view.updated[line.stage, line.unit]
-            self._update(self._mine(items))
-            for item in items if self._defers else ():
-                self._gradients.drop(item.name)
-        else:
+        assert line.unit is not None
+        if line.kind is not ActionKind.UPDATE:
             self._gradients.line(line)
+            return
+        items = self._mine(self._view.updated[line.stage, line.unit])
+        self._update(items)
+        for item in items if self._defers else ():
+            self._gradients.drop(item.name)
 
     def _begin_update(self) -> None:
-        """The optimizer's step is asked for: what stays on the device of its state is made, if it is the first.
-
-        What leaves is made there too, of two units at once, which is no more than the buffers take later.
-        """
+        """A step is asked for. The first makes state: what leaves of it is of two units at once, as in the buffers."""
         view, tape, mine = self._view, self._tape, self._mine(self._view.held)
         if not self._has_state:
             self._has_state = True
@@ -191,10 +193,3 @@ class Run:
         for identity in (*left, *passing):
             tape.free(identity)
         return staying
-
-
-def _pieces(factor: float, size: int) -> list[int]:
-    """Bytes of state of one parameter: as many tensors of its size as there are, and the rest."""
-    whole = int(factor)
-    rest = round((factor - whole) * size)
-    return [size] * whole + [rest] * (rest > 0)

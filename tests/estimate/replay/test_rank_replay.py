@@ -28,7 +28,7 @@ ALWAYS = TRAINED + 2 * TRAINED + 64 + 4 * 16
 """With AdamW's state, buffers and a batch of four rows."""
 
 
-MOVED = ("activations", "optimizer", "parameters")
+MOVED = ("activations", "gradients", "optimizer", "parameters")
 """Kinds of state whose moves are replayed."""
 
 
@@ -137,7 +137,7 @@ def moving(plan, activations=0.0, **ratios):
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("kinds", [["optimizer"], ["parameters"], ["parameters", "optimizer"]], ids=" ".join)
+@pytest.mark.parametrize("kinds", [["optimizer"], ["parameters"], ["gradients"], MOVED[1:]], ids=" ".join)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_moved_state_is_never_more_than_the_memory_model_says(traced, kinds, schedule, zero):
@@ -188,6 +188,32 @@ def test_parameters_in_host_memory_are_there_while_they_are_used(network, zero):
     term = TERMS.index("parameter_bytes")
     # Beside the unit that computes and the next one there is one that is updated or written back.
     assert 80_000 < moved.live_by_term()[term][1].max() <= 80_000 + 2 * 40_416
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_in_host_memory_leave_behind_their_backward(network, zero):
+    plan = moving(make_plan([4], degrees=[2], parts=2, zero=zero), gradients=1.0)
+    (moved,) = replay_plan(network, plan)
+    begins = {mark.action: mark.event for mark in moved.marks}
+    alive = {item.label.name for item in moved.alive_at(begins["0REDUCE"] - 1) if item.label.term == "gradient_bytes"}
+    assert alive <= {"gradients of a unit on their way"}
+    # Of a unit, and of the next one as soon as its backward runs, at most; beside the tail's as they are reduced.
+    (terms,) = (bytes_E for name, bytes_E in moved.live_by_term() if name == "gradient_bytes")
+    assert terms.max() <= 2 * 80_000 + 8
+    # A number for each parameter travels with what ranks reduce.
+    buffers = [item.nbytes for item in moved.alive_at(moved.begin) if item.label.name == "buffer of gradients"]
+    assert buffers == [80_064] * 2
+
+
+def test_of_gradients_that_stay_and_that_leave_each_goes_its_way(network):
+    (some,), (none,) = (replay_plan(network, moving(make_plan([4], parts=2), gradients=g)) for g in (0.9, 0.0))
+    begins = {mark.action: mark.event for mark in some.marks}
+    names = {item.label.name for item in some.alive_at(begins["0STEP"] - 1) if item.label.term == "gradient_bytes"}
+    # Of a layer's weight and bias the bias alone is little enough; head and tail are one parameter each.
+    assert {name for name in names if "bias" in name} == set()
+    assert {"gradient of wte.weight", "gradient of blocks.3.weight"} <= names
+    check(some)
+    check(none)
 
 
 def test_distributed_data_parallel_has_its_buckets_all_the_time(network):
