@@ -4,8 +4,8 @@ All ranks run in this process over an in-memory transport, each under a meter th
 second of two AdamW steps is measured. Plans that are plain data parallelism are run by torch's
 ``DistributedDataParallel``. A row is a stage of a plan of a model. ``memory_error`` is that of an estimate relative to
 what the most loaded rank of the stage was seen to hold; ``search_error`` that of the closed form in which the search
-looks at a million stages a second. Estimates replay the plan's own schedule, but for plans that offload or whose ranks
-share rows (``is_replayed``), of which they are the closed form.
+looks at a million stages a second. Estimates replay the plan's own schedule, but for plans whose ranks share rows
+(``is_replayed``), of which they are the closed form.
 
     python -m benchmarks.accuracy.metered_memory
 """

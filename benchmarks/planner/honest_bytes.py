@@ -6,7 +6,7 @@ OMP_NUM_THREADS=1 python -m benchmarks.planner.honest_bytes --models gpt3-7b --d
 The questions are those of the README, and those of :mod:`.search_times` with master weights, which are the command's
 own choice, and on devices that are alike in other precisions too. Plans of before are found by the package as it was
 then (:data:`BEFORE`, taken from the repository's history), which is asked in a process of its own. Both are replayed by
-the package as it is. What is moved is replayed of activations only: of other plans the memory model says the bytes.
+the package as it is. Of plans that cannot be replayed the memory model says the bytes.
 """
 
 import argparse

@@ -222,14 +222,15 @@ def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tu
 
 def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[tuple[Action, ...], ...]:
     """The optimizer's step of a group of devices, a row for each unit; none where it moves nothing of it."""
-    stage, units = plan.stages[group], updated_units(plan, module_map, group)
+    stage = plan.stages[group]
+    if max(stage.offload.parameters, stage.offload.gradients, stage.offload.optimizer) == 0.0:
+        return ()
+    units = updated_units(plan, module_map, group)
     kinds = {
         "O": offloaded_parameters(plan, module_map, group, stage.offload.optimizer, trained=True),
         "P": offloaded_parameters(plan, module_map, group, stage.offload.parameters, trained=False),
         "G": offloaded_parameters(plan, module_map, group, stage.offload.gradients, trained=True),
     }
-    if max(stage.offload.parameters, stage.offload.gradients, stage.offload.optimizer) == 0.0:
-        return ()
     offloaded = {
         kind: [key for key, of_unit in units.items() if not names.isdisjoint(of_unit)] for kind, names in kinds.items()
     }

@@ -171,14 +171,13 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
     mesh = plan.stages[group].mesh
     part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
     classes: dict[tuple[object, ...], int] = {}
-    sizes = {item.name: item.bytes for item in part.parameters}
-    loads: dict[int, list[tuple[int, str]]] = {}
     # Of parameters of one size some may be moved and others not, as their layers have them.
     moves = replace(plan.stages[group].offload, activations=0.0).any
+    sizes = {item.name: (item.bytes, re.sub(r"\d+", "*", item.name) if moves else "") for item in part.parameters}
+    loads: dict[int, list[tuple[int, str]]] = {}
     for item in held_parameters(plan, spec.module_map) if plan.stages[group].zero_stage else ():
         if group in item.stages:
-            like = re.sub(r"\d+", "*", item.name) if moves else ""
-            loads.setdefault(item.owner(group), []).append((sizes[item.name], like))
+            loads.setdefault(item.owner(group), []).append(sizes[item.name])
     # Tensor-parallel ranks hold parts of the same size of everything.
     for index, rank in enumerate(mesh.devices[:: mesh.tensor_parallel_degree]):
         load = tuple(loads.get(index % mesh.shard_ranks, ()))

@@ -85,7 +85,8 @@ class Run:
             for bucket in view.buckets:
                 tape.malloc(bucket.bytes, Label("gradient_bytes", "bucket of DistributedDataParallel"))
         tape.malloc(view.spec.buffer_bytes, Label("buffer_bytes", "buffers"))
-        moved = [[i for i in self._mine(of) if i.name in view.moved["optimizer"]] for of in view.updated.values()]
+        units = view.updated.values() if view.moved["optimizer"] else ()
+        moved = [[item for item in self._updated_here(of) if item.name in view.moved["optimizer"]] for of in units]
         rooms = [sum(padded(size) for item in items for size in self._state(item)) for items in moved]
         for what, room in (("optimizer state", max(rooms, default=0)), ("gradients", self._gradients.room)):
             for _ in range(NUM_BUFFERS * (room > 0)):
@@ -94,8 +95,7 @@ class Run:
         for index in range(view.batches):
             tape.malloc(size, Label("batch_bytes", "its own batch" if index == 0 else "a batch that it computes on"))
 
-    def _mine(self, items: Sequence[Held]) -> list[Held]:
-        """What of some parameters this rank updates."""
+    def _updated_here(self, items: Sequence[Held]) -> list[Held]:
         return [item for item in items if item.is_trained and item.name in self._view.owned]
 
     def _state(self, item: Held) -> list[int]:
@@ -147,14 +147,14 @@ class Run:
         if line.kind is not ActionKind.UPDATE:
             self._gradients.line(line)
             return
-        items = self._mine(self._view.updated[line.stage, line.unit])
+        items = self._updated_here(self._view.updated[line.stage, line.unit])
         self._update(items)
         for item in items if self._defers else ():
             self._gradients.drop(item.name)
 
     def _begin_update(self) -> None:
         """A step is asked for. The first makes state: what leaves of it is of two units at once, as in the buffers."""
-        view, tape, mine = self._view, self._tape, self._mine(self._view.held)
+        view, tape, mine = self._view, self._tape, self._updated_here(self._view.held)
         if not self._has_state:
             self._has_state = True
             for item in mine:

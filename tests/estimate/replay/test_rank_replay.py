@@ -14,6 +14,7 @@ from lightning_mist.estimate.allocator.device_allocator import simulate_allocato
 from lightning_mist.estimate.replay.rank_replay import replay_group, replay_plan, replay_rank
 from lightning_mist.model import trace_model
 from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan.module_map import Exclusion
 from tests import zoo
 from tests.cost.events import WIDTH, with_events
 from tests.integration.parity import make_plan
@@ -175,6 +176,19 @@ def test_a_ratio_of_which_no_tensor_has_an_element_moves_nothing(network):
     plan = make_plan([2, 2], parts=4)
     for found, wanted in zip(replay_plan(network, moving(plan, 1e-9)), replay_plan(network, plan), strict=True):
         assert np.array_equal(found.events_E, wanted.events_E)
+
+
+def test_an_update_that_is_not_put_off_is_the_steps(network):
+    seen = replace(network.module_map, exclusions=(Exclusion(feature="sharded_gradients", reason="a hook"),))
+    plan = moving(make_plan([4], parts=2), optimizer=1.0, parameters=1.0)
+    (put_off,), (at_once,) = replay_plan(network, plan), replay_plan(replace(network, module_map=seen), plan)
+    kept = [item for item in at_once.alive_at(len(at_once.events_E) - 1) if item.label.term == "gradient_bytes"]
+    assert sum(item.nbytes for item in kept) == TRAINED
+    forward = next(mark.event for mark in at_once.marks if mark.action == "0F0" and mark.event >= at_once.begin)
+    assert not [item for item in at_once.alive_at(forward) if item.label.term == "gradient_bytes"]
+    ends = [replay.alive_at(len(replay.events_E) - 1) for replay in (put_off, at_once)]
+    assert not [item for alive in ends for item in alive if item.label.term == "parameter_bytes"]
+    check(at_once)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
