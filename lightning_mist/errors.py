@@ -5,8 +5,6 @@ Wrong arguments are plain ``ValueError`` or ``TypeError``; everything that depen
 out.
 """
 
-from typing import NamedTuple
-
 
 class MistError(Exception):
     """Base class of every error that belongs to planning or running a plan."""
@@ -20,28 +18,15 @@ class ProfileError(MistError):
     """A measurement of the machine failed or a stored profile cannot be used."""
 
 
-class Shortage(NamedTuple):
-    """Memory that is missing where most is.
-
-    Attributes:
-        is_host: Whether it is host memory.
-        share: Bytes that are needed as a multiple of those that may be used.
-        text: Both, for people.
-    """
-
-    is_host: bool
-    share: float
-    text: str
-
-
 class InfeasibleError(MistError):
     """No plan of the search space satisfies every constraint; the message names the binding one.
 
     Attributes:
-        shortage: What the least demanding plan lacks; None where memory is not the reason.
+        shortage: What the least demanding plan lacks: whether that is host memory, how many times as much is needed as
+            may be used, and both for people. None where memory is not the reason.
     """
 
-    shortage: "Shortage | None" = None
+    shortage: tuple[bool, float, str] | None = None
 
 
 class PlanError(MistError):

@@ -331,8 +331,8 @@ def _searched(planner: Planner, asked: Asked, rival: Rival) -> ComparedPlan:
     if best is not None:
         return ComparedPlan(name=rival.name, plan=best, note=CUT_SHORT if is_late else "")
     # Where a setting fits on its devices, host memory is what it lacks.
-    least = min(shortages, key=lambda item: (not item.is_host, item.share), default=None)
-    reason = UNDIVIDED if least is None else f"does not fit: {least.text}"
+    least = min(shortages, key=lambda item: (not item[0], item[1]), default=None)
+    reason = UNDIVIDED if least is None else f"does not fit: {least[2]}"
     return ComparedPlan(name=rival.name, plan=None, reason=UNDECIDED if is_late else reason)
 
 

@@ -24,7 +24,7 @@ from lightning_mist.cost import CostModel, StageSlot, stage_memory
 from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS, PeakParts, StageNeeds, moments_of
-from lightning_mist.errors import InfeasibleError, Shortage
+from lightning_mist.errors import InfeasibleError
 from lightning_mist.plan import COUNTS, OFFLOADED, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.candidates import (
     ANY_SEAMS,
@@ -346,7 +346,7 @@ def _by_memory(
     return with_peaks_as_seconds(SlotChoices.joined([look.choices(intra, slot) for slot in slots]))
 
 
-def _shortage(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> Shortage:
+def _shortage(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> tuple[bool, float, str]:
     """What is needed where most is missing, of what may be used there; of host memory where that is what binds."""
     if with_more_host is None:
         needs_S = [stage.peak_bytes for stage in stage_memory(intra.model.spec, plan)]
@@ -359,7 +359,7 @@ def _shortage(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | 
     )
     most = "" if is_least else " at most"
     text = f"needs{most} {format_bytes(needed)} of {format_bytes(limit)} per device{where}"
-    return Shortage(is_host=bool(where), share=share, text=text)
+    return bool(where), share, text
 
 
 def _message(intra: Stages, plan: Plan, is_least: bool, with_more_host: Plan | None) -> str:

@@ -4,7 +4,7 @@ from itertools import pairwise
 from lightning_mist.schedule import Action, generate
 from lightning_mist.schedule.chrome_trace import Span, to_chrome_trace
 from lightning_mist.schedule.lowering import add_transfers
-from lightning_mist.schedule.schedule_simulation import StageSeconds, simulate
+from lightning_mist.schedule.schedule_simulation import ActionSeconds, simulate
 
 
 def test_events_carry_times_in_microseconds_and_lanes():
@@ -33,7 +33,7 @@ def test_events_carry_times_in_microseconds_and_lanes():
 
 def test_every_action_of_a_simulated_run_is_in_its_trace_and_computations_do_not_overlap():
     schedule = add_transfers(generate(3, 4))
-    result = simulate(schedule, [StageSeconds(forward=1, backward=2)] * 3, activation_seconds=[1, 1])
+    result = simulate(schedule, [ActionSeconds(forward=1, backward=2)] * 3, activation_seconds=[1, 1])
     document = json.loads(to_chrome_trace(span for line in result.spans for span in line))
     events = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert sorted(event["name"] for event in events) == sorted(str(action) for line in schedule for action in line)

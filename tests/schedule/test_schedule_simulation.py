@@ -10,13 +10,13 @@ from lightning_mist.plan import Predicted, PredictedStage
 from lightning_mist.schedule import generate
 from lightning_mist.schedule.action import SENDS
 from lightning_mist.schedule.lowering import add_transfers, add_update
-from lightning_mist.schedule.schedule_simulation import StageSeconds, simulate, simulate_plan
+from lightning_mist.schedule.schedule_simulation import ActionSeconds, simulate, simulate_plan
 from tests.plans import plan_of
 from tests.schedule.in_flight import in_flight_counts
 from tests.schedule.text import parse
 
 seconds = st.integers(0, 50).map(float)
-stage_seconds = st.builds(StageSeconds, forward=seconds, backward=seconds)
+stage_seconds = st.builds(ActionSeconds, forward=seconds, backward=seconds)
 names = st.sampled_from(["1f1b", "gpipe"])
 
 
@@ -33,14 +33,14 @@ def lower_bound(stages, num_microbatches):
 
 @given(st.integers(1, 7), st.integers(1, 12), seconds, seconds, names)
 def test_uniform_stages_take_the_closed_form_exactly(num_stages, num_microbatches, forward, backward, name):
-    stages = [StageSeconds(forward=forward, backward=backward)] * num_stages
+    stages = [ActionSeconds(forward=forward, backward=backward)] * num_stages
     result = simulate(generate(num_stages, num_microbatches, name), stages)
     assert result.makespan == closed_form(stages, num_microbatches)
 
 
 @given(st.lists(st.integers(0, 20).map(float), min_size=1, max_size=6), st.integers(1, 12), st.integers(0, 4))
 def test_uneven_1f1b_with_one_ratio_lies_between_lower_bound_and_closed_form(forwards, num_microbatches, ratio):
-    stages = [StageSeconds(forward=forward, backward=ratio * forward) for forward in forwards]
+    stages = [ActionSeconds(forward=forward, backward=ratio * forward) for forward in forwards]
     makespan = simulate(generate(len(stages), num_microbatches), stages).makespan
     assert lower_bound(stages, num_microbatches) <= makespan <= closed_form(stages, num_microbatches)
 
@@ -55,9 +55,9 @@ def test_any_stages_lie_between_the_lower_bound_and_the_closed_form_of_each_dire
 
 def test_closed_form_is_too_short_where_one_stage_is_slow_forward_and_another_backward():
     stages = [
-        StageSeconds(forward=0, backward=1),
-        StageSeconds(forward=1, backward=0),
-        StageSeconds(forward=0, backward=0),
+        ActionSeconds(forward=0, backward=1),
+        ActionSeconds(forward=1, backward=0),
+        ActionSeconds(forward=0, backward=0),
     ]
     assert closed_form(stages, 2) == 3
     assert simulate(generate(3, 2), stages).makespan == 4
@@ -67,19 +67,19 @@ def test_closed_form_is_too_short_where_one_stage_is_slow_forward_and_another_ba
 def test_interleaving_divides_the_bubble_by_the_chunks(num_groups, chunks, rounds, forward, backward):
     """Narayanan et al., 2021, section 2.2.2: the bubble is (P - 1) (F + B) / V with a device's whole F and B."""
     num_microbatches = rounds * num_groups
-    chunk = StageSeconds(forward=forward, backward=backward)
+    chunk = ActionSeconds(forward=forward, backward=backward)
     schedule = generate(num_groups * chunks, num_microbatches, "interleaved-1f1b", num_groups=num_groups)
     result = simulate(schedule, [chunk] * (num_groups * chunks))
     assert result.makespan == (num_microbatches * chunks + num_groups - 1) * (forward + backward)
     assert result.bubble == ((num_groups - 1) * (forward + backward),) * num_groups
-    whole = StageSeconds(forward=chunks * forward, backward=chunks * backward)
+    whole = ActionSeconds(forward=chunks * forward, backward=chunks * backward)
     assert result.makespan <= simulate(generate(num_groups, num_microbatches), [whole] * num_groups).makespan
 
 
 @given(st.integers(2, 7), st.integers(0, 8), st.integers(1, 9).map(float))
 def test_zero_bubble_has_the_bubble_of_its_paper(num_stages, more, unit):
     """Qi et al., 2023, table 1: (S - 1) (F + B + W) under 1F1B, (S - 1) (F + B - W) under ZB-H1."""
-    stages = [StageSeconds(forward=unit, backward=2 * unit, weight=unit)] * num_stages
+    stages = [ActionSeconds(forward=unit, backward=2 * unit, weight=unit)] * num_stages
     num_microbatches = num_stages + more
     whole = simulate(generate(num_stages, num_microbatches), stages)
     split = simulate(generate(num_stages, num_microbatches, "zb-h1"), stages)
@@ -89,7 +89,7 @@ def test_zero_bubble_has_the_bubble_of_its_paper(num_stages, more, unit):
 
 @given(st.integers(2, 6), st.integers(1, 12), seconds, seconds, st.integers(1, 50).map(float))
 def test_zero_bubble_is_faster_than_1f1b_on_equal_stages(num_stages, num_microbatches, forward, inputs, weights):
-    stages = [StageSeconds(forward=forward, backward=inputs + weights, weight=weights)] * num_stages
+    stages = [ActionSeconds(forward=forward, backward=inputs + weights, weight=weights)] * num_stages
     split = simulate(generate(num_stages, num_microbatches, "zb-h1"), stages)
     whole = simulate(generate(num_stages, num_microbatches), stages)
     assert split.makespan < whole.makespan
@@ -100,7 +100,7 @@ def test_transfers_between_two_groups_of_chunks_share_one_link_in_each_direction
     schedule = add_transfers(generate(4, 2, "interleaved-1f1b", num_groups=2))
     result = simulate(
         schedule,
-        [StageSeconds(forward=1, backward=1)] * 4,
+        [ActionSeconds(forward=1, backward=1)] * 4,
         activation_seconds=[3, 3, 3],
         gradient_seconds=[2, 2, 2],
     )
@@ -108,7 +108,7 @@ def test_transfers_between_two_groups_of_chunks_share_one_link_in_each_direction
         moved = sorted((span.start, span.end) for span in line if span.action.kind in kept)
         assert all(first[1] <= second[0] for first, second in pairwise(moved))
     assert {span.rank for span in result.spans[0]} == {0}
-    assert result.makespan > simulate(schedule, [StageSeconds(forward=1, backward=1)] * 4).makespan
+    assert result.makespan > simulate(schedule, [ActionSeconds(forward=1, backward=1)] * 4).makespan
 
 
 @given(st.lists(stage_seconds, min_size=1, max_size=5), st.integers(1, 8), names, st.data())
@@ -131,7 +131,7 @@ def test_transfers_without_time_change_nothing_and_with_time_never_help(stages, 
 
 
 def test_two_stages_by_hand():
-    stages = [StageSeconds(forward=1, backward=2), StageSeconds(forward=3, backward=4)]
+    stages = [ActionSeconds(forward=1, backward=2), ActionSeconds(forward=3, backward=4)]
     result = simulate(generate(2, 2), stages)
     assert [[(str(s.action), s.start, s.end) for s in line] for line in result.spans] == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 8, 10), ("0B1", 15, 17)],
@@ -143,7 +143,7 @@ def test_two_stages_by_hand():
 
 def test_transfer_waits_for_both_sides_and_for_the_one_before_it():
     schedule = add_transfers(parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"))
-    stages = [StageSeconds(forward=1, backward=1), StageSeconds(forward=1, backward=1)]
+    stages = [ActionSeconds(forward=1, backward=1), ActionSeconds(forward=1, backward=1)]
     result = simulate(schedule, stages, activation_seconds=[5], gradient_seconds=[2])
     spans = {str(span.action): (span.start, span.end) for line in result.spans for span in line}
     assert spans["0SEND_F0"] == spans["1RECV_F0"] == (1, 6)
@@ -158,8 +158,8 @@ def test_transfer_waits_for_both_sides_and_for_the_one_before_it():
 def test_update_hides_in_the_drain_of_earlier_stages():
     schedule = add_update(add_transfers(generate(2, 1)), tied=False, gathers=[False, True])
     stages = [
-        StageSeconds(forward=1, backward=2, step=0.5),
-        StageSeconds(forward=1, backward=2, reduce=0.5, step=0.25, gather=1),
+        ActionSeconds(forward=1, backward=2, step=0.5),
+        ActionSeconds(forward=1, backward=2, reduce=0.5, step=0.25, gather=1),
     ]
     result = simulate(schedule, stages)
     assert result.makespan == 6.5
@@ -168,14 +168,14 @@ def test_update_hides_in_the_drain_of_earlier_stages():
 
 def test_tied_gradients_are_summed_when_the_last_stage_is_there():
     schedule = add_update(add_transfers(generate(2, 1)), tied=True, gathers=[False, False])
-    stages = [StageSeconds(forward=1, backward=1, reduce_tied=1), StageSeconds(forward=1, backward=1, reduce_tied=3)]
+    stages = [ActionSeconds(forward=1, backward=1, reduce_tied=1), ActionSeconds(forward=1, backward=1, reduce_tied=3)]
     result = simulate(schedule, stages)
     ends = [[span.end for span in line if str(span.action).endswith("TIED")] for line in result.spans]
     assert ends == [[7.0], [7.0]]
 
 
 def test_first_and_last_microbatch_may_differ():
-    stage = StageSeconds(forward=1, backward=1, first_forward=4, last_backward=6)
+    stage = ActionSeconds(forward=1, backward=1, first_forward=4, last_backward=6)
     assert simulate(generate(1, 3), [stage]).makespan == 4 + 1 + 1 + 1 + 1 + 6
 
 
@@ -262,7 +262,7 @@ def test_a_plan_without_predictions_is_refused():
         ({"stages": []}, "stages has 0 entries: a schedule of 2 stages needs 2"),
         ({"activation_seconds": [1, 2]}, "activation_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"gradient_seconds": [1, 2]}, "gradient_seconds has 2 entries: a schedule of 2 stages needs 1"),
-        ({"stages": [StageSeconds(forward=-1, backward=0)] * 2}, "0F0 takes -1 seconds: times are finite"),
+        ({"stages": [ActionSeconds(forward=-1, backward=0)] * 2}, "0F0 takes -1 seconds: times are finite"),
         ({"sent_activation_seconds": [1, 2]}, "sent_activation_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"sent_gradient_seconds": [1, 2]}, "sent_gradient_seconds has 2 entries: a schedule of 2 stages needs 1"),
         ({"gradient_seconds": [float("nan")]}, "0RECV_B0 takes nan seconds"),
@@ -270,12 +270,12 @@ def test_a_plan_without_predictions_is_refused():
     ],
 )
 def test_wrong_times_are_refused(arguments, message):
-    stages = arguments.pop("stages", [StageSeconds(forward=1, backward=1)] * 2)
+    stages = arguments.pop("stages", [ActionSeconds(forward=1, backward=1)] * 2)
     with pytest.raises(ValueError, match=message):
         simulate(add_transfers(generate(2, 2)), stages, **arguments)
 
 
 def test_a_broken_schedule_is_refused():
-    stages = [StageSeconds(forward=1, backward=1)] * 2
+    stages = [ActionSeconds(forward=1, backward=1)] * 2
     with pytest.raises(ScheduleError, match="for ever"):
         simulate(parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), stages)
