@@ -84,6 +84,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def no_group() -> None:
+    """No test begins with the process group of a fit before it, which Lightning leaves where it is."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def single_rank(tmp_path: "Path") -> Iterator[None]:
     """A process group of this process alone."""
