@@ -121,7 +121,7 @@ def steady_times(
 def _loads(model: StageCostModel, plan: Plan, group: int, kinds: tuple[str, ...]) -> Loads:
     slot, some = slots_of(plan, model.cluster)[group]
     ratios = OffloadRatios(**{kind: getattr(plan.stages[group].offload, kind) for kind in kinds})
-    _, stages, _ = model._without_copies(slot, replace(some, offload=OffloadCandidates.of(ratios)))
+    _, stages = model._without_copies(slot, replace(some, offload=OffloadCandidates.of(ratios)))
     return loads_of(stages, copy_rates(model.profile, model.cluster))[0]
 
 

@@ -9,22 +9,28 @@ other stages depends on where they lie, so that is asked about apart.
 Array axes
     K  candidates, of every stage as many as it came with, stage after stage
     T  terms of what stages exchange
+    X  steady and boundary seconds
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from lightning_mist.cost.inputs import IntArray, Placed, StageCandidates, StageSlot, placed_slots_of
-from lightning_mist.cost.memory import (
-    MemoryModel,
-    StageNeeds,
+from lightning_mist.cost.inputs import (
+    ArrayRecord,
+    FloatArray,
+    IntArray,
+    Placed,
+    StageCandidates,
+    StageSlot,
+    placed_slots_of,
 )
-from lightning_mist.cost.mixed_model import CostModel
-from lightning_mist.cost.time import EXCHANGED, StageSeconds
+from lightning_mist.cost.memory import MemoryModel, PeakParts, StageNeeds
+from lightning_mist.cost.mixed_model import CostModel, profiles_of
+from lightning_mist.cost.time import EXCHANGED, TOLD, StageSeconds
 from lightning_mist.plan import Plan, ZeroStage
 
 Terms: TypeAlias = dict[str, float]
@@ -32,8 +38,7 @@ Terms: TypeAlias = dict[str, float]
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-_NAMES = tuple(field.name for field in fields(StageSeconds))
-_TERMS = tuple(f"{name[:-2]}_seconds" for name in _NAMES)
+_TERMS = tuple(f"{name[:-2]}_seconds" for name in TOLD)
 
 
 def terms_of_plans(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]:
@@ -42,7 +47,7 @@ def terms_of_plans(model: CostModel, plans: Sequence[Plan]) -> list[list[Terms]]
     if not stages:
         return []
     seconds = _seconds(model, stages)
-    rows = zip(*(getattr(seconds, name).tolist() for name in _NAMES), strict=True)
+    rows = zip(*(getattr(seconds, name).tolist() for name in TOLD), strict=True)
     terms = (dict(zip(_TERMS, row, strict=True)) for row in rows)
     return [[next(terms) for _ in plan.stages] for plan in plans]
 
@@ -55,17 +60,55 @@ def seconds_of_stages(model: CostModel, stages: Sequence[Placed]) -> tuple[Stage
     return tuple(found.take(slice(*ends)) for ends in pairwise(_begins(stages)))
 
 
-def _seconds(model: CostModel, stages: Sequence[Placed]) -> StageSeconds:
-    """Seconds of the candidates of at least one stage, in one record."""
-    begins = _begins(stages)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts(ArrayRecord):
+    """What candidates cost.
+
+    Attributes:
+        own_XK: Steady and boundary seconds (axis ``X``) but for what is exchanged with other stages.
+        exchanged_XK: What is.
+        again_K: What every further stage behind adds to steady seconds.
+        unhidden_K: Of the boundary seconds those that copies cannot hide.
+        parts: What peaks are made of.
+    """
+
+    own_XK: FloatArray
+    exchanged_XK: FloatArray
+    again_K: FloatArray
+    unhidden_K: FloatArray
+    parts: PeakParts
+
+
+def evaluate(model: CostModel, stages: Sequence[Placed]) -> StageCosts:
+    """What the candidates of at least one stage cost, those of all stages in one record."""
+    seconds = _seconds(model, stages)
+    parts = [(members, PeakParts.of(needs)) for members, needs in _needs(model.memory, stages)]
+    hidden_K = np.minimum(seconds.gather_K, seconds.forward_K + seconds.update_K)
+    if any(profile.corrections for profile in profiles_of(model)):
+        hidden_K = seconds.gather_K + seconds.reduce_K
+    return StageCosts(
+        own_XK=seconds.own_XK,
+        exchanged_XK=seconds.exchanged_XK,
+        again_K=seconds.again_K,
+        unhidden_K=seconds.boundary_K - seconds.update_copies_K - hidden_K,
+        parts=PeakParts.joined([found for _, found in parts]).take(_order(stages, [members for members, _ in parts])),
+    )
+
+
+def own_seconds(model: CostModel, stages: Sequence[Placed]) -> StageSeconds:
+    """Seconds of the candidates of at least one stage but for exchange with others, in one record."""
     own = _groups((_own_slot(*placed), placed[1].offload is None) for placed in stages)
     answers = model.seconds_of([(slot, _candidates(stages, members)) for (slot, _), members in own.items()])
-    place_K = np.concatenate([_places(begins, members) for members in own.values()])
+    return StageSeconds.joined(answers).take(_order(stages, own.values()))
+
+
+def _seconds(model: CostModel, stages: Sequence[Placed]) -> StageSeconds:
+    """Seconds of the candidates of at least one stage, in one record."""
+    begins, found = _begins(stages), own_seconds(model, stages)
     exchanged_TK = np.empty((len(EXCHANGED), begins[-1]))
     for members in _groups(_exchange_key(slot) for slot, _ in stages).values():
         exchanged = model.exchanged(stages[members[0]][0], _candidates(stages, members))
         exchanged_TK[:, _places(begins, members)] = exchanged
-    found = StageSeconds.joined(answers).take(np.argsort(place_K))
     return replace(found, **dict(zip(EXCHANGED, exchanged_TK, strict=True)))
 
 
@@ -102,12 +145,21 @@ def _exchange_key(slot: StageSlot) -> Hashable:
 def needs_of_stages(model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]) -> tuple[StageNeeds, ...]:
     """What each stage's candidates need, as if each had been asked for by itself."""
     found: dict[int, StageNeeds] = {}
+    for members, needs in _needs(model, stages):
+        for index, ends in zip(members, pairwise(_begins([stages[index] for index in members])), strict=True):
+            found[index] = needs.take(slice(*ends))
+    return tuple(found[index] for index in range(len(stages)))
+
+
+def _needs(
+    model: Callable[[StageSlot], MemoryModel], stages: Sequence[Placed]
+) -> Iterator[tuple[list[int], StageNeeds]]:
+    """Some of the stages, and what their candidates need, one after another."""
     for members in _groups(_bytes_key(*placed) for placed in stages).values():
         memory = model(stages[members[0]][0])
         needs = memory.needs(stages[members[0]][0], _candidates(stages, members))
-        for index, ends in zip(members, pairwise(_begins([stages[index] for index in members])), strict=True):
-            found[index] = _with_batches(needs.take(slice(*ends)), memory.batch_bytes(stages[index][0]))
-    return tuple(found[index] for index in range(len(stages)))
+        each = [np.full(len(some), memory.batch_bytes(slot)) for slot, some in (stages[index] for index in members)]
+        yield members, replace(needs, always={**needs.always, "batch_bytes": np.concatenate(each)})
 
 
 def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
@@ -115,13 +167,6 @@ def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
     degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree, slot.shard_group)
     several = (slot.num_stages > 1, slot.num_microbatches > 1, slot.schedule == "zb-h1")
     return slot.rows, degrees, slot.sequence_parallel, slot.checkpointing, several, candidates.offload is None
-
-
-def _with_batches(needs: StageNeeds, batch_bytes: float) -> StageNeeds:
-    """Needs with another number of batches that a rank has."""
-    if needs.always["batch_bytes"] == batch_bytes:
-        return needs
-    return replace(needs, always={**needs.always, "batch_bytes": batch_bytes})
 
 
 def _groups(keys: Iterable[_Key]) -> dict[_Key, list[int]]:
@@ -140,6 +185,12 @@ def _candidates(stages: Sequence[Placed], members: Sequence[int]) -> StageCandid
 def _begins(stages: Sequence[Placed]) -> list[int]:
     """Where the candidates of each stage begin among all, and how many there are."""
     return [0, *accumulate(len(candidates) for _, candidates in stages)]
+
+
+def _order(stages: Sequence[Placed], groups: Iterable[Sequence[int]]) -> IntArray | slice:
+    """Where the candidates of every stage are in what has those of groups of stages one after another."""
+    begins, found = _begins(stages), [*groups]
+    return slice(None) if len(found) == 1 else np.argsort(np.concatenate([_places(begins, some) for some in found]))
 
 
 def _places(begins: Sequence[int], members: Sequence[int]) -> IntArray:

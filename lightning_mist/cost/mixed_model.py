@@ -15,7 +15,7 @@ import numpy as np
 from lightning_mist.cost.inputs import FloatArray, Placed, StageCandidates, StageSlot
 from lightning_mist.cost.memory import MemoryModel
 from lightning_mist.cost.stage_model import PlanCosts, StageCostModel, Variant
-from lightning_mist.cost.time import RegionSeconds, StageSeconds, Unsharding
+from lightning_mist.cost.time import RegionSeconds, StageSeconds
 from lightning_mist.errors import ProfileError
 from lightning_mist.hardware import (
     AnyCluster,
@@ -97,7 +97,7 @@ class MixedCostModel(PlanCosts):
         )
 
     def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
-        """Seconds of the candidates of several slots, asked of every part's model together."""
+        """Seconds of the candidates of several slots but for exchange, asked of every part's model together."""
         of_models: dict[int, list[int]] = {}
         for index, (slot, _) in enumerate(items):
             for model in self.models(slot):
@@ -108,17 +108,6 @@ class MixedCostModel(PlanCosts):
             for index, seconds in zip(asked, model.seconds_of([items[index] for index in asked]), strict=True):
                 found[index].append(seconds)
         return tuple(_longest(found[index]) for index in range(len(items)))
-
-    def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
-        """Seconds of candidates, and how often which part of unsharding happens.
-
-        Where the only stage unshards longest depends on the slot's number of microbatches, so that it is of this one.
-        """
-        found = [model.parted_seconds(slot, candidates) for model in self.models(slot)]
-        if len(found) == 1:
-            return found[0]
-        longest = _longest([item for item, _ in found])
-        return longest, replace(Unsharding.none(len(candidates)), each_K=longest.unshard_K)
 
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         """Seconds of what candidates exchange with other stages."""

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from lightning_mist.cost.time import StageSeconds
+from lightning_mist.cost.time import TOLD, StageSeconds
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.plan import Plan, ScheduleName
 from lightning_mist.schedule import StepRules
@@ -94,7 +94,7 @@ def rules_of(cluster: AnyCluster, precision: str) -> StepRules:
 
 def terms_of(seconds: StageSeconds) -> dict[str, float]:
     """Seconds of a stage by term, of arrays with one candidate."""
-    return {f"{field.name[:-2]}_seconds": float(getattr(seconds, field.name)[0]) for field in fields(seconds)}
+    return {f"{name[:-2]}_seconds": float(getattr(seconds, name)[0]) for name in TOLD}
 
 
 def clock_seconds(plan: Plan, terms: Sequence[Terms], rules: StepRules) -> float:

@@ -41,7 +41,6 @@ from lightning_mist.cost.time import (
     RegionSeconds,
     RegionSums,
     SeamEnd,
-    StageCosts,
     StageSeconds,
     UnitSeconds,
     Unsharding,
@@ -118,29 +117,19 @@ class PlanCosts(ABC):
 
     @abstractmethod
     def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
-        """Seconds of the candidates of several slots; what takes long of copies is asked once for those of all."""
+        """Seconds of the candidates of several slots but for exchange with other stages, which is no time.
 
-    @abstractmethod
-    def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
-        """Seconds of candidates, and how often which part of unsharding without offload happens."""
+        What takes long of copies is asked once for those of all.
+        """
 
     @abstractmethod
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         """Seconds of what candidates exchange with other stages, by the terms in ``communication.EXCHANGED``."""
 
-    def evaluate(self, slot: StageSlot, candidates: StageCandidates) -> StageCosts:
-        """Seconds and bytes of candidates for a slot."""
-        seconds, needs = self.seconds(slot, candidates), self.memory(slot).needs(slot, candidates)
-        return StageCosts(steady_K=seconds.steady_K, boundary_K=seconds.boundary_K, needs=needs)
-
     def seconds(self, slot: StageSlot, candidates: StageCandidates) -> StageSeconds:
         """Seconds of candidates for a slot, by term."""
-        return self.parted_seconds(slot, candidates)[0]
-
-    def shared_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, FloatArray]:
-        """What candidates exchange with other stages: for one microbatch, and gradients of tied parameters."""
-        transfer_K, *_, tied_K = self.exchanged(slot, candidates)
-        return transfer_K, tied_K
+        (found,) = self.seconds_of([(slot, candidates)])
+        return replace(found, **dict(zip(EXCHANGED, self.exchanged(slot, candidates), strict=True)))
 
 
 class StageCostModel(PlanCosts):
@@ -220,15 +209,8 @@ class StageCostModel(PlanCosts):
     def seconds_of(self, items: Sequence[Placed]) -> tuple[StageSeconds, ...]:
         """Seconds of the candidates of several slots, their copies worked out together."""
         alone = [self._without_copies(slot, candidates) for slot, candidates in items]
-        copies = self._copies([stages for _, stages, _ in alone])
-        return tuple(self._with_copies(found, copied) for (found, _, _), copied in zip(alone, copies, strict=True))
-
-    def parted_seconds(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, Unsharding]:
-        """Seconds of candidates, and how often which part of unsharding without offload happens."""
-        found, stages, shards = self._without_copies(slot, candidates)
-        (copies,) = self._copies([stages])
-        factor = factor_of(self.profile.corrections, "communication")
-        return self._with_copies(found, copies), shards.times(factor)
+        copies = self._copies([stages for _, stages in alone])
+        return tuple(self._with_copies(found, copied) for (found, _), copied in zip(alone, copies, strict=True))
 
     def _with_copies(self, found: StageSeconds, copies: CopySeconds | None) -> StageSeconds:
         """Seconds of candidates as runs have corrected them, with those of copies if there are any."""
@@ -243,9 +225,7 @@ class StageCostModel(PlanCosts):
             )
         return corrected_terms(self.profile, found)
 
-    def _without_copies(
-        self, slot: StageSlot, candidates: StageCandidates
-    ) -> tuple[StageSeconds, CopyStages, Unsharding]:
+    def _without_copies(self, slot: StageSlot, candidates: StageCandidates) -> tuple[StageSeconds, CopyStages]:
         """Seconds of candidates as if nothing were offloaded and nothing corrected, and what copies depend on."""
         compute = self.region_seconds(*slot.computed)
         memory, regions = self.memory(slot), StageRegions.of(self.spec, candidates)
@@ -271,9 +251,10 @@ class StageCostModel(PlanCosts):
         overhead = overhead_seconds(self.profile.overheads, slot, candidates, self.spec)
         found = StageSeconds(
             **terms,
-            **dict(zip(EXCHANGED, self._exchanged(slot, candidates), strict=True)),
+            **dict.fromkeys(EXCHANGED, none_K),
             accumulate_K=np.minimum(slower * passes.accumulate_K, terms["backward_K"]),
             unshard_K=shards.seconds(slot),
+            again_K=shards.again(slot),
             scatter_K=scatter_K,
             ring_K=ring_K,
             forward_ring_K=forward_ring_K,
@@ -287,7 +268,7 @@ class StageCostModel(PlanCosts):
             forward_overhead_K=overhead.forward_K,
             once_K=overhead.once_K,
         )
-        return found, stages, shards
+        return found, stages
 
     def channels(self, slot: StageSlot, candidates: StageCandidates) -> ChannelRows:
         """When the channels of a single candidate's devices are busy; nothing where all of them are one (a CPU's).
@@ -298,7 +279,7 @@ class StageCostModel(PlanCosts):
         interference = interference_of(*self._machine)
         if interference is None:
             return {}
-        found, stages, _ = self._without_copies(slot, candidates)
+        found, stages = self._without_copies(slot, candidates)
         offloads = candidates.offload is not None
         passes = channel_rows(stages, copy_rates(*self._machine) if offloads else None, interference)
         between_K = replicate_seconds(*self._machine, slot, candidates, self.memory(slot).holdings)
@@ -309,13 +290,11 @@ class StageCostModel(PlanCosts):
     def exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         """Seconds of what candidates exchange with other stages, as runs have corrected them."""
         factor = factor_of(self.profile.corrections, "communication")
-        return tuple(factor * item_K for item_K in self._exchanged(slot, candidates))
-
-    def _exchanged(self, slot: StageSlot, candidates: StageCandidates) -> tuple[FloatArray, ...]:
         arrival_K, return_K = self._transfers(slot, candidates, sending=False)
         send_K, back_K = self._transfers(slot, candidates, sending=True)
         tied_K = tied_seconds(*self._machine, slot, self.memory(slot).holdings.of(candidates), self.seams)
-        return arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K
+        found = arrival_K + return_K + send_K + back_K, arrival_K, return_K, send_K, back_K, tied_K
+        return tuple(factor * item_K for item_K in found)
 
     def _shards(
         self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds, regions: StageRegions

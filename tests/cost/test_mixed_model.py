@@ -190,4 +190,4 @@ def test_slots_know_their_part():
     one = StageCandidates(
         start_K=np.array([1]), end_K=np.array([2]), checkpointed_K=np.array([0]), zero_stage_K=np.array([0])
     )
-    assert cost_model(NETWORK, None, MIXED).evaluate(slot, one).steady_K[0] > 0
+    assert cost_model(NETWORK, None, MIXED).seconds(slot, one).steady_K[0] > 0

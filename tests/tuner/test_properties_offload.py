@@ -201,7 +201,7 @@ def host_bytes_of(instance, plan):
     model, found = cost_model(instance.network, instance.rates, instance.machine), []
     for slot, candidates in placed_slots_of(plan, instance.machine):
         moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-        needs = model.evaluate(slot, candidates).needs
+        needs = model.memory(slot).needs(slot, candidates)
         found.append(float(needs.host_bytes(moments)[0]))
     return found
 

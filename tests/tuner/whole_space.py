@@ -327,9 +327,9 @@ def _costs(model, slot, rows, moves):
     if moves:
         ratios = dict(zip((f"{name}_K" for name in OFFLOADED), rows[:, 4:].T, strict=True))
         candidates = replace(candidates, offload=OffloadCandidates(**ratios))
-    costs = model.evaluate(slot, candidates)
+    seconds, needs = model.seconds(slot, candidates), model.memory(slot).needs(slot, candidates)
     moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-    return costs.steady_K, costs.boundary_K, costs.needs.peaks(moments), costs.needs.host_bytes(moments)
+    return seconds.steady_K, seconds.boundary_K, needs.peaks(moments), needs.host_bytes(moments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ from lightning_mist.cost.time.region_times import (
 )
 from lightning_mist.cost.time.runtime_overheads import SPLIT_BACKWARD, overhead_seconds
 from lightning_mist.cost.time.stage_seconds import (
-    StageCosts,
+    TOLD,
     StageSeconds,
     computation_factor,
     corrected_regions,

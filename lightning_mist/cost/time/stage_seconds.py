@@ -4,10 +4,11 @@ Measured layers stay the first truth: corrections multiply what is made of them,
 from FLOPs and bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from lightning_mist.cost.inputs import ArrayRecord, FloatArray
-from lightning_mist.cost.memory import StageNeeds
 from lightning_mist.cost.time.region_times import RegionSeconds
 from lightning_mist.hardware import HardwareProfile, Term, factor_of
 from lightning_mist.model.spec import ModelSpec
@@ -31,6 +32,7 @@ class StageSeconds(ArrayRecord):
         send_K: The part of ``transfer_K`` that sends the output.
         send_back_K: The part of ``transfer_K`` that sends the gradient of the input.
         unshard_K: Unsharding parameters for one microbatch (ZeRO-3), as far as it does not hide in computation.
+        again_K: What every further stage behind adds to ``unshard_K``, as far as microbatches are in flight between.
         scatter_K: Reducing the gradients of one microbatch to their owners (from ZeRO-2 on), as far as not hidden.
         ring_K: What sharing rows adds for one microbatch: exchanging keys and values, and waiting for each other.
         forward_ring_K: The part of ``ring_K`` that belongs to the forward.
@@ -58,6 +60,7 @@ class StageSeconds(ArrayRecord):
     send_K: FloatArray
     send_back_K: FloatArray
     unshard_K: FloatArray
+    again_K: FloatArray
     scatter_K: FloatArray
     ring_K: FloatArray
     forward_ring_K: FloatArray
@@ -75,15 +78,20 @@ class StageSeconds(ArrayRecord):
     @property
     def steady_K(self) -> FloatArray:
         """Steady time ``t``."""
-        computed_K = self.forward_K + self.backward_K + self.recompute_K
-        exchanged_K = self.transfer_K + self.unshard_K + self.scatter_K + self.ring_K
-        return computed_K + exchanged_K + self.copies_K + self.overhead_K
+        steady_K: FloatArray = self.own_XK[0] + self.transfer_K
+        return steady_K
 
     @property
-    def alone_K(self) -> FloatArray:
-        """The part of ``t`` that depends neither on other stages nor on the number of microbatches."""
-        computed_K = self.forward_K + self.backward_K + self.recompute_K
-        return computed_K + self.scatter_K + self.ring_K + self.copies_K + self.overhead_K
+    def own_XK(self) -> FloatArray:
+        """Steady and boundary time but for what is exchanged with other stages."""
+        steady_K = self.forward_K + self.backward_K + self.recompute_K + self.unshard_K + self.scatter_K + self.ring_K
+        boundary_K = self.reduce_K + self.update_K + self.update_copies_K + self.once_K + self.gather_K
+        return np.stack([steady_K + self.copies_K + self.overhead_K, boundary_K])
+
+    @property
+    def exchanged_XK(self) -> FloatArray:
+        """What of steady and of boundary time is exchanged with other stages."""
+        return np.stack([self.transfer_K, self.tied_K])
 
     @property
     def boundary_K(self) -> FloatArray:
@@ -96,21 +104,15 @@ class StageSeconds(ArrayRecord):
         return self.tied_K + self.update_K + self.update_copies_K + self.once_K + self.gather_K
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
-    """What each candidate costs: steady and boundary seconds, and what its memory is made of."""
-
-    steady_K: FloatArray
-    boundary_K: FloatArray
-    needs: StageNeeds
-
+TOLD = tuple(field.name for field in fields(StageSeconds) if field.name != "again_K")
+"""What the seconds of a stage in its place are told by."""
 
 CORRECTED: tuple[tuple[Term, tuple[str, ...]], ...] = (
     (
         "communication",
         (
             *("transfer", "arrival", "return", "send", "send_back"),
-            *("unshard", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
+            *("unshard", "again", "scatter", "ring", "forward_ring", "reduce", "tied", "gather"),
         ),
     ),
     ("update", ("update",)),

@@ -29,16 +29,16 @@ Array axes
     X  steady and boundary seconds
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot, profiles_of
-from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray, covered, prefix_sums
+from lightning_mist.cost import CostModel, MixedCostModel, StageCandidates, StageSlot
+from lightning_mist.cost.batched_stages import StageCosts, evaluate
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, covered, prefix_sums
 from lightning_mist.cost.memory import Moments, PeakParts
-from lightning_mist.cost.time import Unsharding
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import OFFLOADED, ZeroStage
 from lightning_mist.tuner.candidates.choices import SlotChoices
@@ -213,44 +213,6 @@ class _Lines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Figures(ArrayRecord):
-    """What candidates cost whatever the rest of their pipeline is.
-
-    Attributes:
-        alone_C: Steady seconds without exchange with other stages, and without unsharding.
-        own_C: Boundary seconds without those for tied parameters.
-        rest_C: What of these copies cannot hide.
-        parts: What their peaks are made of, without the batch.
-    """
-
-    AXIS: ClassVar[str] = "C"
-
-    candidates: StageCandidates
-    alone_C: FloatArray
-    shards: Unsharding
-    own_C: FloatArray
-    rest_C: FloatArray
-    parts: PeakParts
-
-    @classmethod
-    def of(cls, model: CostModel, slot: StageSlot, candidates: StageCandidates) -> "_Figures":
-        seconds, shards = model.parted_seconds(slot, candidates)
-        memory, rest_C = model.memory(slot), seconds.update_K + seconds.once_K
-        hidden_C = np.minimum(seconds.gather_K, seconds.forward_K + seconds.update_K)
-        if any(profile.corrections for profile in profiles_of(model)):
-            hidden_C = seconds.gather_K + seconds.reduce_K
-        parts = PeakParts.of(memory.needs(slot, candidates))
-        return cls(
-            candidates=candidates,
-            alone_C=seconds.alone_K,
-            shards=shards,
-            own_C=seconds.reduce_K + seconds.update_copies_K + seconds.gather_K + rest_C,
-            rest_C=seconds.reduce_K + seconds.gather_K - hidden_C + rest_C,
-            parts=parts.beside(-memory.batch_bytes(slot)),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Arrangement:
     """What is to be evaluated of a table on one arrangement of devices: its number, and what has which layer range."""
 
@@ -296,67 +258,42 @@ def make_tables(
             if len(at_J):
                 found, range_C = lines.candidates(slot, at_J)
                 asked.append(_Arrangement(table=number, shape=index, slot=slot, candidates=found, range_C=range_C))
-    figures = _evaluate(model, asked)
-    tables = []
+    costs = evaluate(model, [(item.slot, item.candidates) for item in asked]) if asked else None
+    tables, end = list[Table](), 0
     for number, request in enumerate(requests):
-        places = [place for place, item in enumerate(asked) if item.table == number]
-        tables.append(_table(model, request, [(asked[place], figures[place]) for place in places], bottleneck))
-    return tables, sum(len(item.candidates) for item in asked)
+        items = [item for item in asked if item.table == number]
+        begin, end = end, end + sum(len(item.candidates) for item in items)
+        of_table = costs.take(slice(begin, end)) if costs and items else None
+        tables.append(_table(request, items, of_table, bottleneck))
+    return tables, end
 
 
-def _evaluate(model: CostModel, asked: Sequence[_Arrangement]) -> list[_Figures]:
-    """What candidates of arrangements cost; those of several roles on the same devices are asked about together."""
-    alike: dict[Hashable, list[int]] = {}
-    for place, item in enumerate(asked):
-        slot = item.slot
-        devices = slot.data_parallel_degree, slot.shard_group, *slot.computed
-        alike.setdefault((slot.num_stages == 1, slot.part, slot.rows, devices), []).append(place)
-    found: dict[int, _Figures] = {}
-    for places in alike.values():
-        candidates = StageCandidates.joined([asked[place].candidates for place in places])
-        figures, begin = _Figures.of(model, asked[places[0]].slot, candidates), 0
-        for place in places:
-            end = begin + len(asked[place].candidates)
-            found[place] = figures if end - begin == len(candidates) else figures.take(np.arange(begin, end))
-            begin = end
-    return [found[place] for place in range(len(asked))]
-
-
-def _table(
-    model: CostModel, request: Request, items: Sequence[tuple[_Arrangement, _Figures]], bottleneck: float
-) -> Table:
+def _table(request: Request, items: Sequence[_Arrangement], costs: StageCosts | None, bottleneck: float) -> Table:
     """The candidates of all arrangements that are fast enough, by rising steady time."""
     slots, ranges, among_NL = request
-    if not items:
+    if costs is None:
         return _empty(request, bottleneck)
-    figures = _Figures.joined([found for _, found in items])
-    exchanged_XC = np.concatenate(
-        [np.stack(model.shared_seconds(item.slot, item.candidates)) for item, _ in items], axis=1
-    )
-    # Of a table's slots what they unshard is counted alike: the same microbatches, and as many stages behind.
-    transfer_C, tied_C = exchanged_XC
-    again_C = figures.shards.again(slots[0])
-    steady_C = figures.alone_C + transfer_C + figures.shards.seconds(slots[0])
-    boundary_C, floor_C = figures.own_C + tied_C, steady_C + tied_C + figures.rest_C
+    steady_C, boundary_C = costs.own_XK + costs.exchanged_XK
     fast_K = np.flatnonzero(steady_C <= bottleneck * ROOM)
     fast_K = fast_K[np.argsort(steady_C[fast_K], kind="stable")]
-    shape_K = np.repeat([item.shape for item, _ in items], [len(item.candidates) for item, _ in items])[fast_K]
-    batch_S = np.array([model.memory(slot).batch_bytes(slot) for slot in slots], dtype=np.float64)
+    shape_K = np.repeat([item.shape for item in items], [len(item.candidates) for item in items])[fast_K]
+    some = StageCandidates.joined([item.candidates for item in items]).take(fast_K)
+    costs = costs.take(fast_K)
     return Table(
         bottleneck=bottleneck,
         among_NL=among_NL,
         ranges=ranges,
         slots=tuple(slots),
-        range_K=np.concatenate([item.range_C for item, _ in items])[fast_K],
+        range_K=np.concatenate([item.range_C for item in items])[fast_K],
         shape_K=shape_K,
-        checkpointed_K=figures.candidates.checkpointed_K[fast_K],
-        zero_stage_K=figures.candidates.zero_stage_K[fast_K],
+        checkpointed_K=some.checkpointed_K,
+        zero_stage_K=some.zero_stage_K,
         steady_K=steady_C[fast_K],
         boundary_K=boundary_C[fast_K],
-        floor_K=floor_C[fast_K],
-        again_K=again_C[fast_K],
-        exchanged_XK=exchanged_XC[:, fast_K],
-        parts=figures.parts.take(fast_K).beside(batch_S[shape_K]),
+        floor_K=steady_C[fast_K] + costs.unhidden_K,
+        again_K=costs.again_K,
+        exchanged_XK=costs.exchanged_XK,
+        parts=costs.parts,
     )
 
 

@@ -48,7 +48,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 
 from lightning_mist.cost import CostModel, StageCandidates, StageCostModel, StageSlot, profiles_of
-from lightning_mist.cost.batched_stages import seconds_of_stages
+from lightning_mist.cost.batched_stages import own_seconds
 from lightning_mist.cost.inputs import (
     ArrayRecord,
     BoolArray,
@@ -496,18 +496,17 @@ class OffloadSearch:
             more, of_J = self._distinct([(found[number][0], found[number][1].take(at_J)) for number, at_J in places])
             placed += more
             distinct_U.append(of_J)
-        answers, seconds = self._answers(placed), [np.empty((2, len(item))) for _, item in found]
+        own_XU = self._own_seconds(placed)
+        seconds, first = [np.empty((2, len(item))) for _, item in found], 0
         for of_J, places in zip(distinct_U, alike.values(), strict=True):
-            count, blocks = int(of_J.max(initial=-1)) + 1, list[FloatArray]()
-            while sum(block.shape[1] for block in blocks) < count:
-                blocks.append(next(answers))
-            alone_XJ, begin = np.concatenate(blocks, axis=1)[:, of_J], 0
+            own_XJ, begin = own_XU[:, first + of_J], 0
             for number, at_J in places:
                 points, item = found[number]
                 exchanged_XJ = points.table.exchanged_XK[:, points.index_P[item.point_J[at_J]]]
-                seconds[number][:, at_J] = alone_XJ[:, begin : begin + len(at_J)] + exchanged_XJ
+                seconds[number][:, at_J] = own_XJ[:, begin : begin + len(at_J)] + exchanged_XJ
                 seconds[number][0, at_J] *= TIE
                 begin += len(at_J)
+            first += int(of_J.max(initial=-1)) + 1
         return seconds
 
     def _distinct(self, some: Sequence[tuple[StagePoints, Feasible]]) -> tuple[list[Placed], IntArray]:
@@ -524,17 +523,19 @@ class OffloadSearch:
         slot, blocks = table.slots[int(table.shape_K[index[0][0]])], range(0, len(first_U), SECONDS_AT_ONCE)
         return [(slot, candidates.take(slice(begin, begin + SECONDS_AT_ONCE))) for begin in blocks], of_J
 
-    def _answers(self, placed: Sequence[Placed]) -> Iterator[FloatArray]:
-        """Steady and boundary seconds of each but for exchange, of some together as long as these are not too many."""
-        block: list[Placed] = []
-        for item, after in zip(placed, (*placed[1:], None), strict=True):
-            block.append(item)
-            count = sum(len(candidates) for _, candidates in block)
-            if after is None or count + len(after[1]) > SECONDS_AT_ONCE:
-                self._check_time()
-                for answer in seconds_of_stages(self.model, block):
-                    yield np.stack([answer.steady_K - answer.transfer_K, answer.boundary_K - answer.tied_K])
-                block = []
+    def _own_seconds(self, placed: Sequence[Placed]) -> FloatArray:
+        """Steady and boundary seconds but for exchange, of some together as long as these are not too many."""
+        blocks, count, found = list[list[Placed]](), 0, [np.empty((2, 0))]
+        for item in placed:
+            if not blocks or count + len(item[1]) > SECONDS_AT_ONCE:
+                blocks.append([])
+                count = 0
+            blocks[-1].append(item)
+            count += len(item[1])
+        for block in blocks:
+            self._check_time()
+            found.append(own_seconds(self.model, block).own_XK)
+        return np.concatenate(found, axis=1)
 
     def _choices(
         self,

@@ -17,8 +17,8 @@ STEADY = {
     "copies_K",
     "overhead_K",
 }
-OF_OTHERS = {"transfer_K", "unshard_K"}
-"""What depends on other stages, or on the number of microbatches."""
+OF_OTHERS = {"transfer_K", "tied_K"}
+"""What is exchanged with other stages."""
 
 BOUNDARY = {"reduce_K", "tied_K", "update_K", "update_copies_K", "gather_K", "once_K"}
 
@@ -31,6 +31,7 @@ def test_every_term_counts_once_or_is_a_part_of_one_that_does():
         # One second of this term and nothing of any other.
         found = StageSeconds(**{item: np.array([float(item == name)]) for item in names})
         assert found.steady_K.tolist() == [float(name in STEADY)]
-        assert found.alone_K.tolist() == [float(name in STEADY - OF_OTHERS)]
+        assert found.own_XK.tolist() == [[float(name in of - OF_OTHERS)] for of in (STEADY, BOUNDARY)]
+        assert found.exchanged_XK.tolist() == [[float(name in of & OF_OTHERS)] for of in (STEADY, BOUNDARY)]
         assert found.boundary_K.tolist() == [float(name in BOUNDARY)]
         assert found.together_K.tolist() == [float(name in BOUNDARY - {"reduce_K"})]

@@ -42,7 +42,7 @@ def by_hand(maker, index, stages, microbatches):
                 for zero in space.search.zero_stages if shape.data > 1 else (0,):
                     one = candidates_of(start, end, kept, zero)
                     if model.memory(slot).peaks(slot, one)[0] <= maker.memory_limit:
-                        costs = model.evaluate(slot, one)
+                        costs = model.seconds(slot, one)
                         options.append((costs.steady_K[0], costs.boundary_K[0]))
     best = {
         key: {(t, d) for t, d in points if not any(u <= t and u + e <= t + d and (u, e) != (t, d) for u, e in points)}
