@@ -1,8 +1,8 @@
 """What the most loaded device of every stage of a plan needs: allocated, reserved, device total.
 
 Where every allocation is known they are replayed through a simulation of the allocator. Otherwise (a network described
-without its allocations, offloading, context parallelism, and while many plans are compared) the peak of tensors comes
-from the planner's memory model, and what the allocator holds on top from how much that was elsewhere.
+without its allocations, state moved beside masters, and while many plans are compared) the peak of tensors comes from
+the planner's memory model, and what the allocator holds on top from how much that was elsewhere.
 """
 
 import re
@@ -308,12 +308,15 @@ def describe_cluster(cluster: AnyCluster) -> str:
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
     """Whether every allocation is known: of a traced network, under a plan that is executed.
 
-    What the ranks of a row allocate is not traced, and with master weights nothing but activations is moved.
+    With master weights nothing but activations is moved.
     """
-    known = all(layer.events is not None for layer in (spec.head, *spec.layers, spec.tail))
+    parts = [spec.on_row_part(degree) for degree in {stage.mesh.context_parallel_degree for stage in plan.stages}]
+    known = all(
+        part is not None and all(layer.events is not None for layer in (part.head, *part.layers, part.tail))
+        for part in parts
+    )
     moves = any(replace(stage.offload, activations=0.0).any for stage in plan.stages)
-    is_other = any(stage.mesh.context_parallel_degree > 1 for stage in plan.stages) or (moves and spec.master_weights)
-    return known and not is_other and not what_is_not_run(plan)
+    return known and not (moves and spec.master_weights) and not what_is_not_run(plan)
 
 
 def _estimate(

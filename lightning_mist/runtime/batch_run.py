@@ -21,7 +21,7 @@ from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, S
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, check, lower_forwards
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.stage_units import used_elsewhere
-from lightning_mist.tensors import batch_signature, copy_batch
+from lightning_mist.tensors import batch_signature, batch_tensors, copy_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,8 @@ class BatchRun:
             seed_random(device, microbatch.seed, stage, index)
         runner = self._context.runner
         inputs = tuple(tensor for *_, tensor in received)
-        with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, inputs):
+        held = *inputs, *batch_tensors(microbatch.value)
+        with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, held):
             self._start_runner()
             output = part_of_module.forward(partial(self._step, microbatch), inputs)
             if stage < self._last:

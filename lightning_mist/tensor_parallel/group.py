@@ -48,10 +48,8 @@ class CountingGroup:
         watcher: Told of every call at once.
     """
 
-    adds_later = False
-
-    def __init__(self, size: int, rank: int = 0) -> None:
-        self.size, self.rank = size, rank
+    def __init__(self, size: int, rank: int = 0, *, adds_later: bool = False) -> None:
+        self.size, self.rank, self.adds_later = size, rank, adds_later
         self.calls: list[tuple[Operation, int]] = []
         self.watcher: Callable[[Operation, int], None] = lambda *_: None
 

@@ -10,8 +10,9 @@ Array axes
 
 With context parallelism of degree ``c`` a device computes on ``s / c`` tokens of the same rows and with all parameters:
 activations and what stages exchange are those of the shorter sequence. The head is computed whole by all of them, and
-so is a tail that puts all tokens together. Attention keeps the gathered keys and values of all tokens; gathering them
-takes one copy of either more, the sums of their gradients three of either.
+so is a tail that puts all tokens together. What it holds is traced (:meth:`ModelSpec.on_row_part`). Where it was not,
+attention keeps the gathered keys and values of all tokens; gathering them takes one copy of either more, the sums of
+their gradients three of either.
 
 A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low = start + 1``, or 0 if it is the first
 stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
@@ -123,6 +124,14 @@ _LAYER_ARRAYS = {
 }
 """Arrays of :class:`RegionCosts`, and the expressions of a layer that they are made of."""
 
+_HELD = (
+    "recompute_forward_peak_R",
+    "handed_R",
+    "checkpointed_handed_R",
+    *(name for name, of in _LAYER_ARRAYS.items() if of.endswith(("saved_bytes", "peak_bytes"))),
+)
+"""Arrays of :class:`RegionCosts` that say bytes that are held."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionWork:
@@ -219,6 +228,8 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
     every = (*operators, *layer_expressions, *crossing, *exchanged, spec.batch_bytes, spec.shared_saved_bytes)
     evaluate = compile_expressions([sympy.sympify(e) for e in every], [MICROBATCH, SEQUENCE])
 
+    known: dict[int, Callable[..., RegionCosts]] = {}
+
     def at(rows: float, context: int = 1) -> RegionCosts:
         # Without a sequence dimension no expression contains its symbol, so any number does.
         numbers = evaluate(rows, float(part_of_sequence(spec, context) or 1))
@@ -253,6 +264,11 @@ def compile_regions(spec: ModelSpec) -> Callable[..., RegionCosts]:
         if context == 1:
             return found
         whole = at(rows)
+        if (part := spec.on_row_part(context)) is not None:
+            if context not in known:
+                known[context] = compile_regions(part)
+            held = known[context](rows)
+            return replace(found, **{name: getattr(held, name) for name in _HELD}, batch_bytes=whole.batch_bytes)
         gathers = any(split.degree == context and split.notes for split in spec.module_map.contexts)
         return on_part(found, whole, key_value_bytes(spec, whole), context, whole_tail=gathers)
 

@@ -46,6 +46,7 @@ from lightning_mist.cost.memory.working_set_tables import Accumulated, Sharding,
 from lightning_mist.cost.memory.working_sets import StageWorking
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
+from lightning_mist.plan.tensor_split import stripes_of
 
 TERMS = (
     "parameter_bytes",
@@ -145,7 +146,7 @@ class MemoryModel:
     def __init__(self, spec: ModelSpec, like: "MemoryModel | None" = None) -> None:
         self.spec = spec
         self._at_rows = compile_regions(spec)
-        self._split_backward = SplitBackwardModel(spec)
+        self._split_backwards: dict[int, SplitBackwardModel] = {}
         self._adjustment: Adjustment = unadjusted
         self._is_variant = False
         self._variants: dict[Pairs, MemoryModel] = {}
@@ -202,8 +203,7 @@ class MemoryModel:
             degree = 1
         key = (rows, degree, context, is_split)
         if key not in self._working:
-            exact = is_split and context == 1 and rows == int(rows)
-            split_backward = self._exact_split(int(rows)) if exact else None
+            split_backward = self._exact_split(int(rows), context) if is_split and rows == int(rows) else None
             table, sharding, is_one_unit = self.holdings.table, None, self.holdings.is_one_unit
             if degree > 1:
                 sharding = Sharding(gradient_share=1 / degree, trained_R=table.trained_R, is_one_unit=is_one_unit)
@@ -216,10 +216,14 @@ class MemoryModel:
                 del self._working[next(iter(self._working))]
         return self._working[key]
 
-    def _exact_split(self, rows: int) -> SplitBackward | None:
+    def _exact_split(self, rows: int, context: int) -> SplitBackward | None:
         """Backwards of inputs only from allocations, with what is adjusted of whole ones."""
-        whole, costs = self._at_rows(rows, 1), self.costs(rows)
-        if (found := self._split_backward.of(whole, rows)) is None:
+        whole, costs, part = self._at_rows(rows, context), self.costs(rows, context), self.spec.on_row_part(context)
+        if part is None:
+            return None
+        if context not in self._split_backwards:
+            self._split_backwards[context] = SplitBackwardModel(part)
+        if (found := self._split_backwards[context].of(whole, rows)) is None:
             return None
         more_R = costs.recompute_backward_peak_R - whole.recompute_backward_peak_R
         peak_R = found.peak_R + (costs.backward_peak_R - whole.backward_peak_R)
@@ -290,7 +294,9 @@ class MemoryModel:
             pending_K=working_ZK[3],
             saved_K=plain.saved_K - handed_K,
             handed_K=handed_K,
-            entering_K=costs.boundary_B[candidates.start_K],
+            # Context-parallel ranks lay out in stripes what arrives as one run of tokens.
+            entering_K=costs.boundary_B[candidates.start_K]
+            * (1 + (context > 1 and stripes_of(self.spec.sequence_length or 1, context) > 1)),
             leaving_K=costs.gradient_boundary_B[candidates.end_K],
             returned_K=costs.gradient_boundary_B[candidates.start_K],
             forward_K=forward_K,

@@ -45,6 +45,7 @@ class BatchWalk:
         self._bases: dict[_Key, int] = {}
         self._incoming: dict[_Key, list[list[int]]] = {}
         self._received: dict[_Key, list[int]] = {}
+        self._striped: dict[_Key, list[int]] = {}
         self._outgoing: dict[_Key, list[int | None]] = {}
         self._arriving: dict[_Key, list[list[int]]] = {}
         self._returned: dict[_Key, list[int | None]] = {}
@@ -92,6 +93,23 @@ class BatchWalk:
     def _buffers(self, tensor: CrossingTensor, what: str, key: _Key) -> list[int]:
         label = Label("transfer_bytes", what, dtype=tensor.dtype)
         return [self._tape.malloc(size, label, *key) for size in tensor.portions]
+
+    def _laid_anew(self, key: _Key) -> list[CrossingTensor]:
+        """What arrived as a run of tokens of which context-parallel ranks compute on stripes."""
+        crossing = self._view.crossing(key[0], key[0] - 1, key[1]) if key[0] else ()
+        return [tensor for tensor in crossing if tensor.times_laid]
+
+    def _laid(self, tensor: CrossingTensor, key: _Key) -> int:
+        """Stripes in place of a run, or the other way round: all ranks' parts, the whole made of them, the part."""
+        label, whole = (
+            Label("transfer_bytes", "tokens laid out anew", dtype=tensor.dtype),
+            tensor.times_laid * tensor.bytes,
+        )
+        stacked, joined = (self._tape.malloc(whole, label, *key) for _ in range(2))
+        self._tape.free(stacked)
+        part = self._tape.malloc(tensor.bytes, label, *key)
+        self._tape.free(joined)
+        return part
 
     def _join(self, portions: Sequence[list[int]], tensors: Sequence[CrossingTensor], key: _Key) -> list[int]:
         """Whole tensors from what was received; a single portion is the tensor."""
@@ -159,6 +177,7 @@ class BatchWalk:
         if stage > 0:
             joined = self._join(portions, self._view.crossing(stage, stage - 1, key[1]), key)
             self._received[key] = joined
+            self._striped[key] = [self._laid(tensor, key) for tensor in self._laid_anew(key)]
             self._release(action)
         base = self._bases[key] = self._tape.reserve(template.slots, *key)
         if 0 in template.forward and 0 not in template.parts:
@@ -183,6 +202,10 @@ class BatchWalk:
             for part in reversed(self._parts(template, line)):
                 self._play(runs[part], base, stage, part, way=way)
         self._free([base + slot for slot in template.ended[way]])
+        for tensor in self._laid_anew(key):
+            if tensor.requires_grad:
+                self._tape.free(self._laid(tensor, key))
+        self._free(self._striped.pop(key, ()))
         if is_split:
             self._put_off(key, base, template.weights[way])
         if stage > 0:

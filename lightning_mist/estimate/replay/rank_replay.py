@@ -16,12 +16,13 @@ import numpy as np
 
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.memory import TERMS
+from lightning_mist.errors import PlanError
 from lightning_mist.estimate.allocator import MemoryEvent, free, malloc
 from lightning_mist.estimate.replay.rank_state import ReplayedRank, batches_of
 from lightning_mist.estimate.replay.step_events import Arrivals, Run
 from lightning_mist.model.events import EventTape, Label, Mark, StageTemplate, TapeBlock
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Plan, ScheduleName, ZeroStage
+from lightning_mist.plan import Plan, ScheduleName, StageMesh, ZeroStage
 from lightning_mist.plan.mesh import held_parameters
 from lightning_mist.schedule import Schedule, arrived_sends, generate
 from lightning_mist.schedule.lowering import add_transfers, add_update
@@ -151,7 +152,7 @@ def replay_rank(
         PlanError: If the network was described without its allocations, or is not known under the plan's splits.
     """
     mesh = plan.stages[plan.stage_of(rank)].mesh
-    part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    part = rank_part(spec, mesh)
     view = ReplayedRank(part, spec, plan, rank)
     in_buckets = (plan.is_plain and not spec.master_weights) if plain is None else plain
     lists = _lists(plan, spec, shorten=shorten)
@@ -169,7 +170,7 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
     """The replay of the most loaded rank of a group of devices; see :func:`replay_plan`."""
     known: dict[tuple[object, ...], StageTemplate] = {}
     mesh = plan.stages[group].mesh
-    part = spec.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
+    part = rank_part(spec, mesh)
     classes: dict[tuple[object, ...], int] = {}
     # Of parameters of one size some may be moved and others not, as their layers have them.
     moves = replace(plan.stages[group].offload, activations=0.0).any
@@ -184,6 +185,17 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
         classes.setdefault((batches_of(plan, rank), load), rank)
     replays = (replay_rank(spec, plan, rank, plain=plain, known=known) for rank in classes.values())
     return max(replays, key=lambda item: item.peak_bytes)
+
+
+def rank_part(spec: ModelSpec, mesh: StageMesh) -> ModelSpec:
+    """What one rank of a stage does of a network; a :class:`PlanError` if that is not known."""
+    shared = spec.on_row_part(mesh.context_parallel_degree)
+    if shared is None:
+        raise PlanError(
+            f"context_parallel_degree = {mesh.context_parallel_degree}: what a device allocates that has a part of "
+            f"each row was not traced for {spec.name}; trace it with that degree among the module map's contexts"
+        )
+    return shared.split(mesh.tensor_parallel_degree, mesh.sequence_parallel)
 
 
 def _lists(plan: Plan, spec: ModelSpec, *, shorten: bool) -> tuple[Schedule, Arrivals]:

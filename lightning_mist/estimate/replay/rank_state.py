@@ -11,6 +11,7 @@ from lightning_mist.plan import Plan, ZeroStage, loader_of, row_slice
 from lightning_mist.plan.mesh import HeldParameter, Mesh, itemsize, make_mesh, needs_spreading, tied_groups
 from lightning_mist.plan.messages import overlaps, side_of
 from lightning_mist.plan.sharding import deal_buckets
+from lightning_mist.plan.tensor_split import stripes_of
 from lightning_mist.schedule.stage_program import StageUnits
 from lightning_mist.schedule.stage_units import (
     ShardUnit,
@@ -301,9 +302,14 @@ class ReplayedRank:
                     is_copied=copied or (len(parts) > 1 and known.sequence_dim != 0),
                     name=str(known.key),
                     dtype=known.dtype,
+                    times_laid=self._times_laid(known.sequence_dim is not None and mine.is_parted(length), length),
                 )
             )
         return tuple(found)
+
+    def _times_laid(self, is_parted: bool, length: int) -> int:
+        degree = self.plan.stages[self.mesh.stage].mesh.context_parallel_degree
+        return degree if is_parted and degree > 1 and stripes_of(length, degree) > 1 else 0
 
 
 def batches_of(plan: Plan, rank: int) -> int:
@@ -319,6 +325,8 @@ class CrossingTensor:
     Attributes:
         shares: Share of that in each message.
         is_copied: Whether a message is a copy of a part rather than a view into the tensor.
+        times_laid: How many times as large the whole is from which what arrives as one run of tokens is laid out in
+            stripes, as context-parallel ranks compute on it; 0 if it stays as it is.
     """
 
     bytes: int
@@ -327,6 +335,7 @@ class CrossingTensor:
     is_copied: bool
     name: str
     dtype: str
+    times_laid: int = 0
 
     @property
     def portions(self) -> tuple[int, ...]:

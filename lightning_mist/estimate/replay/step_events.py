@@ -52,7 +52,8 @@ class Run:
             first=plan.layers[0], end=plan.layers[1], checkpointed=plan.checkpointing.layers, rows=plan.microbatch_size
         )
         kind = plan.checkpointing.kind
-        key = (shape, plan.mesh.tensor_parallel_degree, plan.mesh.sequence_parallel, kind)
+        degrees = plan.mesh.tensor_parallel_degree, plan.mesh.context_parallel_degree, plan.mesh.sequence_parallel
+        key = (shape, *degrees, kind)
         if key not in known:
             known[key] = stack(view.spec.recomputing(kind), shape, tied=tied)
         return known[key]

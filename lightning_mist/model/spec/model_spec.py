@@ -6,7 +6,7 @@ the tail in whose forward it was made. All expressions are exact polynomials (or
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import sympy
 
@@ -261,9 +261,13 @@ class LayerSpec:
         return sum(item.calls for item in self.backward_work)
 
 
+_Parted = TypeVar("_Parted", "SplitSpec", "ModelSpec")
+"""What has a head, layers and a tail."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSpec:
-    """What one tensor-parallel rank of a network costs.
+    """What one tensor- or context-parallel rank of a network costs.
 
     Attributes:
         sequence_parallel: Whether activations between split operations are shared out along the sequence.
@@ -278,6 +282,15 @@ class SplitSpec:
     tail: LayerSpec
     boundaries: tuple[tuple[TensorSpec, ...], ...]
     parameter_bytes: tuple[int, ...]
+
+
+def _by_operator(found: _Parted) -> _Parted | None:
+    """The same where layers are recomputed by operator; ``None`` if it is not known what that costs."""
+    parts = found.head, *found.layers, found.tail
+    made = [part.by_operator(part.selective) for part in parts if part.selective is not None]
+    if len(made) < len(parts):
+        return None
+    return replace(found, head=made[0], layers=tuple(made[1:-1]), tail=made[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +338,7 @@ class ModelSpec:
         shared_saved_bytes: The part of the head's saved bytes that depends on the batch alone, not on parameters
             (masks, position tables): every stage after the first computes and keeps it too, per microbatch in flight.
         splits: What one rank costs under tensor parallelism, one entry per degree and kind that is known.
+        contexts: What one rank holds under context parallelism, one entry per degree that was traced.
         notes: What could not be expressed or had to be assumed, in words for the user.
         compiled: Which blocks the user compiles, in words; empty if none.
         unpriced: What multiplies in types that no rates are known of, in words.
@@ -351,6 +365,7 @@ class ModelSpec:
     seconds: tuple[LayerSeconds, ...] = field(default=())
     shared_saved_bytes: sympy.Expr = field(default=sympy.S.Zero)
     splits: tuple[SplitSpec, ...] = ()
+    contexts: tuple[SplitSpec, ...] = ()
     notes: tuple[str, ...] = ()
     head_width: int = 0
     compiled: str = ""
@@ -379,13 +394,13 @@ class ModelSpec:
         """
         if kind == "full":
             return self
-        made = [part.by_operator(part.selective) for part in self._parts if part.selective is not None]
-        if len(made) < len(self._parts):
+        found = _by_operator(self)
+        if found is None:
             raise PlanError(
                 f"checkpointing = {kind!r}: what that costs is not known for {self.name}; use 'full', or trace the "
                 "module"
             )
-        return replace(self, head=made[0], layers=tuple(made[1:-1]), tail=made[-1], splits=())
+        return replace(found, splits=(), contexts=tuple(filter(None, map(_by_operator, self.contexts))))
 
     @property
     def _parts(self) -> tuple[LayerSpec, ...]:
@@ -401,23 +416,32 @@ class ModelSpec:
             return self
         for found in self.splits:
             if (found.degree, found.sequence_parallel) == (degree, sequence_parallel):
-                parts = zip(self.parameters, found.parameter_bytes, strict=True)
-                return replace(
-                    self,
-                    head=found.head,
-                    layers=found.layers,
-                    tail=found.tail,
-                    boundaries=found.boundaries,
-                    parameters=tuple(
-                        replace(item, numel=item.numel * part // max(1, item.bytes), bytes=part) for item, part in parts
-                    ),
-                    splits=(),
-                )
+                return self._as(found)
         known = sorted({1, *(item.degree for item in self.splits if item.sequence_parallel == sequence_parallel)})
         with_sequence = " with sequence_parallel" if sequence_parallel else ""
         raise PlanError(
             f"tensor_parallel_degree = {degree}{with_sequence}: what that costs is not known for {self.name}; use "
             f"{' or '.join(map(str, known))}"
+        )
+
+    def on_row_part(self, degree: int) -> "ModelSpec | None":
+        """What one of the devices that share rows does, as a network by itself; ``None`` if it was not traced."""
+        return self if degree == 1 else next((self._as(each) for each in self.contexts if each.degree == degree), None)
+
+    def _as(self, found: SplitSpec) -> "ModelSpec":
+        """The network as one rank has it."""
+        parts = zip(self.parameters, found.parameter_bytes, strict=True)
+        return replace(
+            self,
+            head=found.head,
+            layers=found.layers,
+            tail=found.tail,
+            boundaries=found.boundaries,
+            parameters=tuple(
+                replace(item, numel=item.numel * part // max(1, item.bytes), bytes=part) for item, part in parts
+            ),
+            splits=(),
+            contexts=(),
         )
 
 

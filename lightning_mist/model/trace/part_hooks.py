@@ -130,9 +130,9 @@ class RankView:
     sequence: Mapping[int, SequenceSplit]
 
     @classmethod
-    def of(cls, split: TensorSplit, *, sequence_parallel: bool) -> "RankView":
-        """The view of rank 0 of a split."""
-        group = CountingGroup(split.degree)
+    def of(cls, split: TensorSplit, *, sequence_parallel: bool, adds_later: bool = False) -> "RankView":
+        """The view of rank 0 of a split, or of rows that are shared out."""
+        group = CountingGroup(split.degree, adds_later=adds_later)
         entries = {item.position: item for item in split.sequence} if sequence_parallel else {}
         return cls(group=group, context=SplitContext(group, sequence_parallel), sequence=entries)
 

@@ -51,6 +51,7 @@ from lightning_mist.model.trace.layer_costs import Ways, boundary_specs, layer_s
 from lightning_mist.model.trace.optimizer import describe_given
 from lightning_mist.model.trace.part_hooks import RankView, present_parts
 from lightning_mist.plan import Exclusion, ModuleMap, TensorSplit
+from lightning_mist.plan.tensor_split import stripes_of
 from lightning_mist.tensor_parallel import functions_of_wholes
 from lightning_mist.tensors import batch_rows, batch_tensors
 from lightning_mist.without_values import fake_mode
@@ -163,6 +164,20 @@ def divisible(basis: Basis, degree: int) -> Basis:
     return Basis(BILINEAR, points, (3 * rows[0], check))
 
 
+def striped(basis: Basis, degree: int, full: int) -> Basis:
+    """All of the sequence if it is short; else lengths that come apart into as many stripes as it does."""
+    rows = sorted({rows for rows, _ in basis.points})
+    count = stripes_of(full, degree)
+    # Operators treat dimensions of size one as a special case, hence two positions.
+    lengths = [each for each in range(2 * count * degree, full, count * degree) if stripes_of(each, degree) == count][
+        :4
+    ]
+    if full <= _LONGEST or len(lengths) < 4:
+        return Basis(QUADRATIC, tuple((rows[0] * i, full) for i in (1, 2, 3)), (4 * rows[0], full))
+    points: tuple[Point, ...] = tuple((r, s) for s in (lengths[3], lengths[1], lengths[0]) for r in rows)
+    return Basis(BILINEAR, points, (3 * rows[0], lengths[2]))
+
+
 def sized(batch: Any, basis: Basis, point: Point, resize: Resize | None) -> Any:
     """The batch at one point of a basis; the batch itself where nothing can be varied."""
     if basis.powers == CONSTANT:
@@ -187,12 +202,36 @@ def trace_splits(
     return tuple(found), tuple(excluded)
 
 
+def trace_contexts(
+    step: Step, counted: "_Traced", parameters: Sequence[ParameterSpec]
+) -> tuple[tuple[SplitSpec, ...], tuple[str, ...]]:
+    """What one of the devices that share rows does, by degree; and why it is not known of others."""
+    found, notes = [], []
+    for split in step.module_map.contexts if counted.is_fake and counted.basis.powers == BILINEAR else ():
+        try:
+            found.append(_trace_split(step, counted, split, parameters, sequence_parallel=True, adds_later=True))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            notes.append(f"what a device of context_parallel_degree {split.degree} allocates is not known: {why}")
+    return tuple(found), tuple(notes)
+
+
 def _trace_split(
-    step: Step, counted: Counted, split: TensorSplit, parameters: Sequence[ParameterSpec], *, sequence_parallel: bool
+    step: Step,
+    counted: Counted,
+    split: TensorSplit,
+    parameters: Sequence[ParameterSpec],
+    *,
+    sequence_parallel: bool,
+    adds_later: bool = False,
 ) -> SplitSpec:
     module_map = step.module_map
-    basis = divisible(counted.basis, split.degree) if sequence_parallel else counted.basis
-    view, mode = RankView.of(split, sequence_parallel=sequence_parallel), fake_mode()
+    basis = counted.basis
+    if adds_later:
+        basis = striped(basis, split.degree, sequence_length(step.batch) or 1)
+    elif sequence_parallel:
+        basis = divisible(basis, split.degree)
+    view, mode = RankView.of(split, sequence_parallel=sequence_parallel, adds_later=adds_later), fake_mode()
     operators = step.operators.installed(rounds=basis.powers != BILINEAR)
     with step.subject(mode) as whole, functions_of_wholes(), operators:
         parts = present_parts(step.module, whole.parameters, module_map, split, view.context, mode)
@@ -459,6 +498,7 @@ def trace_model(
     optimizer_spec, notes = describe_given(optimizer, _home(module, batch), operators.name)
     rows, parameters = batch_rows(batch), _parameters(module)
     splits, unknown = trace_splits(step, traced, parameters)
+    contexts, without = trace_contexts(step, traced, parameters)
     return ModelSpec(
         name=type(module).__name__,
         module_map=_exclusions(replace(module_map, exclusions=(*module_map.exclusions, *unknown)), traced, failures),
@@ -480,7 +520,8 @@ def trace_model(
         unpriced=traced.run.narrow,
         shared_saved_bytes=traced.shared,
         splits=splits,
-        notes=(*failures, *traced.notes, *notes, *_notes(traced)),
+        contexts=contexts,
+        notes=(*failures, *traced.notes, *notes, *without, *_notes(traced)),
     )
 
 

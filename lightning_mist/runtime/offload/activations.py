@@ -4,9 +4,9 @@ Autograd hands over every tensor that it saves. Their storages are offloaded, ea
 the last ``ratio`` of the elements of each; views are made anew when autograd asks for them. Copies begin and end where
 the schedule says, never where autograd asks: see :mod:`lightning_mist.schedule.stage_program`.
 
-Not offloaded is what others hold anyway: parameters, their casts to a lower precision, buffers, small tensors, and
-small views into large storages, as of a batch that was cut. What a recomputed layer keeps are its arguments, and these
-are offloaded like anything else; inside, the recomputation's own hooks are asked, not these.
+Not offloaded is what others hold anyway: parameters, their casts to a lower precision, buffers, the batch, small
+tensors, and small views into large storages. What a recomputed layer keeps are its arguments, and these are offloaded
+like anything else; inside, the recomputation's own hooks are asked, not these.
 
 A tensor that several layers keep arrives for the one that backward reaches first.
 """
@@ -27,6 +27,10 @@ from lightning_mist.schedule import Action, ActionKind
 
 SMALLEST_BYTES = 1024
 """Smaller storages stay: a copy takes longer than they are worth (torchtune moves none of less either)."""
+
+LEAST_COVERED = 4
+"""A storage of which less than one of so many parts was saved stays: a third is what queries are of a fused projection
+whose keys and values are gathered elsewhere."""
 
 _Key = tuple[int, int, int]
 """Stage, microbatch and unit."""
@@ -279,7 +283,7 @@ class OffloadedActivations:
 
     def _tail(self, kept: _Kept, ratio: float) -> Tensor | None:
         """The part of a storage that is offloaded; none of one of which little was saved, or that has left already."""
-        if kept.whole is None or kept.home is not None or 2 * kept.covered < kept.nbytes:
+        if kept.whole is None or kept.home is not None or LEAST_COVERED * kept.covered < kept.nbytes:
             return None
         elements = kept.nbytes // kept.unit_bytes
         first = (elements - round(ratio * elements)) * kept.unit_bytes

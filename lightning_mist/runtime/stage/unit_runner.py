@@ -116,7 +116,7 @@ class UnitRunner:
 
         Args:
             fake_mode: Of a later stage: before its first layer such uses make fakes.
-            inputs: What a later stage has received; it stays until its gradient leaves.
+            inputs: What others hold: the batch, and what a later stage has received, until its gradient leaves.
         """
         with ExitStack() as stack:
             self._watch(fake_mode is None)
