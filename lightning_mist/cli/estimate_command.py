@@ -8,7 +8,7 @@ from lightning_mist.cli.cluster_input import oldest_capability, open_cluster, pr
 from lightning_mist.cli.network import NetworkRequest, closed_network, describe_network
 from lightning_mist.cli.output import answer, has_colors, say, terminal_width
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.plan import CheckpointingKind, OffloadRatios, Plan, ScheduleName, load, plan_of
+from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios, Plan, ScheduleName, load, plan_of
 
 if TYPE_CHECKING:
     from lightning_mist.estimate import Estimator, SweepPoint
@@ -288,8 +288,7 @@ def _offload(text: str) -> OffloadRatios:
             OffloadRatios(**{name: 0.0})
         except (TypeError, ValueError):
             raise ValueError(
-                f"offload {part!r}: write parameters, gradients, optimizer or activations and a ratio, for example "
-                "optimizer=1"
+                f"offload {part!r}: write one of {', '.join(OFFLOAD_KINDS)} and a ratio, for example optimizer=1"
             ) from None
     return OffloadRatios(**ratios)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_mist.cost import step_seconds
-from lightning_mist.plan import OFFLOADED, Plan
-from lightning_mist.plan.changes import state_in_words
+from lightning_mist.plan import OFFLOAD_KINDS, Plan
+from lightning_mist.plan.changes import OFFLOADS
 from lightning_mist.tuner.select import step_seconds_of_plan
 from lightning_mist.units import format_bytes
 
@@ -108,7 +108,7 @@ def kind_of(plan: Plan) -> Kind:
         tensor=tuple(sorted({stage.mesh.tensor_parallel_degree for stage in plan.stages})),
         zero=tuple(sorted({int(stage.zero_stage) for stage in plan.stages})),
         checkpointing=any(stage.checkpointing.layers for stage in plan.stages),
-        offload=tuple(name for name in OFFLOADED if any(getattr(stage.offload, name) for stage in plan.stages)),
+        offload=tuple(kind for kind in OFFLOAD_KINDS if any(OFFLOADS[kind].level(stage) for stage in plan.stages)),
         schedule=plan.schedule if plan.num_groups > 1 else "1f1b",
     )
 
@@ -183,9 +183,9 @@ def differences(kind: Kind, other: Kind) -> tuple[str, ...]:
         found.append(f"{_zero(other.zero)} in place of {_zero(kind.zero)}")
     if other.checkpointing != kind.checkpointing:
         found.append("recomputes layers" if other.checkpointing else "recomputes no layer")
-    if more := [state_in_words(name) for name in other.offload if name not in kind.offload]:
+    if more := [OFFLOAD_KINDS[name] for name in other.offload if name not in kind.offload]:
         found.append(f"offloads {in_words(more)}")
-    if less := [state_in_words(name) for name in kind.offload if name not in other.offload]:
+    if less := [OFFLOAD_KINDS[name] for name in kind.offload if name not in other.offload]:
         found.append(f"does not offload {in_words(less)}")
     if other.schedule != kind.schedule and min(kind.stages, other.stages) > 1:  # One stage has no schedule to speak of.
         found.append(f"schedule {other.schedule} in place of {kind.schedule}")

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import Plan, ScheduleName, StagePlan
-from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
-from lightning_mist.plan.stage_settings import Checkpointing, StageMesh, ZeroStage
+from lightning_mist.plan.search_space import SearchSpace
+from lightning_mist.plan.stage_settings import OFFLOAD_KINDS, UPDATED_KINDS, Checkpointing, StageMesh, ZeroStage
 
 DEFERRED_UPDATE = "the update then runs layer by layer in the next forward, which hides giving out parameters"
 """What moving any parameters, gradients or optimizer state also does (:mod:`lightning_mist.cost.time.offload_seconds`).
@@ -59,15 +59,18 @@ class Saving:
 
 def _offloading(kind: str) -> Saving:
     def level(stage: StagePlan) -> float:
-        value: float = getattr(stage.offload, kind)
-        return value
+        return dict(stage.offload.told).get(kind, 0.0)
+
+    def at(stage: StagePlan, ratio: float) -> StagePlan:
+        same = ratio == level(stage)
+        return stage if same else replace(stage, offload=replace(stage.offload, **{kind: ratio}))
 
     return Saving(
         level=level,
-        at=lambda stage, ratio: replace(stage, offload=replace(stage.offload, **{kind: ratio})),
+        at=at,
         levels=lambda stage, ratios: sorted({0.0, *ratios}),
         lowered=lambda stage, less: (
-            f"with {less:.0%} of its {state_in_words(kind)} in host memory in place of {level(stage):.0%}"
+            f"with {less:.0%} of its {OFFLOAD_KINDS[kind]} in host memory in place of {level(stage):.0%}"
         ),
     )
 
@@ -91,7 +94,7 @@ ZERO = Saving(
     lowered=lambda stage, less: f"with ZeRO-{less} in place of ZeRO-{int(stage.zero_stage)}",
 )
 
-OFFLOADS = {kind: _offloading(kind) for kind in OFFLOADED}
+OFFLOADS = {kind: _offloading(kind) for kind in OFFLOAD_KINDS}
 """Savings by the kind of state that is in host memory."""
 
 SAVINGS = (RECOMPUTATION, ZERO, *OFFLOADS.values())
@@ -128,11 +131,6 @@ class Technique:
 def burdens(plan: Plan) -> tuple[str, ...]:
     """What a plan does beyond computing every layer once on every rank, in words: the fewer, the simpler."""
     return tuple(item.burden for item in reversed(TECHNIQUES) if item.burden and item.use(plan))
-
-
-def state_in_words(name: str) -> str:
-    """A kind of what may be offloaded, for people."""
-    return "optimizer state" if name == "optimizer" else name
 
 
 def ranges_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -391,7 +389,7 @@ def _zero(level: int) -> Technique:
 
 
 def _offload(kind: str) -> Technique:
-    saving, words = OFFLOADS[kind], state_in_words(kind)
+    saving, words = OFFLOADS[kind], OFFLOAD_KINDS[kind]
     meaning = f"a part of the {words} waits in the memory of the host and is copied when it is needed"
 
     def use(plan: Plan) -> str:
@@ -400,7 +398,7 @@ def _offload(kind: str) -> Technique:
 
     return Technique(
         name=f"offload of {words}",
-        meaning=meaning if kind == "activations" else f"{meaning}; {DEFERRED_UPDATE}",
+        meaning=f"{meaning}; {DEFERRED_UPDATE}" if kind in UPDATED_KINDS else meaning,
         use=use,
         off=lambda plan, ground: saving.at_most(plan, 0.0),
         without=lambda plan, search: replace(search, offload=tuple(name for name in search.offloaded if name != kind)),
@@ -473,6 +471,6 @@ TECHNIQUES: tuple[Technique, ...] = (
         without=lambda plan, search: replace(search, checkpointing=False),
         burden="recomputation",
     ),
-    *(_offload(kind) for kind in OFFLOADED),
+    *(_offload(kind) for kind in OFFLOAD_KINDS),
 )
 """Every technique, in the order in which people are told of them."""

@@ -9,9 +9,10 @@ tail.
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, cast
 
 from lightning_mist.errors import PlanError
+from lightning_mist.plan.stage_settings import OFFLOAD_KINDS, UPDATED_KINDS
 from lightning_mist.plan.tensor_split import TensorSplit
 
 Feature = Literal[
@@ -38,10 +39,8 @@ module as one unit, and nothing is offloaded), and leaving a kind of state to ho
 
 OFFLOADS: Mapping[str, Feature] = MappingProxyType(
     {
-        "parameters": "offloaded_parameters",
-        "gradients": "offloaded_gradients",
-        "optimizer": "offloaded_optimizer",
-        "activations": "offloaded_activations",
+        kind: cast(Feature, f"offloaded_{kind}") if kind in UPDATED_KINDS else "offloaded_activations"
+        for kind in OFFLOAD_KINDS
     }
 )
 """By kind of state, what has it in host memory."""

@@ -6,7 +6,7 @@ from math import gcd
 from typing import Any, Literal, get_args
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.stage_settings import Checkpointing, OffloadRatios, StageMesh, ZeroStage
+from lightning_mist.plan.stage_settings import UPDATED_KINDS, Checkpointing, OffloadRatios, StageMesh, ZeroStage
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]
 """Names of the pipeline schedules that can be generated."""
@@ -55,10 +55,11 @@ class StagePlan:
                 f"checkpointed_layers = {self.checkpointing.layers} in a stage of {self.num_layers} layers: "
                 f"at most {self.num_layers} can be checkpointed; give so many or fewer"
             )
-        if self.checkpointing.kind == "selective" and self.offload.activations:
+        kept = [(kind, ratio) for kind, ratio in self.offload.told if kind not in UPDATED_KINDS]
+        if self.checkpointing.kind == "selective" and kept:
             raise PlanError(
-                f"offload.activations = {self.offload.activations} with checkpointing = 'selective': what that keeps "
-                "stays on the device; use 0, or checkpointing = 'full'"
+                f"offload.{kept[0][0]} = {kept[0][1]} with checkpointing = 'selective': what that keeps stays on the "
+                "device; use 0, or checkpointing = 'full'"
             )
 
     @property
@@ -75,6 +76,10 @@ class StagePlan:
     def data_parallel_degree(self) -> int:
         """Number of data-parallel replicas of the stage."""
         return self.mesh.data_parallel_degree
+
+    def kept_ratio(self, layer: int) -> float:
+        """The share of what a layer keeps for backward that is in host memory meanwhile."""
+        return self.offload.kept(recomputed=layer < self.layers[0] + self.checkpointing.layers)
 
     def with_zero(self, level: int) -> "StagePlan":
         """The same stage with another ZeRO stage."""

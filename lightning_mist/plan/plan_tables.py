@@ -157,9 +157,7 @@ def ranges(devices: Sequence[int]) -> str:
 
 
 def _offload(stage: StagePlan) -> str:
-    kinds = ("parameters", "gradients", "optimizer", "activations")
-    ratios = [(kind, getattr(stage.offload, kind)) for kind in kinds]
-    return ", ".join(f"{kind} {ratio:g}" for kind, ratio in ratios if ratio) or "none"
+    return ", ".join(f"{kind} {ratio:g}" for kind, ratio in stage.offload.told) or "none"
 
 
 _COLUMNS = (

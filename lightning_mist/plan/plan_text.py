@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from lightning_mist.plan.plan import Plan, StagePlan
-
-_OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
+from lightning_mist.plan.stage_settings import OFFLOAD_KINDS
 
 
 def settings_of(plan: Plan) -> str:
@@ -92,12 +91,16 @@ def _recomputed(plan: Plan) -> str:
 def _offloaded(stages: Sequence[StagePlan]) -> str:
     """What is in host memory: all of a kind where nothing else is said."""
     found = []
-    for kind in _OFFLOADED:
-        ratios = [getattr(stage.offload, kind) for stage in stages]
-        if any(ratios):
-            share = "" if min(ratios) == 1.0 else " " + _listed([f"{ratio:.0%}" for ratio in ratios])
-            found.append(f"{kind}{share}")
+    for kind, ratios in _ratios(stages).items():
+        share = "" if min(ratios) == 1.0 else " " + _listed([f"{ratio:.0%}" for ratio in ratios])
+        found.append(f"{kind}{share}")
     return f"on the host: {', '.join(found)}" if found else ""
+
+
+def _ratios(stages: Sequence[StagePlan]) -> dict[str, list[float]]:
+    """Ratios of all stages, of what is told of any."""
+    told = {kind for stage in stages for kind, _ in stage.offload.told}
+    return {kind: [stage.offload.of(kind) for stage in stages] for kind in OFFLOAD_KINDS if kind in told}
 
 
 def _per_group(plan: Plan, value: Callable[[StagePlan], int]) -> list[int]:
@@ -133,9 +136,7 @@ def recipe_of(plan: Plan) -> str:
         [getattr(mesh, f"{name}_parallel_degree") for mesh in meshes] for name in ("data", "tensor", "context")
     )
     offloaded = [
-        f"{kind} {_span([round(100 * getattr(stage.offload, kind)) for stage in groups])}%"
-        for kind in _OFFLOADED
-        if any(getattr(stage.offload, kind) for stage in groups)
+        f"{kind} {_span([round(100 * ratio) for ratio in ratios])}%" for kind, ratios in _ratios(groups).items()
     ]
     parts = {
         f"tp {_span(tensor)}{' with sp' if any(mesh.sequence_parallel for mesh in meshes) else ''}": max(tensor) > 1,

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 from lightning_mist.plan import ScheduleName
 from lightning_mist.plan.plan import SCHEDULES
-from lightning_mist.plan.stage_settings import CHECKPOINTING_KINDS, CheckpointingKind
+from lightning_mist.plan.stage_settings import CHECKPOINTING_KINDS, OFFLOAD_KINDS, CheckpointingKind
 
 OFFLOADED = ("parameters", "gradients", "optimizer", "activations")
-"""Kinds of state that may be in host memory."""
+"""Kinds of state that may be in host memory where no others are named."""
 
 MOST_LAYERS = 2_000
 """Layers of a network that plans are searched for: tables grow with their square, and take 3 GB and minutes here."""
@@ -221,8 +221,8 @@ class SearchSpace:
             )
 
     def _check_shares(self) -> None:
-        if not set(self.offloaded) <= set(OFFLOADED):
-            raise ValueError(f"offload={self.offload}: of {', '.join(OFFLOADED)}; give () to offload nothing")
+        if not set(self.offloaded) <= set(OFFLOAD_KINDS):
+            raise ValueError(f"offload={self.offload}: of {', '.join(OFFLOAD_KINDS)}; give () to offload nothing")
         for name in ("offload_ratios", "checkpointed_shares"):
             values = getattr(self, name)
             if values is not None and (not values or not all(0.0 <= value <= 1.0 for value in values)):

@@ -1,7 +1,9 @@
 """How a stage spreads over devices, and what it does to save their memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from lightning_mist.errors import PlanError
@@ -92,6 +94,20 @@ class StageMesh:
         return self.shard_degree or self.num_peers
 
 
+OFFLOAD_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer state",
+        "activations": "activations",
+    }
+)
+"""Kinds of state that may be in host memory, and what they are for people."""
+
+UPDATED_KINDS = ("parameters", "gradients", "optimizer")
+"""Those of them that the update needs, which then goes unit by unit. The others are what layers keep for backward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRatios:
     """Fractions in [0, 1] of each kind of state that live in host memory between uses."""
@@ -102,15 +118,39 @@ class OffloadRatios:
     activations: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "gradients", "optimizer", "activations"):
-            ratio = getattr(self, name)
+        for name in OFFLOAD_KINDS:
+            ratio = self.of(name)
             if not 0.0 <= ratio <= 1.0:
                 raise PlanError(f"offload.{name} = {ratio}: a ratio lies in [0, 1]")
+
+    def of(self, kind: str) -> float:
+        """The ratio of a kind of state."""
+        ratio: float = getattr(self, kind)
+        return ratio
+
+    def kept(self, *, recomputed: bool) -> float:
+        """The ratio of what a layer keeps for backward."""
+        return self.activations
+
+    @property
+    def told(self) -> tuple[tuple[str, float], ...]:
+        """What is said of them, as ``(kind, ratio)``."""
+        return tuple((kind, self.of(kind)) for kind in OFFLOAD_KINDS if self.of(kind) > 0.0)
 
     @property
     def any(self) -> bool:
         """Whether anything is offloaded at all."""
-        return max(self.parameters, self.gradients, self.optimizer, self.activations) > 0.0
+        return any(ratio > 0.0 for _, ratio in self.told)
+
+    @property
+    def moves_in_passes(self) -> bool:
+        """Whether anything is that forwards and backwards need."""
+        return any(kind != "optimizer" for kind, _ in self.told)
+
+    @property
+    def updates_by_units(self) -> bool:
+        """Whether anything is that the update needs."""
+        return max(map(self.of, UPDATED_KINDS)) > 0.0
 
 
 CheckpointingKind = Literal["full", "selective"]

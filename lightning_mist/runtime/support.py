@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import ModuleMap, Plan, StagePlan, check_split
+from lightning_mist.plan import OFFLOADED, ModuleMap, Plan, StagePlan, check_split
 from lightning_mist.plan.module_map import OFFLOADS
 from lightning_mist.plan.plan_tables import ranges
 
@@ -24,7 +24,7 @@ def executed_offload(
     """
     possible = tuple(OFFLOADS) if device_kind == "cuda" else _IN_FILES if has_files else ()
     possible = tuple(name for name in possible if not (master_weights and name in STATE))
-    left = tuple(name for name in possible if offload is None or name in offload)
+    left = tuple(name for name in possible if name in (OFFLOADED if offload is None else offload))
     missing = ", ".join(name for name in offload or () if name not in left)
     if master_weights and device_kind == "cuda":
         return left, (
@@ -92,7 +92,6 @@ def _check_masters(index: int, stage: StagePlan) -> None:
 
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:
     """Refuse to move what the module, its optimizer or its hooks need on the device."""
-    for name in OFFLOADS:
-        ratio, why = getattr(stage.offload, name), "; ".join(module_map.excludes_offload(name))
-        if why and ratio > 0.0:
+    for name, ratio in stage.offload.told:
+        if ratio > 0.0 and (why := "; ".join(module_map.excludes_offload(name))):
             raise PlanError(f"stages[{index}].offload.{name} = {ratio}: {why}; use offload.{name} = 0")

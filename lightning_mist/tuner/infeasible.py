@@ -25,7 +25,7 @@ from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS, PeakParts, StageNeeds, moments_of
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import COUNTS, OFFLOADED, Plan, SearchSpace, StagePlan
+from lightning_mist.plan import COUNTS, OFFLOAD_KINDS, OFFLOADED, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.candidates import (
     ANY_SEAMS,
     EVERY_PART,
@@ -398,11 +398,7 @@ def _stage(intra: Stages, stage: StagePlan) -> str:
     names = sorted({cluster.parts[cluster.part_of(device)].device.name for device in stage.devices})
     kind = " and ".join(names) if len(cluster.parts) > 1 else "device" if len(stage.devices) == 1 else "devices"
     layers = f"layers {first} to {end - 1}" if end > first + 1 else f"layer {first}" if end > first else "no layers"
-    moved = [
-        f"{getattr(stage.offload, name):.0%} of {'optimizer state' if name == 'optimizer' else name}"
-        for name in OFFLOADED
-        if getattr(stage.offload, name)
-    ]
+    moved = [f"{ratio:.0%} of {OFFLOAD_KINDS[kind]}" for kind, ratio in stage.offload.told]
     words = (
         f"{layers} on {len(stage.devices)} {kind}",
         f"{stage.microbatch_size} {'row' if stage.microbatch_size == 1 else 'rows'} per microbatch",
