@@ -315,7 +315,7 @@ def can_replay(spec: ModelSpec, plan: Plan) -> bool:
         part is not None and all(layer.events is not None for layer in (part.head, *part.layers, part.tail))
         for part in parts
     )
-    moves = any(replace(stage.offload, activations=0.0).any for stage in plan.stages)
+    moves = any(stage.offload.updates_by_units for stage in plan.stages)
     return known and not (moves and spec.master_weights) and not what_is_not_run(plan)
 
 

@@ -122,16 +122,16 @@ def stage_units(
     """
     shards = stage.zero_stage if stage.mesh.num_peers > 1 else ZeroStage.NONE
     found = {unit.unit: unit for unit in units}
-    moves = stage.offload.activations > 0.0
+    kept = frozenset(unit for unit in order if unit not in (HEAD, TAIL) and stage.kept_ratio(unit) > 0.0)
     return StageUnits(
-        order=tuple(order) if moves else tuple(found),
+        order=tuple(order) if kept else tuple(found),
         reduced=frozenset(key for key, unit in found.items() if unit.reduced and shards >= ZeroStage.GRADIENTS),
         sharded=frozenset(
             key
             for key, unit in found.items()
             if shards >= ZeroStage.PARAMETERS or not set(offloaded).isdisjoint(unit.names)
         ),
-        activations=frozenset(unit for unit in order if unit not in (HEAD, TAIL)) if moves else frozenset(),
+        activations=kept,
         gradients=frozenset(key for key, unit in found.items() if not set(gradients).isdisjoint(unit.reduced)),
         is_averaged=stage.mesh.num_peers > 1 and shards < ZeroStage.GRADIENTS,
     )
@@ -144,7 +144,7 @@ def defers_update(plan: Plan, module_map: ModuleMap, stage: int) -> bool:
     Who looks at parameters has the step taken first, which one rank alone can do but under ZeRO-1 and ZeRO-2.
     """
     item = plan.stages[stage]
-    if max(item.offload.parameters, item.offload.gradients, item.offload.optimizer) == 0.0:
+    if not item.offload.updates_by_units:
         return False
     is_given_out = item.mesh.num_peers > 1 and item.zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
     seen: tuple[Feature, ...] = ("sharded_gradients", "shards", *(("sharded_parameters",) if is_given_out else ()))
@@ -156,7 +156,7 @@ def plan_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[int, tuple
     return {
         index: shard_units(module_map, plan.bounds, index)
         for index in plan.chunks(group)
-        if max((item := (stage := plan.stages[index]).offload).activations, item.parameters, item.gradients) > 0.0
+        if (stage := plan.stages[index]).offload.moves_in_passes
         or (stage.zero_stage >= ZeroStage.GRADIENTS and stage.mesh.num_peers > 1)
         or defers_update(plan, module_map, index)
     }
@@ -223,7 +223,7 @@ def updated_units(plan: Plan, module_map: ModuleMap, group: int) -> dict[Key, tu
 def stage_update(plan: Plan, module_map: ModuleMap, group: int) -> tuple[tuple[Action, ...], ...]:
     """The optimizer's step of a group of devices, a row for each unit; none where it moves nothing of it."""
     stage = plan.stages[group]
-    if max(stage.offload.parameters, stage.offload.gradients, stage.offload.optimizer) == 0.0:
+    if not stage.offload.updates_by_units:
         return ()
     units = updated_units(plan, module_map, group)
     kinds = {

@@ -245,7 +245,7 @@ class BatchWalk:
         That is what its backward frees of all that forwards make: of neighbours that keep a tensor the later one's.
         """
         if (stage, part) not in self._kept_of:
-            template, ratio = self._templates[stage], self._view.plan.stages[stage].offload.activations
+            template, ratio = self._templates[stage], self._view.plan.stages[stage].kept_ratio(part - 1)
             made = {event for run in template.forward.values() for event in run.chunk.events_E.tolist()}
             gone = {*template.left, *template.outputs, *template.kept}
             found = self._kept_of[stage, part] = []

@@ -9,7 +9,7 @@ Array axes
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -173,7 +173,7 @@ def replay_group(spec: ModelSpec, plan: Plan, group: int, *, plain: bool | None 
     part = rank_part(spec, mesh)
     classes: dict[tuple[object, ...], int] = {}
     # Of parameters of one size some may be moved and others not, as their layers have them.
-    moves = replace(plan.stages[group].offload, activations=0.0).any
+    moves = plan.stages[group].offload.updates_by_units
     sizes = {item.name: (item.bytes, re.sub(r"\d+", "*", item.name) if moves else "") for item in part.parameters}
     loads: dict[int, list[tuple[int, str]]] = {}
     for item in held_parameters(plan, spec.module_map) if plan.stages[group].zero_stage else ():

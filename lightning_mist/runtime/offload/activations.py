@@ -104,12 +104,12 @@ class OffloadedActivations:
     """What a rank's layers keep for backward, of which some is in host memory.
 
     Args:
-        ratios: The share of every storage's elements that is offloaded, by stage.
+        ratios: The share of every storage's elements that is offloaded, by stage and unit.
         held: The module's parameters and buffers.
     """
 
     def __init__(
-        self, ratios: Mapping[int, float], held: Sequence[Tensor], streams: CopyStreams, pool: HostPool
+        self, ratios: Mapping[tuple[int, int], float], held: Sequence[Tensor], streams: CopyStreams, pool: HostPool
     ) -> None:
         self._ratios, self._held, self._streams, self._pool = ratios, held, streams, pool
         self._ops = streams.ops
@@ -235,7 +235,8 @@ class OffloadedActivations:
     def _store(self, key: _Key) -> None:
         offloaded = self._offloaded[key]
         alive = [kept for reference in offloaded.kept if (kept := reference()) is not None]
-        moving = [(kept, tail) for kept in alive if (tail := self._tail(kept, self._ratios[key[0]])) is not None]
+        ratio = self._ratios[key[0], key[2]]
+        moving = [(kept, tail) for kept in alive if (tail := self._tail(kept, ratio)) is not None]
         if not moving:
             return
         tails = [tail for _, tail in moving]

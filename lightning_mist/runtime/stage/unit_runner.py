@@ -102,6 +102,7 @@ class UnitRunner:
         self._units, self._unit = {line.unit for line in self._left if line.kind in COMPUTATIONS}, None
         marks = marks and bool(self._left) and action.stage in self._marked
         self._marker = torch.zeros((), device=self._device, requires_grad=True) if marks else None
+        self._moves = any(line.kind is ActionKind.STORE_ACTIVATIONS for line in self._left)
         while self._left and self._left[0].kind not in COMPUTATIONS:
             self._perform(self._left.popleft())
 
@@ -209,8 +210,8 @@ class UnitRunner:
         if self.shards is not None and unit is not None:
             self.shards.ready((action.stage, unit))
         if self._activations is not None:
-            stored = [line.unit for line in self._left if line.kind is ActionKind.STORE_ACTIVATIONS]
-            self._activations.reach(action, moves=unit in stored)
+            # What a layer keeps that moves nothing stays, even if one that moves what it keeps has it too.
+            self._activations.reach(action, moves=self._moves and unit not in (HEAD, TAIL))
 
     def _is_updating(self) -> bool:
         return self.update is not None and self.update.is_pending
@@ -288,7 +289,9 @@ def make_unit_runner(
         mesh, module_map, parameters, by_key, actions, streams, pools[0], transport
     )
     reduces = mesh.is_sharded and plan.stages[mesh.stage].zero_stage >= ZeroStage.GRADIENTS
-    ratios = {stage: plan.stages[stage].offload.activations for stage, item in units.items() if item.activations}
+    ratios = {
+        (stage, unit): plan.stages[stage].kept_ratio(unit) for stage in units for unit in units[stage].activations
+    }
     return UnitRunner(
         partial(_lines_of, units),
         actions,

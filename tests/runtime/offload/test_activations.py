@@ -1,6 +1,7 @@
 """What layers keep for backward, in host memory meanwhile: the same bits whatever the delays, every wait needed."""
 
 import gc
+from collections import defaultdict
 from unittest import mock
 
 import pytest
@@ -55,7 +56,7 @@ class Walk:
         self.layers, self.streams = layers, CopyStreams(ops)
         self.pool = HostPool(ops) if pool is None else pool
         held = [p for layer in layers for p in (*layer.parameters(), *layer.buffers())]
-        self.activations = OffloadedActivations({0: ratio}, held, self.streams, self.pool)
+        self.activations = OffloadedActivations(defaultdict(lambda: ratio), held, self.streams, self.pool)
         units = range(len(layers))
         self.units = {0: StageUnits(order=tuple(units), activations=frozenset(units))}
 
