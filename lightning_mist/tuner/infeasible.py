@@ -8,12 +8,11 @@ Array axes
     K  candidates of a table
     C  combinations of shares
     J  candidates with shares
-    O  kinds of state, in the order of ``OFFLOADED``
+    O  kinds of state, in the order of ``OFFLOAD_KINDS``
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import product
 from math import ceil
 from time import thread_time
 from typing import Literal, NoReturn, TypeAlias
@@ -25,11 +24,12 @@ from lightning_mist.cost.inputs import FloatArray, IntArray, OffloadCandidates
 from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.cost.memory import TERMS, PeakParts, StageNeeds, moments_of
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import COUNTS, OFFLOAD_KINDS, OFFLOADED, Plan, SearchSpace, StagePlan
+from lightning_mist.plan import COUNTS, OFFLOAD_KINDS, Plan, SearchSpace, StagePlan
 from lightning_mist.tuner.candidates import (
     ANY_SEAMS,
     EVERY_PART,
     IntraStage,
+    RatioGrid,
     SlotChoices,
     Table,
     may_offload,
@@ -121,8 +121,7 @@ class LeastMemory:
         offload_CO = offload_CO[may_offload(slot, offload_CO)]
         index_J = np.repeat(np.arange(len(table)), len(offload_CO))
         offload_JO = np.tile(offload_CO, (len(table), 1))
-        ratios = {f"{name}_K": offload_JO[:, place] for place, name in enumerate(OFFLOADED)}
-        candidates = replace(table.candidates(index_J), offload=OffloadCandidates(**ratios))
+        candidates = replace(table.candidates(index_J), offload=OffloadCandidates.of_kinds(offload_JO))
         needs = memory.needs(slot, candidates)
         return _Known(
             table=table,
@@ -136,16 +135,12 @@ class LeastMemory:
 
 def _shares(intra: IntraStage, candidates: int) -> tuple[FloatArray, bool]:
     """The combinations of shares to look at, as many as there is room for, and whether some are left out."""
-    ratios, kinds = (0.0, *intra.space.offload_ratios), intra.space.search.offloaded
+    ratios = (0.0, *intra.space.offload_ratios)
     for offered in (ratios, (0.0, ratios[-1])):
-        if candidates * len(offered) ** len(kinds) <= MOST:
-            found = np.array(list(product(*_offered(offered, kinds))), dtype=np.float64)
-            return found, len(offered) < len(ratios)
-    return np.array([[0.0] * len(OFFLOADED), [item[-1] for item in _offered(ratios, kinds)]]), True
-
-
-def _offered(ratios: Sequence[float], kinds: Sequence[str]) -> list[Sequence[float]]:
-    return [ratios if name in kinds else (0.0,) for name in OFFLOADED]
+        grid = RatioGrid.of(intra.space.search, offered)
+        if candidates * len(grid) <= MOST:
+            return grid.offload_CO, len(offered) < len(ratios)
+    return grid.offload_CO[[0, -1]], True
 
 
 def _least_of_ranges(intra: IntraStage, choices: SlotChoices) -> SlotChoices:

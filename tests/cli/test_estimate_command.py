@@ -143,7 +143,10 @@ def test_what_cannot_be_traced_has_a_closed_form_where_sizes_are_known(capsys, m
         ({"tensor_parallel_degree": 4}, "tensor_parallel_degree = 4"),
         ({"zero_stage": 5}, "zero_stage = 5: ZeRO has stages 0 to 3"),
         ({"checkpointed_layers": "some"}, "checkpointed_layers = 'some': a whole number is needed"),
-        ({"offload": "weights=1"}, "offload 'weights=1': write one of parameters, gradients, optimizer, activations and a ratio"),
+        (
+            {"offload": "weights=1"},
+            "offload 'weights=1': write one of parameters, gradients, optimizer, activations and a ratio",
+        ),
         ({"offload": "optimizer=2"}, "offload.optimizer = 2.0: a ratio lies in [0, 1]"),
         ({"plan": "plan.json", "zero_stage": 1}, "--plan plan.json with --zero-stage: a plan says it all"),
         ({"sweep": "zeros=1"}, "'zeros' cannot be gone through"),

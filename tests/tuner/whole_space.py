@@ -325,8 +325,7 @@ def _costs(model, slot, rows, moves):
     start_K, end_K, recomputed_K, zero_K = rows[:, :4].T.astype(np.int64)
     candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=recomputed_K, zero_stage_K=zero_K)
     if moves:
-        ratios = dict(zip((f"{name}_K" for name in OFFLOADED), rows[:, 4:].T, strict=True))
-        candidates = replace(candidates, offload=OffloadCandidates(**ratios))
+        candidates = replace(candidates, offload=OffloadCandidates.of_kinds(rows[:, 4:]))
     seconds, needs = model.seconds(slot, candidates), model.memory(slot).needs(slot, candidates)
     moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
     return seconds.steady_K, seconds.boundary_K, needs.peaks(moments), needs.host_bytes(moments)

@@ -9,7 +9,7 @@ from lightning_mist.cost.inputs.arrays import ArrayRecord
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.inputs.placement import Placement, parts_of, placements_of
 from lightning_mist.hardware import AnyCluster, MixedCluster
-from lightning_mist.plan import CheckpointingKind, OffloadRatios, Plan, ScheduleName
+from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios, Plan, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +132,17 @@ class OffloadCandidates(ArrayRecord):
     @classmethod
     def of(cls, ratios: OffloadRatios, count: int = 1) -> "OffloadCandidates":
         """The same ratios for a number of candidates."""
-        return cls(
-            parameters_K=np.full(count, ratios.parameters),
-            gradients_K=np.full(count, ratios.gradients),
-            optimizer_K=np.full(count, ratios.optimizer),
-            activations_K=np.full(count, ratios.activations),
-        )
+        return cls.of_kinds(np.tile([ratios.of(kind) for kind in OFFLOAD_KINDS], (count, 1)))
+
+    @classmethod
+    def of_kinds(cls, ratio_KO: FloatArray) -> "OffloadCandidates":
+        """Ratios of kinds of state, which have the axis ``O``."""
+        return cls(**{f"{kind}_K": ratio_KO[:, place] for place, kind in enumerate(OFFLOAD_KINDS)})
+
+    @property
+    def kept_KX(self) -> FloatArray:
+        """Those of what layers keep for backward."""
+        return self.activations_K[:, None]
 
     @property
     def is_updated_by_units_K(self) -> BoolArray:

@@ -32,7 +32,7 @@ Array axes
     K  candidates
     P  parameters
     R  regions
-    V  variants: distinct ratios of activations and gradients
+    V  variants: distinct ratios of what layers keep and of gradients
     W  networks with other trained parameters
     X  kinds of state
 """
@@ -67,8 +67,8 @@ LEAST_BYTES = 64
 """Bytes of a layer's activations that are moved at least: what is moved begins in a cache line of its own. So a ratio
 of which no tensor has a whole element moves nothing, as in the runtime."""
 
-Pairs: TypeAlias = tuple[tuple[float, float], ...]
-"""Ratios of activations and of gradients."""
+Pairs: TypeAlias = tuple[tuple[float, ...], ...]
+"""Ratios of what layers keep, and of gradients."""
 
 Adjustment: TypeAlias = Callable[[RegionCosts], RegionCosts]
 """What changes about the costs of regions."""
@@ -135,12 +135,12 @@ def resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingMod
     """The networks of what resident on the device: gradients of offloaded parameters are made and are gone."""
 
     def build() -> tuple[VariantHoldings, Adjustment]:
-        ratios_W, network_V = np.unique(pairs_VX[:, 1], return_inverse=True)
+        ratios_W, network_V = np.unique(pairs_VX[:, -1], return_inverse=True)
         networks = [model.parted(0.0), *(model.parted(float(ratio)) for ratio in ratios_W)]
         holdings = VariantHoldings(networks, 1 + network_V.reshape(-1))
         return holdings, partial(offloaded_activations, ratio_V=pairs_VX[:, 0])
 
-    return model.variants(tuple((a, g) for a, g in pairs_VX.tolist()), build)
+    return model.variants(tuple(map(tuple, pairs_VX.tolist())), build)
 
 
 def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandidates]:
@@ -155,7 +155,7 @@ def offloaded_needs(model: OffloadingModel, slot: StageSlot, candidates: StageCa
     plain, offload = _plain(candidates)
     if not len(candidates):
         return model.needs(slot, plain)
-    pairs_VX, pair_K = distinct_rows(offload.activations_K, offload.gradients_K)
+    pairs_VX, pair_K = distinct_rows(*offload.kept_KX.T, offload.gradients_K)
     whole = model.needs(slot, plain)
     offloaded = (
         shares_of(model, slot, plain, offload.gradients_K, ZeroStage.GRADIENTS),
@@ -202,7 +202,7 @@ def resident_needs(
     """Needs of candidates that move activations and gradients only, but without the optimizer's temporaries.
 
     Args:
-        pairs: Ratios of activations and of gradients, with axes for each and for the two; and which each candidate has.
+        pairs: Distinct ratios of what layers keep and of gradients, the last; and which of them each candidate has.
         gradients: Shares of gradients, shared out from ZeRO-2 on.
     """
     found = resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))

@@ -15,8 +15,8 @@ Array axes
     H  ratios of parameters
     G  ratios of gradients
     Z  ratios of optimizer state
-    A  ratios of activations
-    K  stages with pairs of ratios: of every stage all pairs, those of activations running fastest
+    A  ratios of what layers keep
+    K  stages with pairs of ratios: of every stage all pairs, those of what layers keep running fastest
 """
 
 from dataclasses import dataclass
@@ -39,17 +39,17 @@ from lightning_mist.plan import ZeroStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios:
-    """The ratios of each kind of state, ascending."""
+    """The ratios of each kind of state, ascending; of what layers keep for backward those of all kinds together."""
 
     parameters: tuple[float, ...]
     gradients: tuple[float, ...]
     optimizer: tuple[float, ...]
-    activations: tuple[float, ...]
+    kept: tuple[tuple[float, ...], ...]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """How many of each there are."""
-        return len(self.parameters), len(self.gradients), len(self.optimizer), len(self.activations)
+        return len(self.parameters), len(self.gradients), len(self.optimizer), len(self.kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,9 @@ class OffloadParts:
         owned = shares(ratios.gradients, ZeroStage.OPTIMIZER)
         optimizer = owned if ratios.optimizer == ratios.gradients else shares(ratios.optimizer, ZeroStage.OPTIMIZER)
         whole = model.needs(slot, candidates)
-        pairs_VX = np.array([(a, g) for g in ratios.gradients for a in ratios.activations])
+        pairs_VX = np.array([(*kept, g) for g in ratios.gradients for kept in ratios.kept])
         of_K, pair_K = np.divmod(np.arange(count * len(pairs_VX)), len(pairs_VX))
-        every = len(ratios.activations)
+        every = len(ratios.kept)
         # Of the gradients' shares of all stages, which have no axis for activations.
         place_K = np.arange(len(of_K)) // every
         of_pairs = gradients.take(place_K)

@@ -21,7 +21,7 @@ def bytes_of_units(model: MemoryModel, slot: StageSlot, candidates: StageCandida
     """
     some, part = candidates, model
     if (offload := candidates.offload) is not None:
-        pairs_VX = np.stack([offload.activations_K, offload.gradients_K], axis=1)
+        pairs_VX = np.column_stack([offload.kept_KX, offload.gradients_K])
         part = cast(MemoryModel, resident_part(model, pairs_VX))
         some = replace(candidates, offload=None, variant_K=np.zeros(1, dtype=np.int64))
     degree, zero_stage = slot.shard_degree, int(some.zero_stage_K[0])

@@ -53,7 +53,7 @@ from lightning_mist.cost.time import (
     weights_of_passes,
 )
 from lightning_mist.hardware import Interference
-from lightning_mist.plan import OFFLOADED, ScheduleName
+from lightning_mist.plan import OFFLOAD_KINDS, UPDATED_KINDS, ScheduleName
 from lightning_mist.tuner.bounds.range_bounds import (
     POSITIONS,
     Position,
@@ -203,7 +203,7 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
     optimizer_R = (ranges.least_optimizer_XR if "optimizer" in setting.kinds else ranges.optimizer_XR)[at]
     pair_R = ranges.devices_R * (1 + int(ranges.layers_R.max(initial=0))) + ranges.layers_R
     begins_V = np.flatnonzero(np.diff(pair_R, prepend=-1))
-    is_deferred = bool(setting.kinds - {"activations"})
+    is_deferred = not setting.kinds.isdisjoint(UPDATED_KINDS)
     reach_R = alone_R + (ranges.deferred_XR if is_deferred else ranges.once_XR)[at]
     can_offload = setting.rates is not None and bool(setting.kinds - {"optimizer"})
     return PositionBounds(
@@ -588,5 +588,5 @@ def _choices(
         tensor_K=zero_K + 1,
         sequence_K=zero_K,
         selective_K=zero_K,
-        offload_KO=np.zeros((len(layers_K), len(OFFLOADED))),
+        offload_KO=np.zeros((len(layers_K), len(OFFLOAD_KINDS))),
     )

@@ -40,7 +40,7 @@ from lightning_mist.cost.batched_stages import StageCosts, evaluate
 from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, covered, prefix_sums
 from lightning_mist.cost.memory import Moments, PeakParts
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import OFFLOADED, ZeroStage
+from lightning_mist.plan import OFFLOAD_KINDS, ZeroStage
 from lightning_mist.tuner.candidates.choices import SlotChoices
 from lightning_mist.tuner.space import LayerRanges, Space
 
@@ -122,7 +122,7 @@ class Table:
             offload_JO: What they keep in host memory; by default nothing.
         """
         steady_J, boundary_J = (self.steady_K[index_J], self.boundary_K[index_J]) if seconds is None else seconds
-        ratios_JO = np.zeros((len(index_J), len(OFFLOADED))) if offload_JO is None else offload_JO
+        ratios_JO = np.zeros((len(index_J), len(OFFLOAD_KINDS))) if offload_JO is None else offload_JO
         lengths = self.ranges.count_W
         flat = np.concatenate([*self.ranges.starts, np.empty(0, dtype=np.int64)]).astype(np.int64)
         first_W = np.cumsum(lengths) - lengths

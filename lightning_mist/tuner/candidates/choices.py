@@ -3,7 +3,7 @@
 Array axes
     K  choices, or points
     J  points that are kept
-    O  kinds of state, in the order of ``OFFLOADED``
+    O  kinds of state, in the order of ``OFFLOAD_KINDS``
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.plan import OFFLOADED, CheckpointingKind, OffloadRatios
+from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios
 from lightning_mist.tuner.space import ANYWHERE, Shape
 
 EVERY_PART = -1
@@ -68,14 +68,14 @@ class SlotChoices(ArrayRecord):
 
     def offload(self, index: int) -> OffloadRatios:
         """What one choice keeps in host memory."""
-        return OffloadRatios(**dict(zip(OFFLOADED, self.offload_KO[index].tolist(), strict=True)))
+        return OffloadRatios(**dict(zip(OFFLOAD_KINDS, self.offload_KO[index].tolist(), strict=True)))
 
     @classmethod
     def none(cls) -> "SlotChoices":
         """No choices."""
         floats = ("steady_K", "boundary_K", "peak_K")
         empty = {name: np.empty(0, dtype=float if name in floats else np.int64) for name in cls.__slots__}
-        return cls(**{**empty, "offload_KO": np.empty((0, len(OFFLOADED)))})
+        return cls(**{**empty, "offload_KO": np.empty((0, len(OFFLOAD_KINDS)))})
 
 
 def with_peaks_as_seconds(choices: SlotChoices) -> SlotChoices:

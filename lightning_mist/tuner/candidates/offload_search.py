@@ -31,12 +31,12 @@ Array axes
     W  pairs of weights of channels, of a forward and of a backward
     H  ratios of parameters
     G  ratios of gradients
-    A  ratios of activations
+    A  ratios of what layers keep
     I  those that fit resident and are not dominated
     J  candidates with ratios; of choices those of I too
     U  distinct candidates with ratios, whatever the stage and its neighbours
     X  steady and boundary seconds
-    O  kinds of state, in the order of ``OFFLOADED``
+    O  kinds of state, in the order of ``OFFLOAD_KINDS``
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -71,7 +71,7 @@ from lightning_mist.cost.time import (
     unit_seconds,
     weights_of_passes,
 )
-from lightning_mist.plan import OFFLOADED, SearchSpace, ZeroStage
+from lightning_mist.plan import OFFLOAD_KINDS, UPDATED_KINDS, SearchSpace, ZeroStage
 from lightning_mist.tuner.candidates.candidate_tables import ROOM, Stage, StagePoints, Table
 from lightning_mist.tuner.candidates.choices import SlotChoices, non_dominated, not_beaten
 
@@ -85,11 +85,13 @@ class RatioGrid:
 
     Attributes:
         offload_CO: The combinations, the ratios of the last kind running fastest.
-        each: The ratios of each kind of state.
+        counts: How many ratios each kind of state has.
+        each: The ratios of each; of what layers keep those of all kinds together.
         values: All ratios that occur, ascending.
     """
 
     offload_CO: FloatArray
+    counts: tuple[int, ...]
     each: Ratios
     values: tuple[float, ...]
 
@@ -102,10 +104,13 @@ class RatioGrid:
             offered: The ratios; 0 is always among them.
         """
         ratios = tuple(sorted({0.0, *map(float, offered)}))
-        each = {name: ratios if name in search.offloaded else (0.0,) for name in OFFLOADED}
+        each = {kind: ratios if kind in search.offloaded else (0.0,) for kind in OFFLOAD_KINDS}
+        updated = {kind: each[kind] for kind in UPDATED_KINDS}
+        kept = [each[kind] for kind in OFFLOAD_KINDS if kind not in UPDATED_KINDS]
         return cls(
             offload_CO=np.array(list(product(*each.values())), dtype=np.float64),
-            each=Ratios(**each),
+            counts=tuple(map(len, each.values())),
+            each=Ratios(**updated, kept=tuple(product(*kept))),
             values=ratios if search.offloaded else (0.0,),
         )
 
@@ -119,7 +124,7 @@ class RatioGrid:
         Args:
             ordered: Kinds of state of which a larger ratio is never faster.
         """
-        defers_C = self.offload_CO[:, : OFFLOADED.index("activations")].max(axis=1) > 0
+        defers_C = self.offload_CO[:, : len(UPDATED_KINDS)].max(axis=1) > 0
         offloads_C = self.offload_CO.max(axis=1) > 0
         # Candidates last: what is done to a combination is done to those of all candidates, which lie together.
         fits_CB = np.ascontiguousarray(fits_BC.T)
@@ -129,8 +134,8 @@ class RatioGrid:
         return np.ascontiguousarray(found_CB.T)
 
     def _minimal(self, fits_CB: BoolArray, ordered: Sequence[str]) -> BoolArray:
-        above, kept = (fits_CB.reshape(*self.each.shape, -1).copy() for _ in range(2))
-        steps = [self._steps(name, name in ordered) for name in OFFLOADED]
+        above, kept = (fits_CB.reshape(*self.counts, -1).copy() for _ in range(2))
+        steps = [self._steps(place, kind in ordered) for place, kind in enumerate(OFFLOAD_KINDS)]
         for before, behind in (step for some in steps for step in some):
             above[behind] |= above[before]
         for before, behind in (step for some in steps for step in some):
@@ -139,10 +144,10 @@ class RatioGrid:
         found_CB: BoolArray = kept.reshape(fits_CB.shape)
         return found_CB
 
-    def _steps(self, kind: str, is_ordered: bool) -> list[tuple[_Place, _Place]]:
+    def _steps(self, place: int, is_ordered: bool) -> list[tuple[_Place, _Place]]:
         """Pairs of places along the ratios of a kind of state, of which the second takes at least as long."""
-        front: _Place = (slice(None),) * OFFLOADED.index(kind)
-        at: list[_Place] = [(*front, ratio) for ratio in range(len(getattr(self.each, kind)))]
+        front: _Place = (slice(None),) * place
+        at: list[_Place] = [(*front, ratio) for ratio in range(self.counts[place])]
         # Nothing takes less than offloading nothing.
         return list(pairwise(at)) if is_ordered else [(at[0], behind) for behind in at[1:]]
 
@@ -183,13 +188,14 @@ class Feasible(ArrayRecord):
 
 def ordered(model: CostModel, slot: StageSlot, zero_stage: int, grid: RatioGrid) -> tuple[str, ...]:
     """Kinds of state of which a larger ratio is never faster."""
+    kept = tuple(kind for kind in OFFLOAD_KINDS if kind not in UPDATED_KINDS)
     if any(profile.corrections for profile in profiles_of(model)):
         return ()
     if model.memory(slot).states.displaces(grid.values):
-        return ("activations",)
+        return kept
     if slot.shard_degree == 1 or zero_stage == ZeroStage.NONE:
-        return OFFLOADED
-    return ("activations",) if zero_stage >= ZeroStage.PARAMETERS else ("parameters", "activations")
+        return tuple(OFFLOAD_KINDS)
+    return kept if zero_stage >= ZeroStage.PARAMETERS else ("parameters", *kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +333,7 @@ def feasible(
         limits: Bytes that a device may use, and of host memory.
         slowest: The most steady seconds, without what the stages behind cost: what takes longer may be left out.
     """
-    at_once = max(1, PAIRS_AT_ONCE // (len(grid.each.activations) * len(grid.each.gradients)))
+    at_once = max(1, PAIRS_AT_ONCE // (len(grid.each.kept) * len(grid.each.gradients)))
     for some in _alike(asked):
         tables = [item.points.table for item in some]
         every = StageCandidates.joined(
@@ -394,7 +400,7 @@ def _fast_enough(
 
 def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:
     """Which combinations a stage may have: what recomputation by operator keeps stays on the device."""
-    allowed_C: BoolArray = (offload_CO[:, OFFLOADED.index("activations")] == 0) | (slot.checkpointing == "full")
+    allowed_C: BoolArray = (offload_CO[:, len(UPDATED_KINDS) :] == 0).all(axis=1) | (slot.checkpointing == "full")
     return allowed_C
 
 
@@ -519,7 +525,8 @@ class OffloadSearch:
         _, first_U, of_J = np.unique(np.concatenate(codes), return_index=True, return_inverse=True)
         every = [points.table.candidates(index_J) for index_J, (points, _) in zip(index, some, strict=True)]
         offload_JO = self.grid.offload_CO[np.concatenate([item.combination_J for _, item in some])]
-        table, candidates = some[0][0].table, _with(StageCandidates.joined(every).take(first_U), offload_JO[first_U])
+        table, candidates = some[0][0].table, StageCandidates.joined(every).take(first_U)
+        candidates = replace(candidates, offload=OffloadCandidates.of_kinds(offload_JO[first_U]))
         slot, blocks = table.slots[int(table.shape_K[index[0][0]])], range(0, len(first_U), SECONDS_AT_ONCE)
         return [(slot, candidates.take(slice(begin, begin + SECONDS_AT_ONCE))) for begin in blocks], of_J
 
@@ -552,7 +559,7 @@ class OffloadSearch:
         steady_J = np.concatenate([points.steady_P[point_I], seconds[0][fast_J] + points.later_P[more_J]])
         boundary_J = np.concatenate([points.table.boundary_K[points.index_P[point_I]], seconds[1][fast_J]])
         peak_J = np.concatenate([resident.peak_P[point_I], offloaded.peak_J[fast_J]])
-        offload_JO = np.zeros((len(point_J), len(OFFLOADED)))
+        offload_JO = np.zeros((len(point_J), len(OFFLOAD_KINDS)))
         offload_JO[len(point_I) :] = self.grid.offload_CO[offloaded.combination_J[fast_J]]
         best_J = non_dominated(points.group_P[point_J], steady_J, steady_J + boundary_J)
         return _by_stage(
@@ -605,8 +612,3 @@ def _by_stage(
     ends_J = np.cumsum(np.concatenate([[0], table.ranges.count_W[table.range_K[index_J]]]))
     bounds = ends_J[[0, *points.ends(point_J)]].tolist()
     return [choices.take(slice(begin, end)) for begin, end in pairwise(bounds)]
-
-
-def _with(candidates: StageCandidates, offload_KO: FloatArray) -> StageCandidates:
-    ratios = {f"{name}_K": offload_KO[:, place] for place, name in enumerate(OFFLOADED)}
-    return replace(candidates, offload=OffloadCandidates(**ratios))

@@ -12,7 +12,7 @@ from lightning_mist.cost import MemoryModel, StageCandidates, StageSlot, stage_m
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory import OffloadParts, Ratios, device_moments
 from lightning_mist.model.spec.model_spec import with_master_weights
-from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan import UPDATED_KINDS, OffloadRatios
 from tests.cost.events import with_events
 from tests.integration.parity import make_plan
 from tests.specs import ADAMW, spec, with_splits
@@ -122,7 +122,9 @@ def test_a_ratio_that_moves_nothing_is_no_ratio(network, slot, data):
 def test_combinations_of_ratios_that_move_nothing(network, slot):
     model, candidates = MemoryModel(network), everything(slot, network.num_layers)
     moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
-    parts = OffloadParts.of(model, slot, candidates, Ratios(**dict.fromkeys(KINDS, (*NOTHING, 1.0))))
+    ratios = dict.fromkeys(UPDATED_KINDS, (*NOTHING, 1.0))
+    kept = tuple((ratio,) for ratio in (*NOTHING, 1.0))
+    parts = OffloadParts.of(model, slot, candidates, Ratios(**ratios, kept=kept))
     nothing = (slice(None), *[slice(0, 2)] * len(KINDS))
     wanted = model.needs(slot, candidates).peaks(moments)
     assert (parts.peaks(moments)[nothing].reshape(len(candidates), -1) == wanted[:, None]).all()

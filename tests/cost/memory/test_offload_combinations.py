@@ -14,7 +14,7 @@ from tests.specs import spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)
 RATIOS = Ratios(
-    parameters=(0.0, 0.5, 1.0), gradients=(0.0, 0.3, 1.0), optimizer=(0.0, 0.9), activations=(0.0, 0.25, 0.5, 1.0)
+    parameters=(0.0, 0.5, 1.0), gradients=(0.0, 0.3, 1.0), optimizer=(0.0, 0.9), kept=((0.0,), (0.25,), (0.5,), (1.0,))
 )
 
 
@@ -40,11 +40,10 @@ def test_peaks_and_host_memory(index, count, degree, schedule):
     model, slot = MemoryModel(NETWORK), slot_of(index, count, data_parallel_degree=degree, schedule=schedule)
     some, moments = stages(index, count), device_moments(index, count, 6, schedule)
     parts = OffloadParts.of(model, slot, some, RATIOS)
-    combinations = np.array(list(itertools.product(*(getattr(RATIOS, name) for name in RATIOS.__slots__))))
+    updated = itertools.product(RATIOS.parameters, RATIOS.gradients, RATIOS.optimizer)
+    combinations = np.array([(*some, *kept) for some, kept in itertools.product(updated, RATIOS.kept)])
     whole = some.take(np.repeat(np.arange(len(some)), len(combinations)))
-    columns = np.tile(combinations, (len(some), 1)).T
-    offload = {f"{name}_K": values for name, values in zip(RATIOS.__slots__, columns, strict=True)}
-    whole = replace(whole, offload=OffloadCandidates(**offload))
+    whole = replace(whole, offload=OffloadCandidates.of_kinds(np.tile(combinations, (len(some), 1))))
     needs = model.needs(slot, whole)
     assert parts.peaks(moments).shape == (len(some), *RATIOS.shape)
     assert parts.peaks(moments).reshape(-1) == pytest.approx(needs.peaks(moments), rel=1e-12)

@@ -63,7 +63,7 @@ def test_what_is_feasible_fits_and_has_the_peak_that_the_memory_model_says():
     for shape in np.unique(shape_J).tolist():
         at_J, slot = shape_J == shape, table.slots[shape]
         offload_JO = GRID.offload_CO[found.combination_J[at_J]]
-        ratios = OffloadCandidates(**{f"{name}_K": offload_JO[:, at] for at, name in enumerate(OFFLOADED)})
+        ratios = OffloadCandidates.of_kinds(offload_JO)
         stages = dataclasses.replace(table.candidates(points.index_P[found.point_J[at_J]]), offload=ratios)
         memory = model.memory(slot)
         needs = memory.needs(slot, stages)
@@ -83,7 +83,7 @@ def seconds_of(model, table, index_J, offload_JO):
     seconds_J = np.empty(len(index_J))
     for shape in np.unique(table.shape_K[index_J]).tolist():
         at_J = table.shape_K[index_J] == shape
-        ratios = OffloadCandidates(**{f"{name}_K": offload_JO[at_J, at] for at, name in enumerate(OFFLOADED)})
+        ratios = OffloadCandidates.of_kinds(offload_JO[at_J])
         stages = dataclasses.replace(table.candidates(index_J[at_J]), offload=ratios)
         seconds_J[at_J] = model.seconds(table.slots[shape], stages).steady_K
     return seconds_J

@@ -15,7 +15,8 @@ def test_what_may_not_be_moved_stays():
     assert not RATIOS.offload_CO[0].any()
     assert RATIOS.each.gradients == (0.0,)
     assert RATIOS.each.optimizer == (0.0, 0.5, 1.0)
-    every = itertools.product(*(getattr(RATIOS.each, name) for name in OFFLOADED))
+    assert RATIOS.each.kept == ((0.0,), (0.5,), (1.0,))
+    every = itertools.product(*(RATIOS.values if count > 1 else (0.0,) for count in RATIOS.counts))
     assert RATIOS.offload_CO.tolist() == list(map(list, every))
 
 

@@ -71,7 +71,7 @@ def by_hand(maker, index, stages, microbatches):
             end_K=numbers[1],
             checkpointed_K=numbers[2],
             zero_stage_K=numbers[3],
-            offload=OffloadCandidates(**{f"{name}_K": columns[4 + o] for o, name in enumerate(OFFLOADED)}),
+            offload=OffloadCandidates.of_kinds(columns[4:].T),
         )
         needs, seconds = memory.needs(slot, candidates), maker.model.seconds(slot, candidates)
         fits = needs.peaks(moments) <= maker.memory_limit
