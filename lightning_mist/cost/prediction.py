@@ -9,7 +9,7 @@ import numpy as np
 from lightning_mist.cost.batched_stages import Terms, seconds_of_stages, terms_of_plans
 from lightning_mist.cost.inputs import StageCandidates, StageRegions, StageSlot, placed_slots_of, slots_of
 from lightning_mist.cost.interleaved_memory import plans_needs
-from lightning_mist.cost.memory import NeedTerms, StageMemory, bytes_of_units
+from lightning_mist.cost.memory import NeedTerms, StageMemory
 from lightning_mist.cost.mixed_model import CostModel, Profiles, cost_model, profiles_of
 from lightning_mist.cost.plan_clock import clock_floor, clock_seconds, rules_of, step_times
 from lightning_mist.cost.roofline import step_work
@@ -73,7 +73,7 @@ def _units(model: CostModel, slot: StageSlot, candidates: StageCandidates) -> It
     units, again_R = slice(int(regions.low_K[0]), int(regions.high_K[0])), np.zeros_like(seconds.recompute_R)
     again = slice(int(regions.first_K[0]), int(regions.middle_K[0]))
     again_R[again] = seconds.recompute_R[again]
-    for name, bytes_XU in bytes_of_units(model.memory(slot), slot, candidates).items():
+    for name, bytes_XU in model.memory(slot).of_units(slot, candidates).items():
         seconds_R = seconds.forward_R if name == "forward" else seconds.backward_R + again_R
         yield f"bytes.{name}", tuple(np.stack([seconds_R[units], *bytes_XU], axis=1).reshape(-1).tolist())
 

@@ -131,7 +131,7 @@ class PredictedStage:
         units: What happens unit by unit (head, layers, tail), as ``(name, numbers)``: ``channels.PASS``, rows as of
             :func:`~lightning_mist.cost.time.channel_rows`, each behind how many units are alike, and
             ``channels.reduce``; ``bytes.WHAT``, of each unit in the order of forward its seconds and both of
-            :func:`~lightning_mist.cost.memory.bytes_of_units`. Empty where nobody asked for it
+            :meth:`~lightning_mist.cost.memory.MemoryModel.of_units`. Empty where nobody asked for it
             (:func:`~lightning_mist.cost.with_units`).
     """
 

@@ -23,4 +23,5 @@ from lightning_mist.cost.inputs.regions import (
     key_value_bytes,
     parameter_regions,
     regions_of,
+    runs_between,
 )

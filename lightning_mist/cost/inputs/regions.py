@@ -18,7 +18,7 @@ A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low
 stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -367,6 +367,27 @@ class StageRegions(ArrayRecord):
     def recomputed_sums(self, prefix_R: FloatArray) -> FloatArray:
         """Sums over the recomputed layers of each stage, from prefix sums."""
         return prefix_R[self.middle_K] - prefix_R[self.first_K]
+
+
+def runs_between(
+    low_A: IntArray, high_A: IntArray, near: Sequence[IntArray], changes: Iterable[int]
+) -> tuple[IntArray, IntArray]:
+    """Regions of stages cut into runs.
+
+    Args:
+        low_A: The first region of each stage; and so on of regions past the last.
+        near: Where each stage is cut, as far as that lies inside it.
+        changes: Where every stage is cut.
+
+    Returns:
+        The first region of each run, in order, and how many it has, 0 where a stage has no more; axes for runs and for
+        stages.
+    """
+    mark_JA = np.stack([low_A, *near, *(np.full(len(low_A), change) for change in changes), high_A])
+    mark_JA = np.sort(np.clip(mark_JA, low_A, high_A), axis=0)
+    count_JA = np.diff(mark_JA, axis=0)
+    order_JA = np.argsort(count_JA == 0, axis=0, kind="stable")[: int((count_JA > 0).sum(axis=0).max(initial=0))]
+    return np.minimum(np.take_along_axis(mark_JA, order_JA, 0), high_A - 1), np.take_along_axis(count_JA, order_JA, 0)
 
 
 def parameter_regions(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:

@@ -24,4 +24,3 @@ from lightning_mist.cost.memory.stage_bytes import (
     parts_of,
     terms_at,
 )
-from lightning_mist.cost.memory.unit_bytes import bytes_of_units

@@ -23,6 +23,7 @@ Array axes
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -38,12 +39,11 @@ from lightning_mist.cost.inputs import (
 )
 from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut, VariantHoldings
 from lightning_mist.cost.memory.moments import Moments, device_moments
-from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, offloaded_needs, unadjusted
+from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, offloaded_needs, resident_part, unadjusted
 from lightning_mist.cost.memory.offload_shares import StateShares
+from lightning_mist.cost.memory.pass_bytes import Accumulated, PassBytes, Sharding, StageRuns, UnitLoads
 from lightning_mist.cost.memory.split_backward import SplitBackward, SplitBackwardModel
 from lightning_mist.cost.memory.stage_bytes import Bytes, StageNeeds, Updates, parts_of, terms_at
-from lightning_mist.cost.memory.working_set_tables import Accumulated, Sharding, StageRuns, WorkingSets
-from lightning_mist.cost.memory.working_sets import StageWorking
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.tensor_split import stripes_of
@@ -162,7 +162,7 @@ class MemoryModel:
     def _begin(self, holdings: Holdings) -> None:
         self.holdings = holdings
         self._costs: dict[tuple[float, int], RegionCosts] = {}
-        self._working: dict[tuple[float, int, int, bool], WorkingSets] = {}
+        self._loads: dict[tuple[float, int, int, bool], UnitLoads] = {}
 
     def variants(self, key: Pairs, build: Callable[[], tuple[VariantHoldings, Adjustment]]) -> "MemoryModel":
         """Variants of the network with other parameters and changed costs of regions, built once for each key.
@@ -195,26 +195,26 @@ class MemoryModel:
             self._costs[key] = self._adjustment(self._at_rows(rows, context))
         return self._costs[key]
 
-    def working(
+    def loads(
         self, rows: float, zero_stage: int, degree: int, context: int = 1, *, is_split: bool = False
-    ) -> WorkingSets:
-        """Working sets at a number of rows; of ZeRO stages below 2 those of one rank."""
+    ) -> UnitLoads:
+        """What units bring, take and need at a number of rows; of ZeRO stages below 2 on one rank."""
         if zero_stage < ZeroStage.GRADIENTS or degree == 1:
             degree = 1
         key = (rows, degree, context, is_split)
-        if key not in self._working:
+        if key not in self._loads:
             split_backward = self._exact_split(int(rows), context) if is_split and rows == int(rows) else None
             table, sharding, is_one_unit = self.holdings.table, None, self.holdings.is_one_unit
             if degree > 1:
                 sharding = Sharding(gradient_share=1 / degree, trained_R=table.trained_R, is_one_unit=is_one_unit)
             made = self.costs(rows, context), table.single_R, sharding, split_backward
-            self._working[key] = WorkingSets(*made, accumulated=Accumulated.of(self.spec.optimizer, table))
+            self._loads[key] = UnitLoads(*made, accumulated=Accumulated.of(self.spec.optimizer, table))
         if self._is_variant:
             # What was asked for last comes last.
-            self._working[key] = self._working.pop(key)
-            while len(self._working) > MOST_TABLES:
-                del self._working[next(iter(self._working))]
-        return self._working[key]
+            self._loads[key] = self._loads.pop(key)
+            while len(self._loads) > MOST_TABLES:
+                del self._loads[next(iter(self._loads))]
+        return self._loads[key]
 
     def _exact_split(self, rows: int, context: int) -> SplitBackward | None:
         """Backwards of inputs only from allocations, with what is adjusted of whole ones."""
@@ -275,13 +275,12 @@ class MemoryModel:
         runs = self.runs(candidates, held, degree, shares)
         owned_K, gradients_K, parameters_K = _owned(candidates, held, shares)
         factor = self.spec.optimizer.gradient_bytes_per_parameter_byte
-        plain, plain_K = StageWorking(self.working(slot.rows, 0, 1, context), runs), self.plain(slot, candidates)
-        working_ZK = self._working_sets(slot, candidates, runs, held, plain)
-        handed_K, forward_K, first_backward_K = plain.handed(), working_ZK[0], working_ZK[1]
+        bytes_, plain_K = self._passes(slot, candidates, runs, held), self.plain(slot, candidates)
         if plain_K is not None:
-            forward_K = forward_K + held.trained_K * plain_K
-            plain_first_K = held.trained_K + held.reused_K + working_ZK[2]
-            first_backward_K = np.where(plain_K, plain_first_K, first_backward_K)
+            bytes_["forward_K"] += held.trained_K * plain_K
+            plain_first_K = held.trained_K + held.reused_K + bytes_["backward_K"]
+            bytes_["first_backward_K"] = np.where(plain_K, plain_first_K, bytes_["first_backward_K"])
+        filled_K = bytes_.pop("filled_K")
         return StageNeeds(
             always={
                 "parameter_bytes": parameters_K,
@@ -291,24 +290,16 @@ class MemoryModel:
             },
             gradients_K=factor * gradients_K,
             reused_K=factor * held.reused_K,
-            pending_K=working_ZK[3],
-            saved_K=plain.saved_K - handed_K,
-            handed_K=handed_K,
             # Context-parallel ranks lay out in stripes what arrives as one run of tokens.
             entering_K=costs.boundary_B[candidates.start_K]
             * (1 + (context > 1 and stripes_of(self.spec.sequence_length or 1, context) > 1)),
             leaving_K=costs.gradient_boundary_B[candidates.end_K],
             returned_K=costs.gradient_boundary_B[candidates.start_K],
-            forward_K=forward_K,
-            first_backward_K=first_backward_K,
-            backward_K=working_ZK[2],
-            input_backward_K=working_ZK[4],
-            waiting_K=working_ZK[5],
-            weight_backward_K=working_ZK[6],
             together_K=factor * held.together_K,
             host_state_K=np.zeros(len(candidates)),
             host_microbatch_K=np.zeros(len(candidates)),
-            update=tuple(self._update(slot, plain, held, owned_K, gradients_K, candidates)),
+            update=tuple(self._update(slot, filled_K, held, owned_K, gradients_K, candidates)),
+            **bytes_,
         )
 
     def batch_bytes(self, slot: StageSlot) -> float:
@@ -321,29 +312,63 @@ class MemoryModel:
             return None
         return is_plain(slot, candidates)
 
-    def _working_sets(
-        self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes, plain: StageWorking
-    ) -> FloatArray:
-        """Of a forward, a first and a later backward; what is pending; of inputs only, its rest, of weights only."""
-        found, is_split = np.empty((7, len(candidates))), slot.schedule == "zb-h1"
-        # Below ZeRO-2 working sets are the same, and above it but for what the runs say.
+    def _passes(
+        self, slot: StageSlot, candidates: StageCandidates, runs: StageRuns, held: HeldBytes
+    ) -> dict[str, FloatArray]:
+        """Bytes of passes by their names in :class:`StageNeeds`, and of the filling of gradient buckets."""
+        names = ("forward", "first_backward", "backward", "input_backward", "weight_backward")
+        rest = ("pending", "saved", "handed", "waiting", "filled")
+        found = {f"{name}_K": np.zeros(len(candidates)) for name in (*names, *rest)}
+        # Below ZeRO-2 passes need the same, and above it but for what the runs say.
         shards_K = candidates.zero_stage_K >= ZeroStage.GRADIENTS
         for zero_stage, index_J in ((0, _places(~shards_K)), (int(ZeroStage.GRADIENTS), _places(shards_K))):
             if index_J is None:
                 continue
-            degree, context = slot.shard_degree, slot.context_parallel_degree
-            sets = self.working(slot.rows, zero_stage, degree, context, is_split=is_split)
-            is_all = isinstance(index_J, slice) and index_J == slice(0, len(candidates))
-            some = runs if is_all else runs.take(index_J)
-            working = plain if is_all and sets is plain.sets else StageWorking(sets, some)
-            found[0, index_J] = working.forward()
-            found[1, index_J], found[2, index_J] = working.first_backward(), working.backward()
-            found[3, index_J] = working.pending()
-            # Only zero bubble makes gradients of inputs by themselves.
-            found[4, index_J] = working.input_backward() if is_split else found[2, index_J]
-            found[5, index_J] = working.waiting()
-            found[6, index_J] = working.weight_backward(held.largest_K[index_J])
+            is_split, context = slot.schedule == "zb-h1", slot.context_parallel_degree
+            loads = self.loads(slot.rows, zero_stage, slot.shard_degree, context, is_split=is_split)
+            passes = PassBytes(loads, runs.take(index_J))
+            handed_J = passes.handed()
+            backward_J = passes.backward_rows().max(axis=0, initial=0.0)
+            terms = {
+                "forward": passes.forward_rows().max(axis=0, initial=0.0),
+                "first_backward": passes.first_backward_rows().max(axis=0, initial=0.0),
+                "backward": backward_J,
+                # Only zero bubble makes gradients of inputs by themselves.
+                "input_backward": passes.input_backward() if is_split else backward_J,
+                "weight_backward": passes.weight_backward(held.largest_K[index_J]),
+                "pending": passes.pending(),
+                "saved": passes.saved_K - handed_J,
+                "handed": handed_J,
+                "waiting": passes.waiting(),
+            }
+            if slot.shard_degree > 1 and not zero_stage:
+                bucket_J = _bucket(held)[index_J]
+                terms["filled"] = passes.bucket(bucket_J, progressive=slot.num_microbatches == 1)
+            for name, term_J in terms.items():
+                found[f"{name}_K"][index_J] = term_J
         return found
+
+    def of_units(self, slot: StageSlot, candidates: StageCandidates) -> dict[str, FloatArray]:
+        """What passes of a single stage need in each of its units: head, layers and tail.
+
+        Returns:
+            By what is computed, ``"forward"``, ``"first backward"`` and ``"backward"``, what is there of the microbatch
+            at hand, and of what is made for it, beside what the units need while they run (what earlier units left),
+            and the most while they run; axes for the two and for the units in the order of forward.
+        """
+        some, part = candidates, self
+        if (offload := candidates.offload) is not None:
+            pairs_VX = np.column_stack([offload.kept_KX, offload.gradients_K])
+            part = cast(MemoryModel, resident_part(self, pairs_VX))
+            some = replace(candidates, offload=None, variant_K=np.zeros(1, dtype=np.int64))
+        degree, zero_stage = slot.shard_degree, int(some.zero_stage_K[0])
+        runs = part.runs(some, part.holdings.of(some), degree, part.shares(some, degree))
+        loads = part.loads(slot.rows, zero_stage, degree, slot.context_parallel_degree)
+        passes = PassBytes(loads, runs, by_unit=True)
+        rows = passes.forward_rows, passes.first_backward_rows, passes.backward_rows
+        names = ("forward", "first backward", "backward")
+        each = (np.stack([of(temporaries=is_all)[:, 0] for is_all in (False, True)]) for of in rows)
+        return dict(zip(names, each, strict=True))
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:
         """Peak bytes of each candidate."""
@@ -352,7 +377,7 @@ class MemoryModel:
     def _update(
         self,
         slot: StageSlot,
-        plain: StageWorking,
+        filled_K: FloatArray,
         held: HeldBytes,
         owned_K: FloatArray,
         gradients_K: FloatArray,
@@ -373,8 +398,6 @@ class MemoryModel:
             tied = {"gradient_bytes": factor * gradients_K, "working_bytes": factor * held.shared_K}
             result.append(("tied gradients", tied))
         if slot.shard_degree > 1:
-            bucket_K = np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
-            filled_K = plain.bucket(bucket_K, progressive=slot.num_microbatches == 1)
             plain_K, reduces_K = self.plain(slot, candidates), zero_K < ZeroStage.GRADIENTS
             if plain_K is not None:
                 filled_K = np.where(plain_K, held.trained_K, filled_K)
@@ -385,7 +408,7 @@ class MemoryModel:
             filled = {"transfer_bytes": sent_K * reduces_K, "working_bytes": filled_K * reduces_K}
             result.append(("gradient reduction", filled))
             gathers_K = (zero_K >= ZeroStage.OPTIMIZER) & (zero_K < ZeroStage.PARAMETERS)
-            gathered_K = np.minimum(BUCKETS_IN_FLIGHT * bucket_K, held.trained_K) * gathers_K
+            gathered_K = np.minimum(BUCKETS_IN_FLIGHT * _bucket(held), held.trained_K) * gathers_K
             result.append(("parameter gathering", {"gradient_bytes": updated_K, "working_bytes": gathered_K}))
         return result
 
@@ -400,6 +423,11 @@ def _owned(
     owned_K = np.where(zero_K >= ZeroStage.OPTIMIZER, shares.trained_K, held.trained_K)
     gradients_K = np.where(zero_K >= ZeroStage.GRADIENTS, shares.trained_K, held.trained_K)
     return owned_K, gradients_K, np.where(zero_K >= ZeroStage.PARAMETERS, shares.every_K, held.all_K)
+
+
+def _bucket(held: HeldBytes) -> FloatArray:
+    """The most that a gradient bucket holds."""
+    return np.minimum(held.trained_K, BUCKET_BYTES + held.largest_K)
 
 
 def _places(chosen_K: BoolArray) -> IntArray | slice | None:

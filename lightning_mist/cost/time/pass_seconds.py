@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, StageRegions, distinct_codes
+from lightning_mist.cost.inputs import BoolArray, FloatArray, IntArray, StageRegions, distinct_codes, runs_between
 from lightning_mist.cost.time.offload_loads import BEFORE, BEHIND, Loads
 from lightning_mist.cost.time.overlap import beyond_computing, concurrent_seconds
 from lightning_mist.hardware import Interference
@@ -65,13 +65,8 @@ class RowLists:
         low_A, high_A, middle_A = code_A // width**2, code_A // width % width, code_A % width
         first_A = np.maximum(low_A, 1)
         # Rows are alike between places where units change, or what lies around them.
-        near = [low_A, low_A + 1, high_A - 2, high_A - 1, high_A, first_A, first_A + 1, middle_A, middle_A + 1]
-        mark_JA = np.stack([*near, *(np.full(len(code_A), change) for change in changes)])
-        mark_JA = np.sort(np.clip(mark_JA, low_A, high_A), axis=0)
-        count_JA = np.diff(mark_JA, axis=0)
-        order_JA = np.argsort(count_JA == 0, axis=0, kind="stable")[: int((count_JA > 0).sum(axis=0).max(initial=0))]
-        count_JA = np.take_along_axis(count_JA, order_JA, 0)
-        unit_JA = np.minimum(np.take_along_axis(mark_JA, order_JA, 0), high_A - 1)
+        near = [low_A + 1, high_A - 2, high_A - 1, first_A, first_A + 1, middle_A, middle_A + 1]
+        unit_JA, count_JA = runs_between(low_A, high_A, near, changes.tolist())
         flags = (
             unit_JA > low_A,
             unit_JA < high_A - 1,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_mist.cost.memory import MemoryModel, bytes_of_units
+from lightning_mist.cost.memory import MemoryModel
 from tests.cost.time.test_offload_seconds import candidates, ratios, slot
 from tests.specs import spec
 from tests.tiers import examples
@@ -39,7 +39,7 @@ def test_the_most_of_all_units_is_that_of_the_stage(name, layers, checkpointed, 
         **dict(zip(("parameters", "gradients", "optimizer", "activations"), moved, strict=True)),
     )
     some = some if any(moved) else dataclasses.replace(some, offload=None)
-    needs, found = model.needs(place, some), bytes_of_units(model, place, some)
+    needs, found = model.needs(place, some), model.of_units(place, some)
     for kind in KINDS:
         there_U, most_U = found[kind]
         assert len(most_U) == layers[1] - layers[0] + (layers[0] == 0) + (layers[1] == 6)
@@ -51,7 +51,7 @@ def test_what_stays_is_what_earlier_units_saved():
     model, network = MODELS["unlike"], NETWORKS["unlike"]
     some = dataclasses.replace(candidates((0, 6), checkpointed=2, zero=0), offload=None)
     costs = model.costs(4)
-    there_U = bytes_of_units(model, slot(), some)["forward"][0]
+    there_U = model.of_units(slot(), some)["forward"][0]
     kept_R = np.where((np.arange(8) > 0) & (np.arange(8) < 3), costs.checkpointed_saved_R, costs.saved_R)
     # In front of a recomputed layer the head keeps what that was called with.
     kept_R[0] = costs.checkpointed_saved_R[0]
@@ -62,7 +62,7 @@ def test_what_stays_is_what_earlier_units_saved():
 def test_gradients_of_the_first_backward_appear_unit_by_unit():
     model = MODELS["unlike"]
     some = dataclasses.replace(candidates((0, 6), zero=0), offload=None)
-    found = bytes_of_units(model, slot(), some)
+    found = model.of_units(slot(), some)
     made_U = found["first backward"][0] - found["backward"][0]
     single_R = model.holdings.table.single_R
     assert made_U == pytest.approx([single_R[unit + 1 :].sum() for unit in range(len(single_R))])

@@ -1,0 +1,372 @@
+"""Bytes of passes of many stages at once: rows of units, folded.
+
+In a *row*, the computation of one unit, there is what rows before it left, and at most so much more; behind it there is
+more or less than in front of it. Rows after each other are one again, of a change and a peak,
+
+    (a, p) then (b, q) = (a + b, max(p, a + q))                n alike: (n a, p + (n - 1) max(0, a))
+
+so that a pass of a stage is a list of (row, how many units in a row have one like it), as for its seconds
+(:mod:`lightning_mist.cost.time.pass_seconds`), and what it needs at most is the largest of what its rows find and need.
+
+A forward leaves what its units keep for backward. A backward finds what was kept up to its unit, and takes that. The
+first one makes the gradients on its way; parameters that several units use are made by the last of them, and if that is
+no tail, at the earliest time. Under ZeRO-2 and ZeRO-3 every backward makes them anew: those of the unit above are being
+reduced while a unit runs, and of those above it only what this rank owns stays. Where gradients of inputs are made by
+themselves, what those of weights need stays of every unit above.
+
+Array axes
+    K  candidate stages
+    A  lines: distinct stages, by the layers that they have and recompute
+    J  places in their lists of rows; where ``AK`` are axes, A is where in a stage: the head, the layer behind it (of
+       several), other layers, the tail
+    R  units, which are regions
+    V  variants of a network
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_mist.cost.inputs import (
+    ArrayRecord,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    ParameterTable,
+    RegionCosts,
+    distinct_codes,
+    runs_between,
+)
+from lightning_mist.cost.memory.split_backward import SplitBackward
+from lightning_mist.model.spec import OptimizerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRuns(ArrayRecord):
+    """Candidate stages as runs of layers.
+
+    Attributes:
+        head_gradient_bytes_K: Of these, what only its head uses.
+        tail_gradient_bytes_K: Of these, what its tail uses.
+        last_gradient_bytes_K: Gradient bytes of its first region: the last one whose gradients a backward makes. From
+            ZeRO-2 on they are still under way when the next backward begins.
+        together_gradient_bytes_K: Of all its gradients, those that are made with gradients of inputs where weights'
+            are made by themselves.
+        imbalance_K: From ZeRO-2 on, what the fullest rank owns of all gradients beyond an equal share.
+        forward_away_AK: Under ZeRO-3 parameters that are there only for a forward, by where it is (axis ``A``).
+    """
+
+    start_K: IntArray
+    middle_K: IntArray
+    end_K: IntArray
+    is_first_K: BoolArray
+    is_last_K: BoolArray
+    gradient_bytes_K: FloatArray
+    head_gradient_bytes_K: FloatArray
+    tail_gradient_bytes_K: FloatArray
+    last_gradient_bytes_K: FloatArray
+    together_gradient_bytes_K: FloatArray
+    imbalance_K: FloatArray
+    forward_away_AK: FloatArray
+    backward_away_AK: FloatArray
+    variant_K: IntArray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """What ZeRO-2 and ZeRO-3 change about the bytes of passes.
+
+    Attributes:
+        gradient_share: Share of the gradients of every layer that stay.
+        trained_R: Bytes of gradients that are made by, and reduced behind, the backward of each region.
+        is_one_unit: Whether the gradients of the whole stage are reduced together, behind its backward.
+    """
+
+    gradient_share: float
+    trained_R: FloatArray
+    is_one_unit: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulated:
+    """Gradients that are added up in a larger type than they are made in (master weights).
+
+    Attributes:
+        factor: Bytes of a sum per byte of what is added.
+        largest_R: Bytes of the largest gradient that each region makes.
+    """
+
+    factor: float
+    largest_R: FloatArray
+
+    @classmethod
+    def of(cls, optimizer: OptimizerSpec, table: ParameterTable) -> "Accumulated | None":
+        """What an optimizer has of a network's gradients; None where the type is one."""
+        factor = optimizer.gradient_bytes_per_parameter_byte
+        if factor == 1.0:
+            return None
+        used_PR = np.diff(table.uses_PR, axis=1) > 0
+        return cls(factor=factor, largest_R=(table.trainable_P[:, None] * used_PR).max(axis=0, initial=0.0))
+
+    def added_to(self, costs: RegionCosts, made_R: FloatArray) -> RegionCosts:
+        """Costs with sums that regions make, or with what is added to sums beside its cast."""
+        more_R, cast_R = (self.factor - 1) * made_R, self.factor * self.largest_R
+        return replace(
+            costs,
+            first_backward_peak_R=costs.first_backward_peak_R + more_R,
+            first_recompute_backward_peak_R=costs.first_recompute_backward_peak_R + more_R,
+            backward_peak_R=costs.backward_peak_R + cast_R,
+            recompute_backward_peak_R=costs.recompute_backward_peak_R + cast_R,
+        )
+
+
+class UnitLoads:
+    """What rows bring, take and need, of every unit of a network at one number of rows.
+
+    Attributes:
+        factor: Bytes of a sum of gradients per byte of what is added.
+        share: Share of the gradients of every layer that stay.
+        split: What backwards of inputs need.
+        values: Bytes by name, of every unit of all variants, once where it is not recomputed and once where it is.
+        size: Units of all variants.
+        changes: Units that are not like the one before, or of which another one is above.
+    """
+
+    def __init__(
+        self,
+        costs: RegionCosts,
+        single_R: FloatArray,
+        sharding: Sharding | None = None,
+        split: SplitBackward | None = None,
+        accumulated: Accumulated | None = None,
+    ) -> None:
+        self.factor = self.share = 1.0 if accumulated is None else accumulated.factor
+        if accumulated is not None:
+            costs = accumulated.added_to(costs, single_R if sharding is None else sharding.trained_R)
+        backward = costs.backward_peak_R, costs.recompute_backward_peak_R
+        first = costs.first_backward_peak_R, costs.first_recompute_backward_peak_R
+        self.split = split or SplitBackward(peak_R=backward[0], recompute_peak_R=backward[1], waiting_R=costs.weight_R)
+        self.costs, self.sharding = costs, sharding
+        self.reduces = sharding is not None and not sharding.is_one_unit
+        trained_R = above_R = np.zeros_like(single_R)
+        if sharding is not None and self.reduces:
+            self.share *= sharding.gradient_share
+            trained_R, backward = sharding.trained_R, first
+            above_R = np.concatenate([trained_R[..., 1:], np.zeros_like(trained_R[..., :1])], axis=-1)
+        made_R = single_R * self.share
+        made_R[..., [0, -1]] = 0.0
+        rows = {
+            "kept": (costs.saved_R, costs.checkpointed_saved_R),
+            "forward": (costs.forward_peak_R, costs.recompute_forward_peak_R),
+            "backward": backward,
+            "first": first,
+            "inputs": (self.split.peak_R, self.split.recompute_peak_R),
+            "waiting": (self.split.waiting_R,) * 2,
+            "made": (made_R,) * 2,
+            "trained": (trained_R,) * 2,
+            "above": (above_R,) * 2,
+        }
+        shape = np.broadcast_shapes(*(item.shape for pair in rows.values() for item in pair))
+        each = {name: np.stack([np.broadcast_to(item, shape) for item in pair]) for name, pair in rows.items()}
+        every = np.concatenate([pair.reshape(-1, shape[-1]) for pair in each.values()])
+        self.values: Mapping[str, FloatArray] = {name: pair.reshape(-1) for name, pair in each.items()}
+        self.size, self.width = int(np.prod(shape)), shape[-1]
+        self.changes = np.flatnonzero((every[:, 1:] != every[:, :-1]).any(axis=0)) + 1
+
+
+class PassBytes:
+    """Bytes of passes of candidate stages; keeps what several of them need.
+
+    Args:
+        by_unit: Whether every unit has a row of its own: then stages are to have equally many.
+
+    Attributes:
+        saved_K: What one microbatch leaves behind between its forward and its backward.
+    """
+
+    def __init__(self, loads: UnitLoads, runs: StageRuns, *, by_unit: bool = False) -> None:
+        self.loads, self.runs = loads, runs
+        width, away = loads.width, bool(runs.forward_away_AK.any() or runs.backward_away_AK.any())
+        code_A, line_K = distinct_codes((runs.start_K * width + runs.end_K) * width + runs.middle_K, width**3)
+        first_A, end_A, middle_A = (1 + code_A // width**2, 1 + code_A // width % width, 1 + code_A % width)
+        low_A, high_A = first_A - (first_A == 1), end_A + (end_A == width - 1)
+        # Rows are alike between places where units change, or what lies around them.
+        near = [first_A, middle_A, end_A, *([first_A + 1] if away else []), *([high_A - 1] if loads.reduces else [])]
+        changes = range(width) if by_unit else loads.changes.tolist()
+        unit_JA, count_JA = runs_between(low_A, high_A, near, changes)
+        head_JA, tail_JA = unit_JA < first_A, unit_JA >= end_A
+        again_JA = (unit_JA < middle_A) & ~head_JA
+        # The head in front of a recomputed layer keeps as little, and the tail's peak is as behind one.
+        kept_JA = again_JA | (head_JA & (middle_A > first_A))
+        behind_JA = again_JA | (tail_JA & (middle_A == end_A))
+        where_JA = np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == first_A) & (end_A > first_A + 1))))
+        self._line_K, self._where_JA, self._tail_JA, self._edge_JA = line_K, where_JA, tail_JA, head_JA | tail_JA
+        self._top_JA = unit_JA == high_A - 1
+        self.count_JK = self._each(count_JA.astype(np.float64))
+        self._unit_JK = self._each(unit_JA)
+        if runs.variant_K is not None:
+            self._unit_JK += runs.variant_K * width
+        self._behind_JK = self._unit_JK + self._each(loads.size * behind_JA)
+        self._kept_JK = loads.values["kept"].take(self._unit_JK + self._each(loads.size * kept_JA))
+        # Behind the first stage the head is run too, as far as the batch alone determines it.
+        self.saved_K: FloatArray = np.where(runs.is_first_K, 0.0, loads.costs.shared_saved_bytes)
+        alive_JK = np.cumsum(self.count_JK * self._kept_JK, axis=0) + self.saved_K
+        if len(alive_JK):
+            self.saved_K = alive_JK[-1].copy()
+        # What is kept up to each unit; a row that no unit has finds nothing.
+        self._is_full = bool(count_JA.all())
+        if not self._is_full:
+            alive_JK[self.count_JK == 0] = -np.inf
+        self._alive_JK = alive_JK
+
+    def _each(self, value_JA: NDArray[Any]) -> NDArray[Any]:
+        """What every line has, of every candidate."""
+        return value_JA.take(self._line_K, axis=1)
+
+    def _of(self, name: str) -> FloatArray:
+        return self.loads.values[name].take(self._unit_JK)
+
+    def _peak(self, name: str, away_AK: FloatArray, *, temporaries: bool) -> FloatArray | float:
+        """What rows need while they run, parameters included that are there only for them."""
+        peak_JK = self.loads.values[name].take(self._behind_JK) if temporaries else 0.0
+        return peak_JK + self._away(away_AK)
+
+    def _away(self, away_AK: FloatArray) -> FloatArray | float:
+        """Parameters that are there only for a unit, by where it is in its stage."""
+        if not away_AK.any():
+            return 0.0
+        # The first of several layers counts like the others too, which is more where these have more away.
+        most_AK = np.stack([away_AK[0], np.maximum(away_AK[1], away_AK[2]), *away_AK[2:]])
+        return np.take_along_axis(most_AK, self._each(self._where_JA), 0)
+
+    def _under_way(self, pending_K: FloatArray | float) -> FloatArray | float:
+        """Gradients that are being reduced while a unit runs: of the unit above, or of a backward before."""
+        is_pending_JA = self._top_JA & (self._tail_JA | self.loads.reduces)
+        return np.where(self._each(is_pending_JA), pending_K, self._of("above") * self._each(~self._top_JA))
+
+    def handed(self) -> FloatArray:
+        """The part of ``saved_K`` that the next stage gets: it is gone when it has been sent."""
+        runs, costs = self.runs, self.loads.costs
+        at = runs.end_K if costs.handed_R.ndim == 1 else (runs.variant_K, runs.end_K)
+        handed_K = np.where(runs.middle_K == runs.end_K, costs.checkpointed_handed_R[at], costs.handed_R[at])
+        return handed_K * ~runs.is_last_K
+
+    def pending(self) -> FloatArray:
+        """Gradients of an earlier backward that are under way until the first unit of the next one has run."""
+        runs, sharding = self.runs, self.loads.sharding
+        if sharding is None:
+            return np.zeros(len(runs))
+        return runs.gradient_bytes_K if sharding.is_one_unit else runs.last_gradient_bytes_K
+
+    def forward_rows(self, *, temporaries: bool = True) -> FloatArray:
+        """Bytes alive in the rows of a forward, beyond what exists when it begins; axes ``J`` and ``K``.
+
+        Args:
+            temporaries: Whether what is alive only while a unit runs counts too.
+        """
+        found_JK: FloatArray = self._alive_JK - self._kept_JK
+        return found_JK + self._peak("forward", self.runs.forward_away_AK, temporaries=temporaries)
+
+    def backward_rows(self, *, temporaries: bool = True) -> FloatArray:
+        """The same of a backward with all gradients there, beyond these; its saved bytes included."""
+        found_JK = self._alive_JK + self._peak("backward", self.runs.backward_away_AK, temporaries=temporaries)
+        if self.loads.sharding is None:
+            return found_JK
+        return np.maximum(found_JK + self._under_way(self.pending()), self._reductions(0.0))
+
+    def first_backward_rows(self, *, temporaries: bool = True) -> FloatArray:
+        """The same of the backward that makes the gradients, these included."""
+        loads, runs = self.loads, self.runs
+        above_head_K = loads.share * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
+        made_JK = self._of("made") + loads.share * runs.tail_gradient_bytes_K * self._each(self._tail_JA)
+        found_JK: FloatArray = self._alive_JK + (above_head_K - np.cumsum(self.count_JK * made_JK, axis=0))
+        found_JK += (self.count_JK - 1) * np.maximum(made_JK - self._kept_JK, 0.0)
+        found_JK += self._peak("first", runs.backward_away_AK, temporaries=temporaries)
+        if loads.sharding is not None:
+            found_JK = np.maximum(found_JK + self._under_way(0.0), self._reductions(above_head_K))
+        result_JK: FloatArray = found_JK + loads.factor * runs.imbalance_K
+        return result_JK
+
+    def _reductions(self, above_head_K: FloatArray | float) -> FloatArray:
+        """Bytes alive when a unit's gradients are copied to where they are reduced, by the largest copy."""
+        # Behind layers there is more alive while they run, the gradients of the layer above among it.
+        sharding, runs, copied = self.loads.sharding, self.runs, 1 + self.loads.factor
+        if sharding is None or sharding.is_one_unit:
+            return np.where(self.count_JK > 0, copied * runs.gradient_bytes_K, -np.inf)
+        found_JK = copied * self._of("trained") + self._away(runs.backward_away_AK)
+        found_JK += np.where(self._each(self._tail_JA), self._alive_JK - self._kept_JK, above_head_K)
+        return np.where(self._each(self._edge_JA) & (self.count_JK > 0), found_JK, -np.inf)
+
+    def waiting(self) -> FloatArray:
+        """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
+        waiting_K: FloatArray = (self.count_JK * self._of("waiting")).sum(axis=0)
+        return waiting_K
+
+    def input_backward(self) -> FloatArray:
+        """Largest bytes alive in a backward that makes input gradients only, its saved bytes included."""
+        waiting_JK, whole_K = self._of("waiting"), self.waiting()
+        found_JK = self._alive_JK + (whole_K - np.cumsum(self.count_JK * waiting_JK, axis=0))
+        found_JK += (self.count_JK - 1) * np.maximum(waiting_JK - self._kept_JK, 0.0)
+        found_JK += self._peak("inputs", self.runs.backward_away_AK, temporaries=True)
+        most_K: FloatArray = np.maximum(found_JK.max(axis=0), whole_K)
+        return most_K
+
+    def weight_backward(self, largest_K: FloatArray) -> FloatArray:
+        """Largest bytes alive while gradients of weights are made of what waits for them.
+
+        From ZeRO-2 on all gradients of the stage are made before the first of them is reduced.
+        """
+        sharding, runs, factor = self.loads.sharding, self.runs, self.loads.factor
+        # What is added up in a larger type is cast, and so is what autocast makes.
+        cast_K = largest_K * self.loads.split.before_cast
+        largest_K = largest_K * (1.0 if factor == 1.0 else 1 + factor)
+        waiting_K = self.waiting() + largest_K + cast_K
+        if sharding is None:
+            return waiting_K
+        copy_K = runs.gradient_bytes_K
+        if not sharding.is_one_unit:
+            copy_K = np.max(self._each(self._edge_JA) * self._of("trained"), axis=0, initial=0.0)
+        made_K = factor * runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
+        # Parameters that were there for what was computed before stay for what is computed next.
+        away_K: FloatArray = np.maximum(runs.forward_away_AK, runs.backward_away_AK).max(axis=0)
+        return np.maximum(waiting_K + factor * runs.together_gradient_bytes_K, made_K) + self.pending() + away_K
+
+    def bucket(self, bucket_K: FloatArray, *, progressive: bool) -> FloatArray:
+        """Largest bytes alive when a bucket of gradients is filled in the last backward, gradients included.
+
+        There are none under ZeRO-2 and ZeRO-3.
+
+        A bucket is a copy of gradients that are final, filled when the backward of a part has ended: it holds at most
+        its capacity, and at most what the parts from there on have. The smaller of both maxima is a bound.
+
+        Args:
+            progressive: Whether the last backward is also the first, so that gradients appear in it.
+        """
+        loads, runs, made_JK = self.loads, self.runs, self._of("made")
+        # A bucket's copy of a gradient is in the smaller type where sums are in a larger one.
+        both, full_K = 1 + 1 / loads.factor, loads.factor * runs.gradient_bytes_K
+        above_head_K = full_K - loads.factor * runs.head_gradient_bytes_K
+        below_JK = self._alive_JK - self.count_JK * self._kept_JK
+        below_JK[self._each(self._edge_JA)] = -np.inf
+        made_below_JK = np.cumsum(self.count_JK * made_JK, axis=0) - self.count_JK * made_JK
+
+        def ended(times: float) -> FloatArray:
+            """The most that is left behind the backward of a layer, with gradients so many times."""
+            more_JK = (self.count_JK - 1) * np.maximum(self._kept_JK - times * made_JK, 0.0)
+            most_K: FloatArray = (below_JK - times * made_below_JK + more_JK).max(axis=0)
+            return most_K + times * above_head_K
+
+        if progressive:
+            layers_K = np.minimum(ended(1.0) + bucket_K, ended(both))
+        else:
+            layers_K = full_K + np.minimum(ended(0.0) + bucket_K, ended(1.0))
+        # At the tail all layers' gradients are still to come.
+        layers_made_K = (self.count_JK * made_JK).sum(axis=0)
+        gradients_K = above_head_K - layers_made_K if progressive else full_K
+        tail_JK = np.where(self._each(self._tail_JA), self._alive_JK - self._kept_JK, -np.inf)
+        tail_K = tail_JK.max(axis=0) + gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
+        result_K: FloatArray = np.maximum(np.maximum(layers_K, full_K + bucket_K), tail_K)
+        return result_K
