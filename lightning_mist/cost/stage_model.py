@@ -43,7 +43,6 @@ from lightning_mist.cost.time import (
     SeamEnd,
     StageSeconds,
     UnitSeconds,
-    Unsharding,
     channel_rows,
     computation_factor,
     context_seconds,
@@ -230,7 +229,7 @@ class StageCostModel(PlanCosts):
         compute = self.region_seconds(*slot.computed)
         memory, regions = self.memory(slot), StageRegions.of(self.spec, candidates)
         terms = self._sums(slot, compute).terms(regions)
-        units, shards, scatter_K = self._shards(slot, candidates, compute, regions)
+        units, (unshard_K, again_K, scatter_K) = self._shards(slot, candidates, compute, regions)
         forward_ring_K, ring_K = self._ring(slot, compute, regions)
         backward_K = terms["backward_K"] + terms["recompute_K"]
         once = reductions(*self._machine, slot, candidates, memory.holdings.of(candidates), backward_K)
@@ -253,8 +252,8 @@ class StageCostModel(PlanCosts):
             **terms,
             **dict.fromkeys(EXCHANGED, none_K),
             accumulate_K=np.minimum(slower * passes.accumulate_K, terms["backward_K"]),
-            unshard_K=shards.seconds(slot),
-            again_K=shards.again(slot),
+            unshard_K=unshard_K,
+            again_K=again_K,
             scatter_K=scatter_K,
             ring_K=ring_K,
             forward_ring_K=forward_ring_K,
@@ -298,13 +297,14 @@ class StageCostModel(PlanCosts):
 
     def _shards(
         self, slot: StageSlot, candidates: StageCandidates, compute: RegionSeconds, regions: StageRegions
-    ) -> tuple[UnitSeconds | None, Unsharding, FloatArray]:
-        """Communication of units, and what unsharding and reducing of every microbatch add to computation."""
+    ) -> tuple[UnitSeconds | None, tuple[FloatArray, FloatArray, FloatArray]]:
+        """Communication of units; what unsharding, more stages behind, and reducing add to a microbatch."""
         zero_K = candidates.zero_stage_K
         if slot.shard_degree == 1 or zero_K.max(initial=0) < ZeroStage.GRADIENTS:
-            return None, Unsharding.none(len(candidates)), np.zeros(len(candidates))
+            return None, (np.zeros(len(candidates)),) * 3
         beside = self.beside(slot, compute)
-        return beside.units, unsharding(beside, slot, regions, zero_K), reduced_seconds(beside, regions, zero_K)
+        found = *unsharding(beside, slot, regions, zero_K), reduced_seconds(beside, regions, zero_K)
+        return beside.units, found
 
     def _sums(self, slot: StageSlot, compute: RegionSeconds) -> RegionSums:
         rank, key = self._of(slot), (slot.rows, slot.context_parallel_degree)

@@ -152,10 +152,6 @@ class PeakParts(ArrayRecord):
         """Those of no candidates."""
         return cls(parts_FK=np.empty((len(COUNTED), 0)), update_K=np.empty(0), always_K=np.empty(0))
 
-    def beside(self, more: FloatArray | float) -> "PeakParts":
-        """The same beside so many more bytes that are there all the time."""
-        return replace(self, always_K=self.always_K + more)
-
     def peaks(self, moments: Moments) -> FloatArray:
         """Peak bytes over all moments of a batch."""
         peak_K: FloatArray = np.maximum(self.update_K, (counts_of(moments) @ self.parts_FK).max(axis=0))

@@ -47,7 +47,6 @@ from lightning_mist.cost.time.stage_seconds import (
 from lightning_mist.cost.time.zero_seconds import (
     Beside,
     UnitSeconds,
-    Unsharding,
     reduced_seconds,
     unit_seconds,
     unsharding,

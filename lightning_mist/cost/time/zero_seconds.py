@@ -29,7 +29,6 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_mist.cost.inputs import (
-    ArrayRecord,
     BoolArray,
     FloatArray,
     IntArray,
@@ -155,43 +154,6 @@ class Beside:
                 yield row, at_J, regions.take(at_J)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unsharding(ArrayRecord):
-    """What unsharding adds, by how often it happens; nothing below ZeRO-3.
-
-    Attributes:
-        forward_K: Seconds per forward that follows a forward of the same stage.
-        backward_K: Seconds per backward that follows a backward.
-    """
-
-    each_K: FloatArray
-    once_K: FloatArray
-    forward_K: FloatArray
-    backward_K: FloatArray
-
-    @classmethod
-    def none(cls, count: int) -> "Unsharding":
-        """Of candidates that shard no parameters."""
-        none_K = np.zeros(count)
-        return cls(each_K=none_K, once_K=none_K, forward_K=none_K, backward_K=none_K)
-
-    def seconds(self, slot: StageSlot) -> FloatArray:
-        """Seconds per microbatch, the mean of a batch."""
-        forwards, backwards = restarts(slot)
-        once_K = self.once_K + forwards * self.forward_K + backwards * self.backward_K
-        return self.each_K + once_K / slot.num_microbatches
-
-    def again(self, slot: StageSlot) -> FloatArray:
-        """What every further stage behind adds to them, as far as microbatches are in flight between."""
-        counts = slot.num_microbatches > 1 and slot.schedule not in ("gpipe", "interleaved-1f1b")
-        return (self.forward_K + self.backward_K) * (counts / slot.num_microbatches)
-
-    def times(self, factor: float) -> "Unsharding":
-        """The same with other seconds."""
-        found = {name: factor * getattr(self, name) for name in self.__slots__}
-        return Unsharding(**found)
-
-
 def reduced_seconds(beside: Beside, regions: StageRegions, zero_stage_K: IntArray) -> FloatArray:
     """What reducing gradients adds to one microbatch, beyond its computation; nothing below ZeRO-2."""
     scatter_K = np.zeros(len(regions))
@@ -204,17 +166,28 @@ def reduced_seconds(beside: Beside, regions: StageRegions, zero_stage_K: IntArra
     return scatter_K
 
 
-def unsharding(beside: Beside, slot: StageSlot, regions: StageRegions, zero_stage_K: IntArray) -> Unsharding:
-    """What unsharding adds, beyond computation. Of the slot only the schedule counts."""
-    found_XK, takes_turns = np.zeros((4, len(regions))), slot.schedule == "interleaved-1f1b"
+def unsharding(
+    beside: Beside, slot: StageSlot, regions: StageRegions, zero_stage_K: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """What unsharding adds to one microbatch, beyond computation, in the mean of a batch; nothing below ZeRO-3.
+
+    Returns:
+        Its seconds, and what every further stage behind adds to them, as far as microbatches are in flight between.
+    """
+    unshard_K, again_K = np.zeros((2, len(regions)))
+    takes_turns, count = slot.schedule == "interleaved-1f1b", slot.num_microbatches
+    forwards, backwards = restarts(slot)
     for row, at_J, some in beside.split(regions, zero_stage_K >= ZeroStage.PARAMETERS):
         if beside.is_one_unit and not takes_turns:
             # Nothing ever takes its place.
-            found_XK[1, at_J] = some.sums(beside.sums_of(row).bare)
-        else:
-            outermost = _outermost(beside, row, some, takes_turns=takes_turns)
-            found_XK[:, at_J] = np.stack([*_unsharded(beside, row, some), *outermost])
-    return Unsharding(each_K=found_XK[0], once_K=found_XK[1], forward_K=found_XK[2], backward_K=found_XK[3])
+            unshard_K[at_J] = some.sums(beside.sums_of(row).bare) / count
+            continue
+        each_J, once_J = _unsharded(beside, row, some)
+        forward_J, backward_J = _outermost(beside, row, some, takes_turns=takes_turns)
+        unshard_K[at_J] = each_J + (once_J + forwards * forward_J + backwards * backward_J) / count
+        if count > 1 and slot.schedule not in ("gpipe", "interleaved-1f1b"):
+            again_K[at_J] = (forward_J + backward_J) / count
+    return unshard_K, again_K
 
 
 _Beyond: TypeAlias = Callable[[FloatArray, FloatArray], FloatArray]

@@ -11,7 +11,6 @@ from lightning_mist.cost.time.region_times import RegionSeconds
 from lightning_mist.cost.time.zero_seconds import (
     Beside,
     UnitSeconds,
-    Unsharding,
     reduced_seconds,
     unit_seconds,
     unsharding,
@@ -46,13 +45,13 @@ def asked(start, end, *, checkpointed=0, zero=3, interference=FREE, units=UNITS,
 
 def exposed(start, end, **given):
     beside, slot, *stages = asked(start, end, **given)
-    unshard_K, reduce_K = unsharding(beside, slot, *stages).seconds(slot), reduced_seconds(beside, *stages)
+    (unshard_K, _), reduce_K = unsharding(beside, slot, *stages), reduced_seconds(beside, *stages)
     return float(unshard_K[0]), float(reduce_K[0])
 
 
 def again(start, end, **given):
     beside, slot, *stages = asked(start, end, **given)
-    return float(unsharding(beside, slot, *stages).again(slot)[0])
+    return float(unsharding(beside, slot, *stages)[1][0])
 
 
 def listed(name, stages, microbatches, order, groups=None):
@@ -159,7 +158,7 @@ def test_many_candidates_are_what_each_is_alone():
     start_K, end_K, kept_K, zero_K = np.array(every).T
     candidates = StageCandidates(start_K=start_K, end_K=end_K, checkpointed_K=kept_K, zero_stage_K=zero_K)
     stages = StageRegions.of(NETWORK, candidates), zero_K
-    unshard_K, reduce_K = unsharding(beside, slot, *stages).seconds(slot), reduced_seconds(beside, *stages)
+    (unshard_K, _), reduce_K = unsharding(beside, slot, *stages), reduced_seconds(beside, *stages)
     for index, (start, end, kept, zero) in enumerate(every):
         place = {"units": units, "interference": TURNS, "num_stages": 3, "num_microbatches": 4}
         alone = exposed(start, end, checkpointed=kept, zero=zero, **place)
@@ -197,12 +196,3 @@ def test_a_tied_gradient_is_reduced_once_in_a_stage(interference):
     assert len(table.reduced_FR) == 2
     assert table.trained_R.sum() - reduced(0, 3) == pytest.approx(table.trainable_P[(table.uses_PR[:, -1] > 1)].sum())
     assert table.trained_R.sum() > table.reduced_FR[0].sum()
-
-
-def test_unsharding_of_some_and_of_all():
-    beside, slot, *stages = asked(0, 3, num_stages=3, num_microbatches=4)
-    one = unsharding(beside, slot, *stages)
-    both = Unsharding.joined([one, one.times(2.0)])
-    assert both.seconds(slot).tolist() == [one.seconds(slot)[0], 2 * one.seconds(slot)[0]]
-    assert both.take(np.array([1])).again(slot)[0] == 2 * one.again(slot)[0] > 0
-    assert Unsharding.none(2).seconds(slot).tolist() == [0.0, 0.0]
