@@ -6,7 +6,7 @@ the schedule says, never where autograd asks: see :mod:`lightning_mist.schedule.
 
 Not offloaded is what others hold anyway: parameters, their casts to a lower precision, buffers, the batch, small
 tensors, and small views into large storages. What a recomputed layer keeps are its arguments, and these are offloaded
-like anything else; inside, the recomputation's own hooks are asked, not these.
+by the ratio of such layers; inside, the recomputation's own hooks are asked, not these.
 
 A tensor that several layers keep arrives for the one that backward reaches first.
 """
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_mist.errors import TraceError
+from lightning_mist.plan import OFFLOAD_KINDS, UPDATED_KINDS
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, padded_bytes, views_into
 from lightning_mist.schedule import Action, ActionKind
 
@@ -183,9 +184,9 @@ class OffloadedActivations:
         kept = saved.kept
         if kept.whole is None:
             raise TraceError(
-                "what a layer keeps for backward is in host memory when a backward asks for it: with "
-                "offload.activations the step may not run a backward of its own (torch.autograd.grad or "
-                "Tensor.backward) through its layers; use offload.activations = 0"
+                "what a layer keeps for backward is in host memory when a backward asks for it: the step may not run "
+                "a backward of its own (torch.autograd.grad or Tensor.backward) through layers of which any is; use "
+                f"{' and '.join(f'offload.{kind} = 0' for kind in OFFLOAD_KINDS if kind not in UPDATED_KINDS)}"
             )
         kept.check()
         view = torch.empty(0, dtype=saved.dtype, device=kept.whole.device)
