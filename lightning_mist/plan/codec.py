@@ -110,7 +110,7 @@ def _stage_document(stage: StagePlan) -> dict[str, object]:
         **({} if stage.mesh.shard_degree is None else {"shard_degree": stage.mesh.shard_degree}),
         "checkpointed_layers": stage.checkpointing.layers,
         **({} if stage.checkpointing.kind == "full" else {"checkpointing": stage.checkpointing.kind}),
-        "offload": asdict(stage.offload),
+        "offload": {kind: ratio for kind, ratio in asdict(stage.offload).items() if ratio is not None},
     }
 
 
@@ -306,6 +306,7 @@ _READERS: dict[Any, Callable[[object, str], Any]] = {
     int: _integer,
     int | None: _optional_integer,
     float: _number,
+    float | None: _number,
     str: _text,
     ScheduleName: _text,  # the constructors check the words
     Transfers: _text,

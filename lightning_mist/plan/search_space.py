@@ -98,9 +98,11 @@ class SearchSpace:
             matrix products, convolutions and attention, whose results are kept); stages of one plan may differ. Both
             together take up to twice as long to search.
         offload: Which kinds of state may be in host memory, of parameters, gradients, optimizer and activations; [] for
-            none. By default all of them on devices with memory of their own whose copies from and to the host have
-            known rates, and none on others. In training on CPUs, whose memory is the host's, parameters and optimizer
-            state may be in files where the strategy has an offload_directory, and nothing elsewhere.
+            none. Inputs of recomputed layers have the share of activations; with checkpoints named too they have their
+            own, which takes up to three times as long to search. By default all but that on devices with memory of
+            their own whose copies from and to the host have known rates, and none on others. In training on CPUs, whose
+            memory is the host's, parameters and optimizer state may be in files where the strategy has an
+            offload_directory, and nothing elsewhere.
         offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
         schedules: Pipeline schedules to choose from. The search is exact for 1f1b and gpipe (which is never faster and
             keeps more); interleaved-1f1b and zb-h1 are tried on the pipelines that it finds.

@@ -100,6 +100,7 @@ OFFLOAD_KINDS: Mapping[str, str] = MappingProxyType(
         "gradients": "gradients",
         "optimizer": "optimizer state",
         "activations": "activations",
+        "checkpoints": "inputs of recomputed layers",
     }
 )
 """Kinds of state that may be in host memory, and what they are for people."""
@@ -110,32 +111,42 @@ UPDATED_KINDS = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadRatios:
-    """Fractions in [0, 1] of each kind of state that live in host memory between uses."""
+    """Fractions in [0, 1] of each kind of state that live in host memory between uses.
+
+    Attributes:
+        activations: Of what layers keep for backward.
+        checkpoints: Of the inputs of recomputed layers, all that these keep; ``None`` where that of activations holds
+            for them too.
+    """
 
     parameters: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    checkpoints: float | None = None
 
     def __post_init__(self) -> None:
         for name in OFFLOAD_KINDS:
             ratio = self.of(name)
             if not 0.0 <= ratio <= 1.0:
                 raise PlanError(f"offload.{name} = {ratio}: a ratio lies in [0, 1]")
+        if self.checkpoints == self.activations:
+            object.__setattr__(self, "checkpoints", None)
 
     def of(self, kind: str) -> float:
         """The ratio of a kind of state."""
-        ratio: float = getattr(self, kind)
-        return ratio
+        ratio: float | None = getattr(self, kind)
+        return self.activations if ratio is None else ratio
 
     def kept(self, *, recomputed: bool) -> float:
         """The ratio of what a layer keeps for backward."""
-        return self.activations
+        return self.of("checkpoints" if recomputed else "activations")
 
     @property
     def told(self) -> tuple[tuple[str, float], ...]:
-        """What is said of them, as ``(kind, ratio)``."""
-        return tuple((kind, self.of(kind)) for kind in OFFLOAD_KINDS if self.of(kind) > 0.0)
+        """What is said of them, as ``(kind, ratio)``: those of what is offloaded, and one of checkpoints alone."""
+        own = {kind: getattr(self, kind) for kind in OFFLOAD_KINDS}
+        return tuple((kind, ratio) for kind, ratio in own.items() if ratio or (kind == "checkpoints" and ratio == 0.0))
 
     @property
     def any(self) -> bool:

@@ -209,6 +209,7 @@ def moving_items():
                 gradients_K=np.array([0.0, 0.0, 1.0, 0.5, 0.0]),
                 optimizer_K=np.array([0.0, 1.0, 0.5, 1.0, 0.0]),
                 activations_K=np.array([0.0, 0.0, 0.0, 0.5, 1.0]),
+                checkpoints_K=np.array([0.0, 0.0, 0.5, 0.5, 0.5]),
             )
             some = StageCandidates(
                 start_K=np.full(5, 4 * index),

@@ -20,6 +20,7 @@ from tests.runtime.offload.weak import weak_copies
 from tests.tiers import tiered
 
 FIRST = ("one device, some", "parameters, ZeRO 1", "parameters, ZeRO 3", "activations, pipeline", "activations, ZeRO 2")
+FIRST += ("checkpoints", "checkpoints, ZeRO 2", "checkpoints, pipeline")
 """Plans of the first tier."""
 
 pytestmark = [
@@ -38,6 +39,9 @@ ALL = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0, activations=1.
 SUMS = OffloadRatios(gradients=1.0)
 SOME_SUMS = OffloadRatios(gradients=0.3, optimizer=0.3)
 BOTH = OffloadRatios(optimizer=1.0, activations=1.0)
+INPUTS = OffloadRatios(checkpoints=1.0)
+MORE_INPUTS = OffloadRatios(activations=0.3, checkpoints=1.0, optimizer=0.3)
+NO_INPUTS = OffloadRatios(activations=1.0, checkpoints=0.0)
 
 PLANS = {
     "one device": Layout(groups=(Group(offload=STATE),)),
@@ -80,6 +84,20 @@ PLANS = {
     "activations, pipeline": Layout(groups=(Group(dp=2, offload=BOTH), Group(dp=2, zero=1, offload=KEPT)), parts=2),
     "activations, chunks": Layout(groups=(Group(offload=BOTH),) * 2, schedule="interleaved-1f1b", chunks=2),
     "activations, zero bubble": Layout(groups=(Group(offload=KEPT),) * 2, schedule="zb-h1", parts=2),
+    "activations, no checkpoints": Layout(groups=(Group(offload=NO_INPUTS, checkpointed=2),), parts=2),
+    "checkpoints": Layout(groups=(Group(offload=INPUTS, checkpointed=1),), parts=2),
+    "checkpoints, all recomputed": Layout(groups=(Group(offload=INPUTS, checkpointed=9),), parts=2),
+    "checkpoints, ZeRO 2": Layout(groups=(Group(dp=2, zero=2, offload=MORE_INPUTS, checkpointed=1),), parts=2),
+    "checkpoints, ZeRO 3": Layout(groups=(Group(dp=2, zero=3, offload=MORE_INPUTS, checkpointed=2),)),
+    "checkpoints, tensor parallel": Layout(groups=(Group(tp=2, offload=MORE_INPUTS, checkpointed=1),)),
+    "checkpoints, pipeline": Layout(
+        groups=(Group(dp=2, offload=INPUTS, checkpointed=1), Group(dp=2, zero=1, offload=MORE_INPUTS, checkpointed=1)),
+        parts=2,
+    ),
+    "checkpoints, chunks": Layout(
+        groups=(Group(offload=MORE_INPUTS, checkpointed=1),) * 2, schedule="interleaved-1f1b", chunks=2
+    ),
+    "checkpoints, zero bubble": Layout(groups=(Group(offload=INPUTS, checkpointed=1),) * 2, schedule="zb-h1", parts=2),
 }
 
 

@@ -185,6 +185,7 @@ def test_what_offload_also_does_is_said():
     said = {item.name: "layer by layer in the next forward" in item.meaning for item in TECHNIQUES}
     offloads = {name: told for name, told in said.items() if name.startswith("offload of ")}
     assert offloads.pop("offload of activations") is False
+    assert offloads.pop("offload of inputs of recomputed layers") is False
     assert len(offloads) == 3
     assert all(offloads.values())
     assert sum(said.values()) == 3
@@ -262,6 +263,24 @@ def test_savings_go_a_level_down_and_up():
     assert [int(item.zero_stage) for item in ZERO.at_least(EVERYTHING, 2).stages] == [3, 2]
     assert [item.checkpointing.layers for item in RECOMPUTATION.at_least(EVERYTHING, 3).stages] == [2, 5]
     assert [item.offload.optimizer for item in OFFLOADS["optimizer"].at_least(EVERYTHING, 0.25).stages] == [0.25, 0.5]
+
+
+def test_inputs_of_recomputed_layers_are_told_where_they_have_a_ratio_of_their_own():
+    technique, saving = BY_NAME["offload of inputs of recomputed layers"], OFFLOADS["checkpoints"]
+    tied = pipeline({"layers": 4, "checkpointed": 2, "offload": {"activations": 0.5}}, microbatches=1, rows=1)
+    assert not technique.use(tied)
+    assert not list(saving.less(tied.stages[0], (0.0, 0.5)))
+    assert saving.at_most(tied, 0.0).stages == tied.stages
+    ratios = {"activations": 0.25, "checkpoints": 1.0}
+    own = pipeline({"layers": 4, "checkpointed": 2, "offload": ratios}, microbatches=1, rows=1)
+    assert technique.use(own) == "100% on the only stage"
+    ((text, less),) = saving.less(own.stages[0], (0.0, 0.5, 1.0))
+    assert text == "with 50% of its inputs of recomputed layers in host memory in place of 100%"
+    assert (less.offload.activations, less.offload.checkpoints) == (0.25, 0.5)
+    (off,) = technique.off(own, GROUND).stages
+    assert (off.offload.activations, off.offload.checkpoints) == (0.25, 0.0)
+    search = SearchSpace(offload=("activations", "checkpoints"))
+    assert technique.without(own, search) == SearchSpace(offload=("activations",))
 
 
 def test_what_nobody_is_there_to_share_with_is_no_burden():

@@ -196,6 +196,20 @@ def test_what_of_layers_is_recomputed_is_written_where_it_is_not_everything():
         from_json(text.replace('"activations": 0.0', '"activations": 0.5'))
 
 
+def test_a_ratio_of_checkpoints_is_written_where_it_is_their_own():
+    text = TEXT.replace('"activations": 0.0', '"activations": 0.5')
+    (stage,) = from_json(text).stages
+    assert [stage.kept_ratio(layer) for layer in (0, 11)] == [0.5, 0.5]
+    assert to_json(from_json(text)) == text
+    own = text.replace('"activations": 0.5', '"activations": 0.5,\n    "checkpoints": 1.0')
+    (stage,) = from_json(own).stages
+    assert [stage.kept_ratio(layer) for layer in (0, 11)] == [1.0, 0.5]
+    assert to_json(from_json(own)) == own
+    assert to_json(from_json(own.replace("1.0", "0.5"))) == text
+    with pytest.raises(PlanError, match=r"offload\.checkpoints = null: a number is needed"):
+        from_json(own.replace("1.0", "null"))
+
+
 def test_ranks_that_zero_shards_over_are_written_where_they_are_not_all():
     assert '"shard_degree"' not in TEXT
     text = TEXT.replace('"zero_stage": 1,', '"zero_stage": 1,\n   "shard_degree": 2,')

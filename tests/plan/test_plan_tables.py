@@ -84,7 +84,10 @@ def test_columns_appear_where_they_say_something():
     )
     text = render(replace(PLAN, stages=(other, PLAN.stages[1])), width=200)
     assert "tensor parallel" in text
-    assert "optimizer 0.25, activations 0.5" in text
+    assert "optimizer 0.25, activations 0.5 " in text
+    own = replace(other, offload=OffloadRatios(activations=0.5, checkpoints=0.0))
+    text = render(replace(PLAN, stages=(own, PLAN.stages[1])), width=200)
+    assert "activations 0.5, checkpoints 0 " in text
 
 
 def test_groups_that_shard_are_a_column_of_their_own():

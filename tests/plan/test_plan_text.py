@@ -66,6 +66,15 @@ CHUNKS = plan(
             "ZeRO-0, 1; recompute all layers; on the host: optimizer, activations 25%, 0%",
         ),
         (
+            plan(
+                2,
+                stage(0, 2, (1,), recompute=1, activations=0.5),
+                stage(2, 2, (0,), recompute=1, activations=0.5, checkpoints=1.0),
+            ),
+            "2 stages; 2 microbatches of 1 row; recompute 1 of 2 layers; on the host: activations 50%, "
+            "checkpoints 50%, 100%",
+        ),
+        (
             plan(3, *(stage(index, 1, (3 - index,), recompute=index < 1) for index in range(4))),
             "4 stages; 3 microbatches of 1 row; recompute 1, 0 (3 times) of 1 layers",
         ),

@@ -8,9 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.traps.project import VOCABULARY, WIDTH, Project, Trap
+from tests.traps.project import VOCABULARY, WIDTH, Block, Project, Trap
 
 MOVED = ("moved", "moved3", "movedpp", "movedstate", "moved0")
+INPUTS = ("movedinputs",)
+
+
+class GatedBlock(Block):
+    """A block with a gate that is not its own."""
+
+    def forward(self, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * gate
 
 
 class StateRead(pl.Callback):
@@ -239,6 +247,21 @@ class InPlace(Project):
         return hidden
 
 
+class Gated(Project):
+    """One tensor that every layer keeps: those whose inputs move, and those of which nothing does."""
+
+    def hidden(self, batch: Any) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        gate = torch.sigmoid(hidden)
+        for block in self.blocks:
+            hidden = block(hidden, gate)
+        return hidden
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([GatedBlock() for _ in self.blocks]).double()
+
+
 class Counted(torch.optim.AdamW):
     """Warms up by a counter of its own in the group, of all parameters together."""
 
@@ -256,6 +279,9 @@ class CountingOptimizer(Project):
 
 TRAPS = {
     "plain": Trap(plans=MOVED, equal=MOVED),
+    "kept by all layers": Trap(module=Gated, plans=INPUTS, equal=INPUTS),
+    "inputs in place": Trap(module=InPlace, plans=INPUTS),
+    "inputs penalised": Trap(module=Penalised, plans=INPUTS),
     "state read": Trap(callbacks=lambda: [StateRead()], plans=MOVED),
     "state halved": Trap(callbacks=lambda: [StateHalved()], plans=MOVED),
     "weights read": Trap(callbacks=lambda: [WeightsRead()], plans=MOVED, equal=("movedstate",)),

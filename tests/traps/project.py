@@ -35,6 +35,7 @@ PLANS: dict[str, Plan | str] = {
     "moved": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, zero=1, checkpointed=1, offload=ALL),
     "moved3": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, zero=3, offload=ALL),
     "movedpp": plan([(2, [1]), (2, [0])], rows=ROWS, microbatches=2, offload=ALL),
+    "movedinputs": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=2, checkpointed=2, offload={"checkpoints": 1.0}),
     "moved0": plan([(LAYERS, [0, 1])], rows=ROWS, microbatches=1, offload={"optimizer": 1.0}),
     "zero1w": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=1),
     "zero2w": plan([(0, [0, 1])], rows=ROWS, microbatches=1, zero=2),

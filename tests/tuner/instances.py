@@ -36,6 +36,7 @@ def random_instance(
     equal_stages=False,
     by_operator=BY_OPERATOR,
     fewer_loaders=False,
+    checkpoints=False,
 ):
     """A network, a machine, a batch, a space and a memory limit that mostly binds, and sometimes cannot be met.
 
@@ -46,6 +47,7 @@ def random_instance(
         equal_stages: Whether all stages have equally many layers and devices.
         by_operator: Share of spaces with recomputation by operator, half of them with nothing else.
         fewer_loaders: Whether not every device loads a batch of its own.
+        checkpoints: Whether inputs of recomputed layers have a share of their own, mostly beside that of activations.
     """
     rng, other = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     kinds = (("full", "selective"), ("selective",))[other.integers(2)] if other.random() < by_operator else ("full",)
@@ -54,6 +56,9 @@ def random_instance(
         found = _random_instance(rng, offloading, unlike)
         found = replace(found, search=replace(found.search, checkpointing_kinds=kinds, shard_degrees=groups))
         found = _loading(found, other) if fewer_loaders else found
+        if checkpoints:
+            named = dict.fromkeys((*found.search.offload, *["activations"] * (seed % 4 > 0), "checkpoints"))
+            found = replace(found, search=replace(found.search, offload=tuple(named), checkpointing=True))
         if equal_stages:
             found = replace(found, search=replace(found.search, layer_cuts=None, equal_stages=True))
         if size_of(found) <= MOST_CANDIDATES:

@@ -16,7 +16,7 @@ from lightning_mist.cost import cost_model, predictions, step_seconds
 from lightning_mist.cost.interleaved_memory import plans_peaks
 from lightning_mist.hardware import Link, MixedCluster
 from lightning_mist.model.spec import with_master_weights
-from lightning_mist.plan import Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import OFFLOAD_KINDS, Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.search import mixed_layout
 from lightning_mist.tuner.space import Shape
@@ -94,7 +94,7 @@ def saving(plan, index, row):
         plan.stages[index],
         zero_stage=ZeroStage(zero),
         checkpointing=replace(plan.stages[index].checkpointing, layers=recomputed),
-        offload=OffloadRatios(**dict(zip(OFFLOADED, row[4:].tolist(), strict=True))),
+        offload=OffloadRatios(**dict(zip(OFFLOAD_KINDS, row[4:].tolist(), strict=True))),
     )
     return replace(plan, stages=(*plan.stages[:index], stage, *plan.stages[index + 1 :]))
 

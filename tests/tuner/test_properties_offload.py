@@ -113,6 +113,7 @@ def test_more_kinds_of_offload_are_never_slower():
     for seed in SEEDS:
         order = OFFLOADED[seed % 4 :] + OFFLOADED[: seed % 4]
         questions = [with_search(small(seed), offload=order[:count]) for count in range(5)]
+        questions.append(with_search(small(seed), offload=(*order, "checkpoints")))
         found.append(never_slower(questions, questions[0].planner()))
     for index in range(4):
         assert any(gains(seconds[index : index + 2]) for seconds in found), index

@@ -32,6 +32,21 @@ def test_no_plan_of_the_whole_space_is_faster(first_seed):
             explains(instance, verdict)
 
 
+@pytest.mark.parametrize("first_seed", [0, 43])
+def test_no_plan_whose_checkpoints_have_a_share_of_their_own_is_faster(first_seed):
+    own = 0
+    for seed in range(first_seed, first_seed + 8):
+        instance = random_instance(seed, checkpoints=True)
+        verdict = verdict_of(instance)
+        assert verdict.difference <= PRECISION, seed
+        assert verdict.bound <= verdict.seconds * (1 + PRECISION), seed
+        assert verdict.status == ("optimal" if np.isfinite(verdict.wanted.seconds) else "infeasible"), seed
+        if verdict.status == "optimal":
+            own += any(stage.offload.checkpoints is not None for stage in instance.tune().plan.stages)
+    # Few instances are so that it pays.
+    assert own == (2 if first_seed else 0)
+
+
 @pytest.mark.parametrize("first_seed", [0, 6])
 def test_no_plan_of_fewer_loaders_than_devices_is_faster(first_seed):
     for seed in range(first_seed, first_seed + 6):

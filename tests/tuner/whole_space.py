@@ -22,8 +22,8 @@ from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.hardware import USABLE_HOST_MEMORY, AnyCluster, HardwareProfile
 from lightning_mist.model.spec.model_spec import ModelSpec
+from lightning_mist.plan import OFFLOAD_KINDS
 from lightning_mist.tuner import Planner, SearchSpace
-from lightning_mist.tuner.space.applied_space import OFFLOADED
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 
 ALL = -1
@@ -256,9 +256,11 @@ def candidates_of(instance, stages, index, kind):
     """Every range of layers that leaves one for each other stage, recomputed layers, ZeRO stages, offloaded shares."""
     layers, search = instance.network.num_layers, instance.search
     shares = tuple(sorted({0.0, *search.offload_ratios}))
-    stays = ("activations",) if kind.checkpointing == "selective" else ()
+    stays = ("activations", "checkpoints") if kind.checkpointing == "selective" else ()
     moved = [name for name in search.offload if name not in stays]
-    offload = list(itertools.product(*(shares if name in moved else (0.0,) for name in OFFLOADED)))
+    offload = list(itertools.product(*(shares if name in moved else (0.0,) for name in OFFLOAD_KINDS)))
+    if "checkpoints" not in search.offload:  # As activations.
+        offload = [(*ratios[:-1], ratios[-2]) for ratios in offload]
     rows = []
     for start, end in itertools.combinations_with_replacement(range(layers + 1), 2):
         if (start == end and layers) or (start == 0) != (index == 0) or (end == layers) != (index == stages - 1):
@@ -275,7 +277,7 @@ def candidates_of(instance, stages, index, kind):
             recomputed = sorted({round(share * (end - start)) for share in search.checkpointed_shares})
         levels = [level for level in search.zero_stages if level or not kind.shard] if kind.data > 1 else [0]
         rows += [(*row, *moved) for row in itertools.product((start,), (end,), recomputed, levels) for moved in offload]
-    return np.array(rows, dtype=np.float64).reshape(-1, 8)
+    return np.array(rows, dtype=np.float64).reshape(-1, 4 + len(OFFLOAD_KINDS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

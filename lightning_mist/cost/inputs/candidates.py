@@ -121,13 +121,15 @@ class OffloadCandidates(ArrayRecord):
     What they mean is said in :mod:`lightning_mist.cost.memory.offload_bytes`.
 
     Attributes:
-        activations_K: Of what layers keep for backward.
+        activations_K: Of what layers keep for backward that are not recomputed.
+        checkpoints_K: Of what recomputed ones do.
     """
 
     parameters_K: FloatArray
     gradients_K: FloatArray
     optimizer_K: FloatArray
     activations_K: FloatArray
+    checkpoints_K: FloatArray
 
     @classmethod
     def of(cls, ratios: OffloadRatios, count: int = 1) -> "OffloadCandidates":
@@ -141,8 +143,8 @@ class OffloadCandidates(ArrayRecord):
 
     @property
     def kept_KX(self) -> FloatArray:
-        """Those of what layers keep for backward."""
-        return self.activations_K[:, None]
+        """Those of what layers keep for backward, not recomputed ones first."""
+        return np.stack([self.activations_K, self.checkpoints_K], axis=1)
 
     @property
     def is_updated_by_units_K(self) -> BoolArray:

@@ -39,7 +39,15 @@ from lightning_mist.cost.inputs import (
 )
 from lightning_mist.cost.memory.held_parameters import HeldBytes, Holdings, SharedOut, VariantHoldings
 from lightning_mist.cost.memory.moments import Moments, device_moments
-from lightning_mist.cost.memory.offload_bytes import Adjustment, Pairs, offloaded_needs, resident_part, unadjusted
+from lightning_mist.cost.memory.offload_bytes import (
+    Adjustment,
+    Pairs,
+    kept_pairs,
+    offloaded_needs,
+    resident_part,
+    staying_bytes,
+    unadjusted,
+)
 from lightning_mist.cost.memory.offload_shares import StateShares
 from lightning_mist.cost.memory.pass_bytes import Accumulated, PassBytes, Sharding, StageRuns, UnitLoads
 from lightning_mist.cost.memory.split_backward import SplitBackward, SplitBackwardModel
@@ -356,9 +364,10 @@ class MemoryModel:
             at hand, and of what is made for it, beside what the units need while they run (what earlier units left),
             and the most while they run; axes for the two and for the units in the order of forward.
         """
-        some, part = candidates, self
+        some, part, stays = candidates, self, 0.0
         if (offload := candidates.offload) is not None:
-            pairs_VX = np.column_stack([offload.kept_KX, offload.gradients_K])
+            pairs_VX = kept_pairs(candidates, np.column_stack([offload.kept_KX, offload.gradients_K]))
+            stays = float(staying_bytes(self, slot, candidates, pairs_VX)[0])
             part = cast(MemoryModel, resident_part(self, pairs_VX))
             some = replace(candidates, offload=None, variant_K=np.zeros(1, dtype=np.int64))
         degree, zero_stage = slot.shard_degree, int(some.zero_stage_K[0])
@@ -367,7 +376,7 @@ class MemoryModel:
         passes = PassBytes(loads, runs, by_unit=True)
         rows = passes.forward_rows, passes.first_backward_rows, passes.backward_rows
         names = ("forward", "first backward", "backward")
-        each = (np.stack([of(temporaries=is_all)[:, 0] for is_all in (False, True)]) for of in rows)
+        each = (np.stack([of(temporaries=is_all)[:, 0] for is_all in (False, True)]) + stays for of in rows)
         return dict(zip(names, each, strict=True))
 
     def peaks(self, slot: StageSlot, candidates: StageCandidates) -> FloatArray:

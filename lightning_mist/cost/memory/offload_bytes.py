@@ -18,9 +18,10 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
 * *Gradients* have the type in which they are added up, in buffers and in host memory too.
 * *Buffers*: for each of these kinds two, each as large as the largest that one rank offloads of one unit. They exist
   from setup to the end, so that nothing is allocated while the stage runs.
-* *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, of a layer that
-  will be recomputed what it hands on; head and tail keep theirs. What a stage's last layer hands on stays until it has
-  been sent, or is the tail's. Less than :data:`LEAST_BYTES` of a layer are none. The copies of a layer have ended when
+* *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, and *checkpoints*,
+  of a layer that will be recomputed what it hands on: of the last of them no more than the next layer, which keeps it,
+  moves of its own. Head and tail keep theirs. What a stage's last layer hands on stays until it has been sent, or is
+  the tail's. Less than :data:`LEAST_BYTES` of a layer are none. The copies of a layer have ended when
   the forward of the next layer or of the tail has; a stage waits for those of its last layer before it begins something
   else. In backward a layer's tensors are whole when it begins, and those of the layer below arrive meanwhile, for the
   first time during the backward of the tail.
@@ -79,31 +80,39 @@ def unadjusted(costs: RegionCosts) -> RegionCosts:
     return costs
 
 
-def offloaded_activations(costs: RegionCosts, ratio_V: FloatArray) -> RegionCosts:
+def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCosts:
     """Costs of regions whose layers have offloaded a share of what they keep, as the module's docstring says.
 
     The layer below a region is taken to be recomputed if the region is (for the tail: if the last layer is). So of the
-    lowest layer that is not, the one below counts as if it were not either, which is never too little.
+    lowest layer that is not, the one below counts as whichever has more offloaded, which is never too little.
 
     Args:
-        ratio_V: The share in each of several variants; what is changed has a row for each.
+        kept_VX: The share in each of several variants, of layers that are not recomputed and of those that are; what is
+            changed has a row for each.
     """
-    share_VR = np.repeat(ratio_V[:, None], len(costs.saved_R), axis=1)
-    share_VR[:, [0, -1]] = 0.0
     changed: dict[str, Any] = {}
-    for kind, way in (("", ""), ("checkpointed_", "recompute_")):
+    most_VR, most_handed_VR = np.zeros((2, len(kept_VX), len(costs.saved_R)))
+    for kind, way, ratio_V in (("checkpointed_", "recompute_", kept_VX[:, 1]), ("", "", kept_VX[:, 0])):
         kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
-        moved_VR = np.where(share_VR * kept_R < LEAST_BYTES, 0.0, share_VR)
-        away_VR, handed_VR = moved_VR * kept_R, moved_VR * handed_R
+        away_VR = _moved(ratio_V[:, None], kept_R)
+        away_VR[:, [0, -1]] = 0.0
+        handed_VR = np.where(away_VR > 0, ratio_V[:, None] * handed_R, 0.0)
+        most_VR, most_handed_VR = np.maximum(most_VR, away_VR), np.maximum(most_handed_VR, handed_VR)
         # What a layer is given leaves with what it keeps itself, behind what the layer in front keeps.
-        below_VR = _behind(away_VR, 1)
+        below_VR = _behind(most_VR, 1)
         changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_VR, handed_R - handed_VR
-        changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR + _behind(handed_VR, 2)
+        changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR + _behind(most_handed_VR, 2)
         for name in (f"{way}backward_peak_R", f"first_{way}backward_peak_R"):
             changed[name] = getattr(costs, name) + away_VR + below_VR
     # What the last layer hands to the tail is the tail's.
     changed["saved_R"][:, -1] += costs.handed_R[-2] - changed["handed_R"][:, -2]
     return replace(costs, **changed)
+
+
+def _moved(ratio: FloatArray, kept: FloatArray) -> FloatArray:
+    """Bytes that a ratio moves of what a layer keeps."""
+    moved: FloatArray = ratio * kept
+    return np.where(moved < LEAST_BYTES, 0.0, moved)
 
 
 def _behind(values_VR: FloatArray, count: int) -> FloatArray:
@@ -117,6 +126,9 @@ class OffloadingModel(Protocol):
     spec: ModelSpec
     states: StateShares
     holdings: Holdings
+
+    def costs(self, rows: float, context: int = 1) -> RegionCosts:
+        """What every region costs at a number of rows."""
 
     def needs(self, slot: StageSlot, candidates: StageCandidates) -> StageNeeds:
         """What the memory of candidates is made of."""
@@ -138,9 +150,27 @@ def resident_part(model: OffloadingModel, pairs_VX: FloatArray) -> OffloadingMod
         ratios_W, network_V = np.unique(pairs_VX[:, -1], return_inverse=True)
         networks = [model.parted(0.0), *(model.parted(float(ratio)) for ratio in ratios_W)]
         holdings = VariantHoldings(networks, 1 + network_V.reshape(-1))
-        return holdings, partial(offloaded_activations, ratio_V=pairs_VX[:, 0])
+        return holdings, partial(offloaded_activations, kept_VX=pairs_VX[:, :-1])
 
     return model.variants(tuple(map(tuple, pairs_VX.tolist())), build)
+
+
+def kept_pairs(candidates: StageCandidates, pair_KX: FloatArray) -> FloatArray:
+    """Ratios of what layers keep and of gradients; where all layers keep alike both of the first are that of these."""
+    checkpointed_K, pair_KX = candidates.checkpointed_K, pair_KX.copy()
+    np.copyto(pair_KX[:, 0], pair_KX[:, 1], where=checkpointed_K == candidates.end_K - candidates.start_K)
+    np.copyto(pair_KX[:, 1], pair_KX[:, 0], where=checkpointed_K == 0)
+    return pair_KX
+
+
+def staying_bytes(
+    model: OffloadingModel, slot: StageSlot, candidates: StageCandidates, pair_KX: FloatArray
+) -> FloatArray:
+    """Bytes of what the last recomputed layer hands on that stay, as the next layer, which keeps it, moves less."""
+    costs = model.costs(slot.rows, slot.context_parallel_degree)
+    kept_K = costs.checkpointed_saved_R[candidates.start_K + candidates.checkpointed_K]
+    stays_K: FloatArray = np.maximum(_moved(pair_KX[:, 1], kept_K) - _moved(pair_KX[:, 0], kept_K), 0.0)
+    return stays_K
 
 
 def _plain(candidates: StageCandidates) -> tuple[StageCandidates, OffloadCandidates]:
@@ -205,19 +235,30 @@ def resident_needs(
         pairs: Distinct ratios of what layers keep and of gradients, the last; and which of them each candidate has.
         gradients: Shares of gradients, shared out from ZeRO-2 on.
     """
-    found = resident_part(model, pairs[0]).needs(slot, replace(plain, variant_K=pairs[1]))
+    pairs_VX, pair_K = pairs
+    stays_K: FloatArray | float = 0.0
+    if (pairs_VX[:, 0] != pairs_VX[:, 1]).any():
+        pair_KX = kept_pairs(plain, pairs_VX[pair_K])
+        stays_K = staying_bytes(model, slot, plain, pair_KX)
+        pairs_VX, pair_K = distinct_rows(*pair_KX.T)
+    found = resident_part(model, pairs_VX).needs(slot, replace(plain, variant_K=pair_K))
     # All updated parameters are given out, wherever their gradients were.
     gathered = {"working_bytes": dict(whole.update).get("parameter gathering", {}).get("working_bytes", 0.0)}
     factor = model.spec.optimizer.gradient_bytes_per_parameter_byte
     buffers_K = factor * (BUFFERS * gradients.largest_K + gradients.single_K)
+    reduced = {"working_bytes": dict(found.update).get("gradient reduction", {}).get("working_bytes", 0.0) + stays_K}
+    changed = {"parameter gathering": gathered, "gradient reduction": reduced}
     return replace(
         found,
         always={**whole.always, "offload_bytes": buffers_K},
+        saved_K=found.saved_K + stays_K,
         handed_K=whole.handed_K,
+        forward_K=found.forward_K + stays_K,
+        first_backward_K=found.first_backward_K + stays_K,
+        backward_K=found.backward_K + stays_K,
+        input_backward_K=found.input_backward_K + stays_K,
         weight_backward_K=whole.weight_backward_K,
-        update=tuple(
-            (name, {**terms, **gathered} if name == "parameter gathering" else terms) for name, terms in found.update
-        ),
+        update=tuple((name, {**terms, **changed.get(name, {})}) for name, terms in found.update),
     )
 
 

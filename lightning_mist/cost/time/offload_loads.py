@@ -170,7 +170,7 @@ def loads_of(stages: CopyStages, rates: CopyRates) -> tuple[Loads, IntArray]:
         offload.parameters_K,
         offload.gradients_K,
         offload.optimizer_K,
-        offload.activations_K,
+        *offload.kept_KX.T,
         *_parts(stages),
         *(total_K / np.maximum(trained_K, 1.0) for total_K in totals),
     )
@@ -190,7 +190,7 @@ class _Questions:
 
     def loads(self) -> Loads:
         """Seconds of every unit."""
-        zero_Q, parameters_Q, gradients_Q, optimizer_Q, activations_Q, *rest = self.columns
+        zero_Q, parameters_Q, gradients_Q, optimizer_Q, activations_Q, checkpoints_Q, *rest = self.columns
         part_Q, gradient_Q, owned_Q, state_Q, update_Q, reduce_Q, gather_Q = (values[:, None] for values in rest)
         # Bytes of every unit that are offloaded, before they are dealt out.
         offloaded_QR = self._offloaded(parameters_Q, "parameters")
@@ -209,8 +209,8 @@ class _Questions:
             "last_checkpoint": [item.checkpointed_saved_R - item.checkpointed_handed_R for item in costs],
         }
         moved = {
-            name: activations_Q[:, None] * is_layer_R * np.stack(bytes_GR)[self.place_Q]
-            for name, bytes_GR in kept.items()
+            name: ratio_Q[:, None] * is_layer_R * np.stack(bytes_GR)[self.place_Q]
+            for (name, bytes_GR), ratio_Q in zip(kept.items(), (activations_Q, checkpoints_Q) * 2, strict=True)
         }
         # What the last layer of all hands on is the tail's, and stays.
         for name in ("saved", "checkpoint"):

@@ -230,12 +230,15 @@ def position_bounds(ranges: RangeBounds, position: Position, setting: Setting, b
 def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, weights: "_Weights") -> OffloadBounds:
     assert setting.rates is not None
     to_device, to_host = 1 / setting.rates.to_device, 1 / setting.rates.to_host
-    at, may = POSITIONS.index(position), setting.kinds.__contains__
+    at, may, moves = POSITIONS.index(position), setting.kinds.__contains__, not setting.kinds <= {*UPDATED_KINDS}
     free_R = 1 - buffered_share(ranges.layers_R)[at]
     forward, backward, alone = weights.forward, weights.backward, np.ones(weights.forward.shape[:2])
     # Behind the last layer of a stage without the tail nothing is computed.
     alone_R = np.minimum(ranges.top_R, ranges.activations_R) * (position != "last")
     own_R = np.maximum(ranges.activations_R - (0.0 if position == "last" else ranges.top_two_R), 0.0)
+    if may("checkpoints"):
+        # Each layer's may leave without the others', the least of them too: a byte frees one in every microbatch.
+        alone_R, own_R = np.zeros_like(alone_R), ranges.activations_R
     told_R = (ranges.is_told_R & (free_R > 0)).astype(np.float64)
     # What frees nothing has no price. Of ``n`` units' gradients one part at most is not waited for, and two stay.
     each_R = told_R / np.where(free_R > 0, free_R, 1.0)
@@ -243,8 +246,8 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
     around = forward[..., TO_HOST] * to_host + backward[..., TO_DEVICE] * to_device
     copied_R = ranges.is_told_R * (ranges.activations_R - alone_R)
     return OffloadBounds(
-        others_R=ranges.activations_R * may("activations"),
-        own_R=own_R * may("activations"),
+        others_R=ranges.activations_R * moves,
+        own_R=own_R * moves,
         gradients_R=np.maximum(ranges.gradients_XR - ranges.least_gradients_XR, 0.0)[at]
         * (may("gradients") and setting.num_microbatches > 1),
         parameters_R=np.maximum(ranges.parameters_XR - ranges.least_parameters_XR, 0.0)[at] * may("parameters"),
@@ -256,7 +259,7 @@ def _offload_bounds(ranges: RangeBounds, position: Position, setting: Setting, w
             ]
         ),
         parameters_WR=weights.sum([(to_device * (forward[..., TO_DEVICE] + backward[..., TO_DEVICE]), told_R)]),
-        least_ratio=setting.least_ratio,
+        least_ratio=setting.least_ratio * (not may("checkpoints")),
     )
 
 

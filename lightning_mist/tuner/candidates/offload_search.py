@@ -99,18 +99,24 @@ class RatioGrid:
     def of(cls, search: SearchSpace, offered: Sequence[float]) -> "RatioGrid":
         """The combinations of a search space.
 
+        Where checkpoints are not named the ratio of activations holds for them too.
+
         Args:
             search: Says which kinds of state may be offloaded.
             offered: The ratios; 0 is always among them.
         """
         ratios = tuple(sorted({0.0, *map(float, offered)}))
         each = {kind: ratios if kind in search.offloaded else (0.0,) for kind in OFFLOAD_KINDS}
-        updated = {kind: each[kind] for kind in UPDATED_KINDS}
-        kept = [each[kind] for kind in OFFLOAD_KINDS if kind not in UPDATED_KINDS]
+        if "checkpoints" not in search.offloaded:
+            each["checkpoints"] = (np.nan,)
+        offload_CO, counts = np.array(list(product(*each.values())), dtype=np.float64), tuple(map(len, each.values()))
+        *_, activations_C, checkpoints_C = offload_CO.T
+        np.copyto(checkpoints_C, activations_C, where=np.isnan(checkpoints_C))
+        kept = offload_CO[: counts[-2] * counts[-1], len(UPDATED_KINDS) :]
         return cls(
-            offload_CO=np.array(list(product(*each.values())), dtype=np.float64),
-            counts=tuple(map(len, each.values())),
-            each=Ratios(**updated, kept=tuple(product(*kept))),
+            offload_CO=offload_CO,
+            counts=counts,
+            each=Ratios(**{kind: each[kind] for kind in UPDATED_KINDS}, kept=tuple(map(tuple, kept.tolist()))),
             values=ratios if search.offloaded else (0.0,),
         )
 
@@ -388,7 +394,7 @@ def _fast_enough(
         at_B = inside_B[first : first + most]
         some_B, rows_B = item.point_B[at_B], row_B[at_B]
         peak_BC, fits_BC = _fitting(points, some_B, parts[0], rows_B, limits)
-        fits_BC &= may_offload(item.slot, grid.offload_CO)
+        fits_BC &= may_offload(item.slot, grid.offload_CO) & _differ(points, some_B, grid.offload_CO)
         fits_BC = _minimal(model, grid, item.slot, fits_BC, points.table.zero_stage_K[points.index_P[some_B]])
         of_J, combination_J = np.nonzero(fits_BC)
         if parts[1] is not None:
@@ -402,6 +408,14 @@ def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:
     """Which combinations a stage may have: what recomputation by operator keeps stays on the device."""
     allowed_C: BoolArray = (offload_CO[:, len(UPDATED_KINDS) :] == 0).all(axis=1) | (slot.checkpointing == "full")
     return allowed_C
+
+
+def _differ(points: StagePoints, point_B: IntArray, offload_CO: FloatArray) -> BoolArray:
+    """Which combinations of candidates are unlike others: one ratio will do where layers are recomputed all or none."""
+    some, (*_, activations_C, checkpoints_C) = points.table.candidates(points.index_P[point_B]), offload_CO.T
+    has_own_B = (some.checkpointed_K < some.end_K - some.start_K) | (not activations_C.any())
+    differ_BC: BoolArray = (has_own_B & (some.checkpointed_K > 0))[:, None] | (activations_C == checkpoints_C)
+    return differ_BC
 
 
 def _fitting(

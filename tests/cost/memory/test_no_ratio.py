@@ -18,7 +18,7 @@ from tests.integration.parity import make_plan
 from tests.specs import ADAMW, spec, with_splits
 from tests.tiers import examples
 
-KINDS = ("parameters", "gradients", "optimizer", "activations")
+KINDS = (*UPDATED_KINDS, "activations")
 LOOP = dataclasses.replace(ADAMW, step_peak_bytes_per_parameter_byte=1.0, step_peak_bytes_per_largest=3.0)
 NOTHING = (0.0, 1e-9)
 
@@ -123,7 +123,7 @@ def test_combinations_of_ratios_that_move_nothing(network, slot):
     model, candidates = MemoryModel(network), everything(slot, network.num_layers)
     moments = device_moments(slot.stage_index, slot.num_stages, slot.num_microbatches, slot.schedule)
     ratios = dict.fromkeys(UPDATED_KINDS, (*NOTHING, 1.0))
-    kept = tuple((ratio,) for ratio in (*NOTHING, 1.0))
+    kept = tuple((ratio, ratio) for ratio in (*NOTHING, 1.0))
     parts = OffloadParts.of(model, slot, candidates, Ratios(**ratios, kept=kept))
     nothing = (slice(None), *[slice(0, 2)] * len(KINDS))
     wanted = model.needs(slot, candidates).peaks(moments)

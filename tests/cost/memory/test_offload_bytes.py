@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_mist.cost import MemoryModel, StageCandidates, stage_memory
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.model.spec.model_spec import with_master_weights
-from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan import OFFLOAD_KINDS, OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.cost.events import WIDTH, with_events
 from tests.cost.memory.breakdown import breakdown
@@ -105,13 +105,17 @@ def test_states_rank_by_rank(masters, zero, ranks, wo, go, oo):
     assert memory.host_bytes == parameters[1] + factor * gradients[1] + kept * state[1]
 
 
-def walk(uses, rows, checkpointed, ratio, *, direction):
+def walk(uses, rows, checkpointed, ratio, *, direction, checkpoints=None):
     """Largest bytes of one microbatch in a forward or a later backward, part by part."""
     costs = MemoryModel(uses).costs(rows)
     count = uses.num_layers
     kept = [*(costs.checkpointed_saved_R if k < checkpointed else costs.saved_R for k in range(count))]
     saved = [float(costs.saved_R[0]), *(float(kept[k][k + 1]) for k in range(count)), float(costs.saved_R[-1])]
-    away = [0.0, *(ratio * size for size in saved[1:-1]), 0.0]
+    own = ratio if checkpoints is None else checkpoints
+    # What the last recomputed layer hands on the next one keeps.
+    ratios = [own] * (checkpointed - 1) + [min(own, ratio) if checkpointed < count else own] * (checkpointed > 0)
+    ratios += [ratio] * (count - checkpointed)
+    away = [0.0, *(ratio * size for ratio, size in zip(ratios, saved[1:-1], strict=True)), 0.0]
     peaks = []
     for part in range(count + 2):
         before = sum(saved[:part]) - sum(away[:part])
@@ -139,6 +143,26 @@ def test_activations_layer_by_layer(checkpointed, ratio):
     assert needs.saved_K == pytest.approx(stays)
     # A lone stage has one microbatch in flight.
     assert breakdown(model, slot(), some)[0].host_bytes == pytest.approx(away, abs=1)
+
+
+@pytest.mark.parametrize("checkpointed", [0, 1, 2, 4])
+@pytest.mark.parametrize(("ratio", "checkpoints"), [(0.0, 1.0), (0.25, 1.0), (1.0, 0.25), (1.0, 0.0)])
+def test_checkpoints_layer_by_layer(checkpointed, ratio, checkpoints):
+    uses = spec(4)
+    model, some = MemoryModel(uses), candidates(checkpointed=checkpointed, activations=ratio, checkpoints=checkpoints)
+    needs = model.needs(slot(), some)
+    forward, stays, away = walk(uses, 4, checkpointed, ratio, checkpoints=checkpoints, direction="forward")
+    backward = walk(uses, 4, checkpointed, ratio, checkpoints=checkpoints, direction="backward")[0]
+    assert needs.saved_K == pytest.approx(stays)
+    assert breakdown(model, slot(), some)[0].host_bytes == pytest.approx(away, abs=1)
+    # Of what leaves or arrives beside a layer that is not recomputed that of one like it counts, if that is more.
+    most = 1.0 if checkpointed in (0, 4) else 1.2
+    assert forward * (1 - 1e-9) <= needs.forward_K <= forward * most * (1 + 1e-9)
+    assert backward * (1 - 1e-9) <= needs.backward_K <= backward * most * (1 + 1e-9)
+    if checkpointed in (0, 4):
+        same = candidates(checkpointed=checkpointed, activations=checkpoints if checkpointed else ratio)
+        for name in ("saved_K", "forward_K", "first_backward_K", "backward_K", "host_microbatch_K"):
+            assert np.array_equal(getattr(needs, name), getattr(model.needs(slot(), same), name)), name
 
 
 @pytest.mark.parametrize("ratio", [0.25, 1.0])
@@ -195,7 +219,7 @@ def test_many_candidates_at_once_are_each_of_them_alone():
         end_K=end,
         checkpointed_K=rng.integers(0, end - start + 1),
         zero_stage_K=rng.integers(0, 4, count),
-        offload=OffloadCandidates(**{f"{kind}_K": rng.choice([0.0, 0.5, 1.0], count) for kind in KINDS}),
+        offload=OffloadCandidates.of_kinds(rng.choice([0.0, 0.5, 1.0], (count, len(OFFLOAD_KINDS)))),
     )
     peaks, memories = model.peaks(place, every), breakdown(model, place, every)
     for index in range(count):

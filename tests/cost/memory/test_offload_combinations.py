@@ -14,7 +14,10 @@ from tests.specs import spec
 
 NETWORK = spec(4, kinds=(0, 1, 1, 0), widths=(1000, 2500), tied=True)
 RATIOS = Ratios(
-    parameters=(0.0, 0.5, 1.0), gradients=(0.0, 0.3, 1.0), optimizer=(0.0, 0.9), kept=((0.0,), (0.25,), (0.5,), (1.0,))
+    parameters=(0.0, 0.5, 1.0),
+    gradients=(0.0, 0.3, 1.0),
+    optimizer=(0.0, 0.9),
+    kept=((0.0, 0.0), (0.25, 0.25), (0.0, 1.0), (0.5, 0.25), (1.0, 0.5)),
 )
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mist.cost.memory import MemoryModel
+from lightning_mist.plan import OFFLOAD_KINDS
 from tests.cost.time.test_offload_seconds import candidates, ratios, slot
 from tests.specs import spec
 from tests.tiers import examples
@@ -27,7 +28,7 @@ KINDS = ("forward", "first backward", "backward")
     checkpointed=st.integers(0, 6),
     zero=st.integers(0, 3),
     ranks=st.sampled_from([1, 2, 4]),
-    moved=st.tuples(ratios, ratios, ratios, ratios),
+    moved=st.tuples(*[ratios] * len(OFFLOAD_KINDS)),
 )
 @settings(max_examples=examples(60))
 def test_the_most_of_all_units_is_that_of_the_stage(name, layers, checkpointed, zero, ranks, moved):
@@ -36,7 +37,7 @@ def test_the_most_of_all_units_is_that_of_the_stage(name, layers, checkpointed, 
         layers,
         checkpointed=min(checkpointed, layers[1] - layers[0]),
         zero=zero,
-        **dict(zip(("parameters", "gradients", "optimizer", "activations"), moved, strict=True)),
+        **dict(zip(OFFLOAD_KINDS, moved, strict=True)),
     )
     some = some if any(moved) else dataclasses.replace(some, offload=None)
     needs, found = model.needs(place, some), model.of_units(place, some)

@@ -11,14 +11,14 @@ from lightning_mist.cost import StageCandidates, StageCostModel
 from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.time.overlap import FREE, concurrent_seconds
 from lightning_mist.errors import ProfileError
-from lightning_mist.plan import OffloadRatios
+from lightning_mist.plan import UPDATED_KINDS, OffloadRatios
 from lightning_mist.plan.sharding import assign_owners
 from tests.cost.memory.breakdown import breakdown
 from tests.cost.memory.test_offload_bytes import moved
 from tests.specs import candidates_of, cluster, profile, slot_of, spec
 from tests.tiers import examples
 
-KINDS = ("parameters", "gradients", "optimizer", "activations")
+KINDS = (*UPDATED_KINDS, "activations", "checkpoints")
 ratios = st.sampled_from([0.0, 0.3, 0.5, 1.0])
 TERMS = ("copies_K", "forward_copies_K", "update_copies_K", "gather_K", "reduce_K")
 
@@ -85,7 +85,7 @@ class Walk:
         return {unit: size * max(totals) / max(1, sum(totals)) for unit, size in found.items()}
 
     def _loads(self, uses, hardware, kind):
-        wo, go, oo, ao = (float(getattr(self.some.offload, f"{name}_K")[0]) for name in KINDS)
+        wo, go, oo, ao, co = (float(getattr(self.some.offload, f"{name}_K")[0]) for name in KINDS)
         down, up = hardware.host_to_device_bytes_per_second, hardware.device_to_host_bytes_per_second
         if kind == "cpu":
             down = up = hardware.memory_bytes_per_second / 2
@@ -111,7 +111,7 @@ class Walk:
             part = sum(self.sizes[unit]) / everything if mine else 0.0
             layer = mine and 0 < unit < uses.num_layers + 1
             kept = costs.checkpointed_saved_R if unit in self.again else costs.saved_R
-            activations = ao * float(kept[unit]) if layer else 0.0
+            activations = (co if unit in self.again else ao) * float(kept[unit]) if layer else 0.0
             messages = min(self.ranks, len(self.sizes[unit])) if mine else 0
             travels = sum(self.sizes[unit]) / link + messages * latency if mine and self.ranks > 1 else 0.0
             return {
@@ -211,24 +211,24 @@ SLOWED = dataclasses.replace(
     go=ratios,
     oo=ratios,
     ao=ratios,
+    co=ratios,
     down=st.sampled_from([1e7, 1e9]),
     microbatches=st.sampled_from([1, 4]),
     slowed=st.booleans(),
 )
 @settings(max_examples=examples(15))
-def test_unit_by_unit(layers, zero, ranks, checkpointed, wo, go, oo, ao, down, microbatches, slowed):
+def test_unit_by_unit(layers, zero, ranks, checkpointed, wo, go, oo, ao, co, down, microbatches, slowed):
     if layers == (0, 0):
         uses, checkpointed = network(0), 0
     else:
         uses, checkpointed = network(), min(checkpointed, layers[1] - layers[0])
     interference = SLOWED if slowed else FREE
     hardware = machine(to_device=down, to_host=1.5 * down, interference=interference)
-    some = candidates(
-        layers, checkpointed=checkpointed, zero=zero, parameters=wo, gradients=go, optimizer=oo, activations=ao
-    )
+    moved = dict(zip(KINDS, (wo, go, oo, ao, co), strict=True))
+    some = candidates(layers, checkpointed=checkpointed, zero=zero, **moved)
     place = slot(data_parallel_degree=ranks, num_microbatches=microbatches)
     walk = Walk(uses, hardware, place, some, interference)
-    if max(wo, go, oo, ao) == 0:
+    if max(moved.values()) == 0:
         assert walk.found() == [float(getattr(walk.plain, name)[0]) for name in TERMS]
     else:
         assert walk.found() == pytest.approx(walk.terms(), rel=1e-9, abs=1e-12)
@@ -359,7 +359,7 @@ def test_many_candidates_at_once_are_each_of_them_alone():
         end_K=end,
         checkpointed_K=rng.integers(0, end - start + 1),
         zero_stage_K=rng.integers(0, 4, count),
-        offload=OffloadCandidates(**{f"{kind}_K": rng.choice([0.0, 0.5, 1.0], count) for kind in KINDS}),
+        offload=OffloadCandidates.of_kinds(rng.choice([0.0, 0.5, 1.0], (count, len(KINDS)))),
     )
     found = model.seconds(place, every)
     for index in range(count):

@@ -33,9 +33,9 @@ MOST = 12
 SHARE = st.floats(0, 1, allow_subnormal=False)
 
 
-def question(seed):
+def question(seed, **options):
     """A random instance whose channels slow each other down at random."""
-    found, rng = random_instance(seed, unlike=0), np.random.default_rng(seed)
+    found, rng = random_instance(seed, unlike=0, **options), np.random.default_rng(seed)
     slow = Interference(**{name: float(rng.choice([0.0, rng.random(), 1.0])) for name in COEFFICIENTS}, source="drawn")
     return replace(found, rates=replace(found.rates, interference=slow), known={}), rng
 
@@ -92,6 +92,11 @@ def compare(found, rng):
 @pytest.mark.parametrize("first_seed", range(0, 60, 15))
 def test_no_candidate_takes_less_than_its_lower_bound(first_seed):
     assert sum(compare(*question(seed)) for seed in range(first_seed, first_seed + 15)) > 200
+
+
+@pytest.mark.parametrize("first_seed", range(0, 60, 15))
+def test_none_does_whose_checkpoints_have_a_share_of_their_own(first_seed):
+    assert sum(compare(*question(seed, checkpoints=True)) for seed in range(first_seed, first_seed + 15)) > 200
 
 
 @pytest.mark.parametrize("seed", [133, 234, 846, 923])

@@ -16,7 +16,7 @@ def three():
         "sequence_K": np.array([0, 0, 1]),
         "devices_K": np.array([1, 4, 4]),
         "shard_K": np.array([0, 2, 0]),
-        "offload_KO": np.array([[0.0] * 4, [0.0, 0.0, 1.0, 0.25], [0.5, 0.0, 0.0, 0.0]]),
+        "offload_KO": np.array([[0.0] * 5, [0.0, 0.0, 1.0, 0.25, 0.25], [0.5, 0.0, 0.0, 0.0, 1.0]]),
     }
     return SlotChoices(**fields)
 
@@ -26,7 +26,7 @@ def test_a_choice_says_how_its_devices_are_arranged_and_what_it_moves():
     assert [found.shape(index) for index in range(3)] == [Shape(1), Shape(4, shard=2), Shape(2, 2, True)]
     assert found.offload(0) == OffloadRatios()
     assert found.offload(1) == OffloadRatios(optimizer=1.0, activations=0.25)
-    assert found.offload(2) == OffloadRatios(parameters=0.5)
+    assert found.offload(2) == OffloadRatios(parameters=0.5, checkpoints=1.0)
 
 
 def test_choices_are_taken_by_index_and_by_mask_and_joined_again():

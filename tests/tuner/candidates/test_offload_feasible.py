@@ -89,9 +89,9 @@ def seconds_of(model, table, index_J, offload_JO):
     return seconds_J
 
 
-def left_out(seed):
+def left_out(seed, **options):
     """How many candidates with ratios are left out for being slower than half of them; none may be faster."""
-    found, rng = question(seed)
+    found, rng = question(seed, **options)
     maker, count = stages_of(found), 0
     grid = RatioGrid.of(maker.space.search, maker.space.offload_ratios)
     pipelines = [pipeline for pipeline in maker.space.pipelines() if pipeline[0] > 1]
@@ -119,3 +119,7 @@ def left_out(seed):
 @pytest.mark.parametrize("first_seed", range(0, 90, 30))
 def test_nothing_is_left_out_for_being_too_slow_that_is_not(first_seed):
     assert sum(left_out(seed) for seed in range(first_seed, first_seed + 30)) > 30
+
+
+def test_nor_where_checkpoints_have_a_share_of_their_own():
+    assert sum(left_out(seed, checkpoints=True) for seed in range(15)) > 30

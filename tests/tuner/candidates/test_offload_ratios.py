@@ -15,9 +15,16 @@ def test_what_may_not_be_moved_stays():
     assert not RATIOS.offload_CO[0].any()
     assert RATIOS.each.gradients == (0.0,)
     assert RATIOS.each.optimizer == (0.0, 0.5, 1.0)
-    assert RATIOS.each.kept == ((0.0,), (0.5,), (1.0,))
-    every = itertools.product(*(RATIOS.values if count > 1 else (0.0,) for count in RATIOS.counts))
-    assert RATIOS.offload_CO.tolist() == list(map(list, every))
+    assert RATIOS.each.kept == ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0))
+    every = itertools.product(*(RATIOS.values if count > 1 else (0.0,) for count in RATIOS.counts[:-1]))
+    assert RATIOS.offload_CO.tolist() == [[*ratios, ratios[-1]] for ratios in every]
+
+
+def test_checkpoints_have_a_ratio_of_their_own_where_they_are_named():
+    own = RatioGrid.of(SearchSpace(offload=("activations", "checkpoints")), (0.5, 1.0))
+    assert own.each.kept == tuple(itertools.product(own.values, own.values))
+    alone = RatioGrid.of(SearchSpace(offload=("checkpoints",)), (0.5, 1.0))
+    assert alone.offload_CO.tolist() == [[0.0] * 4 + [ratio] for ratio in (0.0, 0.5, 1.0)]
 
 
 def test_only_what_moves_no_more_than_it_has_to():

@@ -9,7 +9,7 @@ from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.model.spec.model_spec import ParameterSpec
-from lightning_mist.plan import ParameterUse
+from lightning_mist.plan import OFFLOAD_KINDS, ParameterUse
 from lightning_mist.plan.search_space import OFFLOADED
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.candidates.intra_stage import IntraStage
@@ -27,12 +27,13 @@ NETWORKS = {
     "split": with_splits(spec(4), (2, False)),
 }
 RATIOS = (0.0, 0.5, 1.0)
+EVERY = tuple(OFFLOAD_KINDS)
 
 
-def make(network, machine, *, limit, host=np.inf, batch=16, **search):
+def make(network, machine, *, limit, host=np.inf, batch=16, offload=OFFLOADED, **search):
     devices, rates = MACHINES[machine]
     model = StageCostModel(NETWORKS[network], rates, devices)
-    space = apply(SearchSpace(offload=OFFLOADED, offload_ratios=RATIOS, **search), NETWORKS[network], 4, batch)
+    space = apply(SearchSpace(offload=offload, offload_ratios=RATIOS, **search), NETWORKS[network], 4, batch)
     return IntraStage(model, space, limit, host_limit=host)
 
 
@@ -47,7 +48,10 @@ def table_of(maker, index, stages, microbatches, bottleneck):
 def by_hand(maker, index, stages, microbatches):
     """Every point of every place that fits, by evaluating all ratios of all candidates."""
     space, moments = maker.space, device_moments(index, stages, microbatches)
-    found = {}
+    found, kinds = {}, space.search.offload
+    every = list(itertools.product(*(RATIOS if kind in kinds else (0.0,) for kind in OFFLOAD_KINDS)))
+    if "checkpoints" not in kinds:
+        every = [(*ratios[:-1], ratios[-2]) for ratios in every]
     for shape in space.shapes(microbatches):
         if (shape.devices == space.world_size) != (stages == 1) or shape.devices > space.world_size - stages + 1:
             continue
@@ -60,7 +64,7 @@ def by_hand(maker, index, stages, microbatches):
             if index <= start and end <= space.num_layers - (stages - 1 - index)
             for kept in range(end - start + 1)
             for zero in (space.search.zero_stages if shape.data > 1 else (0,))
-            for ratios in itertools.product(RATIOS, repeat=4)
+            for ratios in every
         ]
         if not rows:
             continue
@@ -120,6 +124,18 @@ def test_the_frontier_is_that_of_every_ratio(network, machine):
     assert moved
 
 
+@pytest.mark.parametrize("offload", [("checkpoints",), ("activations", "checkpoints"), ("gradients", *EVERY[3:])])
+def test_the_frontier_is_that_of_every_ratio_of_checkpoints(offload):
+    own = 0
+    for limit, host in ((320_000, np.inf), (740_000, np.inf), (700_000, 30_000), (1_000_000, 100_000)):
+        maker = make("alike", "L4", limit=limit, host=host, offload=offload)
+        for index, stages in ((0, 1), (0, 2), (1, 3), (1, 2)):
+            check(maker, index, stages, 4)
+            activations_K, checkpoints_K = maker.frontier(index, stages, 4).offload_KO[:, -2:].T
+            own += int((activations_K != checkpoints_K).sum())
+    assert own
+
+
 def displacing():
     """A network whose embedding is tied, next to a larger parameter that nothing else uses."""
     network, size = spec(4, tied=True), 120_000
@@ -135,7 +151,7 @@ def displacing():
 
 @pytest.mark.parametrize(
     ("ratios", "names"),
-    [((0.5, 1.0), OFFLOADED), ((0.5, 0.75), ("activations",)), ((0.25, 0.5, 0.75, 1.0), ("activations",))],
+    [((0.5, 1.0), EVERY), ((0.5, 0.75), EVERY[3:]), ((0.25, 0.5, 0.75, 1.0), EVERY[3:])],
 )
 def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratios, names):
     devices, rates = MACHINES["L4"]
@@ -145,7 +161,7 @@ def test_a_tied_parameter_that_a_larger_ratio_leaves_behind_ends_the_order(ratio
     slot = maker.slot(0, 2, 4, space.shapes(4)[0])
     assert ordered(maker.model, slot, 0, maker._search.grid) == names
     plain = IntraStage(StageCostModel(spec(4, tied=True), rates, devices), space, 10**12)
-    assert ordered(plain.model, slot, 0, plain._search.grid) == OFFLOADED
+    assert ordered(plain.model, slot, 0, plain._search.grid) == EVERY
 
 
 def test_a_unit_moves_no_less_with_a_larger_ratio():
