@@ -48,14 +48,13 @@ Compare = Callable[[Subject, Plan], Outcome]
 
 
 def plans_in(precision: str, plans: Sequence[str]) -> list[str]:
-    """The layouts that are tried in a precision: masters and their state are not offloaded."""
+    """The layouts that are tried in a precision."""
     if PRECISIONS[precision][1] is None:
         return list(plans)
-    kept = {name: LAYOUTS[name] for name in plans if not any(group.offload.any for group in LAYOUTS[name].groups)}
-    return [name for name, layout in kept.items() if _rounds_as_one_process(layout) == (precision == IN_16_BITS)]
+    return [name for name in plans if rounds_as_one_process(LAYOUTS[name]) == (precision == IN_16_BITS)]
 
 
-def _rounds_as_one_process(layout: Layout) -> bool:
+def rounds_as_one_process(layout: Layout) -> bool:
     """Whether data-parallel ranks round to 16 bits what one process has too: no parts of it, nor of one stage alone."""
     is_shared = any(group.tp * group.cp > 1 for group in layout.groups)
     return not is_shared and (layout.num_stages == 1 or all(group.dp == 1 for group in layout.groups))

@@ -23,7 +23,6 @@ from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.presets.named_models import PRESETS
 from lightning_mist.model.spec import ModelSpec
 from lightning_mist.plan.search_space import OFFLOADED
-from lightning_mist.runtime.support import executed_offload
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 
@@ -134,10 +133,6 @@ def asked_of(case: Case, search: SearchSpace, precision: Precision) -> tuple[Mod
         precision=precision.name,
         master_weights=masters,
     )
-    if masters:
-        search = replace(
-            search, offload=executed_offload(search.offload, "cuda", has_files=False, master_weights=True)[0]
-        )
     return spec, search
 
 
@@ -206,7 +201,7 @@ def main() -> None:
     notes = (
         f"{many if options.repeats > 1 else 'One process each'}; 2048 tokens per row (4096 of llama-70b), "
         f"AdamW, all devices' memory allowed, of which the planner uses {USABLE_MEMORY:.0%}. Precision: masters is "
-        f"bf16-true with fp32 master weights. Offload: what may be; {_defaults()}; beside masters activations only. "
+        f"bf16-true with fp32 master weights. Offload: what may be; {_defaults()}. "
         f"Processor: what the search computed. Asked again with {LESS_MEMORY:.0%} and {MORE_MEMORY:.0%} of the memory "
         "and with half of the batch. Rise: resident memory above that before the search; process peak: with Python and "
         "all imports; replan peak: after all questions. The gap is proven, of the closed form; where nothing fits, the "

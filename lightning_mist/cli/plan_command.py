@@ -153,10 +153,9 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     search, restricted = options, tuple[str, ...]()
     machine = open_cluster(request.cluster)
     precision = precision_of(machine, request.precision, master_weights=request.master_weights)
-    if is_local(request.cluster) or precision.master_weights:
-        # A plan for this machine is to be executed, and what is offloaded beside masters is not priced.
-        device_kind, masters = machine.kind, precision.master_weights
-        kinds, restricted = executed_offload(search.offload, device_kind, has_files=False, master_weights=masters)
+    if is_local(request.cluster):
+        # A plan for this machine is to be executed.
+        kinds, restricted = executed_offload(search.offload, machine.kind, has_files=False)
         search = replace(search, offload=kinds)
     check_memory_limit(machine, limit)
     check_rates(request.cluster, machine, precision.name)
@@ -336,7 +335,7 @@ def _not_executed(found: FoundPlan) -> tuple[str, ...]:
     """What the runtime does not execute yet of a plan, in one line."""
     from lightning_mist.runtime.support import unsupported
 
-    said = unsupported(found.plan, master_weights=found.spec.master_weights)
+    said = unsupported(found.plan)
     return (f"a forecast: this version does not execute yet {'; '.join(said)}",) if said else ()
 
 

@@ -1,8 +1,8 @@
 """What the most loaded device of every stage of a plan needs: allocated, reserved, device total.
 
 Where every allocation is known they are replayed through a simulation of the allocator. Otherwise (a network described
-without its allocations, state moved beside masters, and while many plans are compared) the peak of tensors comes from
-the planner's memory model, and what the allocator holds on top from how much that was elsewhere.
+without its allocations, and while many plans are compared) the peak of tensors comes from the planner's memory model,
+and what the allocator holds on top from how much that was elsewhere.
 """
 
 import re
@@ -169,8 +169,6 @@ class Estimator:
         """
         if not can_replay(self.spec, plan):
             why = "; ".join(what_is_not_run(plan)) or f"{self.spec.name} was described without its allocations"
-            if self.spec.master_weights and any(stage.offload.any for stage in plan.stages):
-                why = "beside master weights no moves are known but those of activations"
             raise PlanError(f"the bytes over a step are not known: {why}; use a plan that is executed")
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
@@ -306,17 +304,13 @@ def describe_cluster(cluster: AnyCluster) -> str:
 
 
 def can_replay(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether every allocation is known: of a traced network, under a plan that is executed.
-
-    With master weights nothing but activations is moved.
-    """
+    """Whether every allocation is known: of a traced network, under a plan that is executed."""
     parts = [spec.on_row_part(degree) for degree in {stage.mesh.context_parallel_degree for stage in plan.stages}]
     known = all(
         part is not None and all(layer.events is not None for layer in (part.head, *part.layers, part.tail))
         for part in parts
     )
-    moves = any(stage.offload.updates_by_units for stage in plan.stages)
-    return known and not (moves and spec.master_weights) and not what_is_not_run(plan)
+    return known and not what_is_not_run(plan)
 
 
 def _estimate(

@@ -406,6 +406,7 @@ def is_whole(plan: Plan, *, has_masters: bool) -> bool:
     return plan.num_stages == 1 and not any(
         stage.mesh.num_row_peers > 1
         or stage.offload.parameters > 0.0
+        or (has_masters and stage.offload.optimizer > 0.0)
         or (
             stage.mesh.num_peers > 1
             and stage.zero_stage >= (ZeroStage.OPTIMIZER if has_masters else ZeroStage.PARAMETERS)

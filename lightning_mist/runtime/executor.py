@@ -26,6 +26,7 @@ from lightning_mist.runtime.stage import PipelineStage, RankStages, WrittenWeigh
 from lightning_mist.runtime.support import check_supported
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, complete_gradients, lower
 from lightning_mist.schedule.action import INPUT_BACKWARDS
+from lightning_mist.schedule.stage_units import offloaded_parameters, updated_units
 
 __all__ = ["Executor", "Microbatch"]
 
@@ -69,7 +70,7 @@ class Executor:
         host: HostPlace | None = None,
         masters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        check_supported(plan, module_map, master_weights=masters is not None)
+        check_supported(plan, module_map)
         self.plan, self.transport = plan, transport
         self.stages = RankStages(stages)
         self.actions = tuple(actions)
@@ -99,7 +100,15 @@ class Executor:
         )
         tied = {item.name for item in self.mesh.held if len(item.stages) > 1}
         self._tied = frozenset() if self.gradients is None else self.gradients.names & tied
-        self.masters = None if masters is None else MasterWeights(self.mesh, self.stages.every, masters, self.shards)
+        self.masters = None
+        if masters is not None:
+            ratio = plan.stages[self.mesh.stage].offload.optimizer
+            moved = offloaded_parameters(plan, module_map, self.mesh.stage, ratio, trained=True)
+            units = updated_units(plan, module_map, self.mesh.stage).values()
+            offloaded = [[name for name in names if name in moved] for names in units]
+            self.masters = MasterWeights(
+                *(self.mesh, self.stages.every, masters, self.shards), offloaded=offloaded, pool=self.state_pool
+            )
         self.written = WrittenWeights(self.mesh, self.parameters, module_map)
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
@@ -260,15 +269,22 @@ class Executor:
     def away(self) -> Mapping[str, nn.Parameter]:
         """Parameters of this rank's stages whose values it has not between batches, by canonical name."""
         shards = {} if self.shards is None else self.shards.away
-        return {**shards, **({} if self.masters is None else self.masters.away)}
+        if self.masters is None:
+            return shards
+        return {**{name: p for name, p in shards.items() if name not in self.masters.types}, **self.masters.away}
 
     def home_values(self) -> dict[str, Tensor]:
-        """Values of this rank's parameters that are in host memory, by canonical name."""
-        if self.shards is None or not self.shards.is_engaged:
-            return {}
-        if found := self.shards.home_values():
+        """Values of this rank's parameters, or their masters, that are in host memory, by canonical name."""
+        found = self._computed_at_home()
+        if self.masters is not None and self.masters.is_engaged:
+            found = {name: value for name, value in found.items() if name not in self.masters.types}
+            found |= self.masters.home
+        if found:
             self.streams.settle()
         return found
+
+    def _computed_at_home(self) -> dict[str, Tensor]:
+        return {} if self.shards is None or not self.shards.is_engaged else self.shards.home_values()
 
     def take_update(self, update: OffloadedState) -> None:
         """The optimizer's step is taken unit by unit, in the next batch where the plan says so."""
@@ -279,8 +295,12 @@ class Executor:
     def gather_parameters(self) -> Iterator[Work]:
         """After the optimizer's step: give the stage's ranks what others of them updated (ZeRO-1, ZeRO-2)."""
         if self._update is None or not self._update.defers:
-            casts = {} if self.masters is None or not self.masters.is_engaged else self.masters.given_out()
-            yield from self.reducer.gather_parameters({**self.home_values(), **casts})
+            is_cast = self._update is not None
+            masters = None if self.masters is None or not self.masters.is_engaged else self.masters
+            casts = {} if masters is None else masters.given_out(is_cast=is_cast)
+            if home := self._computed_at_home():
+                self.streams.settle()
+            yield from self.reducer.gather_parameters({**home, **casts})
 
     def flush(self) -> None:
         """Take the optimizer's step now if it is left to the next batch: somebody looks. All ranks do."""

@@ -5,17 +5,13 @@ from collections.abc import Sequence
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import OFFLOADED, ModuleMap, Plan, StagePlan, check_split
 from lightning_mist.plan.module_map import OFFLOADS
-from lightning_mist.plan.plan_tables import ranges
-
-STATE = ("parameters", "gradients", "optimizer")
-"""Kinds of state that stay on the device with master weights."""
 
 _IN_FILES = ("parameters", "optimizer")
 """Kinds of state that ``offload_directory`` takes."""
 
 
 def executed_offload(
-    offload: Sequence[str] | None, device_kind: str, *, has_files: bool, master_weights: bool = False
+    offload: Sequence[str] | None, device_kind: str, *, has_files: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The kinds of state that plans to be executed here may offload, and what to say of others, for people.
 
@@ -23,18 +19,13 @@ def executed_offload(
         offload: The kinds that were asked for; None where that was left to the devices.
     """
     possible = tuple(OFFLOADS) if device_kind == "cuda" else _IN_FILES if has_files else ()
-    possible = tuple(name for name in possible if not (master_weights and name in STATE))
     left = tuple(name for name in possible if name in (OFFLOADED if offload is None else offload))
     missing = ", ".join(name for name in offload or () if name not in left)
-    if master_weights and device_kind == "cuda":
-        return left, (
-            f"not offloaded: {missing}; master weights and their state stay on the device",
-        ) if missing else ()
     why = "a CPU's own memory is the host's, and offload_directory takes parameters and optimizer state to files"
     return left, (f"not offloaded: {missing}; {why}",) if missing else ()
 
 
-def check_supported(plan: Plan, module_map: ModuleMap, *, master_weights: bool = False) -> None:
+def check_supported(plan: Plan, module_map: ModuleMap) -> None:
     """Raise a PlanError with the nearest setting that runs if a plan asks for something the runtime cannot do."""
     if _is_alone(plan):
         raise PlanError(
@@ -50,44 +41,20 @@ def check_supported(plan: Plan, module_map: ModuleMap, *, master_weights: bool =
         )
     for index, stage in enumerate(plan.stages):
         _check_units(index, stage, module_map)
-        if master_weights:
-            _check_masters(index, stage)
         check_split(index, stage, module_map)
 
 
-def unsupported(plan: Plan, *, master_weights: bool = False) -> tuple[str, ...]:
+def unsupported(plan: Plan) -> tuple[str, ...]:
     """What the runtime does not execute yet of a plan, for people; empty if it executes all of it.
 
     How a module can be split is another question: :func:`check_supported` asks it too.
     """
     found = [f"schedule {plan.schedule} with {plan.num_stages} stages on one group of devices"] * _is_alone(plan)
-    stages_of: dict[str, list[int]] = {}
-    for index, stage in enumerate(plan.stages):
-        for name in STATE if master_weights else ():
-            if getattr(stage.offload, name) > 0.0:
-                stages_of.setdefault(f"offload.{name} with master weights", []).append(index)
-    found += ["context_parallel_degree with tensor_parallel_degree"] * plan.shares_both_ways
-    many = plan.num_stages > 1
-    found += [f"{what}{_on(stages) if many else ''}" for what, stages in stages_of.items()]
-    return tuple(found)
-
-
-def _on(stages: Sequence[int]) -> str:
-    return f" (stage{'s' * (len(stages) > 1)} {ranges(stages)})"
+    return (*found, *["context_parallel_degree with tensor_parallel_degree"] * plan.shares_both_ways)
 
 
 def _is_alone(plan: Plan) -> bool:
     return plan.num_stages > 1 and plan.num_groups == 1
-
-
-def _check_masters(index: int, stage: StagePlan) -> None:
-    for name in STATE:
-        if (ratio := getattr(stage.offload, name)) > 0.0:
-            raise PlanError(
-                f"stages[{index}].offload.{name} = {ratio} with master_weights: masters, their gradients and their "
-                f"optimizer's state are updated on the device; use offload.{name} = 0, a higher zero_stage, or "
-                "precision='bf16-mixed'"
-            )
 
 
 def _check_units(index: int, stage: StagePlan, module_map: ModuleMap) -> None:

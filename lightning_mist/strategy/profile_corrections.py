@@ -96,9 +96,7 @@ class PlanBasis:
 
     def _asked(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """What a planner is asked, and what of it cannot be executed here."""
-        kinds, notes = executed_offload(
-            self.search.offload, self.cluster.kind, has_files=self.has_files, master_weights=self.spec.master_weights
-        )
+        kinds, notes = executed_offload(self.search.offload, self.cluster.kind, has_files=self.has_files)
         limits = {"memory_limit": self.memory_limit, "host_memory_limit": self.host_limit}
         search = replace(self.search, offload=kinds)
         return {"global_batch_size": self.global_batch_size, **limits, "search": search}, notes

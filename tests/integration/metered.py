@@ -152,7 +152,7 @@ def _train(
     streams, pool = rank.executor.streams, rank.executor.pool
     moved = offload_optimizer_state(
         *(optimizer, rank.executor.mesh, module_map, stages.parameters, streams, pool, rank.executor.shards),
-        *(rank.executor.gradients, rank.executor.transport),
+        *(rank.executor.gradients, rank.executor.transport, rank.executor.masters),
     )
     if moved is not None:
         rank.executor.take_update(moved)
@@ -195,7 +195,8 @@ def _held(
     """What a rank has between steps, its own batch and those it computes on."""
     yield from rank.executor.parameters.values()
     if rank.executor.masters is not None:
-        yield from rank.executor.masters.casts()
+        yield from rank.executor.masters.given_out(is_cast=True).values()
+        yield from () if rank.executor.shards is None else rank.executor.shards.flats
     yield from rank.module.buffers()
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

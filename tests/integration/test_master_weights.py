@@ -7,9 +7,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from lightning_mist.errors import PlanError
 from lightning_mist.model import derive_splits
-from lightning_mist.plan import OffloadRatios
 from tests import zoo
 from tests.integration.masters import sgd, train_alone
 from tests.integration.parity import cast, make_optimizer, make_plan, map_of, precision_of, train
@@ -134,9 +132,3 @@ def test_tensor_parallelism(settings):
     torch.manual_seed(1)
     ranks, expected = outcome("gpt2_even", make_plan([4], tensor=2, **settings), torch.float32, sgd, tensor=2)
     assert_same(ranks, expected, 1e-5)
-
-
-def test_state_that_is_updated_stays_on_the_device():
-    plan = make_plan([4], offload=OffloadRatios(optimizer=0.5))
-    with pytest.raises(PlanError, match=r"offload\.optimizer = 0\.5 with master_weights.*use offload\.optimizer = 0"):
-        outcome("vit", plan, torch.bfloat16, sgd)

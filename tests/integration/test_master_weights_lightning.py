@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from benchmarks.parity.plans import Group, Layout
 from lightning_mist import MistStrategy
 from lightning_mist.model import find_blocks
+from lightning_mist.plan import OffloadRatios
 from tests import zoo
 from tests.fits import make_trainer
 from tests.integration.masters import train_alone
@@ -21,7 +22,17 @@ from tests.workers import launched
 
 STEPS, DECAY = 10, 0.75
 
-LAYOUTS = {**LAYOUTS, "ddp": Layout(groups=(Group(dp=2),)), "zero1": Layout(groups=(Group(dp=2, zero=1),))}
+SOME = OffloadRatios(parameters=0.5, gradients=0.3, optimizer=0.8)
+ALL = OffloadRatios(parameters=1.0, gradients=1.0, optimizer=1.0)
+
+LAYOUTS = {
+    **LAYOUTS,
+    "ddp": Layout(groups=(Group(dp=2),)),
+    "zero1": Layout(groups=(Group(dp=2, zero=1),)),
+    "moved0": Layout(groups=(Group(dp=2, offload=OffloadRatios(optimizer=0.5)),)),
+    "moved1": Layout(groups=(Group(dp=2, zero=1, offload=SOME),)),
+    "moved3": Layout(groups=(Group(dp=2, zero=3, offload=ALL),)),
+}
 
 
 class Average(pl.Callback):
@@ -140,8 +151,9 @@ def every(pairs, folder):
     return {pair: compared(pair, int(os.environ["WORLD_SIZE"]), folder) for pair in pairs}
 
 
-PAIRS = ["ddp", "zero1", "zero2", "zero3", "two", "chunks", "split", "ddp>zero1", "zero2>zero3"]
-FIRST = ("ddp", "split", "ddp>zero1", "zero2>zero3")
+MOVING = ["moved0", "moved1", "ddp>moved3", "moved3>zero1", "moved1>moved0"]
+PAIRS = ["ddp", "zero1", "zero2", "zero3", "two", "chunks", "split", "ddp>zero1", "zero2>zero3", *MOVING]
+FIRST = ("ddp", "split", "ddp>zero1", "zero2>zero3", "ddp>moved3", "moved1>moved0")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,11 @@ from lightning_mist.model import trace_model, with_master_weights
 from lightning_mist.plan import OffloadRatios
 from tests import zoo
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
-from tests.integration.metered import measure_peaks
+from tests.integration.metered import measure, measure_peaks
 from tests.integration.parity import cast, make_plan, map_of
 from tests.integration.test_memory import MEAN, OVER, PLANS, ROWS, UNDER
+from tests.integration.test_memory_offload import PLANS as MOVING
+from tests.integration.test_memory_offload import RATIOS, REPLAYED
 from tests.tiers import tiered
 
 NAMES = [name for name, options in PLANS.items() if "tensor" not in options]
@@ -54,28 +56,20 @@ def test_predicted_equals_measured(traced):
     assert max(replayed) <= UNDER, found
 
 
-MOVING = {
-    "recomputed, ZeRO 1": {"layers": [4], "degrees": [2], "parts": 2, "checkpointed": 2, "zero": 1},
-    "ZeRO 3, all in flight": {"layers": [4], "degrees": [2], "parts": 2, "zero": 3, "schedule": "gpipe"},
-    "pipeline": {"layers": [2, 2], "degrees": [1, 1], "parts": 4},
-}
-
-
 @pytest.mark.usefixtures("ended_streams")
-@pytest.mark.parametrize("ratio", tiered([0.3, 1.0], [0.3]))
-def test_sums_of_gradients_are_whole_where_activations_are_moved(traced, ratio):
+@pytest.mark.parametrize("ratios", tiered(RATIOS, RATIOS[1::4]), ids=str)
+def test_what_moves_is_counted_with_masters(traced, ratios):
     module, make_batch, spec = traced
     found = {}
     for name, options in MOVING.items():
-        plan = make_plan(rows=ROWS, offload=OffloadRatios(activations=ratio), **options)
+        plan = make_plan(rows=ROWS, offload=OffloadRatios(**ratios), **options)
         batches = [cast(make_batch(ROWS), torch.bfloat16) for _ in range(plan.world_size)]
-        peaks = measure_peaks(module, spec.module_map, plan, batches, master_weights=True)
-        needs, replays = stage_memory(spec, plan), replay_plan(spec, plan)
-        found[name] = [
-            ((need.peak_bytes - peak) / peak, (replay.peak_bytes - peak) / peak)
-            for need, replay, peak in zip(needs, replays, peaks, strict=True)
-        ]
-    every = [pair for of_plan in found.values() for pair in of_plan]
-    assert min(need for need, _ in every) >= -UNDER, found
-    assert max(need for need, _ in every) <= OVER, found
-    assert all(-MEAN <= replay <= UNDER for _, replay in every), found
+        uses = measure(module, spec.module_map, plan, batches, master_weights=True)
+        needs, replays = stage_memory(spec, plan), replay_plan(spec, plan, plain=False)
+        for stage, (need, replay, use) in enumerate(zip(needs, replays, uses, strict=True)):
+            found[name, stage] = (need.peak_bytes / use.device - 1, replay.peak_bytes / use.device - 1)
+            assert abs(need.host_bytes / use.host - 1) <= (0.06 if "activations" in ratios else 0.01), (name, use.host)
+    assert min(need for need, _ in found.values()) >= -UNDER, found
+    # Of so small a network what is left on the fullest rank, and what is moved of another, differ by whole matrices.
+    assert max(need for need, _ in found.values()) <= (0.12 if 0.3 in ratios.values() else 2 * OVER), found
+    assert all(-UNDER <= replay <= REPLAYED for _, replay in found.values()), found

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.parity.cell import compare_curves, compare_gradients, on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import OFFLOADING, Group, Layout, make_plan
+from benchmarks.parity.table import rounds_as_one_process
 from lightning_mist.devices import HostOps
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
@@ -112,6 +113,22 @@ def test_curves(name, label):
     assert outcome.gradient < 1e-12
 
 
+def with_masters(in_16_bits):
+    types = (torch.bfloat16, torch.float32) if in_16_bits else (torch.float32, torch.float64)
+    return subject("nano_even", types[0], masters=types[1])
+
+
+@pytest.mark.parametrize("label", tiered({**PLANS, **OFFLOADING}, [*FIRST, *list(OFFLOADING)[::5]]))
+def test_curves_with_masters(label):
+    """Where ranks round the sums that one process rounds, to the bit in 16 bits; else to rounding in 32."""
+    layout = {**PLANS, **OFFLOADING}[label]
+    is_same = rounds_as_one_process(layout)
+    model = with_masters(is_same)
+    outcome = compare_curves(model, make_plan(layout, len(model.module_map.blocks)))
+    assert outcome.differing == ""
+    assert not is_same or outcome.loss == outcome.gradient == 0.0
+
+
 @pytest.mark.parametrize("label", tiered(OFFLOADING, [name for name in OFFLOADING if "ZeRO" in name][:6:2]))
 def test_gradients_of_several_batches(label):
     model = subject("nano_even", torch.float64)
@@ -138,8 +155,8 @@ DELAYED = {
 
 
 @cache
-def undelayed(label):
-    return trained(DELAYED[label], HostOps())
+def undelayed(label, has_masters):
+    return trained(DELAYED[label], HostOps(), has_masters)
 
 
 def clipped_steps(model, layout, steps, device="cpu"):
@@ -162,17 +179,19 @@ def clipped_steps(model, layout, steps, device="cpu"):
     return on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work)
 
 
-def trained(layout, ops):
+def trained(layout, ops, has_masters=False):
+    model = with_masters(in_16_bits=True) if has_masters else subject("nano_even", torch.float64)
     with mock.patch("lightning_mist.runtime.executor.ops_of", return_value=ops), weak_copies():
-        return [rank[:2] for rank in clipped_steps(subject("nano_even", torch.float64), layout, 3)]
+        return [rank[:2] for rank in clipped_steps(model, layout, 3)]
 
 
 @pytest.mark.parametrize("label", tiered(DELAYED, ["some of all", "pipeline"]))
 @pytest.mark.parametrize("first_seed", range(0, 40, 5))
 def test_delays_change_no_bit(label, first_seed):
     for seed in range(first_seed, first_seed + 5):
+        has_masters = seed % 2 == 1
         for (losses, values), (wanted, expected) in zip(
-            trained(DELAYED[label], HostOps(seed=seed)), undelayed(label), strict=True
+            trained(DELAYED[label], HostOps(seed=seed), has_masters), undelayed(label, has_masters), strict=True
         ):
             assert all(map(torch.equal, losses, wanted))
             assert values.keys() == expected.keys()
@@ -180,9 +199,10 @@ def test_delays_change_no_bit(label, first_seed):
 
 
 @pytest.mark.parametrize("label", tiered(PLANS, ["gradients, ZeRO 1", "parameters, pipeline", "activations, ZeRO 2"]))
-def test_nothing_but_events_orders_the_copies(label):
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_nothing_but_events_orders_the_copies(label, has_masters):
     races = HappensBefore()
-    trained(PLANS[label], HostOps(seed=1, observer=races))
+    trained(PLANS[label], HostOps(seed=1, observer=races), has_masters)
     assert races.races == []
 
 

@@ -246,6 +246,9 @@ def resident_needs(
     gathered = {"working_bytes": dict(whole.update).get("parameter gathering", {}).get("working_bytes", 0.0)}
     factor = model.spec.optimizer.gradient_bytes_per_parameter_byte
     buffers_K = factor * (BUFFERS * gradients.largest_K + gradients.single_K)
+    if factor > 1 and slot.shard_degree > 1:
+        # Sums that ranks reduce travel in the type that is computed in: a unit's, while the next runs its backward.
+        buffers_K = buffers_K + np.where(plain.zero_stage_K < ZeroStage.GRADIENTS, gradients.largest_K, 0.0)
     reduced = {"working_bytes": dict(found.update).get("gradient reduction", {}).get("working_bytes", 0.0) + stays_K}
     changed = {"parameter gathering": gathered, "gradient reduction": reduced}
     return replace(

@@ -36,6 +36,7 @@ class Gradients:
         self._leaving: list[Flat] = []
         self._left = view.moved["gradients"]
         self._given: dict[tuple[int, int | None], list[int]] = {}
+        self._sent: dict[UnitKey, list[int]] = {}
         self._alone = -1
         owners = view.spec.module_map.owners(view.plan.bounds)
         self.names = {
@@ -249,7 +250,8 @@ class Gradients:
         rooms = [0]
         for flats in view.unit_gradients.values() if self._left else ():
             kept = [flat for flat in flats if flat.leaves and (flat.owner == mine or not view.reduces_units)]
-            rooms.append(sum(padded(flat.with_counts if view.shares else flat.bytes) for flat in kept))
+            sizes = (flat.with_counts if view.shares else flat.bytes for flat in kept)
+            rooms.append(sum(padded(round(self._factor * size)) for size in sizes))
         return max(rooms)
 
     # Units -----------------------------------------------------------------------------------------------------------
@@ -259,8 +261,7 @@ class Gradients:
         assert line.unit is not None
         key, mine = (line.stage, line.unit), self._shard_index
         if line.kind in (ActionKind.STORE_GRADIENTS, ActionKind.REDUCE_GRADIENTS) and not self._view.reduces_units:
-            for name in (name for flat in self._view.unit_gradients[key] if flat.leaves for name in flat.names):
-                self.drop(name)
+            self._add_in_buffer(key, is_sent=line.kind is ActionKind.REDUCE_GRADIENTS and self._factor > 1)
         elif line.kind is ActionKind.STORE_GRADIENTS:
             if any(unit == key and flat.leaves and flat.owner == mine for unit, flat, _ in self._under_way):
                 self._settle()
@@ -283,6 +284,17 @@ class Gradients:
             self.arrived(key)
             self.rest()
             self._leaving = self._updated(key)
+
+    def _add_in_buffer(self, key: UnitKey, *, is_sent: bool) -> None:
+        """Gradients of a unit are added to sums in a buffer, which travel, or have arrived, in another type."""
+        flats = [flat for flat in self._view.unit_gradients[key] if flat.leaves]
+        for name in (name for flat in flats for name in flat.names):
+            self.drop(name)
+        for identity in self._sent.pop(key, ()):
+            self._tape.free(identity)
+        if is_sent:
+            label = Label("gradient_bytes", "gradients of a unit on their way")
+            self._sent[key] = [self._tape.malloc(flat.with_counts, label) for flat in flats]
 
     def _updated(self, key: UnitKey) -> list[Flat]:
         """What of this rank's own in host memory is updated with a unit."""

@@ -18,7 +18,14 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, let_go
-from lightning_mist.runtime.parameters import AbsentGradient, Bucket, UnitKey, check_dense, owned_buckets
+from lightning_mist.runtime.parameters import (
+    AbsentGradient,
+    Bucket,
+    UnitKey,
+    check_dense,
+    gradient_dtype,
+    owned_buckets,
+)
 from lightning_mist.schedule.stage_program import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import ShardUnit
 
@@ -31,10 +38,11 @@ class GradientSum:
             how many ranks had one.
         present: Which of them this rank had.
         earlier, earlier_present: The same of earlier batches, to which this one's will be added.
-        work: Their way to other ranks.
+        sent: What travels to other ranks: they in the type that is computed in.
+        work: Their way there.
     """
 
-    __slots__ = ("bucket", "earlier", "earlier_present", "flat", "form", "home", "is_mine", "present", "work")
+    __slots__ = ("bucket", "earlier", "earlier_present", "flat", "form", "home", "is_mine", "present", "sent", "work")
 
     def __init__(self, bucket: Bucket, *, is_mine: bool) -> None:
         self.bucket, self.is_mine = bucket, is_mine
@@ -42,6 +50,7 @@ class GradientSum:
         self.home: Tensor | None = None
         self.earlier: Tensor | None = None
         self.flat: Tensor | None = None
+        self.sent: Tensor | None = None
         self.present: list[bool] = []
         self.earlier_present: list[bool] = []
         self.work: Work | None = None
@@ -49,8 +58,8 @@ class GradientSum:
     def lay_out(self, *, is_reduced: bool) -> None:
         """Take the shapes and strides that the parameters have now."""
         self.bucket = self.bucket.with_layouts()
-        size, dtype = self.bucket.numel + is_reduced * len(self.bucket.names), self.bucket.parameters[0].dtype
-        self.form = torch.empty(size, dtype=dtype, device="meta")
+        size = self.bucket.numel + is_reduced * len(self.bucket.names)
+        self.form = torch.empty(size, dtype=gradient_dtype(self.bucket.parameters[0]), device="meta")
 
     def views(self) -> list[Tensor]:
         """A view of each gradient in its buffer."""
@@ -181,10 +190,11 @@ class OffloadedGradients:
             item.flat[: item.bucket.numel].mul_(1.0 / self._mesh.plan.num_loaders)
             for flag, is_present in zip(item.flat[item.bucket.numel :], item.present, strict=True):
                 flag.fill_(float(is_present))
+            item.sent = item.flat.to(item.bucket.parameters[0].dtype)
             if item.bucket.owner is None:
-                item.work = self._transport.all_reduce(item.flat, self._group)
+                item.work = self._transport.all_reduce(item.sent, self._group)
             else:
-                item.work = self._transport.reduce(item.flat, self._mesh.shard_peers[item.bucket.owner], self._group)
+                item.work = self._transport.reduce(item.sent, self._mesh.shard_peers[item.bucket.owner], self._group)
 
     def store(self, key: UnitKey) -> None:
         """Start to write a unit's sums back; they are complete after the last backward of its stage."""
@@ -201,12 +211,14 @@ class OffloadedGradients:
             elif is_last and not self._shares and self._mesh.plan.num_loaders > 1:
                 assert item.flat is not None
                 item.flat.mul_(1.0 / self._mesh.plan.num_loaders)
-            item.work = None
             if is_last and item.is_mine:
+                assert item.flat is not None
                 if len(self._replicates) > 1 and self._mesh.is_sharded:
-                    assert item.flat is not None
-                    self._transport.all_reduce(item.flat, self._replicates).wait()
+                    self._transport.all_reduce(item.flat if item.sent is None else item.sent, self._replicates).wait()
+                if item.sent is not None and item.sent is not item.flat:
+                    item.flat.copy_(item.sent)
                 self._look(item, item.views())
+            item.work, item.sent = None, None
         for item in leaving:
             if item.home is None:
                 (item.home,) = self._pool.take([item.form])
@@ -232,7 +244,7 @@ class OffloadedGradients:
         """Leave everything where a batch ended in an error."""
         self._arriving.clear()
         for _, item in self._place_of.values():
-            item.flat, item.work = None, None
+            item.flat, item.sent, item.work = None, None, None
 
     def end(self) -> None:
         """Leave gradients where they are made from now on."""

@@ -1,8 +1,9 @@
 """Optimizer state in host memory: fetched unit by unit for the update, and written back behind it.
 
 Between steps ``optimizer.state`` holds the tensors in host memory. For its unit's update a parameter's state lies in a
-buffer on the device. State that the optimizer makes, in its first step or when it replaces a tensor, leaves from where
-it was made. Which actions come when the schedule says; see :mod:`lightning_mist.schedule.stage_program`.
+buffer on the device, and its master with it, if it has one. State that the optimizer makes, in its first step or when
+it replaces a tensor, leaves from where it was made. Which actions come when the schedule says; see
+:mod:`lightning_mist.schedule.stage_program`.
 
 A deferred step is pending until the next batch's first forward has come through all units. Until a unit is updated its
 parameters have the values of the step before: whoever uses one has the whole step taken first.
@@ -33,6 +34,7 @@ from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostP
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.parameters import (
     AbsentGradient,
+    MasterWeights,
     UnitGather,
     UnitKey,
     UnitShards,
@@ -47,7 +49,9 @@ from lightning_mist.schedule.stage_program import NUM_BUFFERS
 from lightning_mist.schedule.stage_units import defers_update, offloaded_parameters, stage_update, updated_units
 
 _Place = tuple[nn.Parameter, Path]
-"""A parameter and what leads to one of its state's tensors."""
+"""A parameter and what leads to one of its state's tensors, or to its master."""
+
+_MASTER: Path = (object(),)
 
 
 class OffloadedState:
@@ -57,6 +61,7 @@ class OffloadedState:
         units: What it updates of each unit.
         rows: The step, unit by unit (:func:`lightning_mist.schedule.stage_program.update_rows`).
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
+        masters: What is updated in place of parameters, if there are any.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
     Attributes:
@@ -77,9 +82,10 @@ class OffloadedState:
         shards: UnitShards | None = None,
         gradients: OffloadedGradients | None = None,
         gather: UnitGather | None = None,
+        masters: MasterWeights | None = None,
         stale: Mapping[UnitKey, Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
-        self._gather, self._stale, self._todo = gather, stale, set[Action]()
+        self._gather, self._masters, self._stale, self._todo = gather, masters, stale, set[Action]()
         self._process = os.getpid()
         self._optimizer, self._units, self.rows = optimizer, units, tuple(rows)
         self.actions = tuple(chain.from_iterable(rows))
@@ -95,6 +101,7 @@ class OffloadedState:
         self._left: dict[int, Any] = {}
         self._arriving: dict[UnitKey, tuple[Any, dict[_Place, Tensor]]] = {}
         self._leaving: list[tuple[Any, list[Tensor]]] = []
+        self._updated: dict[UnitKey, dict[_Place, Tensor]] = {}  # masters that have just been updated
         self._steps = UnitSteps(optimizer, self.update)
         self._do: dict[ActionKind, Callable[[UnitKey], None]] = {
             ActionKind.LOAD_OPTIMIZER_STATE: self._load,
@@ -133,6 +140,8 @@ class OffloadedState:
             return
         self._steps.freeze()
         for key, parameters in self._stale.items():
+            if self._masters is not None:
+                make_present(parameters.values())  # those without a master here too: they are computed with in time
             where = f"those of the step before until {_words(key)} runs"
             make_absent(parameters, lambda _, where=where: where, keeps_gradient=True, arrive=self._arrive)  # type: ignore[misc]
 
@@ -146,6 +155,8 @@ class OffloadedState:
             if self._gather is not None:
                 self._gather.finish()
         self.rest()
+        if self._masters is not None:
+            self._masters.updated()
         # From here on anybody may look at state, and write into it.
         self.settle()
 
@@ -241,15 +252,20 @@ class OffloadedState:
             self._shards.fetched(key)
         self._set(views)
         parameters = self._units.get(key, ())
-        self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
-        if self._gradients is None:
-            self._steps.of(parameters)
-            return
-        self._steps.of(parameters, self._gradients.take(key))
-        self._gradients.done(key)
+        fetched = {p: value for (p, path), value in views.items() if path is _MASTER}
+        with ExitStack() as stack:
+            if self._masters is not None:
+                stack.enter_context(self._masters.updating(parameters, fetched))
+            self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
+            if self._gradients is None:
+                self._steps.of(parameters)
+            else:
+                self._steps.of(parameters, self._gradients.take(key))
+                self._gradients.done(key)
+            self._updated[key] = {(p, _MASTER): p.data for p in fetched}
 
     def _store(self, key: UnitKey) -> None:
-        fresh = self._fresh(self._units.get(key, ()))
+        fresh = {**self._updated.pop(key, {}), **self._fresh(self._units.get(key, ()))}
         if not fresh:
             return
         homes = self._homes(fresh)
@@ -288,8 +304,12 @@ class OffloadedState:
                 (shared if storage in once else once).add(storage)
         return shared
 
-    def _at_home(self, parameters: Iterable[nn.Parameter]) -> dict[_Place, Tensor]:
-        return {place: value for place, value in self._entries(parameters) if is_host(value.untyped_storage())}
+    def _at_home(self, parameters: Sequence[nn.Parameter]) -> dict[_Place, Tensor]:
+        masters = {} if self._masters is None else self._masters.homes(parameters)
+        return {
+            **{(parameter, _MASTER): value for parameter, value in masters.items()},
+            **{place: value for place, value in self._entries(parameters) if is_host(value.untyped_storage())},
+        }
 
     def _fresh(self, parameters: Iterable[nn.Parameter]) -> dict[_Place, Tensor]:
         """Tensors of state that are on the device, in a buffer or where the optimizer has made them, to be moved."""
@@ -305,6 +325,9 @@ class OffloadedState:
 
     def _homes(self, fresh: Mapping[_Place, Tensor]) -> list[Tensor]:
         """Where tensors are in host memory; they keep the place that they had."""
+        if self._masters is not None:
+            masters = self._masters.homes(parameter for parameter, path in fresh if path is _MASTER)
+            self._home.update({(parameter, _MASTER): value for parameter, value in masters.items()})
         new = [place for place, value in fresh.items() if not _is_like(self._home.get(place), value)]
         self._home.update(zip(new, self._pool.take([fresh[place] for place in new]), strict=True))
         return [self._home[place] for place in fresh]
@@ -312,7 +335,8 @@ class OffloadedState:
     def _set(self, values: Mapping[_Place, Tensor]) -> None:
         new: dict[nn.Parameter, dict[Path, Tensor]] = defaultdict(dict)
         for (parameter, path), value in values.items():
-            new[parameter][path] = value
+            if path is not _MASTER:
+                new[parameter][path] = value
         for parameter, found in new.items():
             self._optimizer.state[parameter] = with_leaves(self._optimizer.state[parameter], found)
 
@@ -341,6 +365,7 @@ def offload_optimizer_state(
     shards: UnitShards | None,
     gradients: OffloadedGradients | None,
     transport: Transport,
+    masters: MasterWeights | None,
 ) -> OffloadedState | None:
     """Let an optimizer step unit by unit where the plan moves what it needs; None if that is nothing."""
     plan, ratios = mesh.plan, mesh.plan.stages[mesh.stage].offload
@@ -350,7 +375,7 @@ def offload_optimizer_state(
     units = updated_units(plan, module_map, mesh.stage)
     rows, defers = stage_update(plan, module_map, mesh.stage), defers_update(plan, module_map, mesh.stage)
     is_given_out = any(action.kind is ActionKind.GATHER_PARAMETERS for row in rows for action in row)
-    gather = UnitGather(mesh, parameters, units, transport) if is_given_out else None
+    gather = UnitGather(mesh, parameters, units, transport, masters) if is_given_out else None
     # What another optimizer updates, or nobody, is left alone.
     updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     owned = {item.name for item in mesh.owned if parameters[item.name] in updated}
@@ -364,6 +389,7 @@ def offload_optimizer_state(
         shards=shards if ratios.parameters else None,
         gradients=gradients,
         gather=gather,
+        masters=masters,
         stale={key: {name: parameters[name] for name in of_unit} for key, of_unit in units.items()} if defers else None,
     )
 

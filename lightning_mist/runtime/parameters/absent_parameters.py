@@ -148,6 +148,11 @@ def make_absent(
             parameter.__dict__["_mist_arrive"] = arrive
 
 
+def is_awaited(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's values come back when somebody uses it."""
+    return _arrive_of(parameter) is not None
+
+
 def held_at(plan: Plan, module_map: ModuleMap, name: str) -> str:
     """Where a parameter of another stage is, for people."""
     stage = module_map.owners(plan.bounds)[name][0]

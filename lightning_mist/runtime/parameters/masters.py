@@ -5,16 +5,18 @@ gradients included. Inside of a batch the same parameter is its cast to the type
 gradients in the masters' type (torch's ``Tensor.grad_dtype``); they travel between data-parallel ranks in the other.
 
 A rank keeps the masters of what it updates. From ZeRO-1 on the masters of others are absent outside of batches; up to
-ZeRO-2 every rank keeps all casts, under ZeRO-3 those of its own masters, given out where units are gathered. Parameters
-that are not trained have the computing type all the time.
+ZeRO-2 every rank keeps all casts, under ZeRO-3 those of its own masters, given out where units are gathered. Masters
+move with their optimizer's state: those that are in host memory are absent outside of batches too, and come to the
+device for their update. Parameters that are not trained have the computing type all the time.
 
 The same arithmetic is that of FSDP2's ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` and of DeepSpeed's and
 Megatron's bf16 optimizers with accumulation in fp32.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from lightning_mist.errors import PlanError
 from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
-from lightning_mist.runtime.parameters.absent_parameters import make_absent, make_present
+from lightning_mist.runtime.host_memory import HostPool, let_go
+from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
 from lightning_mist.runtime.parameters.unit_shards import UnitShards
 
 
@@ -32,53 +35,74 @@ class MasterWeights:
     Args:
         every: All parameters of the module by canonical name, in the type that is computed in.
         values: The masters of those that are trained, whole; from now on the parameters are these.
-        shards: Gives out units under ZeRO-3, if the rank has any.
+        shards: Has the casts of parameters whose values are not here all the time, if the rank has any.
+        offloaded: Canonical names of those whose masters are in the host memory of their owner, by unit.
+        pool: That memory.
 
     Attributes:
-        away: Trained parameters of this rank's stages whose masters are with others, by canonical name.
+        away: Trained parameters of this rank's stages whose masters are not on this device, by canonical name.
+        home: Masters of this rank's in host memory, by canonical name.
 
     Raises:
         PlanError: If this torch keeps no gradients of another type than the parameter's.
     """
 
     def __init__(
-        self, mesh: Mesh, every: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], shards: UnitShards | None
+        self,
+        mesh: Mesh,
+        every: Mapping[str, nn.Parameter],
+        values: Mapping[str, Tensor],
+        shards: UnitShards | None,
+        *,
+        offloaded: Sequence[Sequence[str]] = (),
+        pool: HostPool | None = None,
     ) -> None:
-        self._every, self._mesh, self._shards = every, mesh, shards
+        self._every, self._shards, self._pool = every, shards, pool
         self.types = {name: every[name].dtype for name in values}
         held = [item for item in mesh.held if item.name in values]
-        self._held = [item.name for item in held]
-        shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.OPTIMIZER
-        owner = {item.name: item.owner(mesh.stage) if shares else mesh.shard_index for item in held}
-        self.away = {name: every[name] for name in self._held if owner[name] != mesh.shard_index}
-        self._where = {name: f"on rank {mesh.shard_peers[owner[name]]} (zero_stage 1 or more)" for name in self.away}
-        self._gives_units = shares and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.PARAMETERS
+        self._held = {every[item.name]: item.name for item in held}
+        self._shares = mesh.is_sharded and mesh.plan.stages[mesh.stage].zero_stage >= ZeroStage.OPTIMIZER
+        owner = {item.name: item.owner(mesh.stage) if self._shares else mesh.shard_index for item in held}
+        others = [name for name in owner if owner[name] != mesh.shard_index]
+        self._where = {name: f"on rank {mesh.shard_peers[owner[name]]} (zero_stage 1 or more)" for name in others}
+        self._moved = [[name for name in names if name in owner and name not in self._where] for names in offloaded]
+        self.away = {name: every[name] for name in (*self._where, *chain.from_iterable(self._moved))}
         self._casts: dict[str, Tensor] = {}
         self._masters: dict[str, Tensor] = {}
         self._nothing: dict[str, Tensor] = {}
-        self.is_engaged = self.refuses_use = False
+        self.home: dict[str, Tensor] = {}
+        self.is_engaged = self.refuses_use = self._is_computing = False
         check_gradient_types()
         for name, value in values.items():
             every[name].grad_dtype = value.dtype
             every[name].data = value
 
     def engage(self) -> None:
-        """Keep what this rank has to keep of parameters that are whole; :meth:`rest` lets the others' masters go."""
+        """Keep what this rank has to keep of parameters that are whole; :meth:`rest` lets go of other masters."""
         self.is_engaged = True
-        for name in self._held:
-            value = self._every[name].detach()
+        in_shards = () if self._shards is None else self._shards.cast_names
+        for parameter, name in self._held.items():
+            value = parameter.detach()
             if name in self.away:
                 one = torch.full((), math.nan, dtype=value.dtype, device=value.device)
                 self._nothing[name] = one.expand(value.shape)
             else:
-                self._masters[name] = self._every[name].data
-            if not self._gives_units:
+                self._masters[name] = parameter.data
+            if name not in in_shards:
                 self._casts[name] = value.to(self.types[name])
-        if self._gives_units and self._shards is not None:
+        for names in filter(None, self._moved):
+            values = [self._every[name].detach() for name in names]
+            if names[0] not in self.home:
+                assert self._pool is not None
+                self.home.update(zip(names, self._pool.take(values), strict=True))
+            homes = [self.home[name] for name in names]
+            torch._foreach_copy_(homes, values)
+            let_go(*homes)
+        if self._shards is not None:
             self._shards.masters = self._masters
 
     def disengage(self) -> None:
-        """Let go of everything: the parameters are whole masters."""
+        """Let go of everything on the device: the parameters are whole masters."""
         self.is_engaged = False
         self._casts.clear()
         self._masters.clear()
@@ -86,36 +110,75 @@ class MasterWeights:
 
     def compute(self) -> None:
         """A batch begins: parameters are what is computed with."""
+        self._is_computing = True
         for name in self._masters:
             self._masters[name] = self._every[name].data  # perhaps other storage than they had
-        if self._gives_units:
-            assert self._shards is not None
+        make_present(parameter for parameter in self._held if not is_awaited(parameter))
+        if self._shards is not None:
             self._shards.compute()
-            return
-        make_present(self._every[name] for name in self._held)
-        if not self.away:
+        if not self._shares:
             # Nothing is given out then: whoever changed a master since the last batch has it counted here.
             self._cast()
-        for name in self._held:
-            self._every[name].data = self._casts[name]
+        for name, cast in self._casts.items():
+            self._every[name].data = cast
 
     def rest(self) -> None:
-        """A batch has ended: parameters are their masters, gradients of their type included."""
-        for name in self._held:
-            self._every[name].data = self._nothing[name] if name in self.away else self._masters[name]
-        make_present(self._every[name] for name in self._masters)
+        """A batch has ended, or an update: parameters are their masters, gradients of their type included."""
+        self._is_computing = False
+        for parameter, name in self._held.items():
+            parameter.data = self._nothing[name] if name in self.away else self._masters[name]
+        make_present(self._every[name] for name in self._masters if not is_awaited(self._every[name]))
         if self.refuses_use:
-            make_absent(self.away, lambda name: self._where[name])
+            make_absent({name: self._every[name] for name in self._where}, self._where.__getitem__)
+            moved = {name: self._every[name] for name in self.away if name not in self._where}
+            make_absent(moved, lambda _: "in host memory (offload.optimizer)", keeps_gradient=True)
 
-    def given_out(self) -> dict[str, Tensor]:
-        """The casts by canonical name, of this rank's own masters after the optimizer's step (ZeRO-1, ZeRO-2)."""
-        self._cast()
+    def homes(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Masters in host memory of some parameters."""
+        names = {parameter: self._held.get(parameter) for parameter in parameters}
+        return {parameter: self.home[name] for parameter, name in names.items() if name in self.home}
+
+    @contextmanager
+    def updating(self, parameters: Collection[nn.Parameter], fetched: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+        """Inside, some of this rank's parameters are their masters; behind it their casts are what these became.
+
+        Args:
+            fetched: Masters that are otherwise in host memory.
+        """
+        found = {p: p.data for p in parameters if p in self._held}
+        make_present(found)
+        for parameter in found:
+            parameter.data = fetched[parameter] if parameter in fetched else self._masters[self._held[parameter]]
+        try:
+            yield
+            casts, values = [self.cast_of(self._held[p]) for p in found], [p.data for p in found]
+            if casts:
+                torch._foreach_copy_(casts, values)
+        finally:
+            for parameter, value in found.items():
+                parameter.data = value
+
+    def updated(self) -> None:
+        """All of a step is done: outside of a batch parameters are as they were."""
+        if not self._is_computing:
+            self.rest()
+
+    def cast_of(self, name: str) -> Tensor:
+        """What is computed with, where this rank has it."""
+        if name in self._casts:
+            return self._casts[name]
+        assert self._shards is not None
+        return self._shards.cast_of(name)
+
+    def given_out(self, *, is_cast: bool = False) -> dict[str, Tensor]:
+        """The casts by canonical name, of this rank's own masters after the optimizer's step (ZeRO-1, ZeRO-2).
+
+        Args:
+            is_cast: Whether they are those of the masters already.
+        """
+        if not is_cast:
+            self._cast()
         return self._casts
-
-    def casts(self) -> list[Tensor]:
-        """What this rank keeps of the type that is computed in, beside masters."""
-        flats = self._shards.flats if self._gives_units and self._shards is not None else ()
-        return [*self._casts.values(), *flats]
 
     def _cast(self) -> None:
         names = [name for name in self._masters if name in self._casts]

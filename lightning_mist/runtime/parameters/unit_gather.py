@@ -8,13 +8,18 @@ from torch import Tensor, nn
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.parameters.absent_parameters import make_present
-from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets
+from lightning_mist.runtime.parameters.buckets import Bucket, owned_buckets, views_like
 from lightning_mist.runtime.parameters.buffers import unversioned
+from lightning_mist.runtime.parameters.masters import MasterWeights
 from lightning_mist.runtime.parameters.unit_shards import UnitKey
 
 
 class UnitGather:
-    """Gives out what a stage's ranks have updated."""
+    """Gives out what a stage's ranks have updated.
+
+    Args:
+        masters: Has what is given out of those that have masters.
+    """
 
     def __init__(
         self,
@@ -22,8 +27,9 @@ class UnitGather:
         parameters: Mapping[str, nn.Parameter],
         units: Mapping[UnitKey, Sequence[str]],
         transport: Transport,
+        masters: MasterWeights | None = None,
     ) -> None:
-        self._mesh, self._transport = mesh, transport
+        self._mesh, self._transport, self._masters = mesh, transport, masters
         owners = {item.name: item.owner(mesh.stage) for item in mesh.held}
         self._of = {key: owned_buckets(names, parameters, owners) for key, names in units.items()}
         self._under_way: dict[UnitKey, list[tuple[Bucket, Tensor, Work]]] = {}
@@ -33,9 +39,10 @@ class UnitGather:
         group = tuple(sorted(self._mesh.shard_peers))
         for bucket in self._of[key]:
             assert bucket.owner is not None
-            flat = bucket.empty()
+            values = self._values(bucket)
+            flat = bucket.empty(dtype=values[0].dtype)
             if bucket.owner == self._mesh.shard_index:
-                torch._foreach_copy_(bucket.views(flat), [p.detach() for p in bucket.parameters])
+                torch._foreach_copy_(views_like(flat, values), values)
             work = self._transport.broadcast(flat, self._mesh.shard_peers[bucket.owner], group)
             self._under_way.setdefault(key, []).append((bucket, flat, work))
 
@@ -50,5 +57,11 @@ class UnitGather:
             work.wait()
             make_present(bucket.parameters)
             if bucket.owner != self._mesh.shard_index:
+                values = self._values(bucket)
                 with unversioned(bucket.parameters):
-                    torch._foreach_copy_([p.detach() for p in bucket.parameters], bucket.views(flat))
+                    torch._foreach_copy_(values, views_like(flat, values))
+
+    def _values(self, bucket: Bucket) -> list[Tensor]:
+        if self._masters is None:
+            return [parameter.detach() for parameter in bucket.parameters]
+        return [self._masters.cast_of(name) for name in bucket.names]

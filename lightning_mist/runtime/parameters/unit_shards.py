@@ -29,7 +29,7 @@ from lightning_mist.plan import ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport, Work
 from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
-from lightning_mist.runtime.parameters.absent_parameters import make_absent, make_present
+from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
 from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
 from lightning_mist.schedule.stage_units import ShardUnit
 
@@ -90,8 +90,11 @@ class _Shard:
         self._nothing = [one.expand(layout.shape) for layout in self.bucket.layouts]
 
     def cast(self, masters: Mapping[str, Tensor]) -> None:
-        """Fill the storage from masters."""
-        torch._foreach_copy_(self._views, [masters[name] for name in self.bucket.names])
+        """Fill the storage from masters, of which some may be elsewhere."""
+        here = [index for index, name in enumerate(self.bucket.names) if name in masters]
+        if here:
+            values = [masters[self.bucket.names[index]] for index in here]
+            torch._foreach_copy_([self._views[index] for index in here], values)
 
     def allocate(self) -> None:
         """Give the storage its memory."""
@@ -111,6 +114,10 @@ class _Shard:
         let_go(self.home)
         self.free()
 
+    def view(self, index: int) -> Tensor:
+        """The storage's view of one of the parameters."""
+        return self._views[index]
+
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """Views of the parameters' shapes into a flat tensor like the storage's."""
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self._views]
@@ -122,7 +129,8 @@ class _Shard:
     def attach(self) -> None:
         """Let the parameters be views of the storage."""
         self.is_attached = True
-        make_present(self.bucket.parameters)
+        # What is still to be updated stays what its user has to wait for.
+        make_present(parameter for parameter in self.bucket.parameters if not is_awaited(parameter))
         for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
             parameter.data = view
 
@@ -198,6 +206,12 @@ class UnitShards:
             self._shards.append(shard)
             for key in keys:
                 self._of[key].append(shard)
+        self._cast_at = {
+            name: (shard, index)
+            for shard in self._shards
+            if shard.has_master
+            for index, name in enumerate(shard.bucket.names)
+        }
         others = [shard.bucket for shard in self._shards if not shard.is_resident]
         self.away = {n: p for bucket in others for n, p in zip(bucket.names, bucket.parameters, strict=True)}
         self.is_engaged = False
@@ -208,6 +222,16 @@ class UnitShards:
         if owner == self._mesh.shard_index and is_offloaded:
             return "in host memory (offload.parameters)"
         return f"on rank {self._mesh.shard_peers[owner]} (zero_stage 3)"
+
+    @property
+    def cast_names(self) -> Collection[str]:
+        """Parameters that have masters and whose casts are here, on whichever rank."""
+        return self._cast_at.keys()
+
+    def cast_of(self, name: str) -> Tensor:
+        """What is computed with of a parameter that has a master, while its storage has memory."""
+        shard, index = self._cast_at[name]
+        return shard.view(index)
 
     @property
     def flats(self) -> list[Tensor]:

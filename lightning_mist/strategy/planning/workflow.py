@@ -189,7 +189,7 @@ def _check(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:
     rows = on_rank_zero(lambda: batch_rows(planner.batch))
     layers, ranks, loaders = len(found.blocks), planner.strategy.world_size, planner.request.loaders
     check_plan(plan, world_size=ranks, batch_rows=rows, num_layers=layers, module_map=found, data_parallel_size=loaders)
-    check_supported(plan, found, master_weights=planner.request.master_weights)
+    check_supported(plan, found)
 
 
 def _estimate(planner: FitPlanner, found: ModuleMap, plan: Plan) -> MemoryEstimate | None:

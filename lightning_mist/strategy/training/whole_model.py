@@ -61,7 +61,7 @@ class OwnedOptimizer:
             self._hooks += [before, optimizer.register_step_post_hook(options.keep)]
         self._offloaded = offload_optimizer_state(
             *(optimizer, mesh, module_map, parameters, executor.streams, executor.state_pool, executor.shards),
-            *(executor.gradients, executor.transport),
+            *(executor.gradients, executor.transport, executor.masters),
         )
         if self._offloaded is not None:
             executor.take_update(self._offloaded)

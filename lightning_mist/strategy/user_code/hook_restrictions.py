@@ -81,6 +81,12 @@ _FEATURES: Mapping[str, tuple[Feature, ...]] = MappingProxyType(
 )
 """By what of the whole module is used, what is ruled out."""
 
+_OF_MASTERS: Mapping[Feature, Feature] = {
+    "sharded_parameters": "sharded_gradients",
+    "offloaded_parameters": "offloaded_optimizer",
+}
+"""What leaves a rank's device without some masters, by what leaves it without some parameters."""
+
 _BEFORE_BACKWARD = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
 """Hooks that run between forward and backward, which are one under every plan but plain data parallelism."""
 
@@ -89,12 +95,13 @@ def user_exclusions(trainer: Any, optimizers: list[Any], *, master_weights: bool
     """What the hooks of a trainer's module, data module and callbacks rule out, and hooks on parameters.
 
     Args:
-        master_weights: Whether parameters outside of steps are masters, which are with who updates them.
+        master_weights: Whether parameters outside of steps are masters, which are with who updates them and where
+            their optimizer's state is.
     """
     objects = FitObjects(trainer, optimizers)
     found = exclusions_of(chain(_looks(trainer, objects), _parameter_hooks(objects.module)))
-    away = [item for item in found if master_weights and item.feature == "sharded_parameters"]
-    return tuple(dict.fromkeys((*found, *(replace(item, feature="sharded_gradients") for item in away))))
+    away = [item for item in found if master_weights and item.feature in _OF_MASTERS]
+    return tuple(dict.fromkeys((*found, *(replace(item, feature=_OF_MASTERS[item.feature]) for item in away))))
 
 
 def whole_in_validation(trainer: Any, optimizers: list[Any]) -> str | None:

@@ -343,7 +343,7 @@ def test_the_state_of_a_trainer_is_none_of_an_optimizer():
 
 def test_masters_are_with_who_updates_them():
     callback = _callback("on_train_batch_end", AT_PARAMETERS["a shadow"], prepare=_shadow)
-    assert found(callback, master_weights=True)[0] == {*PARAMETERS_AWAY, "sharded_gradients"}
+    assert found(callback, master_weights=True)[0] == {*PARAMETERS_AWAY, "sharded_gradients", "offloaded_optimizer"}
 
 
 def test_hooks_that_are_put_on_parameters_later_count_as_those_that_are_there():
