@@ -244,11 +244,12 @@ def replayed_need(
     """
     settings = settings or AllocatorSettings()
     limit = cluster.device.memory_bytes if limit is None else limit
+    free_of_limits = replace(settings, capacity_bytes=None, garbage_collection_threshold=None)
     if not overheads.has_allocator:
-        return _without_allocator(simulate_allocator(events, settings).peak.requested, SPREADS["allocated"])
+        return _without_allocator(simulate_allocator(events, free_of_limits).peak.requested, SPREADS["allocated"])
     every = (*workspaces(overheads.workspace_bytes), *events)
     capacity = allocator_capacity(cluster, overheads)
-    unlimited = simulate_allocator(every, replace(settings, capacity_bytes=None, garbage_collection_threshold=None))
+    unlimited = simulate_allocator(every, free_of_limits)
     result, least, needed = unlimited, unlimited.peak.reserved, 0
     room = max(1, min(capacity, limit - overheads.outside.expected))
     if unlimited.peak.allocated <= room < least:

@@ -51,6 +51,13 @@ def test_a_module_is_traced():
     assert halved.stages[1].allocated != estimate.stages[1].allocated
 
 
+def test_a_process_that_may_use_too_little_needs_as_much_as_one_that_may_use_more():
+    module, batch = make_net()
+    large, small = (estimate_memory(module, batch, cluster=f"2xcpu:{size}", advise=False) for size in ("1GiB", "4KiB"))
+    assert small.worst.device_total == large.worst.device_total
+    assert (large.verdict, small.verdict) == ("fits", "does not fit")
+
+
 def test_the_optimizer_is_the_module_s_own_unless_one_is_named():
     module, batch = make_own()
     own = estimate_memory(module, batch, cluster="1xcpu:1GiB")
