@@ -1,5 +1,5 @@
 # Every target makes its own environment: .venv, with the versions of constraints.txt. Nothing is installed outside it.
-#   make demo    train the example with strategy="mist" on two CPU processes
+#   make demo    train a model that plain DDP does not fit into memory, on two CPU processes, and compare with DDP
 #   make test    the tests that every change runs, with a quarter of the random instances
 #   make test-all  all tests with all instances
 #   make test-compat  what other libraries bring, in an environment of its own (.venv-compat), some minutes
@@ -36,7 +36,7 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 	touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/byte_gpt/train.py --strategy mist --accelerator cpu --devices 2
+	$(BIN)/python examples/byte_gpt/demo.py
 
 # Two processes that each take whole files: what a file prepares once for all of its tests stays prepared once.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder --durations=25

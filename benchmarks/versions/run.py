@@ -72,7 +72,7 @@ def of_readme(folder: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def of_demo(folder: Path) -> Iterator[tuple[str, str, float]]:
-    """What ``make demo`` runs, for five steps, and with the plan's choice left to Lightning's DDP."""
+    """The example that anybody can start, for five steps, by the strategy and by DDP."""
     script = ROOT / "examples" / "byte_gpt" / "train.py"
     for strategy in ("ddp", "mist"):
         options = f"--strategy {strategy} --accelerator cpu --devices 2 --max-steps 5 --out {folder / strategy}"
