@@ -48,7 +48,13 @@ def sample_of(text: str, report: dict[str, object], seconds: float, processor_se
 def main() -> None:
     """Run it and write everything."""
     with tempfile.TemporaryDirectory() as folder:
-        new = {"XDG_CACHE_HOME": folder, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        new = {
+            "HOME": folder,
+            "XDG_CACHE_HOME": folder,
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), perf_counter()
         ended = subprocess.run(
             [sys.executable, str(ROOT / "examples" / "byte_gpt" / "demo.py")],
@@ -65,7 +71,10 @@ def main() -> None:
         shutil.copy(out / "step.svg", PICTURE)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     page = ROOT / "docs" / "demo.md"
-    page.write_text(SAID.sub(rf"\g<1>{ended.stdout}\g<2>", page.read_text(encoding="utf-8")), encoding="utf-8")
+    page.write_text(
+        SAID.sub(lambda found: f"{found[1]}{ended.stdout}{found[2]}", page.read_text(encoding="utf-8")),
+        encoding="utf-8",
+    )
     print(ended.stdout, write_record(make_record("demo", [sample_of(ended.stdout, report, seconds, spent)])), sep="\n")
 
 

@@ -22,7 +22,7 @@ from lightning_mist import MistStrategy, estimate_memory
 from lightning_mist.cli import main as lightning_mist
 from lightning_mist.units import format_bytes, format_seconds
 
-LIMIT = "92MiB"
+LIMIT = "84MiB"
 PROCESSES, STEPS, WINDOWS, LENGTH = 2, 20, 8, 128
 OUT = Path("runs/demo")
 
