@@ -76,7 +76,7 @@ def write_html(path: str, found: "FoundPlan", *, why: "Explanation", given: Mapp
         comparison=found.compared or (),
         comparison_notes=comparison_notes(found.compared, found.spec) if found.compared else (),
         frontier=frontier,
-        verdict=found.memory,
+        estimate=found.estimate,
         inputs=inputs_of(given, found.plan),
         notes=found.notes,
     )
@@ -140,7 +140,7 @@ def _text(value: Any) -> str:
 
 
 def _is_said(value: Any) -> bool:
-    return value is not None and value is not False and not is_dataclass(value)
+    return value is not None and value is not False and value != "" and not is_dataclass(value)
 
 
 # What is known of a plan that was asked for, and what it needs of memory in words.
@@ -154,7 +154,7 @@ class FoundPlan:
     asked: dict[str, Any]
     result: "TuneResult"
     plan: "Plan"
-    memory: str
+    estimate: "MemoryEstimate"
     restricted: tuple[str, ...]
     compared: "tuple[ComparedPlan, ...] | None"
     precision_note: str = ""
@@ -163,6 +163,11 @@ class FoundPlan:
     def spec(self) -> "ModelSpec":
         """The network."""
         return self.planner.spec
+
+    @property
+    def memory(self) -> str:
+        """What it needs of devices, in sentences."""
+        return memory_words(self.estimate)
 
     @property
     def cautions(self) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from lightning_mist.cli.html_output import (
     check_html,
     check_target,
     comparison_json,
-    memory_words,
     print_comparison,
     write_html,
 )
@@ -186,7 +185,7 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
         asked=asked,
         result=result,
         plan=plan,
-        memory=memory_words(fitting.estimate),
+        estimate=fitting.estimate,
         precision_note=precision.note,
         restricted=(*restricted, *fitting.notes),
         compared=compared if compared is None else (replace(compared[0], plan=plan), *compared[1:]),

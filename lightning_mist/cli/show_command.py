@@ -1,9 +1,10 @@
-"""``lightning-mist show``: a plan file as a table, beside another one, as pictures."""
+"""``lightning-mist show``: a plan file as a table, beside another one, as pictures, as a page."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_mist.cli.html_output import check_html
 from lightning_mist.cli.output import answer, print_json, say, show_plan
 from lightning_mist.plan import Plan, describe_changes, load
 from lightning_mist.plan.plan_tables import ranges
@@ -22,6 +23,7 @@ def show(
     timeline: str | None = None,
     memory: str | None = None,
     memory_limit: str | None = None,
+    html: str | None = None,
     json: bool = False,
 ) -> None:
     """Show a plan file as a table, and as pictures.
@@ -33,14 +35,17 @@ def show(
             .json, to write it as a trace for https://ui.perfetto.dev.
         memory: Where to draw the bytes of every stage over one step, as .png, .pdf or .svg.
         memory_limit: Bytes that tensors of each device may take, such as 20GiB, to draw beside them.
+        html: Where to write a page with the plan, its pictures and its words; it needs nothing else to be read.
         json: Print JSON on stdout and nothing else there.
     """
     first = load(plan)
     other = None if against is None else load(against)
     changes = None if other is None else describe_changes(first, other)
     limit = None if memory_limit is None else float(parse_bytes(memory_limit))
-    if limit is not None and memory is None:
+    if limit is not None and memory is None and html is None:
         raise ValueError(f"memory_limit = {memory_limit!r}: it is drawn beside bytes; give --memory memory.png too")
+    if html is not None:
+        check_html(html)
     _check(None if timeline is None or timeline.endswith(_TRACE) else timeline, memory)
     if json:
         print_json(first, **({} if changes is None else {"changes": changes.splitlines()}))
@@ -53,6 +58,8 @@ def show(
         tell(_draw_timeline(first, timeline))
     if memory is not None:
         tell(_draw_memory(first, memory, limit))
+    if html is not None:
+        tell(_write_page(first, plan, html, limit))
 
 
 def _print_below(text: str) -> None:
@@ -92,6 +99,16 @@ def _draw_memory(plan: Plan, path: str, limit: float | None) -> str:
     draw_memory(picture, path)
     label = picture.timeline.lanes[picture.worst.group].label
     return f"{label} needs most, {format_bytes(picture.worst.peak_bytes)} per device; memory written to {path}"
+
+
+def _write_page(plan: Plan, source: str, path: str, limit: float | None) -> str:
+    from lightning_mist.report.html_report import Report, render_report
+
+    made_for = tuple((name.replace("_", " "), str(value)) for name, value in plan.fingerprint)
+    limits = () if limit is None else (limit,) * plan.num_stages
+    report = Report(title=Path(source).name, plan=plan, memory_limits=limits, inputs=made_for)
+    Path(path).write_text(render_report(report), encoding="utf-8")
+    return f"report written to {path}"
 
 
 def trace_text(plan: Plan, simulation: "Simulation") -> str:

@@ -97,11 +97,11 @@ WORDS = {
     "optimizer_bytes": "optimizer state",
     "batch_bytes": "batch",
     "gradient_bytes": "gradients",
-    "activation_bytes": "activations of microbatches in flight",
+    "activation_bytes": "activations in flight",
     "transfer_bytes": "sent and received",
     "offload_bytes": "buffers of host copies",
-    "there_bytes": "its part that stays between units",
-    "working_bytes": "working set of the microbatch at hand",
+    "there_bytes": "working set that stays between units",
+    "working_bytes": "working set",
 }
 
 MOST_SHAPES = 60
@@ -131,7 +131,7 @@ def memory_figure(picture: MemoryPicture) -> Any:
     windows = windows_of(picture.timeline, moments(shown))
     row = 2.4 if len(shown) == 1 else 1.7 if len(shown) <= 4 else 1.3
     figure = step_figure(row * len(shown), bottom=1.05, hspace=0.12)
-    axes = panels(figure, len(shown), windows)
+    axes = panels(figure, len(shown), windows, picture.timeline.step_seconds)
     highest = max(picture.worst.peak_bytes, *picture.limits, 0.0)
     unit, scale = _unit_of(highest)
     terms = _present(picture)
@@ -154,7 +154,7 @@ def unit_figure(picture: MemoryPicture) -> Any | None:
         return None
     windows = [curve.time_of(index) for index in pair]
     figure = step_figure(2.4, bottom=1.05)
-    (line,) = panels(figure, 1, windows)
+    (line,) = panels(figure, 1, windows, picture.timeline.step_seconds)
     highest = max(pair, key=curve.bytes_of)
     unit, scale = _unit_of(curve.bytes_of(highest))
     _, factor = time_unit(picture.timeline.step_seconds)

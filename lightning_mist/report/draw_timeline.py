@@ -97,7 +97,7 @@ def timeline_figure(timeline: Timeline) -> Any:
     windows, count = windows_of(timeline), len(timeline.lanes)
     lane = min(0.5 + 0.12 * len(_thin(timeline)), max(0.16, 7.0 / count))
     figure = step_figure(lane * count, bottom=0.85)
-    axes = panels(figure, 1, windows)[0]
+    axes = panels(figure, 1, windows, timeline.step_seconds)[0]
     inches = (WIDTH - LEFT - RIGHT) * (0.95 if len(windows) > 1 else 1.0)
     scale = inches / sum(end - start for start, end in windows)
     for axis, window in zip(axes, windows, strict=True):

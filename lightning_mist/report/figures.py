@@ -139,8 +139,15 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return "ns", 1e9
 
 
-def panels(figure: Any, rows: int, windows: Sequence[Window], *, height_ratios: Sequence[float] | None = None) -> Any:
-    """Axes for several rows of one step, side by side for each part that is shown of it."""
+def panels(
+    figure: Any,
+    rows: int,
+    windows: Sequence[Window],
+    step_seconds: float,
+    *,
+    height_ratios: Sequence[float] | None = None,
+) -> Any:
+    """Axes for several rows of one step, side by side for each part that is shown of it; in the unit of the step."""
     spans = [end - start for start, end in windows]
     axes = figure.subplots(
         rows,
@@ -149,7 +156,7 @@ def panels(figure: Any, rows: int, windows: Sequence[Window], *, height_ratios: 
         sharey="row",
         gridspec_kw={"width_ratios": spans, "height_ratios": height_ratios, "wspace": 0.05 if len(windows) > 1 else 0},
     )
-    unit, factor = time_unit(windows[-1][1])
+    unit, factor = time_unit(step_seconds)
     for row in range(rows):
         for column, (start, end) in enumerate(windows):
             axis = axes[row, column]

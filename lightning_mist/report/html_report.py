@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from lightning_mist.cost.memory import TERMS
 from lightning_mist.errors import PlanError
+from lightning_mist.estimate import MemoryEstimate
 from lightning_mist.explain import ComparedPlan, Explanation, explanation_sections
 from lightning_mist.hardware import AnyCluster, HardwareProfile
 from lightning_mist.plan import Plan, Predicted, ZeroStage, step_rates
@@ -27,9 +28,10 @@ class Report:
     """What a page is made of.
 
     Attributes:
-        title: What was planned for what, for example ``"gpt3-22b on 4x8xL4"``.
+        title: What was planned for what, for example ``"gpt3-22b on 4x8xL4"``, or the name of a plan file.
         result: The search that found it, if one did.
         memory_limits: Bytes that tensors may take on each device of each stage, if known.
+        estimate: Whether it fits. Of its bytes none are shown: a page has those that the plan was chosen by.
         device_names: What the devices of each stage are; empty if they are all alike.
         machine: What it is for, if known, and what each of its parts was priced with.
         comparison: The plan beside others; the plan itself comes first.
@@ -46,7 +48,7 @@ class Report:
     comparison: tuple[ComparedPlan, ...] = ()
     comparison_notes: tuple[str, ...] = ()
     frontier: Frontier | None = None
-    verdict: str = ""
+    estimate: MemoryEstimate | None = None
     inputs: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -63,7 +65,7 @@ def _sections(report: Report, predicted: Predicted) -> Iterator[str]:
     simulation = simulate_plan(plan)
     yield title_line(report.title)
     yield paragraph(headline(plan), "lead")
-    yield paragraph(report.verdict)
+    yield paragraph("" if report.estimate is None else _verdict(report.estimate))
     yield paragraph("" if report.result is None else f"{_capital(report.result.proof[0])}.", "soft")
     yield figures(_figures(report, predicted))
     yield warning("A forecast: this version does not execute all of this plan yet", missing)
@@ -115,6 +117,12 @@ def headline(plan: Plan) -> str:
     )
 
 
+def _verdict(estimate: MemoryEstimate) -> str:
+    has = format_bytes(estimate.limit_of(estimate.worst))
+    surely = {"fits": ", in 95 of 100 cases and more", "tight": ": it may turn out not to fit"}
+    return f"{_capital(estimate.verdict)} in {has} per device{surely.get(estimate.verdict, '')}."
+
+
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -133,7 +141,8 @@ def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
     worst = max(range(plan.num_stages), key=lambda index: predicted.stages[index].peak_bytes)
     peak = predicted.stages[worst].peak_bytes
     limit = f" of {format_bytes(report.memory_limits[worst])} for tensors" if report.memory_limits else ""
-    yield format_bytes(peak), f"peak memory of the fullest device{limit}"
+    verdict = "" if report.estimate is None else f": {report.estimate.verdict}"
+    yield format_bytes(peak), f"peak memory of the fullest device{limit}{verdict}"
     if plan.num_groups > 1:
         shares = [dict(stage.spent).get("bubble_seconds", 0.0) for stage in predicted.stages[: plan.num_groups]]
         if any(stage.spent for stage in predicted.stages) and predicted.step_seconds > 0:
@@ -142,17 +151,15 @@ def _figures(report: Report, predicted: Predicted) -> Iterator[tuple[str, str]]:
 
 
 def _map(report: Report) -> str:
-    from lightning_mist.report.draw_map import map_figure
+    from lightning_mist.report.draw_map import draw_map
 
     if report.machine is None:
         return ""
-    with styled("map", is_text=True):
-        svg = inline_svg(map_figure(report.plan, *report.machine), "map", "Nodes, and what each of their devices runs")
     caption = (
         "Which node runs what. Nodes that run the same, but for rows, are drawn once; devices that share each layer "
         "touch. Rates are those that the plan was priced with, of one device while all of its node send."
     )
-    return section("Where it runs", framed(svg, caption))
+    return section("Where it runs", draw_map(report.plan, *report.machine), paragraph(caption, "soft"))
 
 
 def _timeline(plan: Plan, simulation: Simulation) -> str:
@@ -375,9 +382,8 @@ def bar_rows(lines: Iterable[StackedBar]) -> str:
             for color, share, words in line.parts
         )
         mark = "" if line.mark is None else f'<u style="left:{100 * min(line.mark, 0.998):.3f}%" title="limit"></u>'
-        rows.append(
-            f'<span>{escape(line.label)}</span><span class="bar">{parts}{mark}</span><span>{escape(line.text)}</span>'
-        )
+        label, text = escape(line.label), escape(line.text)
+        rows.append(f'<div><span>{label}</span><span class="bar">{parts}{mark}</span><span>{text}</span></div>')
     return '<div class="bars">\n' + "\n".join(rows) + "\n</div>" if rows else ""
 
 
@@ -395,7 +401,7 @@ def figures(values: Iterable[tuple[str, str]]) -> str:
 
 def framed(svg: str, caption: str) -> str:
     """A picture with words under it."""
-    return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    return f'<figure><div class="wide">{svg}</div><figcaption>{escape(caption)}</figcaption></figure>'
 
 
 def warning(title: str, texts: Sequence[str]) -> str:

@@ -65,7 +65,7 @@ def test_plan_writes_a_page(tmp_path, capsys):
         assert words in text
     # What pictures show of units is in the plan, too.
     assert all(dict(stage.units)["bytes.forward"] for stage in load(tmp_path / "plan.json").predicted.stages)
-    for words in ("1 node of L4", "stage 0", "its part that stays between units", "tail"):
+    for words in ("1 node of L4", "stage 0", "working set that stays between units", "tail"):
         assert words in text
 
 

@@ -9,6 +9,7 @@ from lightning_mist.plan import Predicted, PredictedStage, from_json, save
 from tests.cli.networks import refused, run
 from tests.plans import plan_of
 from tests.report.networks import predicted
+from tests.report.test_html_report import parsed
 
 PLAN = plan_of(8, 4, {"devices": [1]}, {"devices": [0]})
 
@@ -105,3 +106,18 @@ def test_pictures_are_refused_before_anything_is_shown(files, tmp_path, capsys):
     assert "there is no folder" in refused(capsys, "show", files[1], "--memory", tmp_path / "none" / "a.png")
     assert "give --memory memory.png too" in refused(capsys, "show", files[1], "--memory-limit", "4GiB")
     assert "made of" in refused(capsys, "show", files[1], "--memory", tmp_path / "a.png")
+
+
+def test_show_writes_a_page(tmp_path, capsys):
+    plan, page = tmp_path / "plan.json", tmp_path / "page.html"
+    save(predicted(2, 4), plan)
+    run("show", plan, "--html", page, "--memory-limit", "1GiB")
+    assert capsys.readouterr().out.endswith(f"report written to {page}\n")
+    text = " ".join(parsed(page.read_text(encoding="utf-8")).text)
+    for words in ("plan.json", "One step on a clock", "of 1.0 GiB for tensors", "Words"):
+        assert words in text
+
+
+def test_a_page_needs_a_prediction_and_a_folder(files, tmp_path, capsys):
+    assert "no predicted seconds" in refused(capsys, "show", files[0], "--html", tmp_path / "page.html")
+    assert "there is no folder" in refused(capsys, "show", files[1], "--html", tmp_path / "none" / "page.html")

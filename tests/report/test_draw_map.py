@@ -1,11 +1,10 @@
-from itertools import pairwise
+import re
 
 import pytest
-from matplotlib.colors import to_hex
 
 from lightning_mist.hardware import catalog_profile, parse_cluster
 from lightning_mist.plan import plan_of
-from lightning_mist.report.draw_map import MOST_BOXES, PALETTE, map_figure, node_kinds, rates
+from lightning_mist.report.draw_map import MOST_BOXES, PALETTE, draw_map, node_kinds, rates
 
 
 def a_plan(machine, *, layers=64, **degrees):
@@ -13,11 +12,11 @@ def a_plan(machine, *, layers=64, **degrees):
 
 
 def drawn(plan, machine):
-    profiles = [catalog_profile(part) for part in machine.parts]
-    figure = map_figure(plan, machine, profiles)
-    (axis,) = figure.axes
-    texts = [text.get_text() for text in axis.texts]
-    return figure, axis, texts
+    """The map, its titles of nodes, and its devices as ``(whether the next one touches it, colour, words)``."""
+    text = draw_map(plan, machine, [catalog_profile(part) for part in machine.parts])
+    titles = re.findall(r'<div class="node">([^<]*)<div>', text)
+    squares = re.findall(r'<i( class="joined")? style="background:(#\w+);color:\w+">(.*?)</i>', text)
+    return text, titles, [(bool(joined), color, words.split("<br/>")) for joined, color, words in squares]
 
 
 def test_nodes_that_run_the_same_but_for_rows_are_one_kind():
@@ -37,10 +36,9 @@ def test_nodes_that_run_the_same_but_for_rows_are_one_kind():
 
 def test_all_alike_are_drawn_once():
     machine = parse_cluster("128x8xH100")
-    _, axis, texts = drawn(a_plan(machine), machine)
-    assert "nodes 0-127 (x 128)" in texts
-    assert texts.count("stage 0\ncopy 3") == 1
-    assert not axis.lines
+    _, titles, squares = drawn(a_plan(machine), machine)
+    assert titles == ["nodes 0-127 (x 128)"]
+    assert [words for _, _, words in squares] == [["stage 0", f"dp {index}"] for index in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -56,21 +54,21 @@ def test_all_alike_are_drawn_once():
 def test_every_device_of_what_is_drawn_says_what_it_runs(text, degrees):
     machine = parse_cluster(text)
     plan = a_plan(machine, **degrees)
-    figure, axis, texts = drawn(plan, machine)
+    found, titles, squares = drawn(plan, machine)
     kinds = node_kinds(plan, machine)
-    words = [item for item in texts if item.startswith("stage ")]
-    assert len(words) == sum(len(kind.places) for kind in kinds)
-    colors = {to_hex(patch.get_facecolor()) for patch in axis.patches if patch.get_fill()}
-    assert colors == set(PALETTE[: plan.num_groups])
-    assert len([item for item in texts if item.startswith("node")]) == len(kinds)
-    head = figure.texts[0].get_text()
-    assert head == f"{machine.num_nodes} node{'s' * (machine.num_nodes > 1)} of {machine.device.name}"
+    assert all(words[0].startswith("stage ") for _, _, words in squares)
+    assert len(squares) == sum(len(kind.places) for kind in kinds)
+    assert {color for _, color, _ in squares} == set(PALETTE[: plan.num_groups])
+    assert titles == [kind.title for kind in kinds]
+    assert f"<b>{machine.num_nodes} node{'s' * (machine.num_nodes > 1)} of {machine.device.name}</b>" in found
+    # What words mean is said where they are used.
+    used = {words[at].split()[0] for _, _, words in squares for at in range(1, len(words))}
+    assert {word for word in ("dp", "tp") if f" {word}: " in found} == used
 
 
 def test_links_are_labelled_with_what_was_priced():
     machine = parse_cluster("4x8xL4")
-    plan = a_plan(machine, pipeline_stages=8, num_microbatches=8)
-    figure, axis, texts = drawn(plan, machine)
+    text, _, _ = drawn(a_plan(machine, pipeline_stages=8, num_microbatches=8), machine)
     profile = catalog_profile(machine)
     (priced,) = {
         cost.bytes_per_second
@@ -79,19 +77,14 @@ def test_links_are_labelled_with_what_was_priced():
     }
     between = rates([profile], 2)
     assert between == f"{priced / 1e6:.0f} MB/s"
-    assert texts.count(between) == len(axis.lines) == 3
-    assert f"{between} between nodes" in figure.texts[1].get_text()
+    assert f"{between} between nodes" in text
     assert rates([catalog_profile(parse_cluster("1x4xL4"))], 2) == ""
 
 
 def test_devices_that_share_each_layer_touch():
     machine = parse_cluster("1x8xA100-40")
-    _, axis, _ = drawn(a_plan(machine, tensor_parallel_degree=2, pipeline_stages=2), machine)
-    squares = sorted((patch.get_y(), patch.get_x(), patch.get_width()) for patch in axis.patches if patch.get_fill())
-    gaps = [round(right[1] - left[1] - left[2], 6) for left, right in pairwise(squares) if left[0] == right[0]]
-    # Pairs of devices, in two rows of four.
-    touching = [gap <= 1e-6 for gap in gaps]
-    assert touching == [True, False, True] * 2
+    _, _, squares = drawn(a_plan(machine, tensor_parallel_degree=2, pipeline_stages=2), machine)
+    assert [joined for joined, _, _ in squares] == [True, False] * 4
 
 
 def test_parts_of_a_mixed_cluster_are_kinds_of_their_own():
@@ -104,15 +97,14 @@ def test_parts_of_a_mixed_cluster_are_kinds_of_their_own():
         ("V100-32", 2),
         ("V100-32", 2),
     ]
-    figure, _, _ = drawn(plan, machine)
-    assert figure.texts[0].get_text() == "6 nodes of A100-40 and V100-32"
+    assert "<b>6 nodes of A100-40 and V100-32</b>" in drawn(plan, machine)[0]
 
 
 def test_of_very_many_kinds_the_first_are_drawn():
     machine = parse_cluster("32x8xH100")
     plan = a_plan(machine, pipeline_stages=32, num_microbatches=64)
-    figure, axis, texts = drawn(plan, machine)
-    assert len([item for item in texts if item.startswith("node")]) == MOST_BOXES
-    assert "8 more kinds of nodes are not drawn" in figure.texts[1].get_text()
+    text, titles, squares = drawn(plan, machine)
+    assert len(titles) == MOST_BOXES
+    assert "8 more kinds of nodes are not drawn" in text
     # More stages than the palette has: neighbours differ all the same.
-    assert len({to_hex(patch.get_facecolor()) for patch in axis.patches if patch.get_fill()}) == MOST_BOXES
+    assert len({color for _, color, _ in squares}) == MOST_BOXES

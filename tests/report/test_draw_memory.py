@@ -115,3 +115,12 @@ def test_pieces_in_words():
     assert say_piece("3B12") == "backward of microbatch 12"
     assert say_piece("0I1") == "gradients of inputs of microbatch 1"
     assert say_piece("gradient reduction") == "gradient reduction"
+
+
+@pytest.mark.parametrize("seconds", [0.2, 2.0])
+def test_a_microbatch_at_the_start_of_a_long_step_is_drawn_in_the_unit_of_its_axis(seconds):
+    picture = memory_picture(with_channels(2, 4))
+    picture = dataclasses.replace(picture, timeline=dataclasses.replace(picture.timeline, step_seconds=seconds))
+    for axis in unit_figure(picture).axes:
+        ends_E = np.concatenate([path.vertices[:, 0] for band in axis.collections for path in band.get_paths()])
+        assert (ends_E.min(), ends_E.max()) == pytest.approx(axis.get_xlim())

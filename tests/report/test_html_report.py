@@ -8,7 +8,8 @@ import pytest
 from lightning_mist.cli.html_output import check_html
 from lightning_mist.cost import with_units
 from lightning_mist.errors import PlanError
-from lightning_mist.explain import ComparedPlan, baselines, compare_plans, explain_plan
+from lightning_mist.estimate.uncertainty import Interval
+from lightning_mist.explain import ComparedPlan, baselines, compare_plans, estimate_of, explain_plan
 from lightning_mist.plan import OffloadRatios, StageMesh
 from lightning_mist.plan.plan_text import settings_of
 from lightning_mist.report import html_report
@@ -49,7 +50,7 @@ def whole():
         comparison=compare_plans(result.plan, others),
         comparison_notes=("a note on others",),
         frontier=memory_frontier(planner, result.plan, shares=(0.5, 0.9), **ASKED),
-        verdict="It fits.",
+        estimate=estimate_of(planner.spec, planner.cluster, result.plan, 3_000_000),
         inputs=(("model", "net"),),
         notes=("a note",),
     )
@@ -78,12 +79,12 @@ def test_a_whole_report():
         "Words",
     ):
         assert title in text
-    for words in ("net <4> on 2 cpu", "It fits.", "a note", "a note on others", "this plan", "DDP"):
+    for words in ("net <4> on 2 cpu", "per device", "a note", "a note on others", "this plan", "DDP"):
         assert words in text
     assert format_seconds(report.result.predicted.step_seconds) in text
     for stage in report.result.predicted.stages:
         assert format_bytes(stage.peak_bytes) in text
-    assert sum(tag == "svg" for tag, _ in found.tags) == 5
+    assert sum(tag == "svg" for tag, _ in found.tags) == 4
     # Nothing is fetched, and identifiers of pictures do not meet.
     assert not [
         attrs
@@ -92,6 +93,55 @@ def test_a_whole_report():
         if (value or "").startswith("http") and not name.startswith("xmlns")
     ]
     assert "A forecast" not in text
+
+
+@pytest.mark.parametrize(("most", "verdict"), [(2_500_000, "fits"), (8 * 2**30, "tight")])
+def test_a_plan_has_one_number_of_memory_and_one_verdict(most, verdict):
+    report = whole()
+    estimate = report.estimate
+    need = Interval(p50=2_345_678, p95=most)
+    stages = tuple(replace(stage, device_total=need, allocated=need, least=0) for stage in estimate.stages)
+    estimate = replace(estimate, stages=stages, memory_limit=2**30)
+    assert estimate.verdict == verdict
+    _, text = sections(render_report(replace(report, estimate=estimate)))
+    peak = format_bytes(max(stage.peak_bytes for stage in report.plan.predicted.stages))
+    assert f"{peak} peak memory of the fullest device of 2.9 MiB for tensors: {verdict}" in text
+    assert f"{verdict.capitalize()} in 1.0 GiB per device" in text
+    assert f"{peak} of 2.9 MiB" in text
+    assert format_bytes(need.p50) not in text
+
+
+class Widths(HTMLParser):
+    """Finds what may be wider than a screen, and whether that scrolls by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.boxes, self.found = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("table", "svg"):
+            self.found.append("wide" in self.boxes)
+        if tag == "div":
+            self.boxes.append(dict(attrs).get("class"))
+
+    def handle_endtag(self, tag):
+        if tag == "div":
+            self.boxes.pop()
+
+
+def test_a_page_scrolls_downwards_only():
+    text = render_report(whole())
+    widths = Widths()
+    widths.feed(text)
+    assert len(widths.found) == 8
+    assert all(widths.found)
+    style = " ".join(html_report.STYLE.split())
+    assert ".wide { overflow-x: auto; }" in style
+    # Bars with a label and a text beside them have three lines on a narrow screen, and nodes stand below each other.
+    narrow = style[style.index("@media (max-width: 40rem)") :]
+    assert ".bars { display: block; }" in narrow
+    assert ".nodes { display: flex; flex-wrap: wrap;" in style
+    assert "white-space: nowrap" not in style.replace("td { white-space: nowrap; }", "")
 
 
 def test_identifiers_of_pictures_do_not_meet():
