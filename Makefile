@@ -105,6 +105,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.parity.steps
 	$(BIN)/python -m benchmarks.uses.run
 	$(BIN)/python -m benchmarks.reports.run
+	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m benchmarks.summary
 	$(BIN)/python -m benchmarks.report README.md docs/*.md
 
 # Needs an environment whose torch has CUDA: GPU_PYTHON=python takes what is installed. Writes a record, also of what

@@ -75,7 +75,9 @@ def main() -> None:
         SAID.sub(lambda found: f"{found[1]}{ended.stdout}{found[2]}", page.read_text(encoding="utf-8")),
         encoding="utf-8",
     )
-    print(ended.stdout, write_record(make_record("demo", [sample_of(ended.stdout, report, seconds, spent)])), sep="\n")
+    notes = f"Load of the machine at the end of the run: {os.getloadavg()[0]:.1f}, with {os.cpu_count()} cores."
+    record = make_record("demo", [sample_of(ended.stdout, report, seconds, spent)], notes=notes)
+    print(ended.stdout, write_record(record), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_mist import MistStrategy
 from lightning_mist.cli import main
@@ -55,13 +56,24 @@ def test_plan_files_are_valid() -> None:
             row_slice(plan, rank, 0)
 
 
-def test_options_of_the_readme_exist() -> None:
-    table = re.search(r"\| option \| meaning \|\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.S)
+def _options_of(path: Path) -> set[str]:
+    table = re.search(r"\| option \| meaning \|\n(.*?)\n\n", path.read_text(), re.S)
     assert table is not None
     first_cells = [row.split("|")[1] for row in table[1].splitlines()[1:]]
-    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
-    assert {"plan", "memory_limit", "search"} <= named
-    assert named <= set(signature(MistStrategy.__init__).parameters)
+    return {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_options_that_documents_name_exist() -> None:
+    every, first = _options_of(ROOT / "docs/options.md"), _options_of(ROOT / "README.md")
+    own = {*signature(MistStrategy.__init__).parameters} - {*signature(DDPStrategy.__init__).parameters}
+    assert every == own - {"find_unused_parameters", "gradient_as_bucket_view"}
+    assert {"plan", "memory_limit", "search"} <= first <= every
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    assert len(text) <= 8_000
 
 
 def test_commands_of_the_readme_parse(capsys: pytest.CaptureFixture[str]) -> None:
