@@ -47,18 +47,18 @@ def estimate_memory(
     allocator: str = "",
     advise: bool = True,
 ) -> MemoryEstimate:
-    """What a plan needs of the memory of every device; nothing is run but on tensors without values.
+    """What a plan needs of the memory of every device. The step runs on tensors without values only.
 
     Args:
         module_or_spec: The module, or what :func:`~lightning_mist.trace_model` said of it.
         batch: A batch for its step; not needed for a specification.
-        plan: A plan, or the path of a plan file; by default every device holds the whole module and takes such a batch.
+        plan: A plan, or the path of a plan file. By default every device holds the whole module and takes such a batch.
         cluster: The machine, or text such as ``"4x8xL4"``.
         call: Runs the module's step on a batch; by default its ``training_step``.
-        optimizer: An optimizer of the module, or a class in ``torch.optim`` or its name; by default what the module's
-            ``configure_optimizers`` makes, and AdamW where it has none.
-        precision: Lightning's name of the precision. The step runs under autocast for a mixed one; for a true one the
-            module must be in it already.
+        optimizer: An optimizer of the module, or a class in ``torch.optim`` or its name. By default what the module's
+            ``configure_optimizers`` makes, or AdamW if it makes none.
+        precision: Lightning's name of the precision. For a mixed one the step runs under autocast. For a true one the
+            module must already be in it.
         memory_limit: Bytes of each device that may be used, or text such as ``"22GiB"``; by default its memory.
         allocator: Settings of torch's caching allocator as in ``PYTORCH_CUDA_ALLOC_CONF``, such as
             ``"expandable_segments:True"``; nothing for its defaults.

@@ -46,7 +46,8 @@ def plan_of(
         checkpointing: What of these is recomputed, all or all but products, convolutions and attention.
         devices_per_node: Devices of each node, which tensor-parallel devices do not leave.
 
-    Every device loads a batch where each part of a microbatch is then of one of them, else every data-parallel replica.
+    Every device loads a batch if each part of a microbatch then comes from one of them. If not, every replica loads
+    one.
 
     Raises:
         PlanError: If degrees, devices, layers and rows do not divide; the message names the nearest numbers that do.

@@ -175,15 +175,15 @@ class Predicted:
 class Plan:
     """How to train: stages, microbatches, schedule, and what was predicted.
 
-    What follows from it, its hash among that, is found out once: of thousands of devices that takes long.
+    What follows from a plan, such as its hash, is computed once, because that takes long for thousands of devices.
 
     Attributes:
         global_batch_size: Rows that one Lightning batch brings over all data loaders.
         num_microbatches: Number of microbatches that one batch is cut into (``G``).
         stages: Pipeline stages in order. Under ``"interleaved-1f1b"`` several stages share the same devices: stages
             ``i``, ``i + P``, ``i + 2 P``.. of ``P`` groups of devices are the *chunks* of group ``i``.
-        data_parallel_size: How many distinct batches are loaded at once: as many groups of neighbouring devices, equal
-            in size, load the same samples each. None for one batch per device, as under plain data parallelism.
+        data_parallel_size: How many distinct batches are loaded at once. As many equal groups of neighbouring devices
+            each load one of them. None for one batch per device, as under plain data parallelism.
         predicted: The cost model's figures, if it made the plan.
         fingerprint: What the plan was made for, as ``(name, value)``; compared before the plan runs.
     """

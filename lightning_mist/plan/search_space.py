@@ -65,52 +65,47 @@ class SearchSpace:
         num_microbatches: The numbers of microbatches per batch, such as 64; by default all that the batch allows.
         microbatch_sizes: The numbers of rows that a device may compute on per microbatch, such as 1,2; by default all
             that the batch allows. Stages of one plan may differ.
-        layer_cuts: The first layers of all stages but the first, such as 12,24, if they are settled; with them the
-            number of stages is too, and stages are not dealt out in chunks.
-        equal_stages: Whether all stages have equally many layers and devices, as people divide networks by hand.
+        layer_cuts: Where stages begin, such as 12,24: the first layers of all stages but the first. This also settles
+            the number of stages, and excludes chunks.
+        equal_stages: Whether all stages must have equally many layers and devices.
         devices_per_stage: The numbers of devices that a stage may have, such as 8; by default every divisor of all
             devices. Stages of one plan may differ.
         zero_stages: Which ZeRO stages data-parallel ranks may use: 0 (nothing is sharded), 1 (optimizer state), 2 (also
             gradients), 3 (also parameters).
-        shard_degrees: How many ranks ZeRO may shard over, such as 8 for those of a node, beside all with the same
-            parameters, whose number it divides (hybrid sharding); by default only all. One number takes up to half as
-            long again to search where stages lie in several nodes.
+        shard_degrees: Over how many ranks ZeRO may shard, such as 8 for those of a node (hybrid sharding); by default
+            over all ranks with the same parameters, which is tried in any case. The degree must divide their number.
+            The search takes up to half as long again where stages lie in several nodes.
         data_parallel_degrees: How many devices of a stage may compute on different rows, such as 4; by default all that
             its devices and the batch allow. Stages of one plan may differ.
-        tensor_parallel_degrees: How many devices of a node may share every layer of a stage, 1 among them; by default
-            every number that the module and the nodes allow. Multiples of a node's devices only where they are named.
-            Stages of one plan may differ.
-        context_parallel_degrees: How many devices may share the tokens of every row, such as 8, for rows that are long.
-            Plans are tried besides whose stages are all alike, without tensor parallelism and offload, and the fastest
-            of all is taken; of these nothing is proven. By default none in training, where it has to be shown first
-            that the module allows it, and 2, 4 and 8 in forecasts of networks that are described by their sizes, with
-            rows of 32,768 tokens or more; () is none.
-        data_parallel_size: How many distinct batches are loaded at once; by default one per device, or, of a batch that
-            is no multiple of the devices, one for each copy of the pipeline. In training it is the strategy's option
-            that says so.
+        tensor_parallel_degrees: How many devices may share every layer of a stage, 1 among them; by default every
+            number that the module and a node allow. More than a node has only if you name them. Stages of one plan may
+            differ.
+        context_parallel_degrees: How many devices may share the tokens of every long row, such as 8; () for none. Such
+            plans have stages that are all alike, without tensor parallelism and offload, and nothing is proven of them.
+            By default none in training, where a check must first show that the module allows it. In forecasts of
+            networks that are described by their sizes 2, 4 and 8, for rows of 32,768 tokens or more.
+        data_parallel_size: How many distinct batches are loaded at once; by default one per device. If the devices do
+            not divide the batch it is one for each copy of the pipeline. In training the strategy's option says it.
         sequence_parallel: Whether devices that share layers also share what lies between them along the sequence:
             always, never, or by default what is faster.
         checkpointing: Whether layers may be recomputed in backward to save memory.
-        checkpointed_shares: Which parts of each stage's layers may be recomputed, fractions in [0, 1], to the nearest
-            layer: 0,1 for none or all; by default any number of layers. With shares other than 1 alone stages are not
-            dealt out in chunks.
-        checkpointing_kinds: What of recomputed layers may be recomputed, of full (everything) and selective (all but
-            matrix products, convolutions and attention, whose results are kept); stages of one plan may differ. Both
-            together take up to twice as long to search.
-        offload: Which kinds of state may be in host memory, of parameters, gradients, optimizer and activations; [] for
-            none. Inputs of recomputed layers have the share of activations; with checkpoints named too they have their
-            own, which takes up to three times as long to search. By default all but that on devices with memory of
-            their own whose copies from and to the host have known rates, and none on others. In training on CPUs, whose
-            memory is the host's, parameters and optimizer state may be in files where the strategy has an
-            offload_directory, and nothing elsewhere.
-        offload_ratios: Which parts of each of these may be there, fractions in [0, 1]; 0 is always among them.
+        checkpointed_shares: Which shares of each stage's layers may be recomputed, fractions in [0, 1], such as 0,1 for
+            none or all; by default any number of layers. Shares other than 1 exclude chunks.
+        checkpointing_kinds: What of a layer may be recomputed: full (everything), or selective (all but matrix
+            products, convolutions and attention, whose results are kept). Stages of one plan may differ. Both together
+            take up to twice as long to search.
+        offload: Which kinds of state may be in host memory: parameters, gradients, optimizer, activations; [] for none.
+            Inputs of recomputed layers have the share of activations; with checkpoints named too they have their own,
+            which takes up to three times as long to search. By default all but that, on devices with memory of their
+            own whose rates of copies are known. In training on CPUs parameters and optimizer state may be in files, if
+            the strategy has an offload_directory.
+        offload_ratios: Which shares of these may be there, fractions in [0, 1]; 0 is always among them.
         schedules: Pipeline schedules to choose from. The search is exact for 1f1b and gpipe (which is never faster and
-            keeps more); interleaved-1f1b and zb-h1 are tried on the pipelines that it finds.
-        chunks: The numbers of stages on one group of devices that are tried under interleaved-1f1b: 4 leave a quarter
-            of 1F1B's bubble (Narayanan et al., 2021, section 2.2.2), and every further one adds as many transfers for
-            less.
-        solver_seconds: The most seconds that the search may compute, of its thread, whatever else the machine does; the
-            plan then says how far from the best it may be.
+            keeps more). interleaved-1f1b and zb-h1 are tried on the pipelines that it finds.
+        chunks: How many stages one group of devices may have under interleaved-1f1b. 4 leave a quarter of 1F1B's bubble
+            (Narayanan et al., 2021, section 2.2.2). Each further one gains less and adds as many transfers.
+        solver_seconds: The most processor seconds of the search. If they are used up the plan says how far from the
+            best it may be.
     """
 
     max_stages: int | None = None

@@ -126,9 +126,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluation):
     """Trains as DDP would, on a plan that fits and is fast.
 
-    At the first ``fit`` the model and the machine are profiled, a plan is chosen (pipeline stages, data and tensor
-    parallelism, sharding and activation checkpointing together) and the module is trained by it, unmodified. Samples
-    per optimizer step, logged values and checkpoints are those of DDP.
+    At the first ``fit`` it profiles the model and the machine and chooses a plan: pipeline stages, data and tensor
+    parallelism, sharding, activation checkpointing and offloading, all together. The plan trains your module as it is.
+    Samples per optimizer step, logged values and checkpoints are those of DDP.
 
     Args:
         accelerator: Lightning's accelerator; set by the Trainer.
@@ -137,15 +137,15 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         checkpoint_io: Lightning's checkpoint reader and writer.
         precision_plugin: Lightning's precision plugin.
         plan: ``"auto"`` to make a plan, the path of a plan file, or a plan.
-        memory_limit: Bytes of each device that training may use, as a number or as text such as ``"22GiB"``; by default
+        memory_limit: Bytes of each device that training may use, as a number or as text such as ``"22GiB"``. By default
             what the device has, less a reserve.
-        host_memory_limit: The same of each node's host memory, for what a plan offloads; by default 80 %.
-        offload_directory: Folder whose files hold offloaded optimizer state and parameters; with CPUs only.
+        host_memory_limit: Bytes of each node's host memory that offloading may use; by default 80 % of it.
+        offload_directory: Folder whose files hold offloaded optimizer state and parameters; for CPUs only.
         search: What the planner may choose from; by default everything.
-        data_parallel_size: How many distinct batches are loaded at once, which divides the number of processes: as many
-            equal groups of neighbouring ranks load the same samples, and a step sees what DDP with as many processes
-            would see. By default every process loads its own, as under DDP.
-        cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one,
+        data_parallel_size: How many distinct batches are loaded at once; it must divide the number of processes. As
+            many equal groups of neighbouring ranks each load one of them, and a step sees what DDP with so many
+            processes would see. By default every process loads its own, as under DDP.
+        cluster: The cluster to plan for, as a ``Cluster`` or as text such as ``"2x8xL4"``; by default this one is
             detected. It must have as many devices as there are processes.
         blocks: Qualified name of the container of the repeated blocks, if they are not found by themselves.
         plan_path: Where the plan is written; by default ``mist_plan.json`` in the logger's directory, if there is one.
@@ -155,13 +155,13 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         report_path: Where the comparison of predicted and measured is written as JSON at the end, if anywhere.
         self_check: Whether to compare the cut module with the whole on one small batch before training.
         verbose: Whether to print why this plan was chosen, what was measured and where the time of a step goes.
-        dry_run: Whether ``fit`` prints the plan and why it was chosen, writes it to ``plan_path`` if that is given, and
-            ends the process, before anything is trained.
-        save_distributed_checkpoint: Whether to save directories, each rank writing what it holds, in place of single
-            files. Both are resumed under any plan and number of processes. See docs/checkpoints.md.
+        dry_run: Whether ``fit`` only prints the plan and why it was chosen, writes it to ``plan_path`` if that is
+            given, and ends the process before anything is trained.
+        save_distributed_checkpoint: Whether checkpoints are directories, into which each rank writes what it holds.
+            They and single files are resumed under any plan and number of processes. See docs/checkpoints.md.
         save_asynchronously: Whether directories are written while training goes on, from a copy in host memory.
-        master_weights: Whether, under ``precision="bf16-true"``, trained parameters are computed with in 16 bits, and
-            kept and updated in 32: the module's parameters outside of steps. See docs/how-it-works.md.
+        master_weights: Whether steps compute in 16 bits while trained parameters are kept and updated in 32, under
+            ``precision="bf16-true"``. Outside of steps parameters are in 32 bits. See docs/how-it-works.md.
         ddp_comm_state: As in DDP; with it the plan is plain data parallelism.
         ddp_comm_hook: As in DDP; with it the plan is plain data parallelism.
         ddp_comm_wrapper: As in DDP; with it the plan is plain data parallelism.
