@@ -91,7 +91,7 @@ def main() -> None:
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     if is_first:
         say_what_ddp_needs()
-    plan, picture = str(OUT / "plan.json"), str(OUT / "step.svg")
+    plan, picture, page = (str(OUT / name) for name in ("plan.json", "step.svg", "plan.html"))
     strategy = MistStrategy(memory_limit=LIMIT, plan_path=plan, report_path=str(OUT / "report.json"))
     ours = losses(strategy)
     ddp = losses("ddp")
@@ -109,8 +109,9 @@ def main() -> None:
         predicted, measured = format_bytes(stage.predicted_bytes), format_bytes(stage.measured_bytes)
         print(f"stage {index}     {predicted:>10}  {measured:>10}")
     with redirect_stdout(StringIO()):
-        lightning_mist(["show", plan, "--timeline", picture])
-    print(f"\nThe step as a picture: {picture}\nThe plan:              {plan} (lightning-mist show {plan})")
+        lightning_mist(["show", plan, "--timeline", picture, "--html", page, "--memory-limit", LIMIT])
+    print(f"\nThe step as a picture: {picture}\nAll of the plan in one page, for a browser: {page}")
+    print(f"The plan: {plan} (lightning-mist show {plan})")
 
 
 if __name__ == "__main__":
