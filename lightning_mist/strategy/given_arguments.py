@@ -20,7 +20,7 @@ START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 _FLAGS = (
     *("correct_profile", "self_check", "verbose", "dry_run", "save_distributed_checkpoint", "save_asynchronously"),
-    *("master_weights", "gradient_as_bucket_view"),
+    *("master_weights", "gradient_as_bucket_view", "broadcast_buffers", "static_graph"),
 )
 _CHOICES = ("find_unused_parameters", "returns_loss")
 _FILES, _FOLDERS = ("plan_path", "report_path"), ("profile_directory", "offload_directory")
@@ -144,7 +144,6 @@ class Namespace:
         def find(module: str, name: str) -> Any:
             return getattr(importlib.import_module(f"{root}.{module}"), name)
 
-        self.ddp_strategy = find("strategies", "DDPStrategy")
         self.is_param_in_hook_signature = find("utilities.signature_utils", "is_param_in_hook_signature")
         self.fitting = find("trainer.states", "TrainerFn").FITTING
         self.ends_quietly = find("utilities.exceptions", "_TunerExitException")
@@ -158,8 +157,3 @@ def refuse_unknown(given: Mapping[str, Any], *harmless: str) -> None:
             f"Lightning passes {', '.join(unknown)}, of which this version of lightning-mist does not know what it is "
             "to change: take Lightning 2.6, or a later lightning-mist"
         )
-
-
-def fabric_ddp_strategy(root: str) -> Any:
-    """``DDPStrategy`` of a copy of Fabric, ``"lightning.fabric"`` or ``"lightning_fabric"``."""
-    return importlib.import_module(f"{root}.strategies").DDPStrategy

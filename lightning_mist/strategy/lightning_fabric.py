@@ -1,5 +1,11 @@
 """The strategy for projects that import ``lightning_fabric``."""
 
-from lightning_mist.strategy.fabric import build_fabric
+from lightning_fabric.strategies.ddp import DDPStrategy
 
-MistFabricStrategy = build_fabric("lightning_fabric", __name__)
+from lightning_mist.strategy.fabric import MistFabricBase
+from lightning_mist.strategy.given_arguments import with_words_of
+from lightning_mist.strategy.strategy import MistBase
+
+
+class MistFabricStrategy(MistFabricBase, DDPStrategy):  # type: ignore[misc]  # noqa: D101  # the base is typed as of lightning.fabric
+    __doc__ = with_words_of(MistFabricBase, MistBase)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import empty_parameters, ranks
 from lightning_mist.strategy.checkpoints import Checkpoints
 from lightning_mist.strategy.empty_parameters import check_master_weights, take_masters
-from lightning_mist.strategy.given_arguments import Namespace
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.plan_evaluation import PlanEvaluation
 from lightning_mist.strategy.plan_installation import refuse_waiting
@@ -171,7 +170,11 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         start_method: As in DDP.
         find_unused_parameters: As in DDP; by default decided by tracing the module.
         gradient_as_bucket_view: As in DDP, but True by default, which saves one copy of the gradients.
-        **kwargs: Further arguments of torch's ``DistributedDataParallel``, for plain data parallelism.
+        broadcast_buffers: As in DDP.
+        bucket_cap_mb: As in DDP, for plain data parallelism.
+        static_graph: As in DDP, for plain data parallelism.
+        **kwargs: Other arguments of torch's ``DistributedDataParallel``, for plain data parallelism; type checkers
+            accept none.
     """
 
     strategy_name = "mist"
@@ -210,14 +213,25 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
-        **kwargs: Any,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int | None = None,
+        static_graph: bool = False,
+        **kwargs: NoReturn,
     ) -> None:
         self._take_options({**locals()})
         self.choose_directories(save_distributed_checkpoint, asynchronously=save_asynchronously)
         self._is_dry_run = refuse_waiting(dry_run, start_method)
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state)
         more = (ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, process_group_backend, timeout, start_method)
-        super().__init__(*given, *more, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        super().__init__(
+            *given,
+            *more,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            **kwargs,
+        )
         self._wants_plain_ddp = any(x is not None for x in (ddp_comm_state, ddp_comm_hook, model_averaging_period))
         self._report_path = report_path
         self._fitting, self._constructions = ExitStack(), empty_parameters.DeferredConstructions()
@@ -402,10 +416,3 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Do nothing: the names are registered when Lightning is imported."""
-
-
-def build(root: str, module: str) -> type[MistBase]:
-    """The strategy class for one copy of Lightning; ``module`` is to hold it, so that it can be pickled."""
-    names = Namespace(root)
-    body = {"__module__": module, "__qualname__": "MistStrategy", "__doc__": MistBase.__doc__, "_names": names}
-    return type("MistStrategy", (MistBase, names.ddp_strategy), body)

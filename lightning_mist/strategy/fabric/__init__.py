@@ -1,3 +1,3 @@
 """The same for loops that users write: ``Fabric(strategy="mist")``."""
 
-from lightning_mist.strategy.fabric.fabric_strategy import build_fabric
+from lightning_mist.strategy.fabric.fabric_strategy import MistFabricBase

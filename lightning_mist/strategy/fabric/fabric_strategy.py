@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from lightning_mist.runtime.communication import complete
 from lightning_mist.strategy import ranks
 from lightning_mist.strategy.fabric.loop_training import LoopTraining
 from lightning_mist.strategy.fabric.users_loop import Arrival, PlannedModule
-from lightning_mist.strategy.given_arguments import fabric_ddp_strategy, refuse_unknown, with_words_of
+from lightning_mist.strategy.given_arguments import refuse_unknown
 from lightning_mist.strategy.plan_installation import refuse_unreduced
 from lightning_mist.strategy.ranks import ActingRank
-from lightning_mist.strategy.strategy import MistBase
 from lightning_mist.strategy.training import module_state
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -71,12 +70,21 @@ class MistFabricBase(ActingRank, LoopTraining):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
-        **kwargs: Any,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int | None = None,
+        static_graph: bool = False,
+        **kwargs: NoReturn,
     ) -> None:
         self._take_options({**locals()})
-        kwargs |= {"process_group_backend": process_group_backend, "timeout": timeout, "start_method": start_method}
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        super().__init__(*given, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        super().__init__(
+            *(*given, process_group_backend, timeout, start_method),
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            **kwargs,
+        )
         self._backward_sync_control: Any = _SyncControl(self)
         self._returns_loss = returns_loss
         self._modules: list[PlannedModule] = []
@@ -237,10 +245,3 @@ class _SyncControl:
             )
         with replaced(self._strategy, averages=False):
             yield
-
-
-def build_fabric(root: str, module: str) -> type[MistFabricBase]:
-    """The strategy class for one copy of Fabric; ``module`` is to hold it, so that it can be pickled."""
-    words = with_words_of(MistFabricBase, MistBase)
-    body = {"__module__": module, "__qualname__": "MistFabricStrategy", "__doc__": words}
-    return type("MistFabricStrategy", (MistFabricBase, fabric_ddp_strategy(root)), body)
