@@ -62,7 +62,7 @@ _autoload.autoload()
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "MistStrategy":
+    if name in ("MistStrategy", "mist"):  # command lines take classes for what is given options
         return import_module(_strategy_module()).MistStrategy
     if name == "MistFabricStrategy":
         return import_module(_fabric_module()).MistFabricStrategy

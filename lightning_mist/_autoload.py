@@ -3,7 +3,8 @@
 Lightning has no discovery of strategies: a name must stand in the registry of ``lightning.pytorch.strategies`` or of
 ``pytorch_lightning.strategies`` before a ``Trainer`` is built. :func:`autoload` registers at once where such a module
 is already imported, and otherwise leaves a finder on ``sys.meta_path`` that registers the moment it has been. It is
-called by ``import torch`` (entry point group ``torch.backends``, torch >= 2.5) and by ``import lightning_mist``.
+called by ``import torch`` (entry point group ``torch.backends``, torch >= 2.5) and by ``import lightning_mist``. With
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` in the environment torch does not call it.
 
 Every ``import torch`` of the environment runs this module, so it imports neither torch nor Lightning nor the rest of
 this package, and nothing in it raises: an exception would make ``import torch`` fail for programs that have nothing to
@@ -31,6 +32,9 @@ FABRICS = {
 }
 """The same of Fabric and ``MistFabricStrategy``."""
 
+PARSERS = dict.fromkeys(("lightning.pytorch.cli", "pytorch_lightning.cli"), "lightning_mist.strategy.command_line")
+"""Where a Lightning namespace keeps the parser of its command line, and what makes its errors on the strategy short."""
+
 NAMES: dict[str, dict[str, str]] = {
     "mist": {},
     "mist_spawn": {"start_method": "spawn"},
@@ -48,11 +52,11 @@ def autoload() -> None:
 
     Calling it again changes nothing.
     """
-    for name in (*STRATEGIES, *FABRICS):
+    for name in (*STRATEGIES, *FABRICS, *PARSERS):
         module = sys.modules.get(name)
         # A module that is being imported right now (Lightning itself imports torch) has no registry yet: its turn
         # comes below, unless its import began before our finder was there.
-        if module is not None and hasattr(module, _registry_of(name)):
+        if module is not None and hasattr(module, _mark_of(name)):
             _register(module)
     if not any(type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -61,11 +65,21 @@ def autoload() -> None:
 def _register(module: ModuleType) -> None:
     """Add our names to a namespace's registry; names that are there stay as they are."""
     try:
-        registry = getattr(module, _registry_of(module.__name__))
+        if module.__name__ in PARSERS:
+            from importlib import import_module
+
+            import_module(PARSERS[module.__name__]).shorten_errors(module.LightningArgumentParser)
+            return
+        registry = getattr(module, _mark_of(module.__name__))
         factory = _factory(module.__name__)
         for name, arguments in NAMES.items():
             if name not in registry:
                 registry.register(name, factory, description="plans, then trains (lightning-mist)", **arguments)
+        if module.__name__ in STRATEGIES and not hasattr(module, _STAND_INS):
+            # Command lines find a class by its name among the subclasses there are, and then import it by its path.
+            names = ("MistStrategy", "mist")
+            made = [type(name, (module.DDPStrategy,), {"__module__": "lightning_mist"}) for name in names]
+            setattr(module, _STAND_INS, made)  # subclasses are known only as long as somebody has them
     except Exception as error:
         import logging
 
@@ -75,8 +89,13 @@ def _register(module: ModuleType) -> None:
         )
 
 
-def _registry_of(name: str) -> str:
-    """What a module with strategies calls its registry."""
+_STAND_INS = "_lightning_mist_names"
+
+
+def _mark_of(name: str) -> str:
+    """What a module with strategies calls its registry, and one with a command line its parser."""
+    if name in PARSERS:
+        return "LightningArgumentParser"
     return "STRATEGY_REGISTRY" if name in FABRICS else "StrategyRegistry"
 
 
@@ -94,7 +113,7 @@ def _factory(strategies: str) -> "Callable[..., Any]":
 
 
 class _Finder:
-    """Finds what the other finders find, for the modules in :data:`STRATEGIES` and :data:`FABRICS` only.
+    """Finds what the other finders find, for modules in :data:`STRATEGIES`, :data:`FABRICS`, :data:`PARSERS` only.
 
     Not derived from ``importlib.abc.MetaPathFinder``, whose import costs milliseconds (it brings ``tempfile`` along).
     """
@@ -102,7 +121,7 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None", target: ModuleType | None = None
     ) -> "ModuleSpec | None":
-        if fullname not in STRATEGIES and fullname not in FABRICS:
+        if fullname not in (*STRATEGIES, *FABRICS, *PARSERS):
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):

@@ -61,7 +61,7 @@ config = Path(root + ".yaml")
 config.write_text('''
 trainer:
   strategy:
-    class_path: lightning_mist.MistStrategy
+    class_path: MistStrategy
     init_args:
       memory_limit: 3GiB
 ''')
@@ -72,7 +72,7 @@ def parse(*arguments):
 
 print(json.dumps([
     parse("--trainer.strategy=mist"),
-    parse("--trainer.strategy=lightning_mist.MistStrategy", "--trainer.strategy.memory_limit=22GiB"),
+    parse("--trainer.strategy=mist", "--trainer.strategy.memory_limit=22GiB"),
     parse(f"--config={config}"),
 ]))
 """
