@@ -7,6 +7,7 @@
 #                     (.venv-oldest: 6 GB, since torch of that age brings what it needs of CUDA)
 #   make test-newest  the same with the newest versions that are published (.venv-newest)
 #   make lint    formatting, types, import contracts
+#   make package  a wheel and a source distribution, looked at, and the wheel in an environment of its own (.venv-package)
 #   make docs    the documents as a site, in site/
 #   make bench   the benchmarks that run on a CPU
 #   make gpu     on a machine with a card: the tests that need one, and short runs by plans of every kind
@@ -24,7 +25,7 @@ PINNED ?= -c constraints.txt
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test test-all test-compat test-oldest test-newest lint docs bench gpu gpu-offload clean
+.PHONY: install demo test test-all test-compat test-oldest test-newest lint package docs bench gpu gpu-offload clean
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -78,6 +79,19 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --strict -p lightning_mist
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m benchmarks.report --check README.md docs/*.md
+
+# The wheel is alone in its environment: what the package needs is taken from $(VENV), where it lies beside it.
+PACKAGE := .venv-package
+
+package: $(INSTALLED)
+	rm -rf $(PACKAGE) dist
+	$(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/bin/python -m pip install --quiet -c constraints.txt build twine
+	$(PACKAGE)/bin/python -m build --outdir dist . >/dev/null
+	$(PACKAGE)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(PACKAGE)
+	$(PACKAGE)/bin/python -m pip install --quiet --no-deps dist/*.whl
+	$(PACKAGE)/bin/python tests/built_package.py dist "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict --site-dir site
