@@ -57,9 +57,6 @@ def test_of_many_stages_the_worst_first_and_last_are_shown():
 
 def test_what_is_not_known_is_not_drawn():
     offloading = plan_of(8, world_size=4, global_batch_size=16, offload=OffloadRatios(optimizer=1.0))
-    masters = replace(estimator(), spec=replace(NETWORK, master_weights=True))
-    with pytest.raises(PlanError, match="are not known: beside master weights no moves are known but those of act"):
-        masters.timelines(offloading)
     assert estimator().timelines(offloading)
     with pytest.raises(PlanError, match="synthetic was described without its allocations"):
         estimator(network=spec(8)).timelines(PLAN)
