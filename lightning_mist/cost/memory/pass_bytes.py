@@ -25,6 +25,7 @@ Array axes
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ from lightning_mist.cost.inputs import (
 )
 from lightning_mist.cost.memory.split_backward import SplitBackward
 from lightning_mist.model.spec import OptimizerSpec
+
+MOST_LISTS = 32
+"""Sets of lists that are kept: of a thousand stages half a megabyte each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,7 @@ class UnitLoads:
         split: What backwards of inputs need.
         values: Bytes by name, of every unit of all variants, once where it is not recomputed and once where it is.
         size: Units of all variants.
-        changes: Units that are not like the one before, or of which another one is above.
+        changes: Units that are not like the one before, or whose neighbours are not.
     """
 
     def __init__(
@@ -174,7 +178,60 @@ class UnitLoads:
         every = np.concatenate([pair.reshape(-1, shape[-1]) for pair in each.values()])
         self.values: Mapping[str, FloatArray] = {name: pair.reshape(-1) for name, pair in each.items()}
         self.size, self.width = int(np.prod(shape)), shape[-1]
-        self.changes = np.flatnonzero((every[:, 1:] != every[:, :-1]).any(axis=0)) + 1
+        self.changes = tuple((np.flatnonzero((every[:, 1:] != every[:, :-1]).any(axis=0)) + 1).tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lists:
+    """Rows of stages in the order of forward, alike ones as one.
+
+    Attributes:
+        count_JA: How many units in a row have one like it; 0 where a list has come to its end.
+        kept_JA: Where as little is kept as of a recomputed layer.
+        behind_JA: Where the peak is that of a recomputed layer.
+        where_JA: Place in the axis of what is away.
+        top_JA: The last unit of each stage.
+    """
+
+    unit_JA: IntArray
+    count_JA: FloatArray
+    edge_JA: BoolArray
+    tail_JA: BoolArray
+    top_JA: BoolArray
+    kept_JA: BoolArray
+    behind_JA: BoolArray
+    where_JA: IntArray
+
+
+@lru_cache(maxsize=MOST_LISTS)
+def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool, bool]) -> _Lists:
+    """The lists of stages, which are asked about on many devices.
+
+    Args:
+        codes: First layers, last ones and first ones that are not recomputed, as numbers.
+        changes: Units that differ from the one before.
+        looks: Whether what is away for the first of several layers counts, and what is reduced at the last unit.
+    """
+    code_A = np.frombuffer(codes, dtype=np.int64)
+    first_A, end_A, middle_A = 1 + code_A // width**2, 1 + code_A // width % width, 1 + code_A % width
+    low_A, high_A = first_A - (first_A == 1), end_A + (end_A == width - 1)
+    # Rows are alike between places where units change, or what lies around them.
+    away, reduces = looks
+    near = [first_A, middle_A, end_A, *([first_A + 1] if away else []), *([high_A - 1] if reduces else [])]
+    unit_JA, count_JA = runs_between(low_A, high_A, near, changes)
+    head_JA, tail_JA = unit_JA < first_A, unit_JA >= end_A
+    again_JA = (unit_JA < middle_A) & ~head_JA
+    return _Lists(
+        unit_JA=unit_JA,
+        count_JA=count_JA.astype(np.float64),
+        edge_JA=head_JA | tail_JA,
+        tail_JA=tail_JA,
+        top_JA=unit_JA == high_A - 1,
+        # The head in front of a recomputed layer keeps as little, and the tail's peak is as behind one.
+        kept_JA=again_JA | (head_JA & (middle_A > first_A)),
+        behind_JA=again_JA | (tail_JA & (middle_A == end_A)),
+        where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == first_A) & (end_A > first_A + 1)))),
+    )
 
 
 class PassBytes:
@@ -189,36 +246,22 @@ class PassBytes:
 
     def __init__(self, loads: UnitLoads, runs: StageRuns, *, by_unit: bool = False) -> None:
         self.loads, self.runs = loads, runs
-        width, away = loads.width, bool(runs.forward_away_AK.any() or runs.backward_away_AK.any())
-        code_A, line_K = distinct_codes((runs.start_K * width + runs.end_K) * width + runs.middle_K, width**3)
-        first_A, end_A, middle_A = (1 + code_A // width**2, 1 + code_A // width % width, 1 + code_A % width)
-        low_A, high_A = first_A - (first_A == 1), end_A + (end_A == width - 1)
-        # Rows are alike between places where units change, or what lies around them.
-        near = [first_A, middle_A, end_A, *([first_A + 1] if away else []), *([high_A - 1] if loads.reduces else [])]
-        changes = range(width) if by_unit else loads.changes.tolist()
-        unit_JA, count_JA = runs_between(low_A, high_A, near, changes)
-        head_JA, tail_JA = unit_JA < first_A, unit_JA >= end_A
-        again_JA = (unit_JA < middle_A) & ~head_JA
-        # The head in front of a recomputed layer keeps as little, and the tail's peak is as behind one.
-        kept_JA = again_JA | (head_JA & (middle_A > first_A))
-        behind_JA = again_JA | (tail_JA & (middle_A == end_A))
-        where_JA = np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == first_A) & (end_A > first_A + 1))))
-        self._line_K, self._where_JA, self._tail_JA, self._edge_JA = line_K, where_JA, tail_JA, head_JA | tail_JA
-        self._top_JA = unit_JA == high_A - 1
-        self.count_JK = self._each(count_JA.astype(np.float64))
-        self._unit_JK = self._each(unit_JA)
+        away, width = bool(runs.forward_away_AK.any() or runs.backward_away_AK.any()), loads.width
+        code_A, self._line_K = distinct_codes((runs.start_K * width + runs.end_K) * width + runs.middle_K, width**3)
+        changes = tuple(range(width)) if by_unit else loads.changes
+        lists = self._lists = _lists(code_A.tobytes(), width, changes, (away, loads.reduces))
+        self.count_JK, self._unit_JK = self._each(lists.count_JA), self._each(lists.unit_JA)
         if runs.variant_K is not None:
             self._unit_JK += runs.variant_K * width
-        self._behind_JK = self._unit_JK + self._each(loads.size * behind_JA)
-        self._kept_JK = loads.values["kept"].take(self._unit_JK + self._each(loads.size * kept_JA))
+        self._behind_JK = self._unit_JK + self._each(loads.size * lists.behind_JA)
+        self._kept_JK = loads.values["kept"].take(self._unit_JK + self._each(loads.size * lists.kept_JA))
         # Behind the first stage the head is run too, as far as the batch alone determines it.
         self.saved_K: FloatArray = np.where(runs.is_first_K, 0.0, loads.costs.shared_saved_bytes)
         alive_JK = np.cumsum(self.count_JK * self._kept_JK, axis=0) + self.saved_K
         if len(alive_JK):
             self.saved_K = alive_JK[-1].copy()
         # What is kept up to each unit; a row that no unit has finds nothing.
-        self._is_full = bool(count_JA.all())
-        if not self._is_full:
+        if not lists.count_JA.all():
             alive_JK[self.count_JK == 0] = -np.inf
         self._alive_JK = alive_JK
 
@@ -231,8 +274,10 @@ class PassBytes:
 
     def _peak(self, name: str, away_AK: FloatArray, *, temporaries: bool) -> FloatArray | float:
         """What rows need while they run, parameters included that are there only for them."""
-        peak_JK = self.loads.values[name].take(self._behind_JK) if temporaries else 0.0
-        return peak_JK + self._away(away_AK)
+        if not temporaries:
+            return self._away(away_AK)
+        peak_JK: FloatArray = self.loads.values[name].take(self._behind_JK) + self._away(away_AK)
+        return peak_JK
 
     def _away(self, away_AK: FloatArray) -> FloatArray | float:
         """Parameters that are there only for a unit, by where it is in its stage."""
@@ -240,12 +285,12 @@ class PassBytes:
             return 0.0
         # The first of several layers counts like the others too, which is more where these have more away.
         most_AK = np.stack([away_AK[0], np.maximum(away_AK[1], away_AK[2]), *away_AK[2:]])
-        return np.take_along_axis(most_AK, self._each(self._where_JA), 0)
+        return np.take_along_axis(most_AK, self._each(self._lists.where_JA), 0)
 
     def _under_way(self, pending_K: FloatArray | float) -> FloatArray | float:
         """Gradients that are being reduced while a unit runs: of the unit above, or of a backward before."""
-        is_pending_JA = self._top_JA & (self._tail_JA | self.loads.reduces)
-        return np.where(self._each(is_pending_JA), pending_K, self._of("above") * self._each(~self._top_JA))
+        is_pending_JA = self._lists.top_JA & (self._lists.tail_JA | self.loads.reduces)
+        return np.where(self._each(is_pending_JA), pending_K, self._of("above") * self._each(~self._lists.top_JA))
 
     def handed(self) -> FloatArray:
         """The part of ``saved_K`` that the next stage gets: it is gone when it has been sent."""
@@ -281,7 +326,7 @@ class PassBytes:
         """The same of the backward that makes the gradients, these included."""
         loads, runs = self.loads, self.runs
         above_head_K = loads.share * (runs.gradient_bytes_K - runs.head_gradient_bytes_K)
-        made_JK = self._of("made") + loads.share * runs.tail_gradient_bytes_K * self._each(self._tail_JA)
+        made_JK = self._of("made") + loads.share * runs.tail_gradient_bytes_K * self._each(self._lists.tail_JA)
         found_JK: FloatArray = self._alive_JK + (above_head_K - np.cumsum(self.count_JK * made_JK, axis=0))
         found_JK += (self.count_JK - 1) * np.maximum(made_JK - self._kept_JK, 0.0)
         found_JK += self._peak("first", runs.backward_away_AK, temporaries=temporaries)
@@ -297,8 +342,8 @@ class PassBytes:
         if sharding is None or sharding.is_one_unit:
             return np.where(self.count_JK > 0, copied * runs.gradient_bytes_K, -np.inf)
         found_JK = copied * self._of("trained") + self._away(runs.backward_away_AK)
-        found_JK += np.where(self._each(self._tail_JA), self._alive_JK - self._kept_JK, above_head_K)
-        return np.where(self._each(self._edge_JA) & (self.count_JK > 0), found_JK, -np.inf)
+        found_JK += np.where(self._each(self._lists.tail_JA), self._alive_JK - self._kept_JK, above_head_K)
+        return np.where(self._each(self._lists.edge_JA) & (self.count_JK > 0), found_JK, -np.inf)
 
     def waiting(self) -> FloatArray:
         """Bytes that one microbatch keeps from its input gradients until its weight gradients."""
@@ -328,7 +373,7 @@ class PassBytes:
             return waiting_K
         copy_K = runs.gradient_bytes_K
         if not sharding.is_one_unit:
-            copy_K = np.max(self._each(self._edge_JA) * self._of("trained"), axis=0, initial=0.0)
+            copy_K = np.max(self._each(self._lists.edge_JA) * self._of("trained"), axis=0, initial=0.0)
         made_K = factor * runs.gradient_bytes_K + np.maximum(copy_K, largest_K)
         # Parameters that were there for what was computed before stay for what is computed next.
         away_K: FloatArray = np.maximum(runs.forward_away_AK, runs.backward_away_AK).max(axis=0)
@@ -350,7 +395,7 @@ class PassBytes:
         both, full_K = 1 + 1 / loads.factor, loads.factor * runs.gradient_bytes_K
         above_head_K = full_K - loads.factor * runs.head_gradient_bytes_K
         below_JK = self._alive_JK - self.count_JK * self._kept_JK
-        below_JK[self._each(self._edge_JA)] = -np.inf
+        below_JK[self._each(self._lists.edge_JA)] = -np.inf
         made_below_JK = np.cumsum(self.count_JK * made_JK, axis=0) - self.count_JK * made_JK
 
         def ended(times: float) -> FloatArray:
@@ -366,7 +411,7 @@ class PassBytes:
         # At the tail all layers' gradients are still to come.
         layers_made_K = (self.count_JK * made_JK).sum(axis=0)
         gradients_K = above_head_K - layers_made_K if progressive else full_K
-        tail_JK = np.where(self._each(self._tail_JA), self._alive_JK - self._kept_JK, -np.inf)
+        tail_JK = np.where(self._each(self._lists.tail_JA), self._alive_JK - self._kept_JK, -np.inf)
         tail_K = tail_JK.max(axis=0) + gradients_K + np.minimum(bucket_K, runs.tail_gradient_bytes_K)
         result_K: FloatArray = np.maximum(np.maximum(layers_K, full_K + bucket_K), tail_K)
         return result_K
