@@ -220,7 +220,7 @@ def _short(text: str, most: int = 20) -> str:
 
 
 def _title(figure: Any, timeline: Timeline, windows: Sequence[Window]) -> None:
-    idle = f"devices wait for {timeline.idle_share:.1%} of it (bubble)"
+    idle = f"devices wait for {timeline.idle_share:.1%} of it"
     head = f"one step: {format_seconds(timeline.step_seconds)}, "
     head += idle if len(timeline.lanes) > 1 else "one stage, no pipeline"
     is_shaded = any(bar.chunk for lane in timeline.lanes for bar in lane.work)
