@@ -68,15 +68,15 @@ def main() -> None:
         seconds, after = perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
         out = Path(folder) / "runs" / "demo"
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        notes = f"Load of the machine at the end of the run: {os.getloadavg()[0]:.1f}, with {os.cpu_count()} cores."
+        record = make_record("demo", [sample_of(ended.stdout, report, seconds, spent)], notes=notes)
         shutil.copy(out / "step.svg", PICTURE)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     page = ROOT / "docs" / "demo.md"
     page.write_text(
         SAID.sub(lambda found: f"{found[1]}{ended.stdout}{found[2]}", page.read_text(encoding="utf-8")),
         encoding="utf-8",
     )
-    notes = f"Load of the machine at the end of the run: {os.getloadavg()[0]:.1f}, with {os.cpu_count()} cores."
-    record = make_record("demo", [sample_of(ended.stdout, report, seconds, spent)], notes=notes)
     print(ended.stdout, write_record(record), sep="\n")
 
 

@@ -75,5 +75,7 @@ def samples() -> list[Sample]:
 
 
 if __name__ == "__main__":
-    NOTES = "Each line is made of another record: docs/demo.md, offload.md, records.md, projects.md and uses.md have them."
+    NOTES = (
+        "Each line is made of another record: docs/demo.md, offload.md, records.md, projects.md and uses.md have them."
+    )
     print(write_record(make_record("summary", samples(), notes=NOTES)))
