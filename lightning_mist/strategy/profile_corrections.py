@@ -6,10 +6,8 @@ All of it happens on rank 0, between steps; the other ranks need to know nothing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_mist.cost import predict
-from lightning_mist.explain import plan_that_fits
 from lightning_mist.hardware import (
     Cluster,
     Correction,
@@ -28,7 +26,9 @@ from lightning_mist.model import ModelSpec
 from lightning_mist.plan import Feature, Plan, Predicted, SearchSpace
 from lightning_mist.runtime.support import executed_offload
 from lightning_mist.strategy.run_report import Measured
-from lightning_mist.tuner import Planner, TuneResult
+
+if TYPE_CHECKING:
+    from lightning_mist.tuner import Planner, TuneResult
 
 LEAST_CHANGE = 0.05
 """Share of the predicted step by which what was learned must change it, so that later runs plan anew: less cannot be
@@ -71,16 +71,18 @@ class PlanBasis:
         """What is planned, in words."""
         return f"{self.spec.num_layers} layers on {self.cluster.world_size} devices"
 
-    def tune(self) -> TuneResult:
+    def tune(self) -> "TuneResult":
         """The best plan by what is known, of those that can be executed here."""
         return self.tuned(None)[1]
 
-    def tuned(self, say: Callable[[str], None] | None) -> tuple["PlanBasis", TuneResult]:
+    def tuned(self, say: Callable[[str], None] | None) -> "tuple[PlanBasis, TuneResult]":
         """The best plan whose estimate fits, and the basis with what it may take, for later plans.
 
         Args:
             say: Says what is done for that; None where nothing binds, so that the search alone decides.
         """
+        from lightning_mist.explain import plan_that_fits
+
         asked, notes = self._asked()
         planner, basis = self._planner(), self
         found = planner.tune(**asked)
@@ -91,7 +93,9 @@ class PlanBasis:
             basis, found = replace(self, memory_limit=fitting.asked["memory_limit"]), fitting.result
         return basis, replace(found, notes=(*found.notes, *notes))
 
-    def _planner(self) -> Planner:
+    def _planner(self) -> "Planner":
+        from lightning_mist.tuner import Planner
+
         return Planner(self.spec, self.cluster, profile=corrected(self.profile, self.corrections))
 
     def _asked(self) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -103,6 +107,8 @@ class PlanBasis:
 
     def predict(self, plan: Plan) -> Predicted:
         """What is known of a plan."""
+        from lightning_mist.cost import predict
+
         return predict(self.spec, corrected(self.profile, self.corrections), self.cluster, plan)
 
 

@@ -26,7 +26,6 @@ from lightning_mist.strategy.planning import (
     MANUAL,
     OFFERED,
     PlanRequest,
-    decide,
     step_of_fit,
     whole_module_reason,
     write_plan,
@@ -173,8 +172,7 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         broadcast_buffers: As in DDP.
         bucket_cap_mb: As in DDP, for plain data parallelism.
         static_graph: As in DDP, for plain data parallelism.
-        **kwargs: Other arguments of torch's ``DistributedDataParallel``, for plain data parallelism; type checkers
-            accept none.
+        **kwargs: Others of torch's ``DistributedDataParallel``, for plain data parallelism; type checkers accept none.
     """
 
     strategy_name = "mist"
@@ -263,6 +261,8 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         with self._planning():
             plain = self._why_plain(trainer)
             step = step_of_fit(trainer, self, self._names, plain=plain)
+            from lightning_mist.strategy.planning import decide
+
             self._decision = decide(trainer, self, self._request, step, plain=plain, initial=self._initial)
         if self._is_dry_run:
             self._end_dry_run()

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy, SearchSpace
 from lightning_mist.runtime.recording import StorageMeter, state_tensors
-from lightning_mist.strategy import strategy as module_of_the_strategy
 from lightning_mist.strategy.planning import planning_state, trial_step, workflow
 from tests.fits import make_trainer, plan
 from tests.machine import assume_profile
@@ -82,7 +81,7 @@ def planned(folder, share):
     trainer = make_trainer(strategy, max_steps=2, limit_val_batches=0)
     here = mock.Mock(return_value=False)
     with (
-        mock.patch.object(module_of_the_strategy, "decide", metered),
+        mock.patch.object(workflow, "decide", metered),
         mock.patch.object(trial_step, "leaves_no_trace", here),
         mock.patch.object(planning_state, "timed_apart", here),
     ):

@@ -5,38 +5,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_mist.errors import CheckpointError
 from lightning_mist.leaves import put_together
 from lightning_mist.model.initialization import load_hollow
 from lightning_mist.strategy import empty_parameters
 from lightning_mist.strategy.checkpoints.atomic import discard, save_file
-from lightning_mist.strategy.checkpoints.directory import (
-    DirectoryWriter,
-    SavePlanner,
-    StoredOptimizer,
-    check_content,
-    read_directory,
-    reading,
-    states_of,
-)
-from lightning_mist.strategy.checkpoints.shards import (
-    copied,
-    model_shards,
-    named_state,
-    names_in_order,
-    optimizer_shards,
-    saved_parts,
-)
 from lightning_mist.strategy.given_arguments import refuse_unknown
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.training import module_state
+
+if TYPE_CHECKING:  # what DCP is needed for is imported there: programs without directories start sooner
+    from lightning_mist.strategy.checkpoints.directory import DirectoryWriter
 
 
 class Checkpoints(PlanInstallation):
@@ -86,6 +70,9 @@ class Checkpoints(PlanInstallation):
         return Path(path)
 
     def _save_directory(self, checkpoint: dict[str, Any], path: Path) -> None:
+        from lightning_mist.strategy.checkpoints.directory import DirectoryWriter, states_of
+        from lightning_mist.strategy.checkpoints.shards import copied
+
         self.finish_saving()
         states, meta = states_of(checkpoint)
         writer = DirectoryWriter(path, meta)
@@ -146,6 +133,8 @@ class Checkpoints(PlanInstallation):
         elif self.global_rank > 0 and empty_parameters.has_empty_parameters(self._module):
             return {}
         if self._saves_directories:
+            from lightning_mist.strategy.checkpoints.shards import model_shards
+
             with self.all_take_part():
                 return model_shards(self._module, self._engine, is_first=self.global_rank == 0)
         if self._engine is None:
@@ -155,6 +144,8 @@ class Checkpoints(PlanInstallation):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """All optimizer state in DDP's layout; complete on global rank 0, or for a directory what each rank writes."""
+        from lightning_mist.strategy.checkpoints.shards import named_state, names_in_order, optimizer_shards
+
         if self._engine is not None and self._outside is None:
             self.refuse_without_the_others("a checkpoint")
             with self.all_take_part():
@@ -171,6 +162,8 @@ class Checkpoints(PlanInstallation):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **more: Any) -> dict[str, Any]:
         """Read a checkpoint; for a module without values its tensors stay in a file until they are needed."""
+        from lightning_mist.strategy.checkpoints.directory import check_content, read_directory, reading
+
         self.finish_saving()
         if not (self._writes_itself or self._saves_directories) or _is_remote(checkpoint_path):
             return self._load_file(checkpoint_path, weights_only, **more)
@@ -213,6 +206,9 @@ class Checkpoints(PlanInstallation):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of optimizer state in DDP's layout, or of what is in a directory."""
+        from lightning_mist.strategy.checkpoints.directory import StoredOptimizer
+        from lightning_mist.strategy.checkpoints.shards import saved_parts
+
         engine, states = self._engine, []
         for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False):
             wanted = None if engine is None else partial(saved_parts, engine.owned(optimizer).cut)
@@ -233,12 +229,18 @@ def _is_remote(path: Any) -> bool:
     return "://" in str(path)
 
 
-def _save(states: dict[str, Any], writer: DirectoryWriter, group: Any | None) -> None:
+def _save(states: dict[str, Any], writer: "DirectoryWriter", group: Any | None) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from lightning_mist.strategy.checkpoints.directory import SavePlanner
+
     save(states, storage_writer=writer, planner=SavePlanner(), process_group=group)
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:  # derives from BaseException, and is raised on every rank

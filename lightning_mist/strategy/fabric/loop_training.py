@@ -42,7 +42,6 @@ from lightning_mist.strategy.fabric.users_loop import (
 from lightning_mist.strategy.plan_installation import HoldsPlan
 from lightning_mist.strategy.planning import (
     PlannedStep,
-    decide,
     optimizer_reason,
     tried,
     write_plan,
@@ -233,6 +232,8 @@ class LoopTraining(HoldsPlan, _Base):
             )
             precision = str(getattr(self.precision, "precision", "32-true"))
             loop = UsersLoop(lightning_module=module, strategy=self, precision=precision)
+            from lightning_mist.strategy.planning import decide
+
             decision = decide(loop, self, self._request, step, plain=self._why_plain(planned, call))
             if decision.plan.is_plain:
                 # Without a trace DDP's own default counts.

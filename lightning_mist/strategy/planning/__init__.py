@@ -1,5 +1,7 @@
 """From a user's fit to a plan that every rank has."""
 
+from typing import Any
+
 from lightning_mist.strategy.planning.decision import (
     Decision,
     PlannedStep,
@@ -20,4 +22,12 @@ from lightning_mist.strategy.planning.trial_step import (
     splits_of_evaluated,
     tried,
 )
-from lightning_mist.strategy.planning.workflow import decide
+
+
+def __getattr__(name: str) -> Any:
+    if name != "decide":
+        raise AttributeError(name)
+    # What searches is imported where something is planned: programs that plan nothing start sooner.
+    from lightning_mist.strategy.planning.workflow import decide
+
+    return decide

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_mist.cost.time import SPLIT_BACKWARD, collective_seconds
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import (
@@ -417,6 +416,8 @@ def _overheads(profile: HardwareProfile, runs: dict[str, _Run], plain: tuple[flo
         more = halves - runs["pipeline"].seconds[ActionKind.BACKWARD]
         found["deferred_operator_seconds"] = more / (LAYERS / 2 * BLOCK_BACKWARD_OPERATORS)
     if (tensor := runs.get("tensor")) is not None:
+        from lightning_mist.cost.time import SPLIT_BACKWARD
+
         # Each block's output is summed in forward, and the gradient of its input in backward.
         exchanged = 2 * LAYERS * _collective(profile, "all_reduce", 4 * LENGTH * WIDTH)
         more = _computing(tensor) - sum(plain) / 2 - 2 * action - exchanged
@@ -432,6 +433,8 @@ def _computing(run: _Run) -> float:
 
 
 def _collective(profile: HardwareProfile, operation: str, payload_bytes: int) -> float:
+    from lightning_mist.cost.time import collective_seconds
+
     return float(collective_seconds(profile, operation, 2, 1, float(payload_bytes)))
 
 

@@ -8,20 +8,21 @@ fit may not fit that way, so planning keeps within the memory that the plan is t
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import InfeasibleError, TraceError
-from lightning_mist.estimate import Estimator, MemoryEstimate, estimate_plan, estimate_prediction, stage_device
 from lightning_mist.hardware import AnyCluster
 from lightning_mist.model import ModelSpec
 from lightning_mist.plan import ModuleMap, Plan, ZeroStage
 from lightning_mist.strategy.ranks import everywhere, of_all_ranks
-from lightning_mist.tuner.space import host_bytes_of_each
 from lightning_mist.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_mist.estimate import MemoryEstimate
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ class Budget:
 
     def limits(self, plan: Plan) -> tuple[int, ...]:
         """Bytes of each device of every stage of a plan that may be used."""
+        from lightning_mist.estimate import stage_device
+
         return tuple(stage_device(self.cluster, stage.devices, self.limit)[1] for stage in plan.stages)
 
     @property
@@ -48,8 +51,10 @@ class Budget:
         """Whether going beyond it ends training: where a limit was given, and on devices with memory of their own."""
         return self.asked is not None or self.host_asked is not None or self.cluster.kind == "cuda"
 
-    def refuse_more_host_memory(self, found: MemoryEstimate) -> None:
+    def refuse_more_host_memory(self, found: "MemoryEstimate") -> None:
         """Refuse a plan of which a stage needs more host memory than its devices may use."""
+        from lightning_mist.tuner.space import host_bytes_of_each
+
         limit = host_bytes_of_each(self.cluster, self.host_asked)
         worst = max(found.stages, key=lambda stage: stage.host_bytes)
         if worst.host_bytes > limit:
@@ -69,7 +74,7 @@ def estimate_given(
     refused: bool,
     trace: Callable[[], ModelSpec] | None,
     say: Callable[[str], None],
-) -> MemoryEstimate | None:
+) -> "MemoryEstimate | None":
     """The estimate of a plan that the user gave: from its own prediction, or from a trace where the budget binds.
 
     Args:
@@ -83,6 +88,8 @@ def estimate_given(
     Raises:
         InfeasibleError: If the plan does not fit.
     """
+    from lightning_mist.estimate import Estimator, estimate_plan, estimate_prediction
+
     if plan.predicted is not None and believed:
         found = estimate_prediction(plan, module_map, budget.cluster, budget.limit)
     elif not budget.binds:

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_mist.cost.time import collective_seconds
 from lightning_mist.errors import MistError, TraceError
 from lightning_mist.hardware import Cluster, HardwareProfile, catalog_profile, load_profile
 from lightning_mist.model import LayerSeconds, OptimizerRule, examine_optimizer
@@ -104,6 +103,8 @@ def most_to_save(
         update: Measured seconds of the optimizer's step per byte of parameters; 0 if it was not measured.
         reduction: Measured seconds of a reduction per byte; 0 if it was not measured.
     """
+    from lightning_mist.cost.time import collective_seconds
+
     if cluster.world_size == 1:
         return 0.0  # nothing is reduced, and nobody shares the optimizer's step
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
@@ -169,6 +170,8 @@ def sharing_seconds(profile: HardwareProfile, found: ModuleMap, seconds: Sequenc
     They take the rows of all of them. Each block is shared out, so that its result is put together in forward and its
     gradient in backward; or it is whole, so that every device computes it for all rows.
     """
+    from lightning_mist.cost.time import collective_seconds
+
     passed = [
         math.prod(live.shape) * getattr(torch, live.dtype).itemsize
         for cut in found.cuts
