@@ -6,6 +6,5 @@ from lightning_mist.strategy.fabric import MistFabricBase
 from lightning_mist.strategy.given_arguments import with_words_of
 from lightning_mist.strategy.strategy import MistBase
 
-
-class MistFabricStrategy(MistFabricBase, DDPStrategy):  # type: ignore[misc]  # noqa: D101  # the base is typed as of lightning.fabric
-    __doc__ = with_words_of(MistFabricBase, MistBase)
+_BODY = {"__module__": __name__, "__doc__": with_words_of(MistFabricBase, MistBase)}
+MistFabricStrategy = type("MistFabricStrategy", (MistFabricBase, DDPStrategy), _BODY)

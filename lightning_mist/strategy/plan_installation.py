@@ -1,8 +1,9 @@
 """Putting plans in place of a fit, one after the other, and what a strategy says of the one that is there."""
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -168,8 +169,11 @@ class PlanInstallation(HoldsPlan, EndsTogether):
             verbose=self._request.verbose,
         )
 
-    def _planning(self) -> AbstractContextManager[None]:
-        return replaced(self, _is_planning=True)
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        with replaced(self, _is_planning=True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what steps that are only tried warn of is said when they are trained
+            yield
 
     def replace_plan(self, decide: Callable[[], Decision]) -> None:
         """Put another plan in place between two steps; of a fit of one process."""

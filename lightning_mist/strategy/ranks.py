@@ -35,6 +35,12 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
+def said_by_another(error: Exception) -> None:
+    """Let this process end without printing an error that another rank prints."""
+    before = sys.excepthook
+    sys.excepthook = lambda kind, value, trace: None if value is error else before(kind, value, trace)
+
+
 def of_all_ranks(value: T) -> list[T]:
     """What every rank has, by rank; called on all at once."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -53,6 +59,8 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     dist.broadcast_object_list(box, 0)
     succeeded, value = box[0]
     if not succeeded:
+        if dist.get_rank() > 0:
+            said_by_another(value)
         raise value
     return value  # type: ignore[no-any-return]
 
@@ -65,9 +73,13 @@ def everywhere(work: Callable[[], T]) -> T:
         result.append(work())
     except Exception as own:  # the others wait: whatever it is, they must hear of it
         error = _picklable(own)
-    first = next((item for item in of_all_ranks(error) if item is not None), None)
+    every = of_all_ranks(error)
+    first = next((item for item in every if item is not None), None)
     if first is not None:
-        raise first if error is None else error
+        mine = first if error is None else error
+        if str(mine) in map(str, every[: dist.get_rank()]) or error is None:
+            said_by_another(mine)
+        raise mine
     return result[0]
 
 

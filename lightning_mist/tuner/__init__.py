@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_mist.plan import SearchSpace as SearchSpace
 
 if TYPE_CHECKING:
-    from lightning_mist.tuner.planner import Planner, tune
+    from lightning_mist.tuner.planner import Planner, tune, unshared
     from lightning_mist.tuner.select import Alternative, TuneResult, TuneStats
     from lightning_mist.tuner.space import degrees_to_try
 
 
 _HOMES = {
-    "planner": ("Planner", "tune"),
+    "planner": ("Planner", "tune", "unshared"),
     "select": ("Alternative", "TuneResult", "TuneStats"),
     "space": ("degrees_to_try",),
 }

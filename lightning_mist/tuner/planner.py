@@ -332,6 +332,17 @@ def _faster(found: TuneResult, context: Plan) -> TuneResult:
     )
 
 
+def unshared(plan: Plan, search: SearchSpace) -> tuple[str, ...]:
+    """Where a plan has nothing to share out by the ZeRO stages that were asked for; for people."""
+    copies = [stage.mesh.data_parallel_degree * stage.mesh.context_parallel_degree for stage in plan.stages]
+    alone = ", ".join(str(number) for number, degree in enumerate(copies) if degree == 1)
+    said = (
+        f"zero_stages = {search.zero_stages}: ZeRO shares nothing out on these stages of the plan: {alone}. One rank "
+        "has each parameter there; data_parallel_degrees, such as (2,), or max_stages = 1 ask for more"
+    )
+    return (said,) if alone and 0 not in search.zero_stages else ()
+
+
 def _context_notes(stages: Stages) -> tuple[str, ...]:
     """Why rows are not shared among so many devices as was asked for."""
     degrees, notes = known_contexts(stages.space, stages.model.spec.module_map)

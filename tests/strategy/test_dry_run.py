@@ -1,3 +1,5 @@
+import warnings
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mist import MistStrategy, SearchSpace
 from lightning_mist.plan import load
+from lightning_mist.strategy.planning import workflow
 from tests.machine import assume_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own advice on loggers, workers and small datasets
@@ -34,6 +37,11 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class Warns(Net):
+    def on_train_batch_start(self, batch, batch_idx):
+        warnings.warn("of a step", stacklevel=1)
 
 
 class Seen(pl.Callback):
@@ -79,6 +87,21 @@ def test_a_dry_run_prints_the_plan_and_ends_before_anything_is_trained(tmp_path,
     said = capfd.readouterr().err
     assert "dry_run=True: nothing was trained, the plan is in" in said
     assert "stage" in said
+
+
+def test_what_trials_warn_of_is_said_in_training_alone(tmp_path, monkeypatch):
+    decide, seen = workflow.decide, []
+
+    def warning(*given, **more):
+        warnings.warn("of a trial", stacklevel=1)
+        return decide(*given, **more)
+
+    monkeypatch.setattr(workflow, "decide", warning)
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: seen.append(str(message)))
+    strategy = MistStrategy(profile_directory=str(assume_profile(tmp_path / "profiles", 1)))
+    warnings.simplefilter("always")  # pytest puts filters back
+    pl.Trainer(strategy=strategy, **options(tmp_path)).fit(Warns(), Rows())
+    assert {"of a step"} == {text for text in seen if text.startswith("of a ")}
 
 
 def test_the_command_line_has_it(tmp_path, capfd):

@@ -1,4 +1,5 @@
 import pickle
+import sys
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,32 @@ def test_an_error_that_cannot_travel_is_told_in_words():
 
     with pytest.raises(RuntimeError, match="Odd: seven"):
         on_rank_zero(fail)
+
+
+def _printed(where):
+    """Whether this rank prints an error that fails work on some ranks, or on rank 0 for all."""
+    seen, before = [], sys.excepthook
+    sys.excepthook = lambda kind, value, trace: seen.append(value)
+
+    def work():
+        if dist.get_rank() in where:
+            raise PlanError(where[dist.get_rank()])
+
+    try:
+        (ranks.everywhere if 1 in where else on_rank_zero)(work)
+    except PlanError as error:
+        sys.excepthook(type(error), error, None)
+        sys.excepthook(PlanError, PlanError("another"), None)
+    finally:
+        sys.excepthook = before
+    return [str(error) for error in seen]
+
+
+def test_an_error_of_all_ranks_is_printed_by_one(gloo_workers):
+    assert gloo_workers.run(2, _printed, {0: "no"}) == [["no", "another"], ["another"]]
+    assert gloo_workers.run(2, _printed, {1: "no"}) == [["another"], ["no", "another"]]
+    assert gloo_workers.run(2, _printed, {0: "no", 1: "no"}) == [["no", "another"], ["another"]]
+    assert gloo_workers.run(2, _printed, {0: "no", 1: "nor"}) == [["no", "another"], ["nor", "another"]]
 
 
 def _seen(kind):

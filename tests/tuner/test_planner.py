@@ -7,9 +7,10 @@ from lightning_mist.cost.interleaved_memory import plan_memory
 from lightning_mist.errors import InfeasibleError, PlanError
 from lightning_mist.hardware import parse_cluster
 from lightning_mist.model.spec.polynomial import MICROBATCH
-from lightning_mist.tuner import Planner, SearchSpace, tune
+from lightning_mist.tuner import Planner, SearchSpace, tune, unshared
 from lightning_mist.tuner.infeasible import UndecidedError
 from lightning_mist.tuner.options import OPTIONS
+from tests.plans import plan_of
 from tests.specs import cluster, profile, spec
 
 ALIKE = spec(6, tied=True, measured=True)
@@ -31,6 +32,17 @@ def test_asked_again_a_planner_answers_as_a_new_one():
 def test_networks_of_more_layers_than_tables_can_have_are_refused():
     with pytest.raises(PlanError, match=r"10,000 layers: plans are searched for at most 2,000; put several in one"):
         Planner(replace(spec(4), kinds=spec(4).kinds[:1] * 10_000), cluster(2), profile=profile())
+
+
+def test_zero_stages_that_a_plan_has_nothing_for_are_named():
+    uneven = plan_of(8, 1, {"data": 2, "zero": 3}, {}, {"context": 2, "zero": 3}, {})
+    (said,) = unshared(uneven, SearchSpace(zero_stages=(2, 3)))
+    assert said.startswith("zero_stages = (2, 3): ZeRO shares nothing out on these stages of the plan: 1, 3. ")
+    assert unshared(uneven, SearchSpace()) == ()
+    assert unshared(plan_of(8, 1, {"data": 2, "zero": 3}), SearchSpace(zero_stages=(3,))) == ()
+    only = SearchSpace(zero_stages=(3,), num_stages=(4,))
+    assert unshared(found := tune(ALIKE, cluster(4), profile=profile(), global_batch_size=16, search=only).plan, only)
+    assert found.num_stages == 4
 
 
 def test_host_memory_is_not_negative():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -70,19 +70,16 @@ class MistFabricBase(ActingRank, LoopTraining):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
-        broadcast_buffers: bool = True,
-        bucket_cap_mb: int | None = None,
-        static_graph: bool = False,
-        **kwargs: NoReturn,
+        **kwargs: Any,
     ) -> None:
         self._take_options({**locals()})
         given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         super().__init__(
-            *(*given, process_group_backend, timeout, start_method),
+            *given,
+            process_group_backend,
+            timeout,
+            start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            broadcast_buffers=broadcast_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-            static_graph=static_graph,
             **kwargs,
         )
         self._backward_sync_control: Any = _SyncControl(self)

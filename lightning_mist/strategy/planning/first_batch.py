@@ -9,7 +9,6 @@ been done only then. How training goes on from a checkpoint Lightning's loops sa
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -184,9 +183,7 @@ def _beginning(trainer: Any) -> tuple[int, bool]:
         twin.reset()
         if not twin._iteration_based_training():
             epochs.completed = epochs.processed  # as on_run_start does, which calls hooks
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they will be given when training begins
-            batches.reset()
+        batches.reset()
         batches.on_run_start(fetcher)
         # A restarted loop that is at the end of an epoch fetches all the same, unless a validation is to be done, or
         # not to be done again.

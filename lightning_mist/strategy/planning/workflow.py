@@ -46,7 +46,7 @@ from lightning_mist.strategy.planning.trial_step import TriedStep, leaves_no_tra
 from lightning_mist.strategy.ranks import Progress, any_reason, everywhere, on_rank_zero, same_everywhere
 from lightning_mist.strategy.training import recorded_logs
 from lightning_mist.tensors import batch_rows, batch_signature, slice_rows
-from lightning_mist.tuner import TuneResult, degrees_to_try
+from lightning_mist.tuner import TuneResult, degrees_to_try, unshared
 from lightning_mist.tuner.space import tensor_share
 from lightning_mist.units import format_bytes, format_seconds
 
@@ -75,7 +75,7 @@ def decide(
     """
     started, search = perf_counter(), replace(request.search, data_parallel_size=strategy.num_loaders)
     request.host_of_each(strategy.num_processes, strategy.root_device)  # refused before anything else
-    plan = request.plan if request.plan == "auto" else given_plan(request.plan)
+    plan = request.plan if request.plan == "auto" else everywhere(partial(given_plan, request.plan))
     request = replace(request, search=search, plan=plan)
     progress = Progress(enabled=strategy.is_global_zero, verbose=request.verbose)
     is_auto, reason = request.plan == "auto", None
@@ -363,6 +363,8 @@ def _publish(
         progress.say(note)
     if estimate is not None:
         progress.tell(estimate.headline())
+    for note in unshared(plan, planner.request.search) if planner.request.plan == "auto" else ():
+        progress.tell(note)
     for note in () if made is None else made.explain():
         progress.say(note)
     if planner.request.plan != "auto" or plan.predicted is None:
