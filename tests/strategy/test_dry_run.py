@@ -89,7 +89,7 @@ def test_a_dry_run_prints_the_plan_and_ends_before_anything_is_trained(tmp_path,
     assert "stage" in said
 
 
-def test_what_trials_warn_of_is_said_in_training_alone(tmp_path, monkeypatch):
+def test_what_a_fit_says_first_is_the_plan_and_nothing_of_its_trials(tmp_path, monkeypatch, capfd):
     decide, seen = workflow.decide, []
 
     def warning(*given, **more):
@@ -98,10 +98,15 @@ def test_what_trials_warn_of_is_said_in_training_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workflow, "decide", warning)
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: seen.append(str(message)))
-    strategy = MistStrategy(profile_directory=str(assume_profile(tmp_path / "profiles", 1)))
+    search = SearchSpace(checkpointed_shares=(1.0,))  # plain data parallelism is not planned
+    strategy = MistStrategy(search=search, profile_directory=str(assume_profile(tmp_path / "profiles", 1)))
     warnings.simplefilter("always")  # pytest puts filters back
     pl.Trainer(strategy=strategy, **options(tmp_path)).fit(Warns(), Rows())
     assert {"of a step"} == {text for text in seen if text.startswith("of a ")}
+    plan, memory, why = (line for line in capfd.readouterr().err.splitlines() if line.startswith("mist "))
+    assert plan.startswith("mist dp 1, recompute 3 of 3, microbatch 4 x 1; predicted: ")
+    assert memory.startswith("mist Fits in ")
+    assert why.startswith("mist chosen among ")
 
 
 def test_the_command_line_has_it(tmp_path, capfd):

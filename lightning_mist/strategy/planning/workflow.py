@@ -365,8 +365,10 @@ def _publish(
         progress.tell(estimate.headline())
     for note in unshared(plan, planner.request.search) if planner.request.plan == "auto" else ():
         progress.tell(note)
+    # One line of why: what the best plan of another kind would take, or else how sure it is that this is the best.
+    why = () if made is None or plan.is_plain else (*made.compared, *made.proof)[:1]
     for note in () if made is None else made.explain():
-        progress.say(note)
+        (progress.tell if note in why else progress.say)(note)
     if planner.request.plan != "auto" or plan.predicted is None:
         return None  # it was given, or there was nothing to plan
     if path is not None:
