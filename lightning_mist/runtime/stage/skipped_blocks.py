@@ -135,7 +135,7 @@ class FakeParameters:
         mode: FakeTensorMode,
     ) -> None:
         modules, named = dict(module.named_modules()), dict(module.named_parameters())
-        self._slots: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
+        self._slots: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         for use in module_map.parameters:
             fake: nn.Parameter | None = None
             for module_name, attribute, regions in use.slots:
@@ -143,7 +143,7 @@ class FakeParameters:
                 if index in stages or (not stages and use.name in held):
                     continue
                 fake = fake if fake is not None else _fake_of(named[use.name], use.shape, mode)
-                self._slots.append((modules[module_name]._parameters, attribute, fake, named[use.name]))
+                self._slots.append((modules[module_name]._parameters, attribute, fake))
         changed = {id(space) for space, *_ in self._slots}
         self._recurrent = [
             child for child in modules.values() if isinstance(child, nn.RNNBase) and id(child._parameters) in changed
@@ -152,7 +152,8 @@ class FakeParameters:
     @contextmanager
     def filled(self) -> Iterator[None]:
         """Inside, the slots hold fakes."""
-        for space, name, fake, _ in self._slots:
+        before = [space[name] for space, name, *_ in self._slots]
+        for space, name, fake in self._slots:
             space[name] = fake
         weights = [(child, child._flat_weights) for child in self._recurrent]
         for child in self._recurrent:
@@ -163,7 +164,7 @@ class FakeParameters:
         finally:
             for child, flat in weights:
                 child.__dict__["_flat_weights"] = flat
-            for space, name, _, parameter in self._slots:
+            for (space, name, _), parameter in zip(self._slots, before, strict=True):
                 space[name] = parameter
 
 
