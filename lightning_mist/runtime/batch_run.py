@@ -121,8 +121,10 @@ class BatchRun:
         self._last = context.mesh.plan.num_stages - 1
         self._microbatches, self._step = microbatches, step
         self._loss_scale, self._keeps_graph = loss_scale, keeps_graph
-        self.outputs: list[Any] = [None] * len(microbatches)
-        self.random_states: list[Tensor | None] = [None] * len(microbatches)
+        # Of which parts of batches there are results, in the order of their index.
+        self.parts = microbatches
+        self.outputs: list[Any] = [None] * len(self.parts)
+        self.random_states: list[Tensor | None] = [None] * len(self.parts)
         # Everything on its way is known by stage and microbatch.
         self._incoming: dict[_Key, _Incoming] = {}
         self._received: dict[_Key, tuple[tuple[InputSpec, Crossing, Tensor], ...]] = {}

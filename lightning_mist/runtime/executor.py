@@ -46,8 +46,9 @@ class Executor:
     Attributes:
         shards: Values of parameters that are with their owners only, under ZeRO-3.
         gradients: Gradients that are in host memory.
-        outputs: Per microbatch what the step returned, on the last stage; None elsewhere and for parts without rows.
-        random_states: Per microbatch the state of the generators after the last stage's forward, where it travelled.
+        parts: The parts of batches that the step ran on.
+        outputs: For each of them what the step returned, on the last stage; None elsewhere and for parts without rows.
+        random_states: For each the state of the generators after the last stage's forward, where it travelled.
         state_pool: Host memory, or files, for parameters and optimizer state.
         results_made: Called whenever the last stage has launched all of what the step returned.
 
@@ -110,6 +111,7 @@ class Executor:
                 *(self.mesh, self.stages.every, masters, self.shards), offloaded=offloaded, pool=self.state_pool
             )
         self.written = WrittenWeights(self.mesh, self.parameters, module_map)
+        self.parts: Sequence[Microbatch] = ()
         self.outputs: list[Any] = []
         self.random_states: list[Tensor | None] = []
         self.recorder = ActionRecorder(device)
@@ -163,7 +165,7 @@ class Executor:
         batch = BatchRun(
             self._context, microbatches, step, loss_scale=loss_scale, keeps_graph=bool(final), made=self.results_made
         )
-        self.outputs, self.random_states = batch.outputs, batch.random_states
+        self.parts, self.outputs, self.random_states = batch.parts, batch.outputs, batch.random_states
         self.engage()
         if self.gradients is not None:
             self.gradients.checks = isinstance(loss_scale, Tensor)
@@ -197,7 +199,7 @@ class Executor:
         A rank without a batch takes part all the same: others may wait for its parameters. Its microbatch has no rows.
         """
         batch = BatchRun(forward.context, microbatches, step, loss_scale=1.0, keeps_graph=False)
-        self.outputs, self.random_states = batch.outputs, batch.random_states
+        self.parts, self.outputs, self.random_states = batch.parts, batch.outputs, batch.random_states
         with self._computing(), forward.running(), forward.context.stages.attached():
             for action in forward.actions:
                 yield from batch.perform(action)

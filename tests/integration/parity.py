@@ -171,6 +171,7 @@ def microbatches(
                 owner=piece.owner,
                 index=index,
                 batch_rows=rows,
+                rows=None if piece.parts == 1 else (low, high),
                 random_state=None if states is None else states[piece.owner],
                 seed=seed,
             )
@@ -216,7 +217,7 @@ class Rank:
         if self.executor.mesh.row_index > 0:
             return {}
         found: dict[int, Any] = {}
-        for part, output in zip(parts, self.executor.outputs, strict=True):
+        for part, output in zip(self.executor.parts, self.executor.outputs, strict=True):
             if output is not None and loss_of(output) is not None:
                 found[part.owner] = found.get(part.owner, 0.0) + part.weight * loss_of(output).detach()
         return found
@@ -237,7 +238,7 @@ class Rank:
     def states(self, parts: Sequence[Microbatch]) -> dict[int, Tensor]:
         return {
             part.owner: state
-            for part, state in zip(parts, self.executor.random_states, strict=True)
+            for part, state in zip(self.executor.parts, self.executor.random_states, strict=True)
             if state is not None
         }
 

@@ -516,6 +516,7 @@ class Microbatch:
         weight: Share of these rows in the owner's batch.
         owner: Global rank that loaded the batch.
         batch_rows: Rows of the owner's whole batch; None if they cannot be counted (then nothing is cut).
+        rows: Where its rows begin and end in the owner's batch; None for a whole one.
         random_state: State of the owner's generators, for whole batches; it travels from stage to stage.
         seed: Otherwise the seed of this part; None leaves the generators alone.
     """
@@ -525,6 +526,7 @@ class Microbatch:
     owner: int
     index: int
     batch_rows: int | None = None
+    rows: tuple[int, int] | None = None
     random_state: Tensor | None = None
     seed: int | None = None
 

@@ -170,19 +170,6 @@ class BatchExchange:
         """The whole batch that a part is of."""
         return self._received[microbatch.owner][0]
 
-    def share_of(self, microbatch: Microbatch) -> tuple[float, float]:
-        """Where a part begins and ends in its whole batch, as shares of the rows."""
-        piece, rows = self._slices[self.rank][microbatch.index], microbatch.batch_rows
-        assert rows is not None
-        low, high = piece.rows(rows)
-        return low / rows, high / rows
-
-    def is_last(self, microbatch: Microbatch) -> bool:
-        """Whether a part is the last of its batch that this rank computes."""
-        return not any(
-            later.owner == microbatch.owner and later.weight for later in self.microbatches[microbatch.index + 1 :]
-        )
-
     def forget(self) -> None:
         """Let go of the whole batches."""
         self._received = {}
@@ -243,6 +230,7 @@ class BatchExchange:
             owner=piece.owner,
             index=index,
             batch_rows=rows,
+            rows=(low, high),
             seed=_seed_of(seed, piece),
         )
 

@@ -448,7 +448,7 @@ class Engine:
         self._part_steps.check(copies)
         if tells:
             states = executor.random_states
-            mine = pieces_by_owner(self.exchange.microbatches, executor.outputs, records, states, copies)
+            mine = pieces_by_owner(executor.parts, executor.outputs, records, states, copies)
         if len(self.exchange.group) == 1:
             return mine[self.rank]
         with executor.recorder.phase("results", waits=True):

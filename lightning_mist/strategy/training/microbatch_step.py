@@ -67,9 +67,7 @@ class _Batch:
         self._counted: dict[Any, tuple[Tensor, Tensor, str]] = {}
         self._share = 0.0
 
-    def finished(
-        self, output: Any, *, records: Callable[[], tuple[Record, ...]], mode: CutMode, share: float, is_last: bool
-    ) -> Any:
+    def finished(self, output: Any, *, records: Callable[[], tuple[Record, ...]], mode: CutMode, share: float) -> Any:
         """What the step returned for a part, once it was seen that it does what was proved."""
         if isinstance(output, dict) and "loss" not in output:
             return output  # Lightning itself refuses a dictionary without a loss
@@ -78,7 +76,7 @@ class _Batch:
         self._compare(results_of(extras, records()), mode)
         self._add(mode, share)
         if not self.waits:
-            self.check({}, is_whole=is_last)
+            self.check({})
         if self.rules.results.get(("loss",)) != "sum":
             return output
         if isinstance(output, dict):
@@ -113,7 +111,7 @@ class _Batch:
         yield from (value for pair in self._pairs for value in pair[:2] if isinstance(value, Tensor))
         yield from (value for counted in self._counted.values() for value in counted[:2])
 
-    def check(self, copies: Mapping[int, Tensor], *, is_whole: bool) -> None:
+    def check(self, copies: Mapping[int, Tensor]) -> None:
         """See that parts did what was proved, as far as has not been looked at; ``copies`` as in :class:`PartSteps`."""
 
         def here(value: Any) -> Any:
@@ -129,7 +127,7 @@ class _Batch:
         self._wrong.clear()
         self._pairs.clear()
         # Whether counts add up can be seen only if all parts are known here.
-        if not is_whole or abs(self._share - 1.0) > _SHARE_TOLERANCE:
+        if abs(self._share - 1.0) > _SHARE_TOLERANCE:
             return
         for own, whole, line in self._counted.values():
             found, wanted = here(own), here(whole)
@@ -182,7 +180,7 @@ class PartSteps:
         """
         for batch in self._batches.values():
             if batch.waits:
-                batch.check(copies, is_whole=True)
+                batch.check(copies)
 
     @contextmanager
     def around(self, microbatch: Microbatch) -> Iterator[Finish | None]:
@@ -191,22 +189,21 @@ class PartSteps:
         Raises:
             TraceError: When it is finished, if something is not what was proved.
         """
-        if self.rules is None or microbatch.weight in (0.0, 1.0) or microbatch.batch_rows is None:
+        every = microbatch.batch_rows
+        if self.rules is None or microbatch.weight in (0.0, 1.0) or every is None or microbatch.rows is None:
             yield None
             return
-        first, end = self._exchange.share_of(microbatch)
+        first, end = (row / every for row in microbatch.rows)
         batch = self._batches.get(microbatch.owner)
         if batch is None:
-            whole = self.rules.measure(self._exchange.whole_of(microbatch), microbatch.batch_rows)
+            whole = self.rules.measure(self._exchange.whole_of(microbatch), every)
             batch = self._batches[microbatch.owner] = _Batch(self.rules, whole, waits=self._waits)
-        rows = round((end - first) * microbatch.batch_rows)
-        part = self.rules.measure(microbatch.value, rows)
-        of = {"rows": microbatch.batch_rows, "batch": microbatch.value}
+        part = self.rules.measure(microbatch.value, microbatch.rows[1] - microbatch.rows[0])
+        of = {"rows": every, "batch": microbatch.value}
         mode = CutMode(self.rules, batch.whole, part, first, end, **of)
         with cutting(mode):
-            is_last = self._exchange.is_last(microbatch)
             records = partial(self._records.__getitem__, microbatch.index)
-            yield partial(batch.finished, records=records, mode=mode, share=end - first, is_last=is_last)
+            yield partial(batch.finished, records=records, mode=mode, share=end - first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
