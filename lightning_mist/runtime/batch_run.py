@@ -1,6 +1,6 @@
 """One batch on its way through the actions of one rank: what is received, computed, kept and sent."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,8 +139,12 @@ class BatchRun:
             ActionKind.SEND_GRADIENT: self._send_gradient,
         }
 
-    def perform(self, action: Action) -> Iterator[Work]:
-        """Run one action; the optimizer's step and what follows it are not the batch's."""
+    def perform(self, action: Action, final: Collection[str] = ()) -> Iterator[Work]:
+        """Run one action; the optimizer's step and what follows it are not the batch's.
+
+        Args:
+            final: Parameters whose gradients are final when it has accumulated them.
+        """
         if action.kind is ActionKind.REDUCE_GRADIENTS:
             yield from self._context.reducer.reduce()
         elif action.kind is ActionKind.REDUCE_TIED:
@@ -156,8 +160,9 @@ class BatchRun:
         elif action.kind is ActionKind.FORWARD:
             yield from self._forward(action.stage, microbatch)
         elif action.kind in INPUT_BACKWARDS:
-            yield from self._backward(action, microbatch)
+            yield from self._backward(action, microbatch, final)
         elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._context.reducer.expect(final)
             self._deferral(action.stage).run(action.microbatch)
         else:
             self._posts[action.kind](action.stage, microbatch)
@@ -308,12 +313,13 @@ class BatchRun:
         assert deferral is not None
         return deferral
 
-    def _backward(self, action: Action, microbatch: Microbatch) -> Iterator[Work]:
+    def _backward(self, action: Action, microbatch: Microbatch, final: Collection[str]) -> Iterator[Work]:
         stage, key = action.stage, (action.stage, microbatch.index)
         is_split = action.kind is ActionKind.BACKWARD_INPUT
         collecting = self._deferral(stage).collecting(microbatch.index) if is_split else nullcontext()
         if stage == self._last:
             with self._stages.at(stage), collecting:
+                self._context.reducer.expect(final)
                 self._backward_loss(microbatch)
             return
         outgoing = self._outgoing.pop(key)
@@ -322,6 +328,7 @@ class BatchRun:
         gradients = outgoing.take()
         if outgoing.end is not None:
             with self._stages.at(stage), collecting:
+                self._context.reducer.expect(final)
                 self._start_runner()
                 outgoing.end.backward(gradients, self._markers.pop(key, None))
 

@@ -213,10 +213,9 @@ class Executor:
             yield from batch.perform(action)
             self.gradients.take_back(self._tied)
             return
-        self.reducer.expect(names)
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             self.reducer.complete(names - self._deferred(action))
-        yield from batch.perform(action)
+        yield from batch.perform(action, names)
         self.reducer.complete(names)
 
     @contextmanager
