@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from lightning_mist.errors import PlanError
+from lightning_mist.plan.calls import describe_value
 from lightning_mist.plan.stage_settings import OFFLOAD_KINDS, UPDATED_KINDS
 from lightning_mist.plan.tensor_split import TensorSplit
 
@@ -30,11 +31,13 @@ Feature = Literal[
     "offloaded_gradients",
     "offloaded_optimizer",
     "offloaded_activations",
+    "tail_chunks",
 ]
 """What an exclusion rules out: cutting into stages, cutting a batch, recomputing blocks, tensor parallelism, sequence
 parallelism, context parallelism, leaving gradients or optimizer state to one rank each (every ZeRO stage from 1 on),
 leaving parameters to one rank each (ZeRO-3), having parameters only while their layer computes (ZeRO-3 then treats the
-module as one unit, and nothing is offloaded), and leaving a kind of state to host memory.
+module as one unit, and nothing is offloaded), leaving a kind of state to host memory, and running what is behind the
+last block on some rows of a microbatch after others.
 """
 
 OFFLOADS: Mapping[str, Feature] = MappingProxyType(
@@ -114,6 +117,7 @@ class ModuleMap:
         blocks: Qualified names of the repeated blocks in execution order; empty if none were found.
         cuts: For each layer position ``k`` in ``1 .. len(blocks)-1``, at index ``k - 1``: the tensors alive on entry to
             block ``k``, in order of definition.
+        tail: Those that what runs behind the last block is given.
         leaking_blocks: Positions of blocks whose inner values are read from outside; they run on fakes when skipped.
         indexes_by_mask: Whether the step indexes values that depend on parameters by masks that do not.
         leaves_out: Whether a trained parameter would get no gradient from any one run of the step that was looked at.
@@ -141,6 +145,7 @@ class ModuleMap:
     contexts: tuple[TensorSplit, ...] = ()
     uncontexts: tuple[tuple[int, str], ...] = ()
     drops: bool = False
+    tail: tuple[LiveTensor, ...] = ()
 
     def split(self, degree: int) -> TensorSplit:
         """How the module is split over ``degree`` tensor-parallel ranks."""
@@ -167,6 +172,32 @@ class ModuleMap:
     def excludes_offload(self, kind: str) -> tuple[str, ...]:
         """The reasons for which a kind of state has to stay on the device; empty if it may be offloaded."""
         return tuple(dict.fromkeys((*self.excludes("shards"), *self.excludes(OFFLOADS[kind]))))
+
+    @property
+    def whole_tail(self) -> tuple[str, ...]:
+        """The reasons for which what runs behind the last block takes a microbatch whole; empty if parts will do."""
+        features: tuple[Feature, ...] = ("pipeline", "microbatches", "tail_chunks")
+        found = [reason for feature in features for reason in self.excludes(feature)]
+        found += [
+            f"the {describe_value(live.key)} is of all rows and is used behind the last layer"
+            for live in self.tail
+            if live.requires_grad and live.batch_dim is None
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def with_tail_apart(self) -> "ModuleMap":
+        """The map with what runs behind the last block as a region by itself, into which :attr:`tail` crosses."""
+        last = len(self.blocks) - 1
+
+        def moved(module_name: str, region: int) -> int:
+            is_behind = region == last and not f"{module_name}.".startswith(f"{self.blocks[last]}.")
+            return region + is_behind
+
+        uses = tuple(
+            replace(use, slots=tuple((of, name, tuple(moved(of, at) for at in here)) for of, name, here in use.slots))
+            for use in self.parameters
+        )
+        return replace(self, cuts=(*self.cuts, self.tail), parameters=uses)
 
     @property
     def largest_zero_stage(self) -> int:

@@ -45,11 +45,11 @@ class Steady(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.is_coarse = self.is_coarse or torch.is_autocast_enabled(self._device)
-        self.is_dropping = self.is_dropping or _drops(getattr(func, "__name__", ""), args, kwargs)
+        self.is_dropping = self.is_dropping or drops(getattr(func, "__name__", ""), args, kwargs)
         return call_without_dropout(func, args, kwargs) if self._without_dropout else func(*args, **kwargs)
 
 
-def _drops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def drops(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of torch drops something at random."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))

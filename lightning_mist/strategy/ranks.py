@@ -110,8 +110,8 @@ def same_everywhere(found: ModuleMap) -> ModuleMap:
     Raises:
         PlanError: On every rank, if ranks found different modules.
     """
-    cuts = tuple(tuple(replace(live, shape=(len(live.shape),)) for live in cut) for cut in found.cuts)
-    mine = replace(found, cuts=cuts, batch_rows=1)
+    *cuts, tail = (tuple(replace(live, shape=(len(live.shape),)) for live in cut) for cut in (*found.cuts, found.tail))
+    mine = replace(found, cuts=tuple(cuts), tail=tail, batch_rows=1)
     if len(set(of_all_ranks(blake2b(repr(mine).encode()).digest()))) == 1:
         return found
     every = of_all_ranks(mine)
@@ -129,6 +129,11 @@ def same_everywhere(found: ModuleMap) -> ModuleMap:
     if any(one.cuts != every[0].cuts for one in every):
         why = "other values cross between layers on one rank than on another: first batches take other branches"
         exclusions |= dict.fromkeys(exclusions_of([(why, ("pipeline", "tensor", "context"))]))
+    if any(one.tail != every[0].tail for one in every):
+        why = (
+            "other values are used behind the last layer on one rank than on another: first batches take other branches"
+        )
+        exclusions |= dict.fromkeys(exclusions_of([(why, ("tail_chunks",))]))
     return replace(
         found,
         parameters=tuple(_joined(uses, uses) for uses in zip(*(one.parameters for one in every), strict=True)),

@@ -9,6 +9,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ def map_module(
         exclusions += find_exclusions(module, runs, frozenset())
         return _without_blocks(module, slots, step, rows, exclusions, runs.records)
     first, second = runs.records
-    cuts, unclear = _cuts(runs)
+    (cuts, unclear), (tail, unclear_tail) = _cuts(runs), _tail(runs)
     exclusions = find_exclusions(module, runs, frozenset(first.order)) + _exclude(("pipeline",), *unclear)
+    exclusions += _exclude(("tail_chunks",), *unclear_tail)
     return ModuleMap(
         step=step,
         blocks=tuple(first.order),
@@ -95,6 +97,7 @@ def map_module(
         indexes_by_mask=first.indexes_by_mask or second.indexes_by_mask,
         leaves_out=_leaves_out(module, slots, runs.records),
         writes="seen" if first.written_parameters or second.written_parameters else "",
+        tail=tail,
     )
 
 
@@ -153,39 +156,61 @@ def _name_of(dtype: Any) -> str:
 
 
 def _cuts(runs: Runs) -> tuple[tuple[tuple[LiveTensor, ...], ...], tuple[str, ...]]:
-    first, second = runs.records
-    cuts, unclear = [], []
-    for position in range(1, len(first.order)):
-        alive, other = (_alive(record, position) for record in (first, second))
-        if alive.keys() != other.keys():
-            names = [describe_value(key) for key in alive.keys() ^ other.keys()]
-            unclear.append(f"the values that cross into layer {position} differ from step to step: {', '.join(names)}")
-        cut = []
-        for key, value in alive.items():
-            if isinstance(key, tuple) and key[0] == "unseen":
-                unclear.append(f"a value of unknown origin crosses into layer {position} (first used at {key[3]})")
-            shapes = tuple(value.tensor.shape), tuple(other.get(key, value).tensor.shape)
-            batch_dim, is_clear = _batch_dim(shapes, runs.rows)
-            if not is_clear:
-                unclear.append(
-                    f"the {describe_value(key)} crosses into layer {position} with shapes {shapes[0]} and {shapes[1]} "
-                    f"for {runs.rows[0]} and {runs.rows[1]} rows: no dimension follows the rows"
-                )
-            cut.append(
-                LiveTensor(
-                    key=key,
-                    shape=shapes[0],
-                    dtype=_name_of(value.tensor.dtype),
-                    requires_grad=value.requires_grad,
-                    batch_dim=batch_dim,
-                )
+    found = [_cut(runs, f"layer {at}", partial(_alive, position=at)) for at in range(1, len(runs.records[0].order))]
+    unclear = [reason for _, reasons in found for reason in reasons]
+    return tuple(cut for cut, _ in found), tuple(unclear[:1])
+
+
+def _cut(
+    runs: Runs, where: str, alive_in: Callable[[Record], dict[Any, Value]]
+) -> tuple[tuple[LiveTensor, ...], list[str]]:
+    """The values that cross into some part, and why that is not clear, if so."""
+    alive, other = map(alive_in, runs.records)
+    cut, unclear = [], []
+    if alive.keys() != other.keys():
+        names = [describe_value(key) for key in alive.keys() ^ other.keys()]
+        unclear.append(f"the values that cross into {where} differ from step to step: {', '.join(names)}")
+    for key, value in alive.items():
+        if isinstance(key, tuple) and key[0] == "unseen":
+            unclear.append(f"a value of unknown origin crosses into {where} (first used at {key[3]})")
+        shapes = tuple(value.tensor.shape), tuple(other.get(key, value).tensor.shape)
+        batch_dim, is_clear = _batch_dim(shapes, runs.rows)
+        if not is_clear:
+            unclear.append(
+                f"the {describe_value(key)} crosses into {where} with shapes {shapes[0]} and {shapes[1]} "
+                f"for {runs.rows[0]} and {runs.rows[1]} rows: no dimension follows the rows"
             )
-        cuts.append(tuple(cut))
-    return tuple(cuts), tuple(unclear[:1])
+        cut.append(
+            LiveTensor(
+                key=key,
+                shape=shapes[0],
+                dtype=_name_of(value.tensor.dtype),
+                requires_grad=value.requires_grad,
+                batch_dim=batch_dim,
+            )
+        )
+    return tuple(cut), unclear
 
 
 def _alive(record: Record, position: int) -> dict[Any, Value]:
     return {key: value for key, value in record.values.items() if value.defined < position <= value.last_used}
+
+
+def _tail(runs: Runs) -> tuple[tuple[LiveTensor, ...], list[str]]:
+    """The values that cross into what runs behind the last block, and why it has to take all rows of them, if so."""
+    last = len(runs.records[0].order) - 1
+
+    def alive(record: Record) -> dict[Any, Value]:
+        made_there = {key for key in record.values if isinstance(key, tuple) and key[:2] == ("glue", last)}
+        return {k: v for k, v in record.values.items() if v.used_behind == last and k not in made_there}
+
+    cut, unclear = _cut(runs, "what runs behind the last layer", alive)
+    record = runs.records[0]
+    written = {storage for storage, region in record.writes if region == last}
+    shared = Counter(record.values[live.key].storage for live in cut)
+    if any(count > 1 and storage in written for storage, count in shared.items()):
+        unclear.append("two tensors that share memory are used behind the last layer, and one of them is written to")
+    return cut, unclear[:1]
 
 
 def _batch_dim(shapes: tuple[tuple[int, ...], ...], rows: tuple[int | None, ...]) -> tuple[int | None, bool]:

@@ -77,6 +77,7 @@ class Value:
     tensor: Tensor
     defined: int
     last_used: int = -2
+    used_behind: int = -2  # the last region behind whose block it was used
     requires_grad: bool = False
     storage: int = 0
 
@@ -301,6 +302,8 @@ class StepRecorder(TorchFunctionMode):
             self._define(tensor, key)
         value = self.record.values[key]
         value.last_used = max(value.last_used, self._region)
+        if len(self.record.outputs) > self._region:
+            value.used_behind = self._region
         if home is not None and home != self._inside:
             self._leaks(home, hangs=id(tensor) in self._behind_guess)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mist.runtime.checks import GradientDifferences, Steady, loss_of
+from lightning_mist.runtime.checks import GradientDifferences, Steady, drops, loss_of
 from lightning_mist.runtime.cutting.follow import (
     ANY,
     Findings,
@@ -39,6 +39,7 @@ from lightning_mist.runtime.cutting.rules import (
     needed,
     portable_entry,
     portable_values,
+    row_way,
     sizes_by_batch,
     tolerance_of,
     with_weights,
@@ -63,6 +64,7 @@ from lightning_mist.runtime.cutting.tape import (
     rebuilt,
     refs_of,
     run_entry,
+    sources,
     takes_all,
 )
 from lightning_mist.runtime.process_state import get_random_state, set_random_state
@@ -388,6 +390,24 @@ def _forms(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> tuple[dict[Any
     return forms, values
 
 
+def _whole_tail(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> str:
+    """Why what runs behind the last layer has to take all rows at once, if so.
+
+    What is proved of parts holds for it too if it draws nothing and takes of layers what lies there row by row: then
+    these rows of what the layers gave for all are what they would have given for a part.
+    """
+    last = max((entry.index for entry in tape.entries if entry.block is not None), default=-1)
+    for entry in (entry for entry in ancestors(tape, wanted) if entry.index > last):
+        if "dropout" in entry.name and drops(entry.name, (torch.empty(0), *entry.args[1:]), entry.kwargs):
+            return f"it drops something at random, at {entry.line}"
+        for ref in sources(entry):
+            way = row_way(found.ways.get(ref, set()))
+            is_handed = BATCH < ref.entry <= last and tape.depends(ref) == "parameters"
+            if is_handed and (way is None or not way.endswith(" 1")):
+                return f"{entry.name} at {entry.line} takes what layers have made of all rows together"
+    return ""
+
+
 def _rules(
     module: nn.Module, ran: _Ran, fewer: Tape, found: Findings, ways: dict[ResultKey, frozenset[Way]], leaves: int
 ) -> CutRules:
@@ -408,6 +428,7 @@ def _rules(
     fixed = [ends for ends in slices if ends and all(end is None or type(end) is int for end in ends)]
     fewer_rows = [ends for ends in fixed if not takes_all(ends, tape.rows)]
     return CutRules(
+        whole_tail=_whole_tail(tape, found, wanted),
         slices=(*dict.fromkeys(fewer_rows), *([ROWS] if by_number else ())),
         sites=tuple(with_weights(site, lambda weight: portable_values(weight, module)) for site in sites),
         slice=Slice(entries, tape.device) if needed(sites) else None,

@@ -386,6 +386,8 @@ class CutRules:
         traced: Which of these values a result is.
         slices: From where to where first dimensions were sliced, where that leaves rows out or goes by their number.
         has_dropout: Whether parts draw other masks of dropout than the whole batch would.
+        whole_tail: Why what runs behind the last layer has to take all rows of a part at once; empty if some of them
+            after others will do.
     """
 
     sites: tuple[Site, ...] = ()
@@ -398,6 +400,7 @@ class CutRules:
     traced: Mapping[ResultKey, Way] = field(default_factory=dict)
     slices: tuple[tuple[Any, Any], ...] = ()
     has_dropout: bool = False
+    whole_tail: str = ""
 
     @property
     def site_text(self) -> str:

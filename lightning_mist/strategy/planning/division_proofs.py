@@ -63,23 +63,26 @@ def _watched_metrics(module: Any) -> Iterator[list[str]]:
 
 def agree(mine: CutRules | str) -> CutRules | str:
     """How batches are cut, the same on every rank, or why not, from what each rank found."""
-    found: list[Any] = of_all_ranks(mine if isinstance(mine, str) else (mine.site_text, dict(mine.seen), mine.slices))
+    found: list[Any] = of_all_ranks(
+        mine if isinstance(mine, str) else (mine.site_text, mine.whole_tail, dict(mine.seen), mine.slices)
+    )
     refusals = [answer for answer in found if isinstance(answer, str)]
     if refusals:
         return refusals[0]
     assert isinstance(mine, CutRules)
-    if any(text != found[0][0] for text, _, _ in found):
+    if any(text != found[0][0] for text, *_ in found):
         return "the ranks compute their losses in different ways"
     ways: dict[tuple[Any, ...], Way] = {}
-    for key in dict.fromkeys(key for _, seen, _ in found for key in seen):
+    for key in dict.fromkeys(key for *_, seen, _ in found for key in seen):
         # By chance a value may have been equal for all parts of one rank.
-        way = best_way(frozenset.intersection(*(seen.get(key, frozenset()) for _, seen, _ in found)))
+        way = best_way(frozenset.intersection(*(seen.get(key, frozenset()) for *_, seen, _ in found)))
         if way is None:
             name = key[1] if len(key) > 1 else "the loss"
             return f"how {name} of a whole batch follows from parts differs between ranks"
         ways[key] = way
     slices = tuple(ends for ends in mine.slices if all(ends in others for *_, others in found))
-    return replace(mine, results=ways, slices=slices)
+    whole_tail = next((reason for _, reason, *_ in found if reason), "")
+    return replace(mine, results=ways, slices=slices, whole_tail=whole_tail)
 
 
 def written_by(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> list[int]:

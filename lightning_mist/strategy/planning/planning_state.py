@@ -246,7 +246,7 @@ class FitPlanner:
         if isinstance(answer, str):
             return found.excluding(answer, "microbatches")
         self.rules = answer.bound_to(self.module)
-        return found
+        return found.excluding(answer.whole_tail, "tail_chunks") if answer.whole_tail else found
 
     def _proof(self, found: ModuleMap, *, alike: bool) -> CutRules | str:
         """How batches are cut, or why not, the same on every rank; ``alike`` lets blocks share parameters meanwhile."""

@@ -57,6 +57,25 @@ def test_tensors_that_cross_the_cuts():
     assert {(live.shape, live.batch_dim) for live in found.cuts[0]} == {((16,), None), ((5, 4, 16), 1)}
 
 
+def test_what_runs_behind_the_last_layer_is_given_what_layers_hand_it():
+    for name, last in {"nano": 3, "t5": 5, "bert": 3}.items():
+        _, found = mapped(name)
+        assert [(live.key, live.batch_dim) for live in found.tail] == [(("block", last, 0), 0)]
+        assert found.whole_tail == ()
+    apart = found.with_tail_apart()
+    assert apart.cuts == (*found.cuts, found.tail)
+    behind = {use.name for use in apart.parameters if 4 in use.regions}
+    assert "model.cls.predictions.bias" in behind
+    assert not any(".layer." in name for name in behind)
+
+
+def test_what_is_of_all_rows_may_not_be_taken_in_chunks_behind_the_last_layer():
+    _, found = mapped("sequence_first")
+    assert found.excludes("pipeline") == ()
+    (reason,) = found.whole_tail
+    assert "before layer 0) is of all rows and is used behind the last layer" in reason
+
+
 def test_random_numbers_that_are_used_later_cross_the_cuts():
     _, found = mapped("noise")
     assert [(live.shape, live.requires_grad) for live in found.cuts[1]] == [((4, 8), False), ((4, 16), True)]

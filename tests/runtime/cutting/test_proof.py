@@ -54,6 +54,36 @@ def test_parts_add_up_to_the_whole_for_any_padding_though_the_first_batch_had_no
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+class Behind(zoo.Plain):
+    """What runs behind the layers drops something, or takes what they have made of rows that lie one in another."""
+
+    def __init__(self, kind, rate=0.5):
+        super().__init__()
+        self.kind, self.drop = kind, torch.nn.Dropout(rate)
+
+    def training_step(self, batch, batch_idx):
+        h = self.first(batch["x"])
+        if self.kind == "crossed":
+            h = torch.stack([h, 2 * h]).flatten(0, 1)
+        for block in self.blocks:
+            h = block(h)
+        if self.kind == "crossed":
+            h = h.unflatten(0, (2, -1)).sum(0)
+        return self.loss(self.drop(h) if self.kind == "drops" else h, batch)
+
+
+def test_it_is_known_whether_what_runs_behind_the_layers_may_take_some_rows_after_others():
+    for net, reason in ((Behind(""), ""), (Behind("drops", 0.0), ""), (Behind("drops"), "drops something at random"),
+                        (Behind("crossed"), "of all rows together")):  # fmt: skip
+        torch.manual_seed(0)
+        batch, blocks = zoo.xy_batch(6), [f"blocks.{index}" for index in range(len(net.blocks))]
+        found = prove(net.double(), blocks, lambda item, net=net: (net.training_step(item, 0), []),
+                      {"x": batch["x"].double(), "y": batch["y"]})  # fmt: skip
+        assert not isinstance(found, str), found
+        assert reason in found.whole_tail
+        assert bool(reason) == bool(found.whole_tail)
+
+
 @pytest.mark.parametrize("name", JOINT)
 def test_losses_that_depend_on_rows_together_are_not_cut(name):
     net = Network(JOINT[name])
