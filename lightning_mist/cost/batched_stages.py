@@ -166,7 +166,7 @@ def _bytes_key(slot: StageSlot, candidates: StageCandidates) -> Hashable:
     """What needs but for batches depend on: of the slot rows, degrees, and whether there are several of what."""
     degrees = (slot.data_parallel_degree, slot.tensor_parallel_degree, slot.context_parallel_degree, slot.shard_group)
     several = (slot.num_stages > 1, slot.num_microbatches > 1, slot.schedule == "zb-h1")
-    return slot.rows, degrees, slot.sequence_parallel, slot.checkpointing, several, candidates.offload is None
+    return slot.rows, degrees, slot.sequence_parallel, slot.method, several, candidates.offload is None
 
 
 def _groups(keys: Iterable[_Key]) -> dict[_Key, list[int]]:

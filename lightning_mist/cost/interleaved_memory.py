@@ -32,17 +32,17 @@ from lightning_mist.cost.memory import (
     need_terms,
 )
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, Plan, ZeroStage
+from lightning_mist.plan import Method, Plan, ZeroStage
 
 
 def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
     """The peak memory of every stage of a plan, by term; of chunks that share devices, that of these devices."""
-    models: dict[tuple[int, bool, CheckpointingKind], MemoryModel] = {}
+    models: dict[tuple[int, bool, Method], MemoryModel] = {}
 
     def model(slot: StageSlot) -> MemoryModel:
-        key = (slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing)
+        key = (slot.tensor_parallel_degree, slot.sequence_parallel, slot.method)
         if key not in models:
-            models[key] = MemoryModel(spec.split(*key[:2]).recomputing(key[2]))
+            models[key] = MemoryModel(spec.split(*key[:2]).computing(key[2]))
         return models[key]
 
     return plan_memory(model, plan)

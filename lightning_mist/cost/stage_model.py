@@ -69,14 +69,14 @@ from lightning_mist.cost.time import (
 )
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, Plan, Predicted, ZeroStage
+from lightning_mist.plan import AS_IT_IS, Method, Plan, Predicted, ZeroStage
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
 
-Variant: TypeAlias = tuple[int, bool, CheckpointingKind]
-"""What a stage's ranks do of a network: tensor-parallel degree, sequence parallelism, kind of recomputation."""
+Variant: TypeAlias = tuple[int, bool, Method]
+"""What a stage's ranks do of a network: tensor-parallel degree, sequence parallelism, and how they compute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class StageCostModel(PlanCosts):
     Args:
         seams: If the machine is one part of a cluster of unlike devices: what devices of every part do with nodes of
             other parts, and how many a node has.
-        memories: What stages hold by tensor and sequence parallelism and kind of recomputation, shared with models of
+        memories: What stages hold by tensor and sequence parallelism and method, shared with models of
             other machines.
     """
 
@@ -162,18 +162,18 @@ class StageCostModel(PlanCosts):
         found.cluster, found._machine = cluster, (self.profile, cluster)
         return found
 
-    def _rank(self, degree: int, sequence: bool, checkpointing: CheckpointingKind = "full") -> _Rank:
-        key = (degree, sequence, checkpointing)
+    def _rank(self, degree: int, sequence: bool, method: Method = AS_IT_IS) -> _Rank:
+        key = (degree, sequence, method)
         if key not in self._ranks:
-            spec = self.spec.split(degree, sequence).recomputing(checkpointing)
+            spec = self.spec.split(degree, sequence).computing(method)
             if key not in self._memories:
-                like = (degree, not sequence, checkpointing) if checkpointing == "full" else (degree, sequence, "full")
+                like = (degree, not sequence, method) if method == AS_IT_IS else (degree, sequence, AS_IT_IS)
                 self._memories[key] = MemoryModel(spec, self._memories.get(like))
             self._ranks[key] = _Rank(spec, self._memories[key])
         return self._ranks[key]
 
     def _of(self, slot: StageSlot) -> _Rank:
-        return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing)
+        return self._rank(slot.tensor_parallel_degree, slot.sequence_parallel, slot.method)
 
     def memory(self, slot: StageSlot) -> MemoryModel:
         """What stages of a slot's tensor-parallel degree hold."""
@@ -182,17 +182,17 @@ class StageCostModel(PlanCosts):
     @property
     def whole(self) -> MemoryModel:
         """What the network holds and does where nothing is split."""
-        return self._rank(1, False, "full").memory
+        return self._rank(1, False).memory
 
     def region_seconds(
-        self, rows: float, degree: int = 1, sequence: bool = False, checkpointing: CheckpointingKind = "full"
+        self, rows: float, degree: int = 1, sequence: bool = False, method: Method = AS_IT_IS
     ) -> RegionSeconds:
         """Seconds of every region at a number of rows.
 
         Args:
             degree: Tensor-parallel ranks, whose exchanges are included.
         """
-        rank = self._rank(degree, sequence, checkpointing)
+        rank = self._rank(degree, sequence, method)
 
         def find() -> RegionSeconds:
             costs, whole = rank.memory.costs(rows), self.whole.costs(rows)

@@ -30,7 +30,7 @@ from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, ModuleMap, Plan, row_slice
+from lightning_mist.plan import Method, ModuleMap, Plan, row_slice
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.units import format_bytes
 
@@ -122,7 +122,7 @@ class Estimator:
     cluster: AnyCluster
     limit: int
     source: str = "traced"
-    _models: dict[tuple[int, bool, CheckpointingKind], MemoryModel] = field(default_factory=dict)
+    _models: dict[tuple[int, bool, Method], MemoryModel] = field(default_factory=dict)
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
     def stages(self, plan: Plan, *, replay: Replaying = "all") -> tuple[StageEstimate, ...]:
@@ -173,9 +173,9 @@ class Estimator:
         return tuple(timeline_of(replay_group(self.spec, plan, group), group) for group in range(plan.num_groups))
 
     def _model(self, slot: StageSlot) -> MemoryModel:
-        key = (slot.tensor_parallel_degree, slot.sequence_parallel, slot.checkpointing)
+        key = (slot.tensor_parallel_degree, slot.sequence_parallel, slot.method)
         if key not in self._models:
-            self._models[key] = MemoryModel(self.spec.split(*key[:2]).recomputing(key[2]))
+            self._models[key] = MemoryModel(self.spec.split(*key[:2]).computing(key[2]))
         return self._models[key]
 
     def _replayed(self, plan: Plan, group: int) -> StageEstimate:

@@ -27,11 +27,13 @@ from lightning_mist.plan.rows import (
 )
 from lightning_mist.plan.search_space import COUNTS, MOST_LAYERS, OFFLOADED, SearchSpace
 from lightning_mist.plan.stage_settings import (
+    AS_IT_IS,
     CHECKPOINTING_KINDS,
     OFFLOAD_KINDS,
     UPDATED_KINDS,
     Checkpointing,
     CheckpointingKind,
+    Method,
     OffloadRatios,
     StageMesh,
     ZeroStage,

@@ -6,7 +6,14 @@ from math import gcd
 from typing import Any, Literal, get_args
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.stage_settings import UPDATED_KINDS, Checkpointing, OffloadRatios, StageMesh, ZeroStage
+from lightning_mist.plan.stage_settings import (
+    UPDATED_KINDS,
+    Checkpointing,
+    Method,
+    OffloadRatios,
+    StageMesh,
+    ZeroStage,
+)
 
 ScheduleName = Literal["1f1b", "gpipe", "interleaved-1f1b", "zb-h1"]
 """Names of the pipeline schedules that can be generated."""
@@ -80,6 +87,15 @@ class StagePlan:
     def kept_ratio(self, layer: int) -> float:
         """The share of what a layer keeps for backward that is in host memory meanwhile."""
         return self.offload.kept(recomputed=layer < self.layers[0] + self.checkpointing.layers)
+
+    @property
+    def method(self) -> Method:
+        """How it computes what it computes."""
+        return Method(checkpointing=self.checkpointing.kind)
+
+    def part(self, first: int, end: int, recomputed: int) -> "StagePlan":
+        """Some of its layers as a stage, computed in the same way, with so many recomputed."""
+        return replace(self, layers=(first, end), **self.method.settings(recomputed))
 
     def with_zero(self, level: int) -> "StagePlan":
         """The same stage with another ZeRO stage."""

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.plan import Plan
-from lightning_mist.plan.stage_settings import Checkpointing
+from lightning_mist.plan.stage_settings import AS_IT_IS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ def of_whole_batches(plan: Plan) -> Plan | None:
     count = plan.world_size // max(degrees)
     if len(degrees) > 1 or (plan.schedule == "interleaved-1f1b" and count % plan.num_groups):
         return None
-    stages = (replace(stage, microbatch_size=1, checkpointing=Checkpointing()) for stage in plan.stages)
+    stages = (replace(stage, microbatch_size=1, **AS_IT_IS.settings(0)) for stage in plan.stages)
     return replace(
         plan,
         global_batch_size=plan.world_size,

@@ -336,7 +336,7 @@ def _by_memory(
     pipeline: tuple[int, ...] = (),
 ) -> SlotChoices:
     """For every range and number of devices the choice that needs least, its bytes in place of seconds."""
-    shapes = intra.space.shapes_of(num_stages, num_microbatches)
+    shapes = intra.space.shapes_at(stage_index, num_stages, num_microbatches)
     slots = (intra.slot(stage_index, num_stages, num_microbatches, shape, pipeline) for shape in shapes)
     return with_peaks_as_seconds(SlotChoices.joined([look.choices(intra, slot) for slot in slots]))
 

@@ -16,7 +16,7 @@ from lightning_mist.cost import cost_model, predictions, step_seconds
 from lightning_mist.cost.interleaved_memory import plans_peaks
 from lightning_mist.hardware import Link, MixedCluster
 from lightning_mist.model.spec import with_master_weights
-from lightning_mist.plan import OFFLOAD_KINDS, Checkpointing, OffloadRatios, Plan, StagePlan, ZeroStage
+from lightning_mist.plan import OFFLOAD_KINDS, OffloadRatios, Plan, StagePlan, ZeroStage
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.search import mixed_layout
 from lightning_mist.tuner.space import Shape
@@ -72,10 +72,10 @@ def whole_plan(instance, count, parts, row, edges):
     stages = tuple(
         StagePlan(
             layers=edge,
-            mesh=Shape(kind.data, kind.tensor, kind.sequence, kind.checkpointing, kind.shard).mesh(devices),
+            mesh=Shape(kind.data, kind.tensor, kind.sequence, kind.method, kind.shard).mesh(devices),
             microbatch_size=instance.global_batch_size // (count * kind.data),
             zero_stage=ZeroStage.OPTIMIZER if kind.shard else ZeroStage.NONE,
-            checkpointing=Checkpointing(layers=0, kind=kind.checkpointing),
+            **kind.method.settings(0),
         )
         for kind, edge, devices in zip(row, edges, mixed_layout(instance.machine, degrees, parts), strict=True)
     )

@@ -26,7 +26,7 @@ def slot(start, layers, devices, steady, boundary, part=None, seams=ANY_SEAMS):
         zero_stage_K=zeros,
         tensor_K=zeros + 1,
         sequence_K=zeros,
-        selective_K=zeros,
+        method_K=zeros,
         shard_K=zeros,
         offload_KO=np.zeros((len(start), 4)),
     )

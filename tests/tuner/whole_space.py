@@ -246,7 +246,7 @@ def slot_of(instance, count, parts, index, kind):
         replicas=replicas,
         tensor_parallel_degree=kind.tensor,
         sequence_parallel=kind.sequence,
-        checkpointing=kind.checkpointing,
+        method=kind.method,
         shard_group=kind.shard or None,
         parts=parts if len(everywhere) > 1 and len(parts) > 1 else (),
     )
@@ -256,7 +256,7 @@ def candidates_of(instance, stages, index, kind):
     """Every range of layers that leaves one for each other stage, recomputed layers, ZeRO stages, offloaded shares."""
     layers, search = instance.network.num_layers, instance.search
     shares = tuple(sorted({0.0, *search.offload_ratios}))
-    stays = ("activations", "checkpoints") if kind.checkpointing == "selective" else ()
+    stays = ("activations", "checkpoints") if kind.method.checkpointing == "selective" else ()
     moved = [name for name in search.offload if name not in stays]
     offload = list(itertools.product(*(shares if name in moved else (0.0,) for name in OFFLOAD_KINDS)))
     if "checkpoints" not in search.offload:  # As activations.

@@ -9,7 +9,7 @@ from lightning_mist.cost.inputs.arrays import ArrayRecord
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.inputs.placement import Placement, parts_of, placements_of
 from lightning_mist.hardware import AnyCluster, MixedCluster
-from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios, Plan, ScheduleName
+from lightning_mist.plan import AS_IT_IS, OFFLOAD_KINDS, Method, OffloadRatios, Plan, ScheduleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class StageSlot:
         replicas: Number of independent copies of the pipeline, or a number that it is at least; the fewer there are,
             the more ranks exchange their batches.
         tensor_parallel_degree: Devices that share every layer for each data-parallel rank.
-        checkpointing: What of recomputed layers is recomputed.
+        method: How it computes what it computes.
         context_parallel_degree: Devices that share the sequence of every row for each data-parallel rank.
         shard_group: Ranks that share out what ZeRO shards, if not all with the same parameters (hybrid sharding).
         parts: The part of a cluster of unlike devices in which each stage of the pipeline lies; nothing if devices are
@@ -41,7 +41,7 @@ class StageSlot:
     schedule: ScheduleName = "1f1b"
     tensor_parallel_degree: int = 1
     sequence_parallel: bool = False
-    checkpointing: CheckpointingKind = "full"
+    method: Method = AS_IT_IS
     context_parallel_degree: int = 1
     shard_group: int | None = None
     parts: tuple[int, ...] = ()
@@ -59,9 +59,9 @@ class StageSlot:
         return self.num_stages - 1 - self.stage_index if self.behind is None else self.behind
 
     @property
-    def computed(self) -> tuple[float, int, bool, CheckpointingKind]:
+    def computed(self) -> tuple[float, int, bool, Method]:
         """What seconds of its regions depend on."""
-        return self.whole_rows, self.tensor_parallel_degree, self.sequence_parallel, self.checkpointing
+        return self.whole_rows, self.tensor_parallel_degree, self.sequence_parallel, self.method
 
     @property
     def devices(self) -> int:
@@ -207,7 +207,7 @@ def slots_of(plan: Plan, cluster: AnyCluster | int = 1) -> tuple[tuple[StageSlot
                 schedule=plan.schedule,
                 tensor_parallel_degree=stage.mesh.tensor_parallel_degree,
                 sequence_parallel=stage.mesh.sequence_parallel,
-                checkpointing=stage.checkpointing.kind,
+                method=stage.method,
                 context_parallel_degree=stage.mesh.context_parallel_degree,
                 shard_group=stage.mesh.shard_degree,
                 parts=parts,

@@ -51,11 +51,10 @@ class Run:
         shape = StageShape(
             first=plan.layers[0], end=plan.layers[1], checkpointed=plan.checkpointing.layers, rows=plan.microbatch_size
         )
-        kind = plan.checkpointing.kind
         degrees = plan.mesh.tensor_parallel_degree, plan.mesh.context_parallel_degree, plan.mesh.sequence_parallel
-        key = (shape, *degrees, kind)
+        key = (shape, *degrees, plan.method)
         if key not in known:
-            known[key] = stack(view.spec.recomputing(kind), shape, tied=tied)
+            known[key] = stack(view.spec.computing(plan.method), shape, tied=tied)
         return known[key]
 
     def play(self) -> tuple[EventTape, int]:

@@ -12,7 +12,7 @@ import sympy
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.allocation_events import LayerEvents, PartEvents
-from lightning_mist.plan import CheckpointingKind, ModuleMap
+from lightning_mist.plan import Method, ModuleMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,18 +386,20 @@ class ModelSpec:
         """Whether it is known what layers cost that are recomputed by operator."""
         return all(part.selective is not None for part in self._parts)
 
-    def recomputing(self, kind: CheckpointingKind) -> "ModelSpec":
-        """The network whose recomputed layers are recomputed in one of two ways; splits are asked for before.
+    def computing(self, method: Method) -> "ModelSpec":
+        """The network as a stage computes it; splits are asked for before.
 
         Raises:
             PlanError: If what that costs is not known.
         """
-        if kind == "full":
-            return self
+        return self if method.checkpointing == "full" else self._by_operator()
+
+    def _by_operator(self) -> "ModelSpec":
+        """The network whose recomputed layers are recomputed by operator."""
         found = _by_operator(self)
         if found is None:
             raise PlanError(
-                f"checkpointing = {kind!r}: what that costs is not known for {self.name}; use 'full', or trace the "
+                f"checkpointing = 'selective': what that costs is not known for {self.name}; use 'full', or trace the "
                 "module"
             )
         return replace(found, splits=(), contexts=tuple(filter(None, map(_by_operator, self.contexts))))

@@ -590,6 +590,6 @@ def _choices(
         shard_K=zero_K,
         tensor_K=zero_K + 1,
         sequence_K=zero_K,
-        selective_K=zero_K,
+        method_K=zero_K,
         offload_KO=np.zeros((len(layers_K), len(OFFLOAD_KINDS))),
     )

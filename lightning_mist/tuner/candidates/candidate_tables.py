@@ -149,7 +149,7 @@ class Table:
             shard_K=np.array([slot.shard_group or 0 for slot in self.slots], dtype=np.int64)[shape_K],
             tensor_K=tensor_S[shape_K],
             sequence_K=sequence_S[shape_K],
-            selective_K=np.array([slot.checkpointing == "selective" for slot in self.slots], dtype=np.int64)[shape_K],
+            method_K=np.array([slot.method.code for slot in self.slots], dtype=np.int64)[shape_K],
             offload_KO=ratios_JO[of_K],
         )
 
@@ -251,7 +251,7 @@ def make_tables(
             fast_E = fast_WS[lines.range_E, index] & (lines.least(model, slot) <= bottleneck * ROOM)
             if among_NL is not None:
                 fast_E &= among_NL[slot.devices, lines.layers_E]
-            if slot.checkpointing != space.checkpointing_kinds[0]:
+            if slot.method.checkpointing != space.checkpointing_kinds[0]:
                 # Without recomputed layers it is that of the first kind.
                 fast_E &= lines.checkpointed_E > 0
             at_J = np.flatnonzero(fast_E)

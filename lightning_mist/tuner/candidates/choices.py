@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.plan import OFFLOAD_KINDS, CheckpointingKind, OffloadRatios
+from lightning_mist.plan import OFFLOAD_KINDS, Method, OffloadRatios
 from lightning_mist.tuner.space import ANYWHERE, Shape
 
 EVERY_PART = -1
@@ -37,7 +37,7 @@ class SlotChoices(ArrayRecord):
         steady_K: Steady seconds.
         boundary_K: Boundary seconds.
         peak_K: Peak bytes.
-        selective_K: 1 if recomputed layers keep what products, convolutions and attention return, else 0.
+        method_K: Code of how it computes what it computes.
         shard_K: Ranks that ZeRO shards over, 0 if all with the same parameters.
         sequence_K: 1 if tensor-parallel devices are sequence-parallel too, else 0.
         offload_KO: What part of parameters, gradients, optimizer state and activations is in host memory.
@@ -56,15 +56,15 @@ class SlotChoices(ArrayRecord):
     shard_K: IntArray
     tensor_K: IntArray
     sequence_K: IntArray
-    selective_K: IntArray
+    method_K: IntArray
     offload_KO: FloatArray
 
     def shape(self, index: int) -> Shape:
         """How the devices of one choice are arranged."""
         tensor = int(self.tensor_K[index])
-        kind: CheckpointingKind = "selective" if self.selective_K[index] else "full"
+        method = Method.of_code(int(self.method_K[index]))
         data, shard = int(self.devices_K[index]) // tensor, int(self.shard_K[index])
-        return Shape(data, tensor, bool(self.sequence_K[index]), kind, shard)
+        return Shape(data, tensor, bool(self.sequence_K[index]), method, shard)
 
     def offload(self, index: int) -> OffloadRatios:
         """What one choice keeps in host memory."""

@@ -223,7 +223,7 @@ class IntraStage:
             schedule=space.schedule,
             tensor_parallel_degree=shape.tensor,
             sequence_parallel=shape.sequence,
-            checkpointing=shape.checkpointing,
+            method=shape.method,
             shard_group=shape.shard or None,
             parts=pipeline,
         )
@@ -246,7 +246,7 @@ class IntraStage:
             # What depends on the stages behind is counted when they are known.
             slots = [
                 replace(self.slot(stage_index, num_stages, num_microbatches, shape, pipeline), behind=0)
-                for shape in self.space.shapes_of(num_stages, num_microbatches)
+                for shape in self.space.shapes_at(stage_index, num_stages, num_microbatches)
                 if self._elsewhere or (shape.devices == self.space.world_size) == (num_stages == 1)
             ]
             missing[key] = slots, self._ranges_of(stage_index, num_stages), among_NL

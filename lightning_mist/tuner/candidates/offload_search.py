@@ -406,7 +406,8 @@ def _fast_enough(
 
 def may_offload(slot: StageSlot, offload_CO: FloatArray) -> BoolArray:
     """Which combinations a stage may have: what recomputation by operator keeps stays on the device."""
-    allowed_C: BoolArray = (offload_CO[:, len(UPDATED_KINDS) :] == 0).all(axis=1) | (slot.checkpointing == "full")
+    stays_C: BoolArray = (offload_CO[:, len(UPDATED_KINDS) :] == 0).all(axis=1)
+    allowed_C: BoolArray = stays_C | (slot.method.checkpointing == "full")
     return allowed_C
 
 

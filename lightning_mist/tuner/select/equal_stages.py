@@ -25,7 +25,6 @@ import numpy as np
 from lightning_mist.cost import StageCostModel, seconds_with
 from lightning_mist.cost.inputs import IntArray, prefix_sums
 from lightning_mist.plan import (
-    Checkpointing,
     ModuleMap,
     Plan,
     StageMesh,
@@ -72,7 +71,7 @@ class Alike(NamedTuple):
                     else self.shape.mesh(devices),
                     microbatch_size=space.rows(self.num_microbatches, data),
                     zero_stage=ZeroStage(zero_stage),
-                    checkpointing=Checkpointing(layers=recomputed, kind=self.shape.checkpointing),
+                    **self.shape.method.settings(recomputed),
                 )
                 for stage, devices in enumerate(layout)
             ),
@@ -88,7 +87,7 @@ class Alike(NamedTuple):
 def every_alike(space: Space) -> Iterator[Alike]:
     """Every arrangement of all devices in equal stages."""
     for num_stages, num_microbatches in space.pipelines():
-        for shape in space.shapes(num_microbatches):
+        for shape in space.shapes_at(0, num_stages, num_microbatches):
             if shape.devices * num_stages == space.world_size:
                 yield Alike(num_stages, num_microbatches, shape)
 
@@ -168,7 +167,7 @@ def _least_seconds(stages: IntraStage, alike: Alike, recomputed: int = 0) -> flo
     """
     space, (num_stages, num_microbatches, shape, _) = stages.space, alike
     rows = space.rows(num_microbatches, shape.data)
-    seconds = stages.model.region_seconds(rows, shape.tensor, shape.sequence, shape.checkpointing)
+    seconds = stages.model.region_seconds(rows, shape.tensor, shape.sequence, shape.method)
     forward_R, both_R = map(prefix_sums, (seconds.forward_R, seconds.forward_R + seconds.backward_R))
     again = float(seconds.recompute_R[1:-1].min())
     layers_S, least = np.diff(_cuts(space.num_layers, num_stages)), np.inf

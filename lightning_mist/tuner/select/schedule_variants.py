@@ -25,7 +25,7 @@ from lightning_mist.cost import CostModel, least_seconds, predict_with, seconds_
 from lightning_mist.cost.inputs import IntArray
 from lightning_mist.cost.interleaved_memory import plans_peaks, stage_peaks
 from lightning_mist.errors import InfeasibleError
-from lightning_mist.plan import Checkpointing, Plan, ScheduleName, ZeroStage
+from lightning_mist.plan import Plan, ScheduleName, ZeroStage
 from lightning_mist.tuner.space import Space
 
 Limits: TypeAlias = Callable[[Plan], Sequence[float]]
@@ -141,8 +141,7 @@ def _interleaved(plan: Plan, numbers: Sequence[int]) -> Iterator[Plan]:
             for group, stage in enumerate(plan.stages):
                 end = first + layers[group][chunk]
                 count = min(recomputed[group][chunk], layers[group][chunk])
-                kept = Checkpointing(layers=count, kind=stage.checkpointing.kind)
-                stages.append(replace(stage, layers=(first, end), checkpointing=kept))
+                stages.append(stage.part(first, end, count))
                 first = end
         yield replace(plan, schedule="interleaved-1f1b", stages=tuple(stages), predicted=None)
 
@@ -221,8 +220,5 @@ def _recomputing(plan: Plan, more: int) -> Plan:
     if not more:
         return plan
     counts = zip(plan.stages, _recomputed(_groups(plan), more)[:, more].tolist(), strict=True)
-    stages = tuple(
-        replace(stage, checkpointing=Checkpointing(layers=count, kind=stage.checkpointing.kind))
-        for stage, count in counts
-    )
+    stages = tuple(replace(stage, **stage.method.settings(count)) for stage, count in counts)
     return replace(plan, stages=stages)

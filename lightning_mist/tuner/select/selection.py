@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_mist.cost import CostModel, MixedCostModel, least_seconds, predictions, seconds_with
 from lightning_mist.hardware import AnyCluster, MixedCluster
-from lightning_mist.plan import Checkpointing, Plan, Predicted, StagePlan, ZeroStage
+from lightning_mist.plan import Plan, Predicted, StagePlan, ZeroStage
 from lightning_mist.plan.rank_order import rank_layout, rank_layouts
 from lightning_mist.tuner.candidates import IntraStage
 from lightning_mist.tuner.inter_stage import PRECISION, InterStageProblem
@@ -429,8 +429,8 @@ def make_plan(
                 mesh=shape.mesh(devices),
                 microbatch_size=space.rows(problem.num_microbatches, shape.data),
                 zero_stage=ZeroStage(int(slot.zero_stage_K[index])),
-                checkpointing=Checkpointing(layers=int(slot.checkpointed_K[index]), kind=shape.checkpointing),
                 offload=slot.offload(index),
+                **shape.method.settings(int(slot.checkpointed_K[index])),
             )
         )
         first = end

@@ -29,7 +29,16 @@ from lightning_mist.cost.inputs import IntArray, parameter_regions
 from lightning_mist.errors import PlanError
 from lightning_mist.hardware import AnyCluster, Cluster, HardwareProfile
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import CheckpointingKind, Feature, ModuleMap, ScheduleName, StageMesh, StagePlan
+from lightning_mist.plan import (
+    AS_IT_IS,
+    CheckpointingKind,
+    Feature,
+    Method,
+    ModuleMap,
+    ScheduleName,
+    StageMesh,
+    StagePlan,
+)
 from lightning_mist.plan.rank_order import longest_chain
 from lightning_mist.plan.search_space import OFFLOADED, SearchSpace
 from lightning_mist.tuner.options import OPTIONS
@@ -41,14 +50,14 @@ class Shape:
 
     Attributes:
         sequence: Whether tensor-parallel devices are sequence-parallel too.
-        checkpointing: What of recomputed layers they recompute.
+        method: How they compute what they compute.
         shard: Ranks that ZeRO shards over, 0 if all with the same parameters.
     """
 
     data: int
     tensor: int = 1
     sequence: bool = False
-    checkpointing: CheckpointingKind = "full"
+    method: Method = AS_IT_IS
     shard: int = 0
 
     @classmethod
@@ -56,7 +65,7 @@ class Shape:
         """That of a stage."""
         mesh = stage.mesh
         degrees = mesh.data_parallel_degree, mesh.tensor_parallel_degree
-        return cls(*degrees, mesh.sequence_parallel, stage.checkpointing.kind, mesh.shard_degree or 0)
+        return cls(*degrees, mesh.sequence_parallel, stage.method, mesh.shard_degree or 0)
 
     @property
     def devices(self) -> int:
@@ -281,6 +290,15 @@ class Space:
         """Arrangements of a stage's devices for which a batch is cut into equal parts, ascending."""
         return _shapes(self, num_microbatches)
 
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """How a stage may compute what it computes."""
+        return tuple(Method(checkpointing=kind) for kind in self.checkpointing_kinds)
+
+    def shapes_at(self, stage_index: int, num_stages: int, num_microbatches: int) -> tuple[Shape, ...]:
+        """Those of one stage of pipelines with so many stages."""
+        return self.shapes_of(num_stages, num_microbatches)
+
     def shapes_of(self, num_stages: int, num_microbatches: int) -> tuple[Shape, ...]:
         """Those of the stages of pipelines with so many stages."""
         shapes = self.shapes(num_microbatches)
@@ -388,10 +406,10 @@ def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
         is_equal = together % loaders == 0 == space.global_batch_size % together
         if is_equal and (together == loaders or space.cuts_batches):
             found += [
-                Shape(data, *kind, checkpointing, shard)
+                Shape(data, *kind, method, shard)
                 for kind in space.tensor
                 if data * kind[0] in counts
-                for checkpointing in space.checkpointing_kinds
+                for method in space.methods
                 for shard in shard_degrees(space.search, data)
             ]
     return tuple(sorted(found))
