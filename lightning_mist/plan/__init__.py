@@ -5,6 +5,8 @@ from lightning_mist.plan.fingerprint import Fingerprint, check_plan, check_split
 from lightning_mist.plan.grid import plan_of
 from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.plan import (
+    AS_IT_IS,
+    Method,
     Plan,
     Predicted,
     PredictedStage,
@@ -21,19 +23,19 @@ from lightning_mist.plan.rows import (
     loader_of,
     loader_ranks,
     of_whole_batches,
+    parts_of,
+    proved_features,
     replica_of,
     replica_ranks,
     row_slice,
 )
 from lightning_mist.plan.search_space import COUNTS, MOST_LAYERS, OFFLOADED, SearchSpace
 from lightning_mist.plan.stage_settings import (
-    AS_IT_IS,
     CHECKPOINTING_KINDS,
     OFFLOAD_KINDS,
     UPDATED_KINDS,
     Checkpointing,
     CheckpointingKind,
-    Method,
     OffloadRatios,
     StageMesh,
     ZeroStage,

@@ -8,7 +8,7 @@ from math import prod
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.module_map import Feature, ModuleMap
 from lightning_mist.plan.plan import Plan, StagePlan
-from lightning_mist.plan.rows import row_slice
+from lightning_mist.plan.rows import parts_of, proved_features
 
 _VERSION = "version."
 
@@ -158,7 +158,7 @@ def check_plan(
             f"{data_parallel_size or world_size}: the numbers must be equal; use data_parallel_size="
             f"{plan.data_parallel_size} in the strategy, or make a new plan"
         )
-    parts = _parts(plan)
+    parts = parts_of(plan)
     loaders = plan.num_loaders
     if batch_rows is not None and plan.global_batch_size != batch_rows * loaders:
         raise PlanError(
@@ -180,21 +180,19 @@ def check_plan(
         check_split(index, stage, module_map)
 
 
-def _parts(plan: Plan) -> tuple[int, ...]:
-    """For each stage, into how many parts it cuts a rank's batch."""
-    return tuple(max(row_slice(plan, rank, 0).parts for rank in stage.devices) for stage in plan.stages)
-
-
 def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap) -> None:
     checkpointed = [stage.checkpointing.layers for stage in plan.stages]
     zero = [int(stage.zero_stage) for stage in plan.stages]
     asked: tuple[tuple[Feature, bool, str, str], ...] = (
         ("pipeline", plan.num_stages > 1, f"{plan.num_stages} stages", "use one stage"),
-        (
-            "microbatches",
-            max(parts) > 1,
-            f"batches cut into {max(parts)} parts",
-            "keep whole batches: on every stage microbatch_size is then the rows of one rank's batch",
+        *(
+            (
+                feature,
+                True,
+                f"batches cut into {max(parts)} parts",
+                "keep whole batches: on every stage microbatch_size is then the rows of one rank's batch",
+            )
+            for feature in proved_features(plan)
         ),
         (
             "checkpointing",

@@ -7,9 +7,10 @@ from typing import Any, Literal, get_args
 
 from lightning_mist.errors import PlanError
 from lightning_mist.plan.stage_settings import (
+    CHECKPOINTING_KINDS,
     UPDATED_KINDS,
     Checkpointing,
-    Method,
+    CheckpointingKind,
     OffloadRatios,
     StageMesh,
     ZeroStage,
@@ -27,6 +28,39 @@ copy with the cores that they compute with."""
 UpdateAfter = Literal["own", "last", "all"]
 """Which groups of devices must have reduced their gradients before one starts its optimizer: itself, also the one of
 the last stage, or all."""
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Method:
+    """How a stage computes what it computes, whatever it is of a network, and however many layers are recomputed.
+
+    Attributes:
+        checkpointing: What of recomputed layers is recomputed.
+    """
+
+    checkpointing: CheckpointingKind = "full"
+
+    @property
+    def code(self) -> int:
+        """A number that stands for it in arrays."""
+        return CHECKPOINTING_KINDS.index(self.checkpointing)
+
+    @classmethod
+    def of_code(cls, code: int) -> "Method":
+        """What a number stands for."""
+        return cls(checkpointing=CHECKPOINTING_KINDS[code])
+
+    def keeps_all(self, recomputed: Any) -> Any:
+        """Whether layers and what is around them run as they are, by the number of recomputed layers or an array."""
+        return recomputed == 0
+
+    def settings(self, recomputed: int) -> dict[str, Any]:
+        """The fields of a stage's plan that say so, with so many recomputed layers."""
+        return {"checkpointing": Checkpointing(layers=recomputed, kind=self.checkpointing)}
+
+
+AS_IT_IS = Method()
+"""What is recomputed is so as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +276,7 @@ class Plan:
             and self.data_parallel_size is None
             and stage.mesh.tensor_parallel_degree == 1
             and stage.zero_stage == ZeroStage.NONE
-            and stage.checkpointing.layers == 0
+            and stage.method.keeps_all(stage.checkpointing.layers)
             and not stage.offload.any
         )
 

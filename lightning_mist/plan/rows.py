@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan.plan import Plan
-from lightning_mist.plan.stage_settings import AS_IT_IS
+from lightning_mist.plan.module_map import Feature
+from lightning_mist.plan.plan import AS_IT_IS, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +142,16 @@ def row_slice(plan: Plan, rank: int, microbatch: int) -> RowSlice:
     width = len(stage.devices) // stage.data_parallel_degree
     chunk = microbatch * per_replica + index // width % per_replica
     return RowSlice(owner=owners[chunk // parts], part=chunk % parts, parts=parts)
+
+
+def parts_of(plan: Plan) -> tuple[int, ...]:
+    """For each stage, into how many parts it cuts a rank's batch."""
+    return tuple(max(row_slice(plan, rank, 0).parts for rank in stage.devices) for stage in plan.stages)
+
+
+def proved_features(plan: Plan) -> tuple[Feature, ...]:
+    """What a plan does that has to be proved of the module's step."""
+    return ("microbatches",) if max(parts_of(plan)) > 1 else ()
 
 
 @lru_cache(maxsize=8)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lightning_mist.errors import PlanError
 
@@ -191,32 +191,3 @@ class Checkpointing:
             object.__setattr__(self, "kind", "full")
         if self.layers < 0:
             raise PlanError(f"checkpointed_layers = {self.layers}: a count of layers is not negative; give 0 for none")
-
-
-@dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class Method:
-    """How a stage computes what it computes, whatever it is of a network, and however many layers are recomputed.
-
-    Attributes:
-        checkpointing: What of recomputed layers is recomputed.
-    """
-
-    checkpointing: CheckpointingKind = "full"
-
-    @property
-    def code(self) -> int:
-        """A number that stands for it in arrays."""
-        return CHECKPOINTING_KINDS.index(self.checkpointing)
-
-    @classmethod
-    def of_code(cls, code: int) -> "Method":
-        """What a number stands for."""
-        return cls(checkpointing=CHECKPOINTING_KINDS[code])
-
-    def settings(self, recomputed: int) -> dict[str, Any]:
-        """The fields of a stage's plan that say so, with so many recomputed layers."""
-        return {"checkpointing": Checkpointing(layers=recomputed, kind=self.checkpointing)}
-
-
-AS_IT_IS = Method()
-"""What is recomputed is so as a whole."""

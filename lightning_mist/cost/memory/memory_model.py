@@ -139,7 +139,7 @@ def is_plain(slot: StageSlot, candidates: StageCandidates) -> BoolArray:
     Its buckets are made with the module and hold all gradients from one step to the next.
     """
     whole = slot.num_stages == 1 and slot.num_microbatches == 1 and slot.context_parallel_degree == 1
-    plain_K: BoolArray = (candidates.zero_stage_K == 0) & (candidates.checkpointed_K == 0) & whole
+    plain_K: BoolArray = (candidates.zero_stage_K == 0) & slot.method.keeps_all(candidates.checkpointed_K) & whole
     return plain_K
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_mist.devices import read
 from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import isolated
-from lightning_mist.plan import ModuleMap, Plan, row_slice
+from lightning_mist.plan import ModuleMap, Plan, parts_of
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
@@ -100,7 +100,7 @@ def written_by(module: nn.Module, call: Callable[[Any], Any], batch: Any) -> lis
 
 def most_parts(plan: Plan) -> int:
     """Into how many parts a plan cuts a process's batch at most."""
-    return max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
+    return max(parts_of(plan))
 
 
 def other_masks(plan: Plan, found: ModuleMap, rules: CutRules | None) -> str | None:

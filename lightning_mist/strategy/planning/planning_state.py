@@ -358,10 +358,10 @@ class FitPlanner:
         self.basis, made = self.basis.tuned(self.progress.tell if self.budget.binds else None)
         return made
 
-    def rule_out_cuts(self, reason: str) -> None:
-        """Let no plan that is searched from now on cut a batch."""
+    def rule_out_cuts(self, reason: str, feature: Feature = "microbatches") -> None:
+        """Let no plan that is searched from now on cut a batch, or what of it is behind the last layer."""
         if self.basis is not None:  # on rank 0
-            self.basis = self.basis.without("microbatches", reason)
+            self.basis = self.basis.without(feature, reason)
 
     def plainest(self) -> Plan:
         """Plain data parallelism, predicted; on rank 0, once costs are counted."""

@@ -1,5 +1,6 @@
 """From a user's fit to a plan that every rank has: trace, measure, tune on rank 0, broadcast, check."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -15,12 +16,14 @@ from lightning_mist.explain import estimate_of
 from lightning_mist.model.initialization import InitialValues
 from lightning_mist.model.user_code import same_generators, unchanged
 from lightning_mist.plan import (
+    Feature,
     Fingerprint,
     ModuleMap,
     Plan,
     check_plan,
     differences,
     from_json,
+    proved_features,
     render,
     split_notes,
     to_json,
@@ -279,12 +282,18 @@ def _searched(planner: FitPlanner, found: ModuleMap) -> tuple[Plan, TuneResult |
 
     plan = from_json(on_rank_zero(count_and_search))
     # Proving that a batch may be cut can take longer than all the rest, and few plans of what fits do it.
-    if most_parts(plan) == 1:
+    if not (features := proved_features(plan)):
         planner.rule_out_cuts("it was not tried whether parts of a batch train as the whole does")
-    elif unsafe := planner.with_invariance(found).excludes("microbatches"):
-        planner.rule_out_cuts("; ".join(unsafe))
+    elif unsafe := _unproved(planner.with_invariance(found), features):
+        for feature, reasons in unsafe.items():
+            planner.rule_out_cuts("; ".join(reasons), feature)
         plan = from_json(on_rank_zero(search))
     return plan, made[-1] if made else None, found
+
+
+def _unproved(found: ModuleMap, features: Sequence[Feature]) -> dict[Feature, tuple[str, ...]]:
+    """What of some features is ruled out, and why."""
+    return {feature: reasons for feature in features if (reasons := found.excludes(feature))}
 
 
 def _refuse_unsafe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> None:
@@ -292,8 +301,8 @@ def _refuse_unsafe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> No
     parts = most_parts(plan)
     if parts == 1:
         return  # nobody's batch is cut
-    reasons = planner.with_invariance(found).excludes("microbatches")
-    if reasons:
+    unsafe = _unproved(planner.with_invariance(found), proved_features(plan))
+    for reasons in unsafe.values():
         rows = on_rank_zero(lambda: batch_rows(planner.batch))
         raise PlanError(
             f"the plan cuts the batch of a process{'' if rows is None else f' of {rows} rows'} into up to {parts} "
