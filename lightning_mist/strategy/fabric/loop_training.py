@@ -440,7 +440,8 @@ class LoopTraining(HoldsPlan, _Base):
 
     def _restrictions(self) -> tuple[Exclusion, ...]:
         reasons: list[tuple[str, Any]] = [
-            ("a loop may run the module again before it calls backward", ("offloaded_gradients",))
+            ("a loop may run the module again before it calls backward", ("offloaded_gradients",)),
+            ("a loop asks for what the module returns before it calls backward", ("tail_chunks",)),
         ]
         if self._form.loss is None:
             why = "the loop computes the loss of what the module returns, so each rank runs whole batches of its own"

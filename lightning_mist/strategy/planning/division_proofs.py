@@ -10,7 +10,7 @@ from torch import nn
 from lightning_mist.devices import read
 from lightning_mist.model import derive_contexts, derive_splits
 from lightning_mist.model.fakes import isolated
-from lightning_mist.plan import ModuleMap, Plan, parts_of
+from lightning_mist.plan import ModuleMap, Plan, parts_of, row_slice
 from lightning_mist.runtime.checks import Steady
 from lightning_mist.runtime.cutting import CutRules, Result, Way, best_way, prove
 from lightning_mist.runtime.stage import sum_of_bits
@@ -105,7 +105,8 @@ def most_parts(plan: Plan) -> int:
 
 def other_masks(plan: Plan, found: ModuleMap, rules: CutRules | None) -> str | None:
     """What to say of dropout, if a plan makes it draw other masks than DDP's."""
-    if rules is not None and rules.has_dropout and most_parts(plan) > 1:
+    parts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size))
+    if rules is not None and rules.has_dropout and parts > 1:
         return "parts of a batch draw other dropout masks than the whole would under DDP: as with another seed"
     if found.drops and any(stage.mesh.num_row_peers > 1 for stage in plan.stages):
         return (
