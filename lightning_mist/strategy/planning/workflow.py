@@ -302,7 +302,9 @@ def _refuse_unsafe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> No
     if parts == 1:
         return  # nobody's batch is cut
     unsafe = _unproved(planner.with_invariance(found), proved_features(plan))
-    for reasons in unsafe.values():
+    for feature, reasons in unsafe.items():
+        if feature == "tail_chunks":
+            raise PlanError(f"the plan cuts rows behind the last layer, but {'; '.join(reasons)}. Use tail_chunks = 1")
         rows = on_rank_zero(lambda: batch_rows(planner.batch))
         raise PlanError(
             f"the plan cuts the batch of a process{'' if rows is None else f' of {rows} rows'} into up to {parts} "
