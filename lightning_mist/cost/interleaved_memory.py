@@ -32,12 +32,12 @@ from lightning_mist.cost.memory import (
     need_terms,
 )
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Method, Plan, ZeroStage
+from lightning_mist.plan import Plan, StageMethod, ZeroStage
 
 
 def stage_memory(spec: ModelSpec, plan: Plan) -> tuple[StageMemory, ...]:
     """The peak memory of every stage of a plan, by term; of chunks that share devices, that of these devices."""
-    models: dict[tuple[int, bool, Method], MemoryModel] = {}
+    models: dict[tuple[int, bool, StageMethod], MemoryModel] = {}
 
     def model(slot: StageSlot) -> MemoryModel:
         key = (slot.tensor_parallel_degree, slot.sequence_parallel, slot.method)

@@ -27,7 +27,7 @@ from lightning_mist.hardware import (
     catalog_profile,
 )
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import AS_IT_IS, Method
+from lightning_mist.plan import AS_IT_IS, StageMethod
 
 Profiles: TypeAlias = HardwareProfile | Sequence[HardwareProfile] | None
 """How fast a machine is: of a cluster of unlike devices one profile for every part; ``None`` for the catalog's."""
@@ -84,7 +84,7 @@ class MixedCostModel(PlanCosts):
         return (self.parts[slot.part],) if slot.parts else self._together
 
     def region_seconds(
-        self, rows: float, degree: int = 1, sequence: bool = False, method: Method = AS_IT_IS
+        self, rows: float, degree: int = 1, sequence: bool = False, method: StageMethod = AS_IT_IS
     ) -> RegionSeconds:
         """Seconds of every region where it takes longest, at a number of rows; as of a :class:`StageCostModel`."""
         found = [model.region_seconds(rows, degree, sequence, method) for model in self._together]

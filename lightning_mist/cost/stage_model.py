@@ -69,13 +69,13 @@ from lightning_mist.cost.time import (
 )
 from lightning_mist.hardware import Cluster, HardwareProfile, factor_of
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import AS_IT_IS, Method, Plan, Predicted, ZeroStage
+from lightning_mist.plan import AS_IT_IS, Plan, Predicted, StageMethod, ZeroStage
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
 
-Variant: TypeAlias = tuple[int, bool, Method]
+Variant: TypeAlias = tuple[int, bool, StageMethod]
 """What a stage's ranks do of a network: tensor-parallel degree, sequence parallelism, and how they compute it."""
 
 
@@ -162,7 +162,7 @@ class StageCostModel(PlanCosts):
         found.cluster, found._machine = cluster, (self.profile, cluster)
         return found
 
-    def _rank(self, degree: int, sequence: bool, method: Method = AS_IT_IS) -> _Rank:
+    def _rank(self, degree: int, sequence: bool, method: StageMethod = AS_IT_IS) -> _Rank:
         key = (degree, sequence, method)
         if key not in self._ranks:
             spec = self.spec.split(degree, sequence).computing(method)
@@ -185,7 +185,7 @@ class StageCostModel(PlanCosts):
         return self._rank(1, False).memory
 
     def region_seconds(
-        self, rows: float, degree: int = 1, sequence: bool = False, method: Method = AS_IT_IS
+        self, rows: float, degree: int = 1, sequence: bool = False, method: StageMethod = AS_IT_IS
     ) -> RegionSeconds:
         """Seconds of every region at a number of rows.
 

@@ -30,7 +30,7 @@ from lightning_mist.estimate.replay import Alive, replay_group
 from lightning_mist.estimate.uncertainty import Interval
 from lightning_mist.hardware import AnyCluster, Cluster
 from lightning_mist.model.spec import ModelSpec
-from lightning_mist.plan import Method, ModuleMap, Plan, row_slice
+from lightning_mist.plan import ModuleMap, Plan, StageMethod, row_slice
 from lightning_mist.schedule import Action, ActionKind
 from lightning_mist.units import format_bytes
 
@@ -122,7 +122,7 @@ class Estimator:
     cluster: AnyCluster
     limit: int
     source: str = "traced"
-    _models: dict[tuple[int, bool, Method], MemoryModel] = field(default_factory=dict)
+    _models: dict[tuple[int, bool, StageMethod], MemoryModel] = field(default_factory=dict)
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
 
     def stages(self, plan: Plan, *, replay: Replaying = "all") -> tuple[StageEstimate, ...]:

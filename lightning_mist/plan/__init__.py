@@ -6,11 +6,11 @@ from lightning_mist.plan.grid import plan_of
 from lightning_mist.plan.module_map import Exclusion, Feature, LiveTensor, ModuleMap, ParameterUse
 from lightning_mist.plan.plan import (
     AS_IT_IS,
-    Method,
     Plan,
     Predicted,
     PredictedStage,
     ScheduleName,
+    StageMethod,
     StagePlan,
     StepWork,
     Transfers,

@@ -31,7 +31,7 @@ the last stage, or all."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class Method:
+class StageMethod:
     """How a stage computes what it computes, whatever it is of a network, and however many layers are recomputed.
 
     Attributes:
@@ -46,7 +46,7 @@ class Method:
         return CHECKPOINTING_KINDS.index(self.checkpointing)
 
     @classmethod
-    def of_code(cls, code: int) -> "Method":
+    def of_code(cls, code: int) -> "StageMethod":
         """What a number stands for."""
         return cls(checkpointing=CHECKPOINTING_KINDS[code])
 
@@ -59,7 +59,7 @@ class Method:
         return {"checkpointing": Checkpointing(layers=recomputed, kind=self.checkpointing)}
 
 
-AS_IT_IS = Method()
+AS_IT_IS = StageMethod()
 """What is recomputed is so as a whole."""
 
 
@@ -123,9 +123,9 @@ class StagePlan:
         return self.offload.kept(recomputed=layer < self.layers[0] + self.checkpointing.layers)
 
     @property
-    def method(self) -> Method:
+    def method(self) -> StageMethod:
         """How it computes what it computes."""
-        return Method(checkpointing=self.checkpointing.kind)
+        return StageMethod(checkpointing=self.checkpointing.kind)
 
     def part(self, first: int, end: int, recomputed: int) -> "StagePlan":
         """Some of its layers as a stage, computed in the same way, with so many recomputed."""

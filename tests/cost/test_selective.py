@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_mist.cost import StageCandidates, StageCostModel, StageSlot
-from lightning_mist.plan import Method
+from lightning_mist.plan import StageMethod
 from tests.specs import cluster, profile, spec, with_splits
 
 NETWORK = with_splits(spec(4), (2, False))
@@ -21,7 +21,7 @@ SLOT = StageSlot(stage_index=0, num_stages=1, num_microbatches=2, data_parallel_
 
 def costs(network, kind, **changes):
     model = StageCostModel(network, profile(), cluster(2))
-    slot = replace(SLOT, method=Method(checkpointing=kind), **changes)
+    slot = replace(SLOT, method=StageMethod(checkpointing=kind), **changes)
     return model.seconds(slot, CANDIDATES), model.memory(slot).peaks(slot, CANDIDATES)
 
 
@@ -45,7 +45,7 @@ KINDS = ("full", "selective")
 def test_measured_layers_repeat_as_much_of_a_forward_as_their_operators_say():
     model = StageCostModel(spec(4, measured=True), profile(), cluster(1))
     rates = StageCostModel(spec(4), profile(), cluster(1))
-    share = [m.region_seconds(2, method=Method(checkpointing="selective")) for m in (model, rates)]
+    share = [m.region_seconds(2, method=StageMethod(checkpointing="selective")) for m in (model, rates)]
     layer = slice(1, -1)
     one, other = (item.recompute_R[layer] / item.forward_R[layer] for item in share)
     assert one == pytest.approx(other)

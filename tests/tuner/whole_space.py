@@ -22,7 +22,7 @@ from lightning_mist.cost.inputs.candidates import OffloadCandidates
 from lightning_mist.cost.memory.moments import device_moments
 from lightning_mist.hardware import USABLE_HOST_MEMORY, AnyCluster, HardwareProfile
 from lightning_mist.model.spec.model_spec import ModelSpec
-from lightning_mist.plan import AS_IT_IS, OFFLOAD_KINDS, Method
+from lightning_mist.plan import AS_IT_IS, OFFLOAD_KINDS, StageMethod
 from lightning_mist.tuner import Planner, SearchSpace
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
 
@@ -140,7 +140,7 @@ class Kind:
     data: int
     tensor: int
     sequence: bool
-    method: Method = AS_IT_IS
+    method: StageMethod = AS_IT_IS
     shard: int = 0
 
     @property
@@ -175,7 +175,7 @@ def kinds_of(instance, count, part):
                 if any(search.zero_stages)
                 else [0]
             )
-            methods = [Method(checkpointing=kind) for kind in kinds]
+            methods = [StageMethod(checkpointing=kind) for kind in kinds]
             found += [Kind(data, tensor, sequence, *each) for each in itertools.product(methods, groups)]
     return found
 

@@ -9,7 +9,7 @@ from lightning_mist.cost.inputs.arrays import ArrayRecord
 from lightning_mist.cost.inputs.expressions import BoolArray, FloatArray, IntArray
 from lightning_mist.cost.inputs.placement import Placement, parts_of, placements_of
 from lightning_mist.hardware import AnyCluster, MixedCluster
-from lightning_mist.plan import AS_IT_IS, OFFLOAD_KINDS, Method, OffloadRatios, Plan, ScheduleName
+from lightning_mist.plan import AS_IT_IS, OFFLOAD_KINDS, OffloadRatios, Plan, ScheduleName, StageMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class StageSlot:
     schedule: ScheduleName = "1f1b"
     tensor_parallel_degree: int = 1
     sequence_parallel: bool = False
-    method: Method = AS_IT_IS
+    method: StageMethod = AS_IT_IS
     context_parallel_degree: int = 1
     shard_group: int | None = None
     parts: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class StageSlot:
         return self.num_stages - 1 - self.stage_index if self.behind is None else self.behind
 
     @property
-    def computed(self) -> tuple[float, int, bool, Method]:
+    def computed(self) -> tuple[float, int, bool, StageMethod]:
         """What seconds of its regions depend on."""
         return self.whole_rows, self.tensor_parallel_degree, self.sequence_parallel, self.method
 

@@ -12,7 +12,7 @@ import sympy
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.spec.allocation_events import LayerEvents, PartEvents
-from lightning_mist.plan import Method, ModuleMap
+from lightning_mist.plan import ModuleMap, StageMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +386,7 @@ class ModelSpec:
         """Whether it is known what layers cost that are recomputed by operator."""
         return all(part.selective is not None for part in self._parts)
 
-    def computing(self, method: Method) -> "ModelSpec":
+    def computing(self, method: StageMethod) -> "ModelSpec":
         """The network as a stage computes it; splits are asked for before.
 
         Raises:

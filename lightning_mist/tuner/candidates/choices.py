@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_mist.cost.inputs import ArrayRecord, BoolArray, FloatArray, IntArray
-from lightning_mist.plan import OFFLOAD_KINDS, Method, OffloadRatios
+from lightning_mist.plan import OFFLOAD_KINDS, OffloadRatios, StageMethod
 from lightning_mist.tuner.space import ANYWHERE, Shape
 
 EVERY_PART = -1
@@ -62,7 +62,7 @@ class SlotChoices(ArrayRecord):
     def shape(self, index: int) -> Shape:
         """How the devices of one choice are arranged."""
         tensor = int(self.tensor_K[index])
-        method = Method.of_code(int(self.method_K[index]))
+        method = StageMethod.of_code(int(self.method_K[index]))
         data, shard = int(self.devices_K[index]) // tensor, int(self.shard_K[index])
         return Shape(data, tensor, bool(self.sequence_K[index]), method, shard)
 

@@ -33,10 +33,10 @@ from lightning_mist.plan import (
     AS_IT_IS,
     CheckpointingKind,
     Feature,
-    Method,
     ModuleMap,
     ScheduleName,
     StageMesh,
+    StageMethod,
     StagePlan,
 )
 from lightning_mist.plan.rank_order import longest_chain
@@ -57,7 +57,7 @@ class Shape:
     data: int
     tensor: int = 1
     sequence: bool = False
-    method: Method = AS_IT_IS
+    method: StageMethod = AS_IT_IS
     shard: int = 0
 
     @classmethod
@@ -291,9 +291,9 @@ class Space:
         return _shapes(self, num_microbatches)
 
     @property
-    def methods(self) -> tuple[Method, ...]:
+    def methods(self) -> tuple[StageMethod, ...]:
         """How a stage may compute what it computes."""
-        return tuple(Method(checkpointing=kind) for kind in self.checkpointing_kinds)
+        return tuple(StageMethod(checkpointing=kind) for kind in self.checkpointing_kinds)
 
     def shapes_at(self, stage_index: int, num_stages: int, num_microbatches: int) -> tuple[Shape, ...]:
         """Those of one stage of pipelines with so many stages."""

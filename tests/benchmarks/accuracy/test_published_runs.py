@@ -37,7 +37,7 @@ from benchmarks.accuracy.published_runs import rank_correlation, sample_of, summ
 from benchmarks.accuracy.published_sharing import evenly_shared, in_collectives
 from lightning_mist.cost.time.region_times import collective_seconds
 from lightning_mist.model.spec import MICROBATCH, SEQUENCE
-from lightning_mist.plan import Method, ZeroStage
+from lightning_mist.plan import StageMethod, ZeroStage
 
 RUNS, SIZES = read_runs()
 SMALL = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 2, "vocabulary": 128, "bias": True, "tied": True}
@@ -173,8 +173,8 @@ def test_every_second_product_runs_again_between_none_of_them_and_all():
     sizes = {"hidden": 64, "ffn": 256, "layers": 2, "heads": 2, "vocabulary": 128, "feed_forward": "swiglu"}
     sizes |= {"norm": "rmsnorm", "positions": "rotary"}
     spec = spec_of(RUN, tuple(sorted(sizes.items())))
-    half = recomputed(spec, "selective op", sizes).computing(Method(checkpointing="selective")).layers[0]
-    least, most = spec.computing(Method(checkpointing="selective")).layers[0], spec.layers[0]
+    half = recomputed(spec, "selective op", sizes).computing(StageMethod(checkpointing="selective")).layers[0]
+    least, most = spec.computing(StageMethod(checkpointing="selective")).layers[0], spec.layers[0]
 
     def products(work):
         return sum(item.flops for item in work if item.kind == "matmul")

@@ -21,7 +21,7 @@ from lightning_mist.model.spec.polynomial import SEQUENCE as s
 from lightning_mist.model.trace.counted_step import StepCount, Subject, count_step
 from lightning_mist.model.trace.ledger import PhaseCount
 from lightning_mist.model.trace.tracing import bases, sized
-from lightning_mist.plan import AS_IT_IS, Method
+from lightning_mist.plan import AS_IT_IS, StageMethod
 from tests import zoo
 from tests.tiers import tiered
 
@@ -395,7 +395,7 @@ def test_layers_that_are_recomputed_by_operator_keep_what_products_return() -> N
     # Both products, and the sum that the layer hands on; of the forward the ReLU is repeated.
     assert layer.selective.saved_bytes == 4 * (INNER + 2 * WIDTH) * MICROBATCH
     assert [(item.kind, item.calls) for item in layer.selective.work] == [("elementwise", 1)]
-    found = spec.computing(Method(checkpointing="selective"))
+    found = spec.computing(StageMethod(checkpointing="selective"))
     assert found.layers[0].checkpointed_saved_bytes == layer.selective.saved_bytes
     assert found.layers[0].saved_bytes == layer.saved_bytes
     assert spec.computing(AS_IT_IS) is spec
@@ -414,7 +414,7 @@ def test_blocks_that_multiply_otherwise_when_repeated_are_not_recomputed_by_oper
     (reason,) = spec.module_map.excludes("selective_checkpointing")
     assert reason.startswith("some operators of a block cannot be run a second time: TraceError: ")
     with pytest.raises(PlanError, match=r"^checkpointing = 'selective': what that costs is not known"):
-        spec.computing(Method(checkpointing="selective"))
+        spec.computing(StageMethod(checkpointing="selective"))
 
 
 TOKENS = torch.zeros(4, 100, dtype=torch.int64)
