@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_mist.attributes import replaced
 from lightning_mist.devices import read
 from lightning_mist.errors import PlanError, TraceError
-from lightning_mist.plan import ModuleMap, ZeroStage
+from lightning_mist.plan import ModuleMap, ZeroStage, parts_of
 from lightning_mist.plan.calls import leaves_of, user_line
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
@@ -124,7 +124,7 @@ class WrittenWeights:
         is_given_out = mesh.is_sharded and stage.zero_stage < ZeroStage.PARAMETERS and len(mesh.shard_peers) > 1
         has_sign = bool(module_map.writes or module_map.excludes("sharded_parameters"))
         self.compares = is_given_out and has_sign and bool(trained)
-        is_whole = plan.num_stages == plan.num_microbatches == 1 and stage.mesh.num_row_peers == 1
+        is_whole = plan.num_stages == plan.num_microbatches == max(parts_of(plan)) == stage.mesh.num_row_peers == 1
         # What nobody updates is each rank's own where it has all of it and runs its own batches.
         watched = trained if is_given_out and is_whole else parameters
         self._watched = {} if module_map.writes == "seen" else watched

@@ -22,7 +22,17 @@ from torch import Tensor
 from lightning_mist.devices import packed, unpacked
 from lightning_mist.errors import PlanError
 from lightning_mist.leaves import Wrapping, inner_tensors, is_plain
-from lightning_mist.plan import Plan, RowSlice, feeders, loader_of, loader_ranks, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import (
+    Plan,
+    RowSlice,
+    feeders,
+    loader_of,
+    loader_ranks,
+    parts_of,
+    replica_of,
+    replica_ranks,
+    row_slice,
+)
 from lightning_mist.runtime.communication import Microbatch, Transport, Work, told
 from lightning_mist.tensors import batch_rows, batch_tensors, is_dense, slice_rows
 from lightning_mist.tensors import leaves as leaves_of
@@ -164,7 +174,7 @@ class BatchExchange:
     @property
     def is_own(self) -> bool:
         """Whether this rank runs the step once for each batch of its own, and for no others."""
-        return self.whole and len(self.group) == 1
+        return max(parts_of(self.plan)) == len(self.group) == 1
 
     def whole_of(self, microbatch: Microbatch) -> Any:
         """The whole batch that a part is of."""

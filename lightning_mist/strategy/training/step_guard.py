@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_mist.errors import PlanError
 from lightning_mist.model.user_code import Reach
-from lightning_mist.plan import Plan, replica_of, replica_ranks, row_slice
+from lightning_mist.plan import Plan, parts_of, replica_of, replica_ranks
 from lightning_mist.runtime.communication import Microbatch
 from lightning_mist.runtime.stage import Talk, watched_processes
 from lightning_mist.strategy.training.log_records import Finish, held_by, named_metrics
@@ -49,9 +49,8 @@ class StepGuard:
     ) -> None:
         self._module, self._acting = module, acting
         self.shares = len(replica_ranks(plan, replica_of(plan, rank))) > 1
-        cuts = max(row_slice(plan, rank, 0).parts for rank in range(plan.world_size)) > 1
         self._recomputes = any(stage.checkpointing.layers for stage in plan.stages)
-        self._repeats = self.shares or cuts
+        self._repeats = self.shares or max(parts_of(plan)) > 1
         metrics = named_metrics(module)
         # Where every rank runs whole batches of its own they are updated where the step runs, and where it recomputes.
         self._watches_metrics = self._recomputes and not (records_metrics or self._repeats)
