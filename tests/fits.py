@@ -56,6 +56,7 @@ def plan(
     context: int = 1,
     offload: Mapping[str, float] | None = None,
     shard: int | None = None,
+    tail: int = 1,
 ) -> Plan:
     """A plan from ``[(layers, devices), ...]``; batches of ``rows`` rows per rank.
 
@@ -65,7 +66,7 @@ def plan(
     for layers, devices in layout:
         width = tensor if len(devices) % tensor == 0 else 1
         kept = {"zero": zero if len(devices) > width else 0, "checkpointed": min(checkpointed, layers), "shard": shard}
-        shape = {"devices": devices, "tensor": width, "context": context, "offload": offload or {}}
+        shape = {"devices": devices, "tensor": width, "context": context, "offload": offload or {}, "tail": tail}
         stages.append({"layers": layers, **shape, **kept})
     return plan_of(rows * sum(len(stage["devices"]) for stage in stages), microbatches, *stages)
 

@@ -28,8 +28,9 @@ def plan_of(batch, microbatches, *stages, groups=None, **changes):
     """A plan for ``batch`` rows from mappings, one for each stage.
 
     Their keys are ``layers``, how many (1), ``data``, ``tensor`` and ``context``, the degrees (1), ``devices`` (the
-    next ones in order), ``sequence``, ``shard``, ``zero``, ``checkpointed``, how many, ``kind`` of recomputation and
-    ``offload``, ratios by name. Of ``groups`` of devices each runs every so many-th stage, if that is given.
+    next ones in order), ``sequence``, ``shard``, ``zero``, ``checkpointed``, how many, ``kind`` of recomputation,
+    ``offload``, ratios by name, and ``tail``, chunks behind the last layer, which those of the last stage are. Of
+    ``groups`` of devices each runs every so many-th stage, if that is given.
     """
     made, first, next_rank = [], 0, 0
     for index, stage in enumerate(stages):
@@ -51,6 +52,8 @@ def plan_of(batch, microbatches, *stages, groups=None, **changes):
             "checkpointing": Checkpointing(layers=stage.get("checkpointed", 0), kind=stage.get("kind", "full")),
             "offload": OffloadRatios(**stage.get("offload", {})),
         }
+        if index == len(stages) - 1:
+            options["tail_chunks"] = stage.get("tail", 1)
         rows = batch // (microbatches * mesh.data_parallel_degree)
         made.append(StagePlan(layers=(first, last), mesh=mesh, microbatch_size=rows, **options))
         first = last

@@ -128,6 +128,7 @@ SPACES: Mapping[str, tuple[Any, ...]] = {
     "offload_ratios": ((2.0,), (-0.5,), ("x",), (float("nan"),)),
     "schedules": ((), ("2f2b",), "1F1B", 5),
     "chunks": ((), (1,), ("x",), 0),
+    "tail_chunks": ((), (0,), ("x",), 0),
     "solver_seconds": (-1, 0, float("nan"), "x", None),
     "data_parallel_size": (0, 3, "x"),
 }

@@ -201,7 +201,7 @@ def microbatch_counts(plan: Plan, data_degrees: Sequence[int], ground: Ground) -
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """The same plan with another number of microbatches."""
     rows = plan.global_batch_size // count
-    stages = tuple(replace(stage, microbatch_size=rows // stage.data_parallel_degree) for stage in plan.stages)
+    stages = tuple(stage.on_rows(rows // stage.data_parallel_degree) for stage in plan.stages)
     return replace(plan, num_microbatches=count, stages=stages, predicted=None)
 
 
@@ -235,15 +235,16 @@ def _rearranged(
     count = min(counts, key=lambda count: (rows[count] > most, abs(rows[count] - most)))
     made = tuple(
         replace(
-            stage,
-            mesh=StageMesh(
-                devices=stage.devices,
-                data_parallel_degree=data,
-                tensor_parallel_degree=tensor,
-                context_parallel_degree=context,
-                sequence_parallel=sequence,
+            stage.on_rows(
+                plan.global_batch_size // (count * data),
+                StageMesh(
+                    devices=stage.devices,
+                    data_parallel_degree=data,
+                    tensor_parallel_degree=tensor,
+                    context_parallel_degree=context,
+                    sequence_parallel=sequence,
+                ),
             ),
-            microbatch_size=plan.global_batch_size // (count * data),
             zero_stage=stage.zero_stage if data * context > 1 else ZeroStage.NONE,
         )
         for stage, (data, context, tensor, sequence) in zip(stages, shapes, strict=True)
@@ -261,6 +262,7 @@ def _one_stage(plan: Plan, ground: Ground) -> Plan:
         layers=(0, plan.num_layers),
         mesh=StageMesh(devices=tuple(range(plan.world_size)), data_parallel_degree=plan.world_size),
         checkpointing=_joined(plan.stages),
+        tail_chunks=plan.stages[-1].tail_chunks,
     )
     for saving in (ZERO, *OFFLOADS.values()):
         stage = saving.at(stage, max(map(saving.level, plan.stages)))
@@ -285,7 +287,8 @@ def _without_chunks(plan: Plan) -> Plan:
     for group in range(plan.num_groups):
         chunks = [plan.stages[index] for index in plan.chunks(group)]
         end = first + sum(chunk.num_layers for chunk in chunks)
-        stages.append(replace(chunks[0], layers=(first, end), checkpointing=_joined(chunks)))
+        made = replace(chunks[0], layers=(first, end), checkpointing=_joined(chunks))
+        stages.append(replace(made, tail_chunks=chunks[-1].tail_chunks))
         first = end
     return replace(plan, stages=tuple(stages), schedule="1f1b", predicted=None)
 
@@ -300,7 +303,7 @@ def _regrouped(plan: Plan, shape: Callable[[StageMesh], tuple[int, int, int, boo
     if made.num_microbatches % plan.num_groups:
         raise PlanError("microbatches go through chunks in rounds of as many as there are groups of devices")
     stages = tuple(
-        replace(stage, mesh=mine.mesh, microbatch_size=mine.microbatch_size)
+        stage.on_rows(mine.microbatch_size, mine.mesh)
         for stage, mine in zip(plan.stages, made.stages * (plan.num_stages // plan.num_groups), strict=True)
     )
     return replace(plan, num_microbatches=made.num_microbatches, stages=stages, predicted=None)
@@ -470,6 +473,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         off=lambda plan, ground: RECOMPUTATION.at_most(plan, 0),
         without=lambda plan, search: replace(search, checkpointing=False),
         burden="recomputation",
+    ),
+    Technique(
+        name="chunks behind the last layer",
+        meaning="what is behind the last layer runs forward and backward on some rows after others",
+        use=lambda plan: f"{plan.stages[-1].tail_chunks} chunks" if plan.stages[-1].tail_chunks > 1 else "",
+        off=lambda plan, ground: every_stage(plan, lambda stage: replace(stage, tail_chunks=1)),
+        without=lambda plan, search: _narrowed(search, "tail_chunks", (1,)),
+        burden="chunks behind the last layer",
     ),
     *(_offload(kind) for kind in OFFLOAD_KINDS),
 )

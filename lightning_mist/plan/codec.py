@@ -111,6 +111,7 @@ def _stage_document(stage: StagePlan) -> dict[str, object]:
         "checkpointed_layers": stage.checkpointing.layers,
         **({} if stage.checkpointing.kind == "full" else {"checkpointing": stage.checkpointing.kind}),
         "offload": {kind: ratio for kind, ratio in asdict(stage.offload).items() if ratio is not None},
+        **({} if stage.tail_chunks == 1 else {"tail_chunks": stage.tail_chunks}),
     }
 
 
@@ -283,6 +284,7 @@ _STAGE: dict[str, tuple[Callable[[object, str], Any], Any]] = {
     "checkpointed_layers": (_integer, 0),
     "checkpointing": (_text, "full"),
     "offload": (_record(OffloadRatios), OffloadRatios()),
+    "tail_chunks": (_integer, 1),
 }
 """What reads each key of a stage, and the default of those that may be left out."""
 

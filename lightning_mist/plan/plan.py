@@ -36,27 +36,31 @@ class StageMethod:
 
     Attributes:
         checkpointing: What of recomputed layers is recomputed.
+        tail_chunks: As of a stage's plan.
     """
 
     checkpointing: CheckpointingKind = "full"
+    tail_chunks: int = 1
 
     @property
     def code(self) -> int:
         """A number that stands for it in arrays."""
-        return CHECKPOINTING_KINDS.index(self.checkpointing)
+        return CHECKPOINTING_KINDS.index(self.checkpointing) + len(CHECKPOINTING_KINDS) * (self.tail_chunks - 1)
 
     @classmethod
     def of_code(cls, code: int) -> "StageMethod":
         """What a number stands for."""
-        return cls(checkpointing=CHECKPOINTING_KINDS[code])
+        chunks, kind = divmod(code, len(CHECKPOINTING_KINDS))
+        return cls(checkpointing=CHECKPOINTING_KINDS[kind], tail_chunks=chunks + 1)
 
     def keeps_all(self, recomputed: Any) -> Any:
         """Whether layers and what is around them run as they are, by the number of recomputed layers or an array."""
-        return recomputed == 0
+        return (recomputed == 0) & (self.tail_chunks == 1)
 
     def settings(self, recomputed: int) -> dict[str, Any]:
         """The fields of a stage's plan that say so, with so many recomputed layers."""
-        return {"checkpointing": Checkpointing(layers=recomputed, kind=self.checkpointing)}
+        kept = Checkpointing(layers=recomputed, kind=self.checkpointing)
+        return {"checkpointing": kept, "tail_chunks": self.tail_chunks}
 
 
 AS_IT_IS = StageMethod()
@@ -71,6 +75,8 @@ class StagePlan:
         layers: Half-open range of layer positions in execution order. What runs before the first layer goes with the
             first stage, what runs after the last layer with the last stage.
         microbatch_size: Rows (samples) that each data-parallel rank of this stage sees per microbatch.
+        tail_chunks: Into how many chunks of rows a microbatch is cut for what runs behind the last layer: chunk after
+            chunk runs forward and backward there once the layers have run forward for all rows.
     """
 
     layers: tuple[int, int]
@@ -79,6 +85,7 @@ class StagePlan:
     zero_stage: ZeroStage = ZeroStage.NONE
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     offload: OffloadRatios = field(default_factory=OffloadRatios)
+    tail_chunks: int = 1
 
     def __post_init__(self) -> None:
         first, end = self.layers
@@ -101,6 +108,16 @@ class StagePlan:
             raise PlanError(
                 f"offload.{kept[0][0]} = {kept[0][1]} with checkpointing = 'selective': what that keeps stays on the "
                 "device; use 0, or checkpointing = 'full'"
+            )
+        if self.tail_chunks < 1 or self.microbatch_size % self.tail_chunks:
+            raise PlanError(
+                f"tail_chunks = {self.tail_chunks} with microbatch_size = {self.microbatch_size}: chunks are of as "
+                "many rows each, so their number must divide it; use 1 for none"
+            )
+        if self.tail_chunks > 1 and self.mesh.num_row_peers > 1:
+            raise PlanError(
+                f"tail_chunks = {self.tail_chunks} where {self.mesh.num_row_peers} devices share rows or layers: what "
+                "is behind the last layer is not cut there; use tail_chunks = 1"
             )
 
     @property
@@ -125,11 +142,21 @@ class StagePlan:
     @property
     def method(self) -> StageMethod:
         """How it computes what it computes."""
-        return StageMethod(checkpointing=self.checkpointing.kind)
+        return StageMethod(checkpointing=self.checkpointing.kind, tail_chunks=self.tail_chunks)
 
     def part(self, first: int, end: int, recomputed: int) -> "StagePlan":
         """Some of its layers as a stage, computed in the same way, with so many recomputed."""
-        return replace(self, layers=(first, end), **self.method.settings(recomputed))
+        method = self.method if end == self.layers[1] else replace(self.method, tail_chunks=1)
+        return replace(self, layers=(first, end), **method.settings(recomputed))
+
+    def on_rows(self, rows: int, mesh: StageMesh | None = None) -> "StagePlan":
+        """The same stage with other rows in a microbatch, and perhaps otherwise on its devices.
+
+        What is behind the last layer is cut into as many chunks as these rows allow.
+        """
+        mesh = mesh or self.mesh
+        chunks = gcd(self.tail_chunks, rows) if mesh.num_row_peers == 1 else 1
+        return replace(self, mesh=mesh, microbatch_size=rows, tail_chunks=chunks)
 
     def with_zero(self, level: int) -> "StagePlan":
         """The same stage with another ZeRO stage."""
@@ -287,6 +314,11 @@ class Plan:
                 raise PlanError(
                     f"stage {index} starts at layer {stage.layers[0]}: it must start at {end}, where the stage before "
                     "it ends"
+                )
+            if stage.tail_chunks > 1 and index < len(self.stages) - 1:
+                raise PlanError(
+                    f"stage {index}: tail_chunks = {stage.tail_chunks}, and what is behind the last layer runs on "
+                    "the last stage; use 1"
                 )
             if stage.num_layers == 0 and len(self.stages) > 1:
                 raise PlanError(f"stage {index} has no layers: in a pipeline every stage needs at least one")

@@ -145,13 +145,19 @@ def row_slice(plan: Plan, rank: int, microbatch: int) -> RowSlice:
 
 
 def parts_of(plan: Plan) -> tuple[int, ...]:
-    """For each stage, into how many parts it cuts a rank's batch."""
-    return tuple(max(row_slice(plan, rank, 0).parts for rank in stage.devices) for stage in plan.stages)
+    """For each stage, into how many parts it cuts a rank's batch, chunks behind the last layer among them."""
+    return tuple(
+        stage.tail_chunks * max(row_slice(plan, rank, 0).parts for rank in stage.devices) for stage in plan.stages
+    )
 
 
 def proved_features(plan: Plan) -> tuple[Feature, ...]:
     """What a plan does that has to be proved of the module's step."""
-    return ("microbatches",) if max(parts_of(plan)) > 1 else ()
+    found: tuple[tuple[Feature, bool], ...] = (
+        ("microbatches", max(parts_of(plan)) > 1),
+        ("tail_chunks", plan.stages[-1].tail_chunks > 1),
+    )
+    return tuple(feature for feature, is_used in found if is_used)
 
 
 @lru_cache(maxsize=8)

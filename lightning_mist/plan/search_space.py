@@ -28,7 +28,7 @@ COUNTS = (
 _OTHERS = (
     *("layer_cuts", "zero_stages", "shard_degrees", "context_parallel_degrees"),
     *("checkpointed_shares", "checkpointing_kinds"),
-    *("offload", "offload_ratios", "schedules", "chunks"),
+    *("offload", "offload_ratios", "schedules", "chunks", "tail_chunks"),
 )
 """Limits that are several of something else."""
 
@@ -37,7 +37,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
         ("max_stages", "data_parallel_size", *COUNTS, "layer_cuts", "zero_stages", "shard_degrees"),
         ((int,), "whole numbers are"),
     ),
-    **dict.fromkeys(("context_parallel_degrees", "chunks"), ((int,), "whole numbers are")),
+    **dict.fromkeys(("context_parallel_degrees", "chunks", "tail_chunks"), ((int,), "whole numbers are")),
     **dict.fromkeys(("checkpointed_shares", "offload_ratios", "solver_seconds"), ((int, float), "numbers are")),
     **dict.fromkeys(("checkpointing_kinds", "offload", "schedules"), ((str,), "names are")),
     **dict.fromkeys(("equal_stages", "sequence_parallel", "checkpointing"), ((bool,), "True or False is")),
@@ -94,6 +94,9 @@ class SearchSpace:
         checkpointing_kinds: What of a layer may be recomputed: full (everything), or selective (all but matrix
             products, convolutions and attention, whose results are kept). Stages of one plan may differ. Both together
             take up to twice as long to search.
+        tail_chunks: Into how many chunks of rows a microbatch may be cut for what is behind the last layer, such as
+            1,4,8: chunk after chunk runs forward and backward there, so that logits are never whole. By default 1. Each
+            further number takes up to half as long again to search.
         offload: Which kinds of state may be in host memory: parameters, gradients, optimizer, activations; [] for none.
             Inputs of recomputed layers have the share of activations; with checkpoints named too they have their own,
             which takes up to three times as long to search. By default all but that, on devices with memory of their
@@ -125,6 +128,7 @@ class SearchSpace:
     checkpointing: bool = True
     checkpointed_shares: tuple[float, ...] | None = None
     checkpointing_kinds: tuple[CheckpointingKind, ...] = ("full",)
+    tail_chunks: tuple[int, ...] = (1,)
     offload: tuple[str, ...] | None = None
     offload_ratios: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved-1f1b", "zb-h1")
@@ -154,6 +158,10 @@ class SearchSpace:
                 raise ValueError(f"{name}={values}: give at least one number, each at least 1, or None for all")
         if not self.chunks or min(self.chunks) < 2:
             raise ValueError(f"chunks={self.chunks}: give numbers of at least 2 stages for each group of devices")
+        if not self.tail_chunks or min(self.tail_chunks) < 1:
+            raise ValueError(
+                f"tail_chunks={self.tail_chunks}: give at least one number, each at least 1; 1 is for none"
+            )
         self._check_cuts()
         self._check_shares()
         if not self.zero_stages or not set(self.zero_stages) <= {0, 1, 2, 3}:

@@ -4,24 +4,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_mist.errors import TraceError
+from lightning_mist.errors import PlanError, TraceError
 from lightning_mist.plan import LiveTensor, ModuleMap, OffloadRatios, Plan, ZeroStage, of_whole_batches, replica_ranks
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Crossing, GraphEnd, Microbatch, Neighbours, Portion, Transport, Work
 from lightning_mist.runtime.gradients import GradientReducer, WeightGradients
-from lightning_mist.runtime.parameters import CastKeeper
+from lightning_mist.runtime.parameters import CastKeeper, no_kept_casts
 from lightning_mist.runtime.process_state import get_random_state, seed_random, set_random_state
 from lightning_mist.runtime.stage import InputSpec, PipelineStage, RankStages, StageOutput, UnitRunner, make_stages
 from lightning_mist.schedule import Action, ActionKind, arrived_sends, check, lower_forwards
 from lightning_mist.schedule.action import INPUT_BACKWARDS
 from lightning_mist.schedule.stage_units import used_elsewhere
-from lightning_mist.tensors import batch_signature, batch_tensors, copy_batch
+from lightning_mist.tensors import batch_signature, batch_tensors, copy_batch, slice_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,11 @@ class BatchRun:
         self._microbatches, self._step = microbatches, step
         self._loss_scale, self._keeps_graph = loss_scale, keeps_graph
         # Of which parts of batches there are results, in the order of their index.
-        self.parts = microbatches
+        last = next((stage for stage in context.stages if stage.index == self._last), None)
+        count = 1 if last is None else last.tail_chunks
+        self._chunks = [_chunks_of(microbatch, count) for microbatch in microbatches]
+        self.parts = [chunk for chunks in self._chunks for chunk in chunks]
+        self._tail_inputs: dict[int, tuple[tuple[Tensor, ...], GraphEnd | None]] = {}
         self.outputs: list[Any] = [None] * len(self.parts)
         self.random_states: list[Tensor | None] = [None] * len(self.parts)
         # Everything on its way is known by stage and microbatch.
@@ -236,21 +241,39 @@ class BatchRun:
         held = *inputs, *batch_tensors(microbatch.value)
         with self._stages.at(stage) as part_of_module, self._around_step(part_of_module, held):
             self._start_runner()
-            output = part_of_module.forward(partial(self._step, microbatch), inputs)
+            own = microbatch
+            if part_of_module.tail is not None:
+                own = replace(microbatch, value=copy_batch(microbatch.value))  # a step may pop entries
+            output = part_of_module.forward(partial(self._step, own), inputs)
             if stage < self._last:
                 part_of_module.check_form(output, (batch_signature(microbatch.value), self._keeps_graph))
         self._context.casts.look(stage, (output.tensors, output.value))
         if runner is not None:
             self._markers[key] = runner.take_marker()
-        after = None if state is None else get_random_state(device)
-        if stage == self._last:
+        self._keep_output(stage, microbatch, output, None if state is None else get_random_state(device))
+
+    def _keep_output(self, stage: int, microbatch: Microbatch, output: StageOutput, after: Tensor | None) -> None:
+        """Keep what a forward gave, and the state that it left."""
+        index, key, tail = microbatch.index, (stage, microbatch.index), self._stages[stage].tail
+        if tail is not None:
+            kept = [tensor for tensor in output.tensors if self._keeps_graph and tensor.requires_grad]
+            tensors = (
+                tensor.detach().requires_grad_(any(tensor is item for item in kept)) for tensor in output.tensors
+            )
+            self._tail_inputs[index] = tuple(tensors), GraphEnd(kept) if kept else None
+            for chunk in self._chunks[index]:
+                self.random_states[chunk.index] = after
+            if not self._keeps_graph:
+                with self._stages.at(stage):
+                    self._run_tail(stage, microbatch)
+        elif stage == self._last:
             self.outputs[index], self.random_states[index] = output.value, after
             if self._made is not None:
                 self._made()
-            return
-        self._outgoing[key] = self._keep(stage, microbatch, output)
-        if after is not None:
-            self._states[key] = after
+        else:
+            self._outgoing[key] = self._keep(stage, microbatch, output)
+            if after is not None:
+                self._states[key] = after
 
     def _around_step(self, part: PipelineStage, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         return (
@@ -318,9 +341,19 @@ class BatchRun:
         is_split = action.kind is ActionKind.BACKWARD_INPUT
         collecting = self._deferral(stage).collecting(microbatch.index) if is_split else nullcontext()
         if stage == self._last:
-            with self._stages.at(stage), collecting:
-                self._context.reducer.expect(final)
-                self._backward_loss(microbatch)
+            with self._stages.at(stage) as part, collecting:
+                self._start_runner()
+                marker = self._markers.pop(key, None)
+                if part.tail is None:
+                    self._context.reducer.expect(final)
+                    self._backward_loss(microbatch, marker)
+                    return
+                end, gradients = self._run_tail(stage, microbatch)
+                # What the layers do not use is final now, and the rest when they have run backward.
+                self._context.reducer.complete(part.tail.own.intersection(final))
+                self._context.reducer.expect(set(final) - part.tail.own)
+                if end is not None:
+                    end.backward(gradients, marker)
             return
         outgoing = self._outgoing.pop(key)
         yield from outgoing.works
@@ -332,17 +365,49 @@ class BatchRun:
                 self._start_runner()
                 outgoing.end.backward(gradients, self._markers.pop(key, None))
 
-    def _backward_loss(self, microbatch: Microbatch) -> None:
-        loss = _loss_of(self.outputs[microbatch.index])
+    def _run_tail(self, stage: int, microbatch: Microbatch) -> tuple[GraphEnd | None, list[Tensor | None]]:
+        """Run what is behind the last layer, forward and backward chunk after chunk.
+
+        It draws no random numbers: generators are left as they are.
+
+        Returns:
+            Where the graph of what it is given ends, and the gradients for that.
+        """
+        tensors, end = self._tail_inputs.pop(microbatch.index)
+        sums = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in tensors]
+        state, rows = self._drawn(), microbatch.rows or (0, microbatch.batch_rows or 1)
+        tail = self._stages[stage].tail
+        assert tail is not None
+        with tail.attached(), no_kept_casts():
+            for chunk in (chunk for chunk in self._chunks[microbatch.index] if chunk.weight):
+                inputs = [_leaf(*item, rows, chunk) for item in zip(tail.receives, tensors, sums, strict=True)]
+                output = tail.forward(partial(self._step, chunk), inputs)
+                if self._drawn() != state:
+                    raise TraceError(
+                        "what runs behind the last layer draws random numbers, which it did not when the plan was "
+                        "made: chunks draw others than all rows would. Use tail_chunks = 1"
+                    )
+                self.outputs[chunk.index] = output.value
+                del output
+                if self._keeps_graph:
+                    self._backward_loss(chunk, None)
+        if self._made is not None:
+            self._made()
+        return end, [total for total in sums if total is not None]
+
+    def _drawn(self) -> bytes:
+        """Where torch's generators stand."""
+        return get_random_state(self._context.device).numpy().tobytes()
+
+    def _backward_loss(self, part: Microbatch, marker: Tensor | None) -> None:
+        loss = _loss_of(self.outputs[part.index])
         if loss is not None and loss.requires_grad:
             # As a product, since a scale on a device is no number for `full_like`.
-            weight = torch.full_like(loss, microbatch.weight) * self._loss_scale
-            marker = self._markers.pop((self._last, microbatch.index), None)
-            self._start_runner()
+            weight = torch.full_like(loss, part.weight) * self._loss_scale
             ends = [(loss, weight), *([] if marker is None else [(marker, None)])]
             torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
         # The graph that a loss hangs on holds what this stage received and its gradients, of every microbatch so far.
-        self.outputs[microbatch.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[microbatch.index])
+        self.outputs[part.index] = tree_map_only(Tensor, Tensor.detach, self.outputs[part.index])
 
     def _start_runner(self) -> None:
         if self._context.runner is not None:
@@ -369,6 +434,40 @@ class BatchRun:
         Two ranks may exchange over several boundaries in the same direction, so the boundary is part of the tag.
         """
         return (microbatch.index * self._last + boundary) * self._context.tags_per_boundary + tensor
+
+
+def _chunks_of(microbatch: Microbatch, count: int) -> tuple[Microbatch, ...]:
+    """A microbatch in chunks of as many rows, or one more; those without rows have no value."""
+    if count == 1:
+        return (microbatch,)
+    if (every := microbatch.batch_rows) is None:
+        raise PlanError(
+            f"tail_chunks = {count}: the tensors of a batch differ in their first dimension, so that it has no rows to "
+            "cut; use tail_chunks = 1"
+        )
+    first, end = microbatch.rows or (0, every)
+    cuts = [first + (end - first) * number // count for number in range(count + 1)]
+    return tuple(
+        replace(
+            microbatch,
+            value=slice_rows(microbatch.value, low - first, high - first) if high > low else None,
+            weight=(high - low) / max(every, 1),
+            index=microbatch.index * count + number,
+            rows=(low, high),
+        )
+        for number, (low, high) in enumerate(pairwise(cuts))
+    )
+
+
+def _leaf(live: LiveTensor, tensor: Tensor, total: Tensor | None, every: tuple[int, int], chunk: Microbatch) -> Tensor:
+    """The rows of a chunk, whose gradient is added up in their place among those of all rows."""
+    if live.batch_dim is not None and chunk.rows is not None:
+        each = tensor.shape[live.batch_dim] // (every[1] - every[0])
+        place = live.batch_dim, (chunk.rows[0] - every[0]) * each, (chunk.rows[1] - chunk.rows[0]) * each
+        tensor, total = tensor.narrow(*place), total if total is None else total.narrow(*place)
+    leaf = tensor.detach().requires_grad_(total is not None)
+    leaf.grad = total
+    return leaf
 
 
 def _copied(microbatch: Microbatch) -> Microbatch:

@@ -49,6 +49,15 @@ PLANS = {
         "schedule": "zb-h1",
         "checkpointed": 1,
     },
+    "chunks behind the last layer": {"layers": [4], "tail": 4},
+    "sharded, chunks behind the last layer": {
+        "layers": [2, 2],
+        "degrees": [2, 2],
+        "zero": 3,
+        "parts": 2,
+        "tail": 2,
+        "checkpointed": [0, 1],
+    },
 }
 
 WHOLE = {name for name, options in PLANS.items() if "tensor" not in options}

@@ -87,6 +87,11 @@ PLANS = {
         "parts": 2,
         "checkpointed": 1,
     },
+    "chunks behind the last layer": {"stages": 1, "degrees": [3], "tail": 3},
+    "chunks behind the last layer of two stages": {"stages": 2, "parts": 2, "tail": 2, "checkpointed": 1},
+    "chunks behind the last layer, all sharded": {"stages": 2, "degrees": [2, 2], "zero": 3, "tail": 4},
+    "chunks behind the last layer, zero bubble": {"stages": 2, "schedule": "zb-h1", "parts": 2, "tail": 3},
+    "chunks behind the last layer of chunks": {"stages": 4, "chunks": 2, "zero": 0, "parts": 2, "tail": 2},
     "chunks of different degrees": {"stages": 4, "chunks": 2, "degrees": [1, 2], "zero": [0, 1, 0, 1], "parts": 2},
 }
 
@@ -159,7 +164,7 @@ def test_parity_in_single_precision(name):
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("rows", [[5, 12, 7], [1, 2, 12]])
-@pytest.mark.parametrize("label", ["fan out", "fan in, checkpointed", "all sharded"])
+@pytest.mark.parametrize("label", ["fan out", "fan in, checkpointed", "all sharded", "chunks behind the last layer"])
 @pytest.mark.parametrize("name", ["nano", "vit", "t5"])
 def test_batches_of_any_size(name, label, rows):
     """The last batch of an epoch: fewer rows, not divisible, or fewer than the parts it is cut into."""
@@ -167,6 +172,16 @@ def test_batches_of_any_size(name, label, rows):
     plan = plan_for(len(module_map.blocks), parts=2, **PLANS[label])
     batches = [slice_rows(batch, 0, count) for batch, count in zip(batches, rows, strict=False)]
     assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
+
+
+def test_random_numbers_of_layers_are_those_of_whole_batches_beside_chunks_behind_them():
+    module, module_map, batches = prepared("gpt2_dropout", torch.float64)
+    plan = plan_for(len(module_map.blocks), stages=2, tail=3)
+    states = [torch.Generator().manual_seed(rank).get_state() for rank in range(2)]
+    outcome = run_plan(module, module_map, plan, batches[:2], states=states)
+    expected = reference(module, batches[:2], states=states)
+    assert_equal(outcome, expected)
+    assert all(torch.equal(outcome.states[rank], state) for rank, state in expected.states.items())
 
 
 @pytest.mark.combinations

@@ -180,6 +180,18 @@ def test_recomputed_layers_are_told_by_runs_of_stages():
     assert used == "2 of 2 layers on stages 0 to 2; 1 of 2 layers on stages 3 to 4"
 
 
+def test_chunks_behind_the_last_layer_follow_the_rows():
+    technique = BY_NAME["chunks behind the last layer"]
+    plan = pipeline({"layers": 3}, {"layers": 3, "tail": 4}, microbatches=2, rows=4)
+    assert technique.use(plan) == "4 chunks"
+    assert not technique.use(technique.off(plan, GROUND))
+    assert [with_microbatches(plan, count).stages[1].tail_chunks for count in (1, 4, 8)] == [4, 2, 1]
+    assert [stage.tail_chunks for stage in BY_NAME["pipeline stages"].off(plan, GROUND).stages] == [4]
+    space = SearchSpace(tail_chunks=(1, 4))
+    assert technique.without(plan, space) == SearchSpace()
+    assert technique.without(plan, SearchSpace(tail_chunks=(4,))) is None
+
+
 def test_what_offload_also_does_is_said():
     """Moving activations leaves the update where it is."""
     said = {item.name: "layer by layer in the next forward" in item.meaning for item in TECHNIQUES}

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -221,3 +222,12 @@ def test_ranks_that_zero_shards_over_are_written_where_they_are_not_all():
         from_json(text.replace('"shard_degree": 2', '"shard_degree": 3'))
     with pytest.raises(PlanError, match=r"stages\[0\]: shard_degree = 2 with zero_stage = 0, which shards nothing"):
         from_json(text.replace('"zero_stage": 1', '"zero_stage": 0'))
+
+
+def test_chunks_behind_the_last_layer_are_written_where_there_are_some():
+    assert '"tail_chunks"' not in TEXT
+    plan = from_json(TEXT)
+    last = replace(plan.stages[-1], tail_chunks=plan.stages[-1].microbatch_size)
+    made = replace(plan, stages=(*plan.stages[:-1], last))
+    assert from_json(to_json(made)) == made
+    assert f'"tail_chunks": {last.tail_chunks}' in to_json(made)

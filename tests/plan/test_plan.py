@@ -4,7 +4,18 @@ import pytest
 from hypothesis import given
 
 from lightning_mist.errors import PlanError
-from lightning_mist.plan import Checkpointing, Plan, Predicted, StageMesh, StagePlan, ZeroStage
+from lightning_mist.plan import (
+    Checkpointing,
+    Plan,
+    Predicted,
+    StageMesh,
+    StageMethod,
+    StagePlan,
+    ZeroStage,
+    of_whole_batches,
+    parts_of,
+    proved_features,
+)
 from tests.plans import plans
 
 
@@ -42,6 +53,10 @@ def test_a_plan_is_frozen():
         ({"stages": (stage((0, 2), [1, 2]), stage((2, 2), [0]))}, "stage 1 has no layers"),
         ({"stages": (stage((0, 2), [1, 2]), stage((2, 5), [1]))}, r"devices \[1, 1, 2\] over all stages"),
         ({"stages": (stage((0, 2), [1, 2]), stage((2, 5), [3]))}, r"every rank from 0 to 2 must be in exactly one"),
+        (
+            {"stages": (stage((0, 2), [1, 2], tail_chunks=2), stage((2, 5), [0]))},
+            "stage 0: tail_chunks = 2, and what is",
+        ),
         ({"data_parallel_size": 2}, "data_parallel_size = 2 on 3 devices: .* it must divide 3 and be less"),
         ({"data_parallel_size": 3}, "data_parallel_size = 3 on 3 devices: .* leave it out"),
         ({"predicted": Predicted(step_seconds=1.0, stages=())}, r"predicted\.stages has 0 entries for 2 stages"),
@@ -121,3 +136,20 @@ def test_chunks_share_their_devices():
 def test_chunks_that_do_not_go_round_are_refused(arguments, message):
     with pytest.raises(PlanError, match=message):
         interleaved(**arguments)
+
+
+def test_rows_behind_the_last_layer_come_in_equal_chunks_on_one_device_each():
+    for chunks in (0, 3):
+        with pytest.raises(PlanError, match=rf"tail_chunks = {chunks} with microbatch_size = 4: .* use 1"):
+            stage((0, 2), [0], tail_chunks=chunks)
+    mesh = StageMesh(devices=(0, 1), tensor_parallel_degree=2)
+    with pytest.raises(PlanError, match="tail_chunks = 2 where 2 devices share rows or layers"):
+        StagePlan(layers=(0, 2), mesh=mesh, microbatch_size=4, tail_chunks=2)
+    made = stage((0, 4), [0], tail_chunks=4)
+    assert (made.on_rows(6).tail_chunks, made.on_rows(2).tail_chunks, made.on_rows(4, mesh).tail_chunks) == (2, 2, 1)
+    assert [made.part(*layers, 1).tail_chunks for layers in ((0, 2), (2, 4))] == [1, 4]
+    assert StageMethod.of_code(made.method.code) == made.method == StageMethod(tail_chunks=4)
+    plan = Plan(global_batch_size=4, num_microbatches=1, stages=(made,))
+    assert (plan.is_plain, replace(plan, stages=(replace(made, tail_chunks=1),)).is_plain) == (False, True)
+    assert (parts_of(plan), proved_features(plan)) == ((4,), ("microbatches", "tail_chunks"))
+    assert of_whole_batches(plan).stages[0].tail_chunks == 1

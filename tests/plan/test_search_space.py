@@ -21,6 +21,7 @@ ALIKE = spec(6, measured=True)
         ({"checkpointed_shares": (1.5,)}, r"checkpointed_shares=\(1.5,\): give at least one fraction in \[0, 1\]"),
         ({"offload_ratios": (-0.5,)}, r"offload_ratios=\(-0.5,\): give at least one fraction"),
         ({"offload": ("weights",)}, r"offload=\('weights',\): of parameters, gradients, optimizer, activations"),
+        ({"tail_chunks": (0,)}, r"tail_chunks=\(0,\): give at least one number, each at least 1"),
         ({"chunks": (1,)}, r"chunks=\(1,\): give numbers of at least 2"),
     ],
 )

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from tests.traps.project import LENGTH, ROWS, Project, Rows, Trap
 
-CUT = ("cut", "pp2cut")
+CUT, TAIL = ("cut", "pp2cut"), ("tail", "pp2tail", "movedtail")
 IGNORED = -100
 
 
@@ -261,21 +261,45 @@ class CountsLater(Project):
         return F.cross_entropy(self.logits(batch).flatten(0, 1), labels.flatten())
 
 
+class Behind(Project):
+    """Drops something behind the layers."""
+
+    rate, begin = 0.5, 0
+
+    def training_step(self, batch, batch_idx):
+        hidden = F.dropout(self.hidden(batch), self.rate if self.global_step >= self.begin else 0.0)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["y"].flatten())
+
+
+class BehindLater(Behind):
+    begin = 2
+
+
+class BehindNever(Behind):
+    rate = 0.0
+
+
 TRAPS = {
-    "labels_later": Trap(train=later, plans=(*CUT, "tp2cut"), equal=(*CUT, "tp2cut")),
-    "labels_uneven": Trap(train=uneven, plans=CUT, equal=CUT),
-    **{f.__name__: Trap(module=with_loss(f), train=later, plans=("pp2cut",), equal=("pp2cut",)) for f in EXACT},
-    **{f.__name__: Trap(module=with_loss(f), train=later, plans=("cut",), reason="parts") for f in REFUSED},
-    "term_later": Trap(module=Later, plans=CUT, reason="was not part of the step"),
+    "labels_later": Trap(train=later, plans=(*CUT, "tp2cut", *TAIL), equal=(*CUT, "tp2cut", *TAIL)),
+    "labels_uneven": Trap(train=uneven, plans=(*CUT, *TAIL), equal=(*CUT, *TAIL)),
+    **{
+        f.__name__: Trap(module=with_loss(f), train=later, plans=("pp2cut", "tail"), equal=("pp2cut", "tail"))
+        for f in EXACT
+    },
+    **{f.__name__: Trap(module=with_loss(f), train=later, plans=("cut", "tail"), reason="parts") for f in REFUSED},
+    "behind": Trap(module=Behind, plans=TAIL, reason="what is behind the last layer drops something at random"),
+    "behind_later": Trap(module=BehindLater, plans=TAIL, reason="behind the last layer draws random numbers"),
+    "behind_never": Trap(module=BehindNever, plans=TAIL, equal=TAIL),
+    "term_later": Trap(module=Later, plans=(*CUT, "tail"), reason="was not part of the step"),
     "annealed": Trap(module=Annealed, plans=("pp2cut", "cut", "halves"), equal=("pp2cut", "cut", "halves")),
     "annealed_single": Trap(module=AnnealedSingle, plans=CUT, equal=CUT, tolerance=2e-5),
     "added_later": Trap(module=AddedLater, plans=("pp2cut",), reason="the loss is made otherwise"),
     "logged_later": Trap(module=LoggedLater, plans=("cut",), reason="self.log('train_loss') is made otherwise"),
-    "logs": Trap(module=Logs, train=padded, plans=CUT, equal=CUT),
+    "logs": Trap(module=Logs, train=padded, plans=(*CUT, *TAIL), equal=(*CUT, *TAIL)),
     "perplexity": Trap(module=Perplexity, plans=("cut",), reason="self.log('perplexity')"),
     "vector": Trap(module=Vector, plans=("pp2cut",)),
     "number_of_its_own": Trap(module=Counts, train=padded, plans=("pp2cut",), reason="'longest'"),
     "augmented": Trap(module=Augmented, plans=CUT, equal=CUT),
     "mixed": Trap(module=Mixed, plans=("pp2cut",), reason="random numbers"),
-    "counts_later": Trap(module=CountsLater, plans=CUT, reason="count"),
+    "counts_later": Trap(module=CountsLater, plans=(*CUT, "tail"), reason="count"),
 }

@@ -400,7 +400,7 @@ EVERY = (*BESIDE, "cut", *SHARED)
 CUT = ("cut", "pp2cut")
 
 TRAPS = {
-    "objects": Trap(module=Objects, plans=(*EVERY, "auto", "tp2cut"), equal=(*EVERY, "auto", "tp2cut")),
+    "objects": Trap(module=Objects, plans=(*EVERY, "auto", "tp2cut", "tail"), equal=(*EVERY, "auto", "tp2cut", "tail")),
     "of tokens": Trap(module=OfTokens, plans=("cp2", "pp2cut"), equal=("cp2", "pp2cut")),
     "values": Trap(module=Values, plans=EVERY, equal=EVERY),
     "collected": Trap(module=Collected, plans=SHARED, equal=SHARED),

@@ -12,7 +12,7 @@ FIRST = {
     "casts": ("half inside", "teacher first"),
     "compiled": ("blocks",),
     "context": ("attention", "clipped-and-accumulated", "attention-by-hand"),
-    "cutting": ("labels_later", "annealed", "flagged_maximum", "added_later"),
+    "cutting": ("labels_later", "annealed", "flagged_maximum", "added_later", "logs/tail", "behind/pp2tail"),
     "experts": ("as tuple", "by where", "grouped", "telling"),
     "habits": ("Adaptive", "SkipsSteps"),
 }

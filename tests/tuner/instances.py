@@ -1,13 +1,17 @@
 """Random small questions to the whole planner; for tests only."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from lightning_mist.hardware import Link, MixedCluster
+from lightning_mist.model import map_module, trace_model
+from lightning_mist.tensors import slice_rows
 from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.space.applied_space import OFFLOADED
 from lightning_mist.tuner.space.usable_memory import USABLE_MEMORY
+from tests import zoo
 from tests.specs import cluster, profile, spec, with_splits
 from tests.tuner.whole_space import Instance, candidates_of, pipelines, places_of, priced
 
@@ -160,6 +164,23 @@ def _network(rng):
         tied=bool(rng.random() < 0.3) and layers > 0,
         measured=bool(rng.random() < 0.5),
     )
+
+
+def with_chunks(instance, seed):
+    """The question of a traced network with as many layers, what is behind which may be cut into chunks."""
+    search = replace(instance.search, tail_chunks=(1, 2, 4))
+    network = traced(instance.network.num_layers)
+    found = replace(instance, network=network, rows=4 * instance.rows, search=search, known={})
+    return _limited(found, np.random.default_rng([seed, 3]))
+
+
+@cache
+def traced(layers):
+    """A small network, all allocations of which are known."""
+    module, (_, make_batch) = zoo.gpt2(layers, vocabulary=8_000), zoo.make("gpt2")
+    batch = make_batch(4)
+    found = map_module(module, zoo.step(module), batch, second_batch=slice_rows(batch, 0, 3))
+    return trace_model(module, batch, call=zoo.step(module), module_map=found)
 
 
 def _limited(question, rng):

@@ -11,7 +11,7 @@ from lightning_mist.tuner import SearchSpace
 from lightning_mist.tuner.inter_stage.exact_solver import PRECISION
 from lightning_mist.units import format_bytes, parse_bytes
 from tests.specs import cluster, profile, spec
-from tests.tuner.instances import random_instance
+from tests.tuner.instances import random_instance, size_of, with_chunks
 from tests.tuner.verdicts import asked_before, verdict_of
 from tests.tuner.whole_space import Instance, by_trying_everything
 
@@ -45,6 +45,20 @@ def test_no_plan_whose_checkpoints_have_a_share_of_their_own_is_faster(first_see
             own += any(stage.offload.checkpoints is not None for stage in instance.tune().plan.stages)
     # Few instances are so that it pays.
     assert own == (2 if first_seed else 0)
+
+
+@pytest.mark.parametrize("first_seed", [1, 30])
+def test_no_plan_with_chunks_behind_the_last_layer_is_faster(first_seed):
+    found = set()
+    for seed in range(first_seed, first_seed + 10):
+        drawn = random_instance(seed)
+        if 0 < drawn.network.num_layers < 5 and size_of(drawn) < 1_000:
+            instance = with_chunks(drawn, seed)
+            verdict = verdict_of(instance)
+            assert verdict.difference <= PRECISION, seed
+            assert verdict.bound <= verdict.seconds * (1 + PRECISION), seed
+            found |= {instance.tune().plan.stages[-1].tail_chunks} if verdict.status == "optimal" else set()
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize("first_seed", [0, 6])

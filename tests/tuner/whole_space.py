@@ -175,7 +175,8 @@ def kinds_of(instance, count, part):
                 if any(search.zero_stages)
                 else [0]
             )
-            methods = [StageMethod(checkpointing=kind) for kind in kinds]
+            counts = {1} if tensor > 1 else {1, *(n for n in search.tail_chunks if batch // (count * data) % n == 0)}
+            methods = [StageMethod(checkpointing=kind, tail_chunks=n) for kind in kinds for n in sorted(counts)]
             found += [Kind(data, tensor, sequence, *each) for each in itertools.product(methods, groups)]
     return found
 
@@ -215,11 +216,17 @@ def pipelines(instance):
             continue
         for parts in orders(instance, stages):
             rows = itertools.product(*(kinds_of(instance, count, part) for part in parts))
-            each = [row for row in rows if uses_all(instance, parts, row)]
+            each = [row for row in rows if uses_all(instance, parts, row) and cuts_at_the_end(instance, row)]
             if search.equal_stages:
                 each = [row for row in each if len({kind.devices for kind in row}) == 1]
             if each:
                 yield count, parts, each
+
+
+def cuts_at_the_end(instance, row):
+    """Whether the last stage alone takes rows in chunks behind its layers, as many as are asked for."""
+    *others, last = (kind.method.tail_chunks for kind in row)
+    return set(others) <= {1} and last in instance.search.tail_chunks
 
 
 def uses_all(instance, parts, row):

@@ -11,7 +11,8 @@ from typing import Literal, TypeVar, get_args
 import sympy
 
 from lightning_mist.errors import PlanError
-from lightning_mist.model.spec.allocation_events import LayerEvents, PartEvents
+from lightning_mist.model.spec.allocation_events import LayerEvents, PartEvents, StepPoint
+from lightning_mist.model.spec.polynomial import MICROBATCH
 from lightning_mist.plan import ModuleMap, StageMethod
 
 
@@ -230,6 +231,55 @@ class LayerSpec:
             events=events,
         )
 
+    def in_chunks(self, count: int, beside: sympy.Expr) -> "LayerSpec":
+        """The tail where it takes rows in chunks, each of which runs forward and backward in its backward.
+
+        Beside a chunk the gradient of what it is given is alive for all rows, and behind the first chunk those of its
+        parameters.
+
+        Args:
+            beside: Bytes of what does not depend on parameters, which every chunk makes for itself.
+
+        Raises:
+            PlanError: If its allocations are not known one by one.
+        """
+        if self.events is None:
+            raise PlanError(f"tail_chunks = {count}: what that costs is known of traced networks only; use 1")
+        made = self.events.first.backward
+        handed = sympy.Add(*(item.size.expression for item in made if item.slot is not None)) + _of_chunk(beside, count)
+        gradients = sympy.Add(*(item.size.expression for item in made if item.parameter))
+        # What it lets go of in its forward is kept until its backward now.
+        kept = handed if any(item.dies.direction == "forward" for item in self.events.first.entering) else sympy.S.Zero
+        saved, later = (_of_chunk(item, count) for item in (self.saved_bytes, self.backward_peak_bytes))
+        each = sympy.Max(_of_chunk(self.forward_peak_bytes, count), saved + later)
+        first = sympy.Max(saved + _of_chunk(self.first_backward_peak_bytes, count), gradients + each)
+        work = tuple(
+            replace(
+                item,
+                flops=count * _of_chunk(item.flops, count),
+                moved_bytes=count * _of_chunk(item.moved_bytes, count),
+                calls=count * item.calls,
+            )
+            for item in (*self.forward_work, *self.backward_work)
+        )
+        return replace(
+            self,
+            forward_work=(),
+            backward_work=work,
+            recompute_work=None,
+            saved_bytes=kept,
+            checkpointed_saved_bytes=kept,
+            forward_peak_bytes=kept,
+            forward_peak_if_recomputed=None,
+            backward_peak_bytes=handed + each,
+            recompute_backward_peak_bytes=handed + each,
+            first_backward_peak_bytes=handed + first,
+            first_recompute_backward_peak_bytes=handed + first,
+            weight_flops=sympy.S.Zero,
+            weight_bytes=sympy.S.Zero,
+            events=_tail_events(self.events, count),
+        )
+
     @property
     def forward_flops(self) -> sympy.Expr:
         """Floating-point operations of its forward."""
@@ -392,7 +442,24 @@ class ModelSpec:
         Raises:
             PlanError: If what that costs is not known.
         """
-        return self if method.checkpointing == "full" else self._by_operator()
+        found = self if method.checkpointing == "full" else self._by_operator()
+        return found if method.tail_chunks == 1 else found._in_chunks(method.tail_chunks)
+
+    def _in_chunks(self, count: int) -> "ModelSpec":
+        """The network whose tail takes rows in chunks."""
+        seconds = (
+            item
+            if item.kind != self.tail.kind
+            else replace(
+                item,
+                rows=tuple(count * rows for rows in item.rows),
+                forward=(0.0,) * len(item.rows),
+                backward=tuple(count * (one + two) for one, two in zip(item.forward, item.backward, strict=True)),
+            )
+            for item in self.seconds
+        )
+        tail = self.tail.in_chunks(count, self.shared_saved_bytes)
+        return replace(self, tail=tail, seconds=tuple(seconds), splits=())
 
     def _by_operator(self) -> "ModelSpec":
         """The network whose recomputed layers are recomputed by operator."""
@@ -445,6 +512,53 @@ class ModelSpec:
             splits=(),
             contexts=(),
         )
+
+
+def _of_chunk(size: sympy.Expr, count: int) -> sympy.Expr:
+    """A size for one of so many chunks of the rows."""
+    return sympy.sympify(size).subs(MICROBATCH, MICROBATCH / count)
+
+
+def _tail_events(events: LayerEvents, count: int) -> LayerEvents:
+    """Allocations of a tail that takes rows in chunks: chunk after chunk at the beginning of its backward."""
+    made, added = _chunked(events.first, events.later, count), _chunked(events.later, events.later, count)
+    return LayerEvents(first=made, later=added, recomputed_first=made, recomputed_later=added)
+
+
+def _chunked(first: PartEvents, later: PartEvents, count: int) -> PartEvents:
+    # What others leave to the tail is freed at positions of its own backward, from 0 on: chunks come before these.
+    lengths = [way.forward_positions + way.backward_positions + 3 for way in (first, *[later] * (count - 1))]
+    begin = -sum(lengths)
+    found = [replace(item, born=_behind(begin)) for item in first.backward if item.slot is not None]
+    for number, length in enumerate(lengths):
+        way, turn = later if number else first, length - 2 - (later if number else first).backward_positions
+        for item in (*way.forward, *way.backward):
+            is_own = item.dies is None or (item.dies.anchor, item.dies.part, item.slot) == ("own", 0, None)
+            born, dies = (
+                None if point is None else begin + point.position + (turn if point.direction == "backward" else 0)
+                for point in (item.born, item.dies if is_own else StepPoint(direction="forward", position=length))
+            )
+            size, most = item.size, max((rows for rows, _ in item.size.powers), default=0)
+            terms = (c * count ** (most - rows) for c, (rows, _) in zip(size.coefficients, size.powers, strict=True))
+            size = replace(size, coefficients=tuple(terms), denominator=size.denominator * count**most)
+            made = replace(item, size=size, born=_behind(born or 0), slot=None, weights=())
+            made = replace(made, dies=None if dies is None else _behind(min(dies, begin + length)))
+            found.append(replace(made, parameter="", role="temporary") if number and item.parameter else made)
+        begin += length
+    return replace(
+        first,
+        forward=(),
+        backward=tuple(found),
+        entering=tuple(
+            replace(item, weights=(), dies=item.dies if item.dies.direction == "backward" else _behind(0))
+            for item in first.entering
+        ),
+        reading=(),
+    )
+
+
+def _behind(position: int) -> StepPoint:
+    return StepPoint(direction="backward", position=position)
 
 
 RATIO = 2

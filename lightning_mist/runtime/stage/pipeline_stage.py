@@ -176,6 +176,7 @@ class PipelineStage:
         checkpointing: How many of the stage's first blocks are recomputed in backward, and what of them.
         split: How the stage is split over the ranks that share its rows; its parameters must be this rank's parts while
             it is attached. None if it is not.
+        tail_chunks: Into how many chunks of rows a microbatch is cut for what runs behind the module's last layer.
 
     Attributes:
         parameters: The parameters that this stage computes with, or keeps for others, by canonical name.
@@ -183,6 +184,10 @@ class PipelineStage:
         observer: Is told when a forward, and no recomputation, enters and leaves the stage's blocks, if anybody is; set
             it before the stage is attached.
         deferral: Takes the gradients of weights out of backward, if anybody does; set it before the stage is attached.
+        tail: What runs behind the last layer where it takes rows in chunks: a stage by itself, which is attached inside
+            this one.
+        own: Names of the parameters that no other stage has.
+        receives: The values that cross into the stage.
 
     Raises:
         TraceError: If the map is of another module, or rules out what is asked for.
@@ -202,17 +207,25 @@ class PipelineStage:
         *,
         checkpointing: Checkpointing | None = None,
         split: StageSplit | None = None,
+        tail_chunks: int = 1,
     ) -> None:
         self.module, self._map, self._bounds, self.index = module, module_map, bounds, index
-        self.split = split
+        self.split, self.tail_chunks = split, tail_chunks
         self._first, self._end = bounds[index]
         self._num_stages = len(bounds)
         self._checkpointing = checkpointing or Checkpointing()
         self._checkpointed = range(self._first, self._first + self._checkpointing.layers)
         self._check()
+        self.tail: PipelineStage | None = None
+        if tail_chunks > 1:
+            behind = (len(module_map.blocks),) * 2
+            self.tail = PipelineStage(module, module_map.with_tail_apart(), (*bounds, behind), index + 1)
+        # Whether a run of the step is left, or begins, between layers or behind them.
+        self._is_cut = self._num_stages > 1 or self.tail is not None
         named = dict(module.named_parameters())
         owners = module_map.owners(bounds)
         self.parameters = {name: p for name, p in named.items() if index in owners[name]}
+        self.own = frozenset(name for name, stages in owners.items() if stages == (index,))
         self.foreign = {name: p for name, p in named.items() if name not in self.parameters}
         self._device = next((p.device for p in named.values()), torch.device("cpu"))
         mode = fake_mode()
@@ -222,9 +235,11 @@ class PipelineStage:
         modules = dict(module.named_modules())
         self._blocks = [modules[name] for name in module_map.blocks]
         self._skipped = SkippedBlocks(self._blocks, mode, module_map.leaking_blocks)
-        self._receives = module_map.cuts[self._first - 1] if index > 0 else ()
+        self.receives = module_map.cuts[self._first - 1] if index > 0 else ()
         self._sends = module_map.cuts[self._end - 1] if index < self._num_stages - 1 else ()
-        self._wanted = frozenset(live.key for live in (*self._receives, *self._sends))
+        if self.tail is not None:
+            self._sends = module_map.tail
+        self._wanted = frozenset(live.key for live in (*self.receives, *self._sends))
         self._inner = frozenset(key[1] for key in self._wanted if isinstance(key, tuple) and key[0] == "inner")
         self._is_watched = not all(is_block_value(key) for key in self._wanted) or (
             index > 0 and module_map.indexes_by_mask
@@ -252,6 +267,8 @@ class PipelineStage:
         reasons = self._map.excludes("selective_checkpointing")
         if self._checkpointing.kind == "selective" and reasons:
             raise TraceError(f"checkpointing = 'selective': {reasons[0]}. Use 'full'")
+        if self.tail_chunks > 1 and (reasons := self._map.whole_tail):
+            raise TraceError(f"tail_chunks = {self.tail_chunks}: {reasons[0]}. Use 1")
         if self._num_stages > 1 and self._bounds[-1][1] != len(self._map.blocks):
             raise TraceError(
                 f"the stages hold {self._bounds[-1][1]} layers, the module has {len(self._map.blocks)}: they must agree"
@@ -293,7 +310,7 @@ class PipelineStage:
                 call()
             self._check_run(run)
             self._continue_random(run)
-            specs = tuple(self._spec(live, run.objects[live.key]) for live in self._receives)
+            specs = tuple(self._spec(live, run.objects[live.key]) for live in self.receives)
             self._specs[key] = specs
         return specs
 
@@ -334,7 +351,7 @@ class PipelineStage:
             TraceError: If the step runs its blocks in another order than in the trace, ends before the stage does, or
                 gives a result that depends on a parameter of another stage.
         """
-        if self._num_stages == 1 and not self._is_attached:
+        if not self._is_cut and not self._is_attached:
             return StageOutput(tensors=(), value=call())
         state = get_random_state(self._device) if self.index > 0 else None
         run = StepRun(self._wanted, received, state)
@@ -344,9 +361,9 @@ class PipelineStage:
         self._check_run(run)
         if self.split is not None:
             value = self.split.given(value)
-        if self._num_stages == 1:
+        if not self._is_cut:
             return StageOutput(tensors=(), value=value)
-        if self.index == self._num_stages - 1:
+        if self.index == self._num_stages - 1 and self.tail is None:
             if run.region != self._end - 1:
                 # Whoever computes another rank's batch cannot know that this rank would have taken another way.
                 raise TraceError(
@@ -396,7 +413,7 @@ class PipelineStage:
         """Raise what is wrong with a run that was left; behind the exception that leaves it, which is no cause."""
         if run.error is not None:
             raise run.error
-        if run.region < self._first and self._num_stages > 1:
+        if run.region < min(self._first, len(self._blocks) - 1) and self._is_cut:
             raise TraceError(
                 f"the step returned after layer {run.region} without calling layer {self._first} "
                 f"({self._map.blocks[self._first]}), where stage {self.index} begins: every step must call every block"
@@ -410,7 +427,7 @@ class PipelineStage:
             run = self._run
             if run is None or run.inside is not None:
                 return original(*args, **kwargs)
-            if self._num_stages > 1:
+            if self._is_cut:
                 self._arrive(run, position)
             return self._run_block(run, position, original, args, kwargs)
 
@@ -429,7 +446,7 @@ class PipelineStage:
         run.region = position
         if position == self._first and self.index > 0:
             if run.received is None:
-                for live in self._receives:
+                for live in self.receives:
                     self._found(run, live)
                 raise StepExit
             self._receive(run, run.received)
@@ -437,7 +454,7 @@ class PipelineStage:
     def _run_block(
         self, run: StepRun, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if torch.is_grad_enabled() or self._num_stages > 1:
+        if torch.is_grad_enabled() or self._is_cut:
             args, kwargs = without_caches(args, kwargs)
         is_local = position >= self._first or self._num_stages == 1
         if is_local and self.split is not None:
@@ -461,13 +478,21 @@ class PipelineStage:
             run.inside, run.is_quiet = None, False
         if observer is not None:
             observer.after_block(position)
-        if position == len(self._blocks) - 1:
-            run.behind.enter_context(behind_blocks(self.split, self._deferring))
-        if self._wanted:
-            for leaf, value in enumerate(tree_flatten(output)[0]):
-                if block_value(position, leaf) in self._wanted and isinstance(value, Tensor):
-                    run.objects[block_value(position, leaf)] = value
+        self._hand_on(run, position, output)
         return output
+
+    def _hand_on(self, run: StepRun, position: int, output: Any) -> None:
+        """Note what is wanted of a block's output; behind the last one leave the step, or take in what was received."""
+        for leaf, value in enumerate(tree_flatten(output)[0] if self._wanted else ()):
+            if block_value(position, leaf) in self._wanted and isinstance(value, Tensor):
+                run.objects[block_value(position, leaf)] = value
+        if position < len(self._blocks) - 1:
+            return
+        run.behind.enter_context(behind_blocks(self.split, self._deferring))
+        if self.tail is not None:
+            raise StepExit
+        if position < self._first:
+            self._receive(run, run.received or ())
 
     def _context(self) -> tuple[Hashable, ...]:
         kind = self._device.type
@@ -484,9 +509,9 @@ class PipelineStage:
 
     def _receive(self, run: StepRun, received: Sequence[Tensor]) -> None:
         """Turn the fakes of what crosses the cut into what was received."""
-        if len(received) != len(self._receives):
-            raise run.fail(f"stage {self.index} was given {len(received)} tensors: {len(self._receives)} cross its cut")
-        for live, tensor in zip(self._receives, received, strict=True):
+        if len(received) != len(self.receives):
+            raise run.fail(f"stage {self.index} was given {len(received)} tensors: {len(self.receives)} cross its cut")
+        for live, tensor in zip(self.receives, received, strict=True):
             fake = self._found(run, live)
             if self._held_shape(live, fake) != tuple(tensor.shape) or fake.dtype != tensor.dtype:
                 raise run.fail(
@@ -616,6 +641,7 @@ def make_stages(
             index,
             checkpointing=plan.stages[index].checkpointing,
             split=split,
+            tail_chunks=plan.stages[index].tail_chunks,
         )
         for index in plan.chunks(group)
     )

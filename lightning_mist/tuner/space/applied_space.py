@@ -255,6 +255,7 @@ class Space:
         cuts_batches: Whether a batch may be cut.
         checkpointing: Whether layers may be recomputed.
         checkpointing_kinds: What of them may be.
+        tail_chunks: Into how many chunks of rows what is behind the last layer may take a microbatch.
         tensor: Tensor-parallel degrees, each with and without sequence parallelism as far as possible.
         devices_per_node: Devices of each node, within which tensor-parallel devices lie.
         notes: What was ruled out and why, for people.
@@ -269,6 +270,7 @@ class Space:
     cuts_batches: bool
     checkpointing: bool
     checkpointing_kinds: tuple[CheckpointingKind, ...]
+    tail_chunks: tuple[int, ...]
     tensor: tuple[tuple[int, bool], ...]
     devices_per_node: int
     notes: tuple[str, ...]
@@ -293,11 +295,14 @@ class Space:
     @property
     def methods(self) -> tuple[StageMethod, ...]:
         """How a stage may compute what it computes."""
-        return tuple(StageMethod(checkpointing=kind) for kind in self.checkpointing_kinds)
+        kinds, counts = self.checkpointing_kinds, sorted({1, *self.tail_chunks})
+        return tuple(StageMethod(checkpointing=kind, tail_chunks=chunks) for kind in kinds for chunks in counts)
 
     def shapes_at(self, stage_index: int, num_stages: int, num_microbatches: int) -> tuple[Shape, ...]:
-        """Those of one stage of pipelines with so many stages."""
-        return self.shapes_of(num_stages, num_microbatches)
+        """Those of one stage of pipelines with so many stages: only the last may cut what is behind its layers."""
+        counts = self.tail_chunks if stage_index == num_stages - 1 else (1,)
+        shapes = self.shapes_of(num_stages, num_microbatches)
+        return tuple(shape for shape in shapes if shape.method.tail_chunks in counts)
 
     def shapes_of(self, num_stages: int, num_microbatches: int) -> tuple[Shape, ...]:
         """Those of the stages of pipelines with so many stages."""
@@ -410,6 +415,8 @@ def _shapes(space: Space, num_microbatches: int) -> tuple[Shape, ...]:
                 for kind in space.tensor
                 if data * kind[0] in counts
                 for method in space.methods
+                if method.tail_chunks == 1
+                or (kind[0] == 1 and space.rows(num_microbatches, data) % method.tail_chunks == 0)
                 for shard in shard_degrees(space.search, data)
             ]
     return tuple(sorted(found))
@@ -448,6 +455,7 @@ def apply(
     per_node = world_size if devices_per_node is None else devices_per_node
     tensor, without = _tensor_kinds(search, spec, per_node)
     kinds, excluded = _checkpointing_kinds(search, spec)
+    chunks, not_cut = _tail_chunks(search, spec)
     may_recompute = search.checkpointing and not ruled_out["checkpointing"] and spec.num_layers > 0 and bool(kinds)
     most = min(world_size, max(1, spec.num_layers), search.max_stages or world_size)
     return Space(
@@ -460,9 +468,10 @@ def apply(
         cuts_batches=not ruled_out["microbatches"],
         checkpointing=may_recompute,
         checkpointing_kinds=kinds if may_recompute else ("full",),
+        tail_chunks=chunks,
         tensor=tensor,
         devices_per_node=per_node,
-        notes=(*notes, *without, *(excluded if search.checkpointing else ())),
+        notes=(*notes, *without, *not_cut, *(excluded if search.checkpointing else ())),
     )
 
 
@@ -478,6 +487,19 @@ def _checkpointing_kinds(search: SearchSpace, spec: ModelSpec) -> tuple[tuple[Ch
         return kinds, ()
     why = "; ".join(reasons) or f"what that costs is not known for {spec.name or 'the network'}"
     return tuple(kind for kind in kinds if kind != "selective"), (f"without selective checkpointing: {why}",)
+
+
+def _tail_chunks(search: SearchSpace, spec: ModelSpec) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Into how many chunks what is behind the last layer may take rows, and what was ruled out and why."""
+    reasons = spec.module_map.whole_tail
+    if spec.tail.events is None:
+        reasons = (
+            *reasons,
+            f"what that costs is not known for {spec.name or 'the network'}",
+        )
+    if max(search.tail_chunks) == 1 or not reasons:
+        return search.tail_chunks, ()
+    return (1,), (f"without chunks behind the last layer: {'; '.join(reasons)}",)
 
 
 def _notes(ruled_out: Mapping[Feature, tuple[str, ...]]) -> list[str]:

@@ -10,6 +10,7 @@ from lightning_mist.plan.rank_order import rank_layout
 from lightning_mist.tuner import SearchSpace, degrees_to_try
 from lightning_mist.tuner.space.applied_space import Shape, apply, divisors
 from tests.specs import spec, with_splits
+from tests.tuner.instances import traced
 
 
 def space(layers=4, devices=4, rows=4, *, exclusions=(), **search):
@@ -242,3 +243,19 @@ def test_degrees_above_a_node_are_tried_only_where_they_are_named_and_fill_nodes
     splits = [(2, False), (8, False), (16, False)]
     assert kinds_and_notes(*splits)[0] == ((1, False), (2, False), (8, False))
     assert kinds_and_notes(*splits, tensor_parallel_degrees=(8, 16))[0] == ((8, False), (16, False))
+
+
+def test_the_last_stage_alone_may_cut_what_is_behind_its_layers():
+    asked = SearchSpace(tail_chunks=(2, 4))
+    space = apply(asked, traced(3), 2, 8)
+    chunks = {stage: {shape.method.tail_chunks for shape in space.shapes_at(stage, 2, 1)} for stage in range(2)}
+    assert chunks == {0: {1}, 1: {2, 4}}
+    assert {shape.method.tail_chunks for shape in space.shapes_at(1, 2, 4)} == {2}
+    assert not space.shapes_at(1, 2, 8)
+    for network, why in (
+        (spec(3), "what that costs is not known for"),
+        (replace(traced(3), module_map=traced(3).module_map.excluding("it pools", "tail_chunks")), "it pools"),
+    ):
+        without = apply(asked, network, 2, 8)
+        assert without.tail_chunks == (1,)
+        assert any(note.startswith("without chunks behind the last layer: ") and why in note for note in without.notes)
