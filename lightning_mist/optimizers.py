@@ -158,6 +158,17 @@ def _shadowing(optimizer: Optimizer) -> list[str]:
     ]
 
 
+ENTRYWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop"}
+)
+"""Torch's own that treat every entry by itself."""
+
+
+def is_entrywise(cls: type[Optimizer]) -> bool:
+    """Whether optimizers of a class are torch's own and treat every entry by itself."""
+    return cls.__name__ in ENTRYWISE and getattr(torch.optim, cls.__name__, None) is cls
+
+
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether an optimizer is of a class in ``torch.optim``, stepped by torch's code and by nothing around it."""
     step: Any = type(optimizer).step

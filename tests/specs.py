@@ -29,6 +29,7 @@ ADAMW = OptimizerSpec(
     step_peak_bytes_per_parameter_byte=0.0,
     step_peak_bytes_per_largest=1.0,
     step_moved_bytes_per_parameter_byte=9.0,
+    is_entrywise=True,
 )
 
 

@@ -882,6 +882,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], MakeBatch]] = {
     "demo": (LightningDemo, pair_batch),
     "nano": (Nano, pair_batch),
     "nano_even": (lambda: Nano(vocabulary=EVEN), pair_batch),
+    "nano_wide": (lambda: Nano(layers=2, tied=False, vocabulary=514), pair_batch),
     "nano_dropout": (lambda: Nano(dropout=0.1), pair_batch),
     "chunked_loss": (lambda: ChunkedLoss(vocabulary=EVEN), pair_batch),
     "encoder": (Encoder, token_batch),

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from lightning_mist.cost import stage_memory
+from lightning_mist.errors import InfeasibleError
 from lightning_mist.estimate.replay import replay_plan
+from lightning_mist.hardware import parse_cluster
 from lightning_mist.model import trace_model, with_master_weights
 from lightning_mist.plan import OffloadRatios
+from lightning_mist.tuner import Planner, SearchSpace
+from lightning_mist.tuner.space import USABLE_MEMORY
 from tests import zoo
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
 from tests.integration.metered import measure, measure_peaks
@@ -21,16 +25,21 @@ from tests.tiers import tiered
 NAMES = [name for name, options in PLANS.items() if "tensor" not in options]
 
 
-@pytest.fixture(scope="module")
-def traced():
-    module, make_batch = zoo.make("vit")
-    narrow = zoo.make("vit")[0].to(torch.bfloat16)
+def traced_in_16_bits(name):
+    """A network in single precision, its batches, and what it costs with masters."""
+    module, make_batch = zoo.make(name)
+    narrow = zoo.make(name)[0].to(torch.bfloat16)
     batch, call = cast(make_batch(ROWS), torch.bfloat16), zoo.step(narrow)
     optimizer = torch.optim.AdamW(module.parameters())
     spec = trace_model(
         narrow, batch, call=call, module_map=map_of(narrow, batch), optimizer=optimizer, precision="bf16-true"
     )
     return module, make_batch, with_master_weights(spec)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return traced_in_16_bits("vit")
 
 
 def measured(traced, name):
@@ -73,3 +82,21 @@ def test_what_moves_is_counted_with_masters(traced, ratios):
     # Of so small a network what is left on the fullest rank, and what is moved of another, differ by whole matrices.
     assert max(need for need, _ in found.values()) <= (0.12 if 0.3 in ratios.values() else 2 * OVER), found
     assert all(-UNDER <= replay <= REPLAYED for _, replay in found.values()), found
+
+
+@pytest.mark.usefixtures("ended_streams")
+@pytest.mark.parametrize("share", [0.7, 0.6])
+def test_a_twin_trains_within_what_it_has_no_room_for(share):
+    """A vocabulary larger than the layers, on one device that cannot hold masters and their state."""
+    module, make_batch, spec = traced_in_16_bits("nano_wide")
+    planner, nothing = Planner(spec, parse_cluster("1xRTX4090")), SearchSpace(offload=())
+    (whole,) = stage_memory(spec, planner.tune(global_batch_size=ROWS, search=nothing).plan)
+    usable = share * whole.peak_bytes
+    asked = {"global_batch_size": ROWS, "memory_limit": int(usable / USABLE_MEMORY)}
+    with pytest.raises(InfeasibleError, match="without offload"):
+        planner.tune(**asked, search=nothing)
+    plan = planner.tune(**asked).plan
+    assert plan.stages[0].offload.optimizer == 1.0
+    (use,) = measure(module, spec.module_map, plan, [cast(make_batch(ROWS), torch.bfloat16)], master_weights=True)
+    assert use.device <= usable
+    assert use.host > 6 * sum(p.numel() * 2 for p in module.parameters()) * 0.99

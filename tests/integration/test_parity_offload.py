@@ -6,13 +6,15 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.parity.cell import compare_curves, compare_gradients, on_all_ranks, subject, train_batch
+from benchmarks.parity.cell import CURVE_STEPS, compare_curves, compare_gradients, on_all_ranks, subject, train_batch
 from benchmarks.parity.plans import OFFLOADING, Group, Layout, make_plan
 from benchmarks.parity.table import rounds_as_one_process
 from lightning_mist.devices import HostOps
+from lightning_mist.optimizers import ENTRYWISE
 from lightning_mist.plan import OffloadRatios
 from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace
+from lightning_mist.runtime.offload import OffloadedState
 from lightning_mist.strategy.training.engine import Engine
 from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
@@ -113,9 +115,9 @@ def test_curves(name, label):
     assert outcome.gradient < 1e-12
 
 
-def with_masters(in_16_bits):
+def with_masters(in_16_bits, name="nano_even"):
     types = (torch.bfloat16, torch.float32) if in_16_bits else (torch.float32, torch.float64)
-    return subject("nano_even", types[0], masters=types[1])
+    return subject(name, types[0], masters=types[1])
 
 
 @pytest.mark.parametrize("label", tiered({**PLANS, **OFFLOADING}, [*FIRST, *list(OFFLOADING)[::5]]))
@@ -179,8 +181,8 @@ def clipped_steps(model, layout, steps, device="cpu"):
     return on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work)
 
 
-def trained(layout, ops, has_masters=False):
-    model = with_masters(in_16_bits=True) if has_masters else subject("nano_even", torch.float64)
+def trained(layout, ops, has_masters=False, model=None):
+    model = model or (with_masters(in_16_bits=True) if has_masters else subject("nano_even", torch.float64))
     with mock.patch("lightning_mist.runtime.executor.ops_of", return_value=ops), weak_copies():
         return [rank[:2] for rank in clipped_steps(model, layout, 3)]
 
@@ -204,6 +206,51 @@ def test_nothing_but_events_orders_the_copies(label, has_masters):
     races = HappensBefore()
     trained(PLANS[label], HostOps(seed=1, observer=races), has_masters)
     assert races.races == []
+
+
+IN_PARTS = {
+    "one device": Layout(groups=(Group(offload=STATE),)),
+    "all": Layout(groups=(Group(offload=ALL),), parts=2),
+    "data parallel": Layout(groups=(Group(dp=2, offload=ALL),)),
+    "tensor parallel": Layout(groups=(Group(tp=2, offload=ALL),)),
+    "pipeline": Layout(groups=(Group(offload=ALL), Group(offload=ALL)), parts=2),
+}
+"""Plans under which a large vocabulary's state passes through buffers of layers' size."""
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+@pytest.mark.parametrize("label", tiered(IN_PARTS, ["all", "data parallel"]))
+def test_a_vocabulary_passes_through_the_buffers_of_layers(label, has_masters):
+    model = with_masters(rounds_as_one_process(IN_PARTS[label]), "nano_wide") if has_masters else None
+    model, layout = model or subject("nano_wide", torch.float64), IN_PARTS[label]
+    plan = make_plan(layout, len(model.module_map.blocks))
+    update = OffloadedState._update_part
+    with mock.patch.object(OffloadedState, "_update_part", autospec=True, side_effect=update) as parts:
+        outcome = compare_curves(model, plan)
+    assert outcome.differing == ""
+    assert parts.call_count >= 2 * 2 * (CURVE_STEPS - 1)
+    if label == "all" and has_masters:
+        races = HappensBefore(line=64)
+        delayed = trained(layout, HostOps(seed=1, observer=races), model=model)
+        assert races.races == []
+        for (losses, values), (wanted, expected) in zip(delayed, trained(layout, HostOps(), model=model), strict=True):
+            assert all(map(torch.equal, losses, wanted))
+            assert all(torch.equal(value, expected[name]) for name, value in values.items())
+
+
+@pytest.mark.parametrize("name", tiered(sorted(ENTRYWISE), ["AdamW", "NAdam", "Rprop"]))
+@pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_every_optimizer_updates_parts_to_the_bit(name, kernel):
+    if kernel.get("fused") and name not in ("SGD", "Adam", "AdamW", "Adagrad"):
+        pytest.skip("has no fused kernel")
+    options = {**kernel, **({"momentum": 0.9} if name == "SGD" else {})}
+    model = with_masters(in_16_bits=True, name="nano_wide")
+
+    def optimize(module):
+        return getattr(torch.optim, name)([p for p in module.parameters() if p.requires_grad], lr=1e-3, **options)
+
+    outcome = compare_curves(model, make_plan(IN_PARTS["all"], len(model.module_map.blocks)), optimize)
+    assert (outcome.loss, outcome.gradient) == (0.0, 0.0)
 
 
 class AtOnce(HostOps):

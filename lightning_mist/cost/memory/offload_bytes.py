@@ -17,7 +17,9 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
   next.
 * *Gradients* have the type in which they are added up, in buffers and in host memory too.
 * *Buffers*: for each of these kinds two, each as large as the largest that one rank offloads of one unit. They exist
-  from setup to the end, so that nothing is allocated while the stage runs.
+  from setup to the end, so that nothing is allocated while the stage runs. State of the head and the tail, which may
+  have a vocabulary, passes through layers' buffers in parts where every rank updates all of it and the optimizer is
+  known to treat every entry by itself.
 * *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, and *checkpoints*,
   of a layer that will be recomputed what it hands on: of the last of them no more than the next layer, which keeps it,
   moves of its own. Head and tail keep theirs. What a stage's last layer hands on stays until it has been sent, or is
@@ -281,7 +283,7 @@ def _with_states(
         "parameter_bytes": parameters.resident_K,
         "optimizer_bytes": state * optimizer.resident_K,
         "offload_bytes": resident.always["offload_bytes"]
-        + BUFFERS * (parameters.largest_K + state * optimizer.largest_K),
+        + BUFFERS * (parameters.largest_K + state * optimizer.passing(in_parts=spec.is_entrywise)),
     }
     by_units_K = (parameters.offloaded_K > 0) | (gradients.offloaded_K > 0)
     step_K = step_bytes(model, optimizer, largest_K, by_units_K) + parameters.largest_K - factor * gradients.single_K

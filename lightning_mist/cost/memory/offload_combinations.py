@@ -109,7 +109,7 @@ class OffloadParts:
             resident=parts,
             beside_BG=factor * (owned.resident_K - owned.single_K) + parts.always_K[::every].reshape(count, -1),
             parameters_BH=parameters.resident_K + BUFFERS * parameters.largest_K,
-            optimizer_BZ=state * (optimizer.resident_K + BUFFERS * optimizer.largest_K),
+            optimizer_BZ=state * (optimizer.resident_K + BUFFERS * optimizer.passing(in_parts=spec.is_entrywise)),
             step_BZ=step_bytes(model, optimizer, largest_B1, False),
             unit_BZ=step_bytes(model, optimizer, largest_B1, True),
             third_BH=parameters.largest_K,

@@ -66,6 +66,7 @@ class Shares:
         largest_K: The largest offloaded part of one unit: the size of a buffer.
         unit_K: The largest unit, offloaded or not.
         single_K: The largest parameter that is offloaded.
+        room_K: As ``largest_K``, where of what belongs to no layer, and to one rank, parts are fetched in turn.
     """
 
     resident_K: FloatArray
@@ -73,6 +74,11 @@ class Shares:
     largest_K: FloatArray
     unit_K: FloatArray
     single_K: FloatArray
+    room_K: FloatArray
+
+    def passing(self, *, in_parts: bool) -> FloatArray:
+        """Bytes of what one of two buffers must hold at once."""
+        return self.room_K if in_parts else self.largest_K
 
     def take(self, index_J: IntArray) -> "Shares":
         """Those of some candidates, or of some with ratios, one after another."""
@@ -92,7 +98,7 @@ class StateShares:
         self._ranges: dict[tuple[int, tuple[float, ...], bool], ByRange] = {}
         self._displaces: dict[tuple[float, ...], bool] = {}
         self._units: dict[tuple[float, OffloadedBytes], FloatArray] = {}
-        self._least: dict[tuple[tuple[float, ...], int, int, bool, bool], FloatArray] = {}
+        self._least: dict[tuple[tuple[float, ...], int, int, bool, bool, bool], FloatArray] = {}
 
     @cached_property
     def _next_PR(self) -> NDArray[np.int32]:
@@ -184,6 +190,7 @@ class StateShares:
         *,
         trained: bool,
         is_summed: bool = False,
+        in_parts: bool = False,
     ) -> FloatArray:
         """Bytes that stay with any ratio, of so many layers in front, in the middle and at the end.
 
@@ -191,18 +198,19 @@ class StateShares:
             layers_K: Numbers of layers, which have to be alike.
             buffers: How many there are beside it, of the largest offloaded part of a unit.
             is_summed: Whether the largest offloaded parameter is there once more, to be added to.
+            in_parts: Whether the head's and the tail's pass through these in parts.
 
         Returns:
             The least of each, with a first axis for the three places.
         """
-        spec, key = self._holdings.spec, (values, ranks, buffers, trained, is_summed)
+        spec, key = self._holdings.spec, (values, ranks, buffers, trained, is_summed, in_parts)
         found_XL = self._least.setdefault(key, np.full((3, spec.num_layers), np.nan))
         new_L = distinct(layers_K[np.isnan(found_XL[0, layers_K])])
         if len(new_L):
             start_K = np.concatenate([0 * new_L, 1 + 0 * new_L, spec.num_layers - new_L])
             ranges = covered(spec, start_K, start_K + np.tile(new_L, 3))
-            resident_KV, _, largest_KV, _, single_KV = self._of_ranks(*ranges, ranks, values, trained)
-            held_KV = resident_KV + buffers * largest_KV + is_summed * single_KV
+            resident_KV, _, largest_KV, _, single_KV, room_KV = self._of_ranks(*ranges, ranks, values, trained)
+            held_KV = resident_KV + buffers * (room_KV if in_parts else largest_KV) + is_summed * single_KV
             found_XL[:, new_L] = held_KV.min(axis=1).reshape(3, -1)
         return found_XL[:, layers_K]
 
@@ -245,12 +253,16 @@ class StateShares:
         resident_VN, offloaded_VN = (
             _summed(cells_VU, at_U, len(rank_N)) for cells_VU in (all_U - offloaded_VU, offloaded_VU)
         )
+        regions = table.uses_PR.shape[1]
+        is_layer_U = (code_U % regions > 0) & (code_U % regions < regions - 2)
         found = np.zeros((len(Shares.__slots__), len(values), len(held)))
-        stages = (rank_N // ranks,) * 2 + (rank_N[at_U] // ranks,) * 2 + (stage_H,)
-        cells = resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH
+        stages = (rank_N // ranks,) * 2 + (rank_N[at_U] // ranks,) * 2 + (stage_H, rank_N[at_U] // ranks)
+        cells = resident_VN, offloaded_VN, offloaded_VU, all_U, offloaded_VH, offloaded_VU * is_layer_U
         for figure, (stage_C, cells_VC) in enumerate(zip(stages, cells, strict=True)):
             present_J, begin_J = np.unique(stage_C, return_index=True)
             found[figure][:, present_J] = np.maximum.reduceat(cells_VC, begin_J, axis=1)
+        largest_VS, room_VS = found[2], found[5]
+        found[5] = np.where((room_VS == 0) | (ranks > 1), largest_VS, np.minimum(room_VS, largest_VS))
         return found.reshape(-1, len(held))
 
 

@@ -9,7 +9,9 @@ from lightning_mist.estimate.replay.gradient_events import Gradients
 from lightning_mist.estimate.replay.rank_state import Held, ReplayedRank, padded
 from lightning_mist.model.events import EventTape, Label, StageShape, StageTemplate, stack
 from lightning_mist.model.spec import bytes_at
+from lightning_mist.plan import ZeroStage
 from lightning_mist.schedule import Action, ActionKind, Schedule, complete_gradients
+from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.stage_program import NUM_BUFFERS, lines_of
 from lightning_mist.schedule.stage_units import defers_update, stage_update
 
@@ -88,6 +90,10 @@ class Run:
         units = view.updated.values() if view.moved["optimizer"] else ()
         moved = [[item for item in self._updated_here(of) if item.name in view.moved["optimizer"]] for of in units]
         rooms = [sum(padded(size) for item in items for size in self._state(item)) for items in moved]
+        if view.spec.optimizer.is_entrywise and view.zero_stage == ZeroStage.NONE:
+            # What belongs to no layer passes in parts.
+            of_layers = [room for (_, unit), room in zip(view.updated, rooms, strict=False) if unit not in (HEAD, TAIL)]
+            rooms = of_layers if any(of_layers) else rooms
         for what, room in (("optimizer state", max(rooms, default=0)), ("gradients", self._gradients.room)):
             for _ in range(NUM_BUFFERS * (room > 0)):
                 tape.malloc(room, Label("offload_bytes", f"buffer of {what}"))

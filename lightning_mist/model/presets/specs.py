@@ -307,6 +307,7 @@ KNOWN_OPTIMIZERS = {
         step_peak_bytes_per_parameter_byte=1.0,
         step_peak_bytes_per_largest=0.0,
         step_moved_bytes_per_parameter_byte=20.0,
+        is_entrywise=True,
     )
 }
 """What :func:`~lightning_mist.model.trace.optimizer.describe_optimizer` measures of optimizers with default options on

@@ -32,6 +32,7 @@ class OptimizerSpec:
         gradient_bytes_per_parameter_byte: Bytes of a gradient, as gradients are added up, per byte of its parameter:
             2 for gradients in 32 bits of parameters in 16 (master weights).
         narrow_state: Type of 8 bits in which it keeps state; empty if it keeps none.
+        is_entrywise: Whether it is known to treat every entry by itself, so that it can update a part at a time.
     """
 
     name: str
@@ -43,6 +44,7 @@ class OptimizerSpec:
     step_seconds_per_parameter_byte: float = 0.0
     gradient_bytes_per_parameter_byte: float = 1.0
     narrow_state: str = ""
+    is_entrywise: bool = False
 
 
 OperatorKind = Literal[

@@ -24,14 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.errors import TraceError
 from lightning_mist.model.user_code import Generators
-from lightning_mist.optimizers import fewer, is_torchs, like, looks_around, options_of, tensors_within, within
+from lightning_mist.optimizers import (
+    fewer,
+    is_entrywise,
+    is_torchs,
+    like,
+    looks_around,
+    options_of,
+    tensors_within,
+    within,
+)
 from lightning_mist.plan import ParameterSplit
 from lightning_mist.plan.calls import user_line
-
-_ENTRYWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop"}
-)
-"""Torch's own that treat every entry by itself; they need no trial."""
 
 _FEW, _MOST = 2**14, 2**18
 """Entries of parameters in trials: where many steps are taken, and where a rule is looked for that begins at a size."""
@@ -113,7 +117,7 @@ def examine_optimizer(optimizer: Optimizer, *, dtype: torch.dtype | None = None)
         dtype: Type of the parameters that it will step on, if that is another one than they have now.
     """
     name, is_known, generators = type(optimizer).__name__, is_torchs(optimizer), Generators()
-    if is_known and name in _ENTRYWISE:
+    if is_known and is_entrywise(type(optimizer)):
         return OptimizerRule(name=name, groups=(GroupRule(),) * len(optimizer.param_groups))
     if (reason := looks_around(optimizer)) is not None:
         return OptimizerRule(name=name, coupled=reason)

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_mist.model.fakes import isolated, quiet_fakes, substitute_paramet
 from lightning_mist.model.operator_costs import narrow_type, storage_key
 from lightning_mist.model.spec import OptimizerSpec
 from lightning_mist.model.trace.ledger import Ledger
-from lightning_mist.optimizers import fewer, like, options_of, tensors_within
+from lightning_mist.optimizers import fewer, is_entrywise, like, options_of, tensors_within
 from lightning_mist.without_values import fake_mode
 
 _SIDE = 128  # parameters of 128 x 128: matrices, which may be treated differently, of more entries than blocks begin at
@@ -152,7 +152,8 @@ def describe_optimizer(
     # Some make state when they are made, which one like another has not.
     for make in (cls,) if isinstance(optimizer, type) else (partial(like, optimizer), cls):
         try:
-            return _Trials(make, options, device_kind or home[0].type, home).spec(cls.__name__, sizes)
+            found = _Trials(make, options, device_kind or home[0].type, home).spec(cls.__name__, sizes)
+            return replace(found, is_entrywise=is_entrywise(cls))
         except Exception as error:
             failed = error
     raise TraceError(

@@ -26,11 +26,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_mist.errors import PlanError
 from lightning_mist.leaves import Path, is_plain, plain_leaves, with_leaves
-from lightning_mist.optimizers import options_of, own_attributes, within
-from lightning_mist.plan import ModuleMap
+from lightning_mist.optimizers import is_entrywise, options_of, own_attributes, within
+from lightning_mist.plan import ModuleMap, ZeroStage
 from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.communication import Transport
-from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, is_host, let_go
+from lightning_mist.runtime.host_memory import (
+    ALIGNMENT_BYTES,
+    CopyStreams,
+    DeviceBuffers,
+    HostPool,
+    is_host,
+    let_go,
+    padded_bytes,
+)
 from lightning_mist.runtime.offload.gradient_offload import OffloadedGradients
 from lightning_mist.runtime.parameters import (
     AbsentGradient,
@@ -53,6 +61,15 @@ _Place = tuple[nn.Parameter, Path]
 
 _MASTER: Path = (object(),)
 
+_Part = tuple[nn.Parameter, int, int]
+"""Some of a parameter's elements: from one up to another."""
+
+PART_ELEMENTS = 64
+"""Multiples of elements at which parameters are cut: kernels with vector loads give the same bits then."""
+
+_LEAST_ROOM = 2**13
+"""Bytes of a buffer that parts can pass through."""
+
 
 class OffloadedState:
     """The optimizer state of a rank of which some is in host memory.
@@ -62,6 +79,7 @@ class OffloadedState:
         rows: The step, unit by unit (:func:`lightning_mist.schedule.stage_program.update_rows`).
         gather: Gives updated parameters to other ranks unit by unit, where that is to be done.
         masters: What is updated in place of parameters, if there are any.
+        is_dealt: Whether other ranks update other parameters of the same units.
         stale: If the step is deferred: by unit and name, the parameters whose values are old until then.
 
     Attributes:
@@ -83,6 +101,7 @@ class OffloadedState:
         gradients: OffloadedGradients | None = None,
         gather: UnitGather | None = None,
         masters: MasterWeights | None = None,
+        is_dealt: bool = False,
         stale: Mapping[UnitKey, Mapping[str, nn.Parameter]] | None = None,
     ) -> None:
         self._gather, self._masters, self._stale, self._todo = gather, masters, stale, set[Action]()
@@ -101,6 +120,8 @@ class OffloadedState:
         self._left: dict[int, Any] = {}
         self._arriving: dict[UnitKey, tuple[Any, dict[_Place, Tensor]]] = {}
         self._leaving: list[tuple[Any, list[Tensor]]] = []
+        self._is_entrywise = is_entrywise(type(optimizer)) and not is_dealt
+        self._in_parts: frozenset[UnitKey] = frozenset()
         self._updated: dict[UnitKey, dict[_Place, Tensor]] = {}  # masters that have just been updated
         self._steps = UnitSteps(optimizer, self.update)
         self._do: dict[ActionKind, Callable[[UnitKey], None]] = {
@@ -130,7 +151,7 @@ class OffloadedState:
     def update(self) -> None:
         """Update everything, unit by unit; or, of a deferred step, keep what it needs until then."""
         self.flush()
-        if self._buffers.ensure([list(self._at_home(self._units[key]).values()) for key in self._movers()]):
+        if self._buffers.ensure(self._rooms()):
             # Their memory was another's until all that was launched so far has run.
             self._left = dict.fromkeys(range(NUM_BUFFERS), self._streams.ops.record())
         self._todo.update(self.actions)
@@ -144,6 +165,15 @@ class OffloadedState:
                 make_present(parameters.values())  # those without a master here too: they are computed with in time
             where = f"those of the step before until {_words(key)} runs"
             make_absent(parameters, lambda _, where=where: where, keeps_gradient=True, arrive=self._arrive)  # type: ignore[misc]
+
+    def _rooms(self) -> list[list[Tensor]]:
+        """What must fit a buffer at once: of what belongs to no layer only parts, where that is larger than layers'."""
+        units = {key: list(self._at_home(self._units[key]).values()) for key in self._movers()}
+        edges = [key for key in units if key[1] in UNIT_NAMES] if self._is_entrywise else []
+        room = max((padded_bytes(of_unit) for key, of_unit in units.items() if key not in edges), default=0)
+        can = room >= _LEAST_ROOM and all(tensor.is_contiguous() for key in edges for tensor in units[key])
+        self._in_parts = frozenset(key for key in edges if can and padded_bytes(units[key]) > room)
+        return [of_unit for key, of_unit in units.items() if key not in self._in_parts]
 
     def flush(self) -> None:
         """Do all that is left of a step, in its order; where updated parameters are given out all ranks do."""
@@ -236,6 +266,11 @@ class OffloadedState:
         self._steps.end()
 
     def _load(self, key: UnitKey) -> None:
+        if key in self._in_parts:
+            self._arriving[key] = self._fetch_part(
+                key, 0, self._parts_of(key)[0], self._left.get(self._buffer_of[key] % NUM_BUFFERS)
+            )
+            return
         homes = self._at_home(self._units.get(key, ()))
         if not homes:
             return
@@ -250,19 +285,100 @@ class OffloadedState:
         self._streams.wait(event)
         if self._shards is not None:
             self._shards.fetched(key)
-        self._set(views)
         parameters = self._units.get(key, ())
+        gradients = {} if self._gradients is None else self._gradients.take(key)
+        if key in self._in_parts:
+            self._update_parts(key, (event, views), gradients)
+            parameters, views = [parameter for parameter in parameters if parameter not in self.offloaded], {}
+        self._set(views)
         fetched = {p: value for (p, path), value in views.items() if path is _MASTER}
         with ExitStack() as stack:
             if self._masters is not None:
                 stack.enter_context(self._masters.updating(parameters, fetched))
             self._streams.uses([p.grad for p in parameters if p.grad is not None], [*parameters, *views.values()])
-            if self._gradients is None:
-                self._steps.of(parameters)
-            else:
-                self._steps.of(parameters, self._gradients.take(key))
-                self._gradients.done(key)
+            self._steps.of(parameters, {p: gradient for p, gradient in gradients.items() if p in set(parameters)})
             self._updated[key] = {(p, _MASTER): p.data for p in fetched}
+        if self._gradients is not None:
+            self._gradients.done(key)
+
+    def _parts_of(self, key: UnitKey) -> list[_Part]:
+        """The parts of a unit's parameters whose state is in host memory, each no larger than half a buffer."""
+        parts: list[_Part] = []
+        for parameter in self._units[key]:
+            homes = self._at_home([parameter]).values()
+            if parameter in self.offloaded:
+                size = sum(home.element_size() for home in homes)
+                most = (self._buffers.half // ALIGNMENT_BYTES - len(homes)) * ALIGNMENT_BYTES // size
+                most, count = most // PART_ELEMENTS * PART_ELEMENTS, parameter.numel()
+                parts += [(parameter, low, min(low + most, count)) for low in range(0, count, most)]
+        return parts
+
+    def _fetch_part(self, key: UnitKey, index: int, part: _Part, left: Any) -> tuple[Any, dict[_Place, Tensor]]:
+        parameter, low, high = part
+        homes = {place: home.view(-1)[low:high] for place, home in self._at_home([parameter]).items()}
+        views = self._buffers.half_views(self._buffer_of[key], index, list(homes.values()))
+        event = self._streams.load(views, list(homes.values()), after=[left])
+        return event, dict(zip(homes, views, strict=True))
+
+    def _update_parts(
+        self, key: UnitKey, arriving: tuple[Any, dict[_Place, Tensor]], gradients: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        """Update parameters part by part, each fetched beside the update of the one before, the first already."""
+        parts, left = self._parts_of(key), [self._left.get(self._buffer_of[key] % NUM_BUFFERS)] * 2
+        for index, part in enumerate(parts):
+            parameter, low, high = part
+            if low == 0:
+                gradient = gradients[parameter] if parameter in gradients else self._steps.gradient_of(parameter)
+                made: dict[Any, Any] = {}
+            event, views = arriving
+            if index + 1 < len(parts):
+                arriving = self._fetch_part(key, index + 1, parts[index + 1], left[(index + 1) % 2])
+            self._streams.wait(event)
+            left[index % 2] = self._update_part(part, views, gradient, made)
+            if high == parameter.numel():
+                parameter.grad = None if parameter in gradients or self.defers else gradient
+                if made:
+                    self._optimizer.state[parameter] = made
+        self._left[self._buffer_of[key] % NUM_BUFFERS] = left[(len(parts) - 1) % 2]
+
+    def _update_part(
+        self, part: _Part, views: Mapping[_Place, Tensor], gradient: Tensor | None, made: dict[Any, Any]
+    ) -> Any:
+        """Update a part as a parameter of one dimension, and start to write it back; the event of the copies' end.
+
+        Counters are those of before the step, so that every part takes the same one; ``made`` gets all of the state.
+        """
+        parameter, low, high = part
+        state, whole, place = self._optimizer.state, parameter.data, (parameter, _MASTER)
+        kept = dict(state.pop(parameter, {}))
+        make_present([parameter])
+        parameter.data = value = views[place] if place in views else whole.view(-1)[low:high]
+        parameter.grad, shares = None, {} if gradient is None else {parameter: gradient.reshape(-1)[low:high]}
+        state[parameter] = {
+            name: views[parameter, (name,)] if (parameter, (name,)) in views else _kept(item)
+            for name, item in kept.items()
+        }
+        self._streams.uses(list(shares.values()), [value, *views.values()])
+        try:
+            self._steps.of([parameter], shares)
+            if self._masters is not None:
+                self._masters.updates_part(parameter, low, value)
+        finally:
+            parameter.data, parameter.grad = whole, None
+            found = state.pop(parameter)
+            if kept:
+                state[parameter] = kept
+        leaving = {} if self._masters is None else {place: value}
+        made.update(found)
+        parts = {name: item for name, item in found.items() if isinstance(item, Tensor) and item.shape == value.shape}
+        leaving |= {(parameter, (name,)): item for name, item in parts.items()}
+        forms = {key: torch.empty(whole.shape, dtype=item.dtype, device="meta") for key, item in leaving.items()}
+        homes = dict(zip(leaving, self._homes(forms), strict=True))
+        made.update((path[0], home) for (_, path), home in homes.items() if path is not _MASTER)
+        event = self._streams.store([home.view(-1)[low:high] for home in homes.values()], list(leaving.values()))
+        gone, self._leaving = self._leaving, [(event, list(leaving.values()))]
+        self._free(gone)
+        return event
 
     def _store(self, key: UnitKey) -> None:
         fresh = {**self._updated.pop(key, {}), **self._fresh(self._units.get(key, ()))}
@@ -390,6 +506,7 @@ def offload_optimizer_state(
         gradients=gradients,
         gather=gather,
         masters=masters,
+        is_dealt=mesh.is_sharded and plan.stages[mesh.stage].zero_stage > ZeroStage.NONE,
         stale={key: {name: parameters[name] for name in of_unit} for key, of_unit in units.items()} if defers else None,
     )
 
@@ -476,6 +593,10 @@ class UnitSteps:
                 stack.callback(setattr, parameter, "grad", None)
             if any(parameter.grad is not None for parameter in chosen):
                 self._step(self._optimizer)
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient with which a parameter is to be updated; of a frozen step it is given once."""
+        return parameter.grad if self._frozen is None else self._frozen.gradients.pop(parameter, None)
 
     def freeze(self) -> None:
         """Keep gradients, which parameters lose, and options as they are for all calls of :meth:`of` to come."""

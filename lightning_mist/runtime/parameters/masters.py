@@ -158,6 +158,11 @@ class MasterWeights:
             for parameter, value in found.items():
                 parameter.data = value
 
+    def updates_part(self, parameter: nn.Parameter, low: int, value: Tensor) -> None:
+        """Elements of a master from ``low`` on have become these: cast them."""
+        name = self._held[parameter]
+        self.cast_of(name).view(-1)[low : low + len(value)].copy_(value)
+
     def updated(self) -> None:
         """All of a step is done: outside of a batch parameters are as they were."""
         if not self._is_computing:

@@ -183,7 +183,10 @@ class HeldBounds:
         """
         if kind not in self.space.search.offloaded:
             return held_XK
-        least_XK = held_XK * buffered_share(self.layers_K)
+        in_parts = kind == "optimizer" and self.memory.spec.optimizer.is_entrywise
+        share_XK = buffered_share(self.layers_K)
+        # Beside a head or a tail, whose parts pass through buffers of layers' size, nothing is known of that.
+        least_XK = held_XK * (share_XK * np.array([[0.0], [1.0], [0.0]]) if in_parts else share_XK)
         if self.are_alike:
             at_J = self.layers_K <= MOST_DEALT
             least_XK[:, at_J] = self.memory.states.least_held(
@@ -193,6 +196,7 @@ class HeldBounds:
                 BUFFERS,
                 trained=kind != "parameters",
                 is_summed=kind == "gradients",
+                in_parts=in_parts,
             )
         return least_XK
 
