@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_mist.optimizers import is_torchs, like, looks_around, replaced_methods, tensors_within
+from lightning_mist.optimizers import is_entrywise, is_torchs, like, looks_around, replaced_methods, tensors_within
 
 
 class Options:
@@ -181,3 +181,9 @@ def test_tensors_are_found_wherever_a_value_leads():
     circle = [one, {"a": (two, Holder([three])), 3: "text"}]
     circle.append(circle)
     assert sorted(len(found) for found in tensors_within(circle)) == [1, 2, 3]
+
+
+def test_torchs_own_are_known_to_treat_entries_alone():
+    assert is_entrywise(torch.optim.AdamW)
+    assert not is_entrywise(torch.optim.Adafactor)
+    assert not is_entrywise(type("AdamW", (torch.optim.AdamW,), {}))

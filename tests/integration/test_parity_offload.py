@@ -1,5 +1,6 @@
 """What is kept in host memory changes nothing: curves are those of a single process, whatever is moved."""
 
+import copy
 from functools import cache, partial
 from unittest import mock
 
@@ -251,6 +252,39 @@ def test_every_optimizer_updates_parts_to_the_bit(name, kernel):
 
     outcome = compare_curves(model, make_plan(IN_PARTS["all"], len(model.module_map.blocks)), optimize)
     assert (outcome.loss, outcome.gradient) == (0.0, 0.0)
+
+
+def steps_from(model, layout, steps, state=None):
+    """Values and optimizer state of the whole model after steps, from a state on if one is given."""
+
+    def work(engine):
+        optimizer = make_optimizer(engine.module)
+        engine.take_optimizer(optimizer)
+        engine.hollow()
+        if state is not None:
+            engine.owned(optimizer).load(copy.deepcopy(state))
+        for step in range(steps):
+            optimizer.zero_grad()
+            train_batch(engine, model.batches[step % 2][engine.rank])
+            optimizer.step()
+            complete(engine.executor.gather_parameters())
+        return engine.module_values(), engine.owned(optimizer).state()
+
+    return on_all_ranks(model, make_plan(layout, len(model.module_map.blocks)), work)[0]
+
+
+def test_state_that_passed_in_parts_is_saved_and_loaded_whole():
+    model = with_masters(in_16_bits=True, name="nano_wide")
+    _, state = steps_from(model, Layout(parts=2), 2)
+    (wanted, expected), (values, found) = (
+        steps_from(model, layout, 3, state) for layout in (Layout(parts=2), IN_PARTS["all"])
+    )
+    assert all(torch.equal(values[name], value) for name, value in wanted.items())
+    assert found["param_groups"] == expected["param_groups"]
+    for number, entry in expected["state"].items():
+        assert list(found["state"][number]) == list(entry)
+        assert all(torch.equal(found["state"][number][key], value) for key, value in entry.items())
+        assert float(entry["step"]) == 5.0
 
 
 class AtOnce(HostOps):

@@ -10,7 +10,7 @@ FIRST = {
     "gradients": ("logs-norms", "centralises-from-the-start", "warms-up"),
     "late": ("penalty on head", "normalised"),
     "manual": ("manual", "gan-saved"),
-    "masters": ("plain", "clipped", "wide norms", "rebinds by vector", "edits groups"),
+    "masters": ("plain", "clipped", "wide norms", "rebinds by vector", "edits groups", "penalised later, moved"),
     "offload": ("state halved", "weights clamped", "saved between steps"),
     "optimizers": ("put-step", "put-in-training", "eight", "late-norm", "own-rate"),
     "parameters": ("average", "samples"),
