@@ -67,7 +67,7 @@ class PlanCommandRequest:
         master_weights: Whether weights in bfloat16 have masters in float32, which are updated.
         memory_limit: The most memory of each device that the plan may use, such as 22GiB.
         host_memory_limit: The most memory of each node's host that offloading may take, such as 200GiB; by default 80 %
-            of what it has.
+            of what it has. Hosts that are not described are taken to have as much.
         out: Where to write the plan file.
         optimizer: Class in torch.optim, by its default options; else what configure_optimizers makes, or AdamW.
         json: Print JSON on stdout and nothing else there.
@@ -142,6 +142,7 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units
     from lightning_mist.explain import baselines, compare_plans, plan_that_fits
+    from lightning_mist.hardware import Cluster, host_memory
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
     from lightning_mist.tuner.space import check_memory_limit
@@ -151,6 +152,8 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     )
     search, restricted = options, tuple[str, ...]()
     machine = open_cluster(request.cluster)
+    if host_limit and isinstance(machine, Cluster) and machine.host_memory_bytes is None:
+        machine = replace(machine, host_memory_bytes=max(host_limit, host_memory(machine) or 0))
     precision = precision_of(machine, request.precision, master_weights=request.master_weights)
     if is_local(request.cluster):
         # A plan for this machine is to be executed.

@@ -283,6 +283,7 @@ def test_large_networks_fit_small_machines_in_the_default_precision(model, clust
     text = " ".join(capsys.readouterr().out.split())
     assert "in bf16-true with fp32 master weights (no --precision was given) with AdamW" in text
     assert "Fits in" in text
+    assert "It does not fit" not in text
     assert "a forecast" not in text
     assert any(stage.offload.optimizer > 0 for stage in load(out).stages)
 
