@@ -112,6 +112,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planner.command_times
 	$(BIN)/python -m benchmarks.planner.against_brute_force
 	$(BIN)/python -m benchmarks.planner.against_brute_force --unlike --instances 300
+	$(BIN)/python -m benchmarks.planner.processor_seconds
 	$(BIN)/python -m benchmarks.throughput.against_ddp
 	$(BIN)/python -m benchmarks.parity.table
 	$(BIN)/python -m benchmarks.parity.random

@@ -63,7 +63,7 @@ def autoload() -> None:
 
 
 def _register(module: ModuleType) -> None:
-    """Add our names to a namespace's registry; names that are there stay as they are."""
+    """Add our names to a namespace's registry, where names stay that are there, or let its parser know our options."""
     try:
         if module.__name__ in PARSERS:
             from importlib import import_module
