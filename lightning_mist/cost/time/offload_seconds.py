@@ -90,12 +90,15 @@ def _copy_seconds(
     passes = Passes(loads, question_K, regions, interference, across_nodes)
     forward, backward = ActionKind.FORWARD, ActionKind.BACKWARD
     forward_K, backward_K = passes.seconds(forward, copies=False), passes.seconds(backward, copies=False)
-    first_K = np.where(is_deferred_K, passes.seconds(forward, copies=False, edge=True), forward_K)
+    moving_backward_K = passes.seconds(backward, copies=True)
+    forward_copies_K = np.maximum(passes.seconds(forward, copies=True) - forward_K, 0.0)
+    # A batch begins with no unit there, whatever is copied.
+    begun_K = passes.seconds(forward, copies=False, away=True)
+    first_K = np.where(is_deferred_K, passes.seconds(forward, copies=False, edge=True, away=True), begun_K)
     update_K = stages.update_K * offload.is_updated_by_units_K
-    moving_forward_K, moving_backward_K = passes.seconds(forward, copies=True), passes.seconds(backward, copies=True)
-    forward_copies_K = np.maximum(moving_forward_K - forward_K, 0.0)
-    gather_K = np.maximum(first_K - forward_K - update_K, 0.0)
-    update_copies_K = passes.seconds(forward, copies=True, edge=True) - moving_forward_K - update_K - gather_K
+    gather_K = np.maximum(first_K - begun_K - update_K, 0.0)
+    update_copies_K = passes.seconds(forward, copies=True, edge=True, away=True) - begun_K - forward_copies_K
+    update_copies_K -= update_K + gather_K
     is_eager_K = offload.is_updated_by_units_K & ~is_deferred_K
     if is_eager_K.any():
         update_copies_K = np.where(

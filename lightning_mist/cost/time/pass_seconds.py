@@ -132,19 +132,25 @@ class Passes:
         any_W = np.atleast_1d(np.any(loads.seconds_WQR, axis=(1, 2)))
         self._there = {name for name, place in loads.places.items() if any_W[place]}
 
-    def seconds(self, kind: ActionKind, *, copies: bool, edge: bool = False) -> FloatArray:
-        """Seconds of one pass: with copies or as if there were none, the first or last of a batch or another."""
-        load_HU, waited_U = self.rows(kind, copies=copies, edge=edge)
+    def seconds(self, kind: ActionKind, *, copies: bool, edge: bool = False, away: bool = False) -> FloatArray:
+        """Seconds of one pass.
+
+        Args:
+            copies: With copies, or as if there were none.
+            edge: The first or last of a batch, or another.
+            away: Whether its two outermost units are not there yet, but are given out in it.
+        """
+        load_HU, waited_U = self.rows(kind, copies=copies, edge=edge, away=away)
         second_U = self._together(load_HU, copies=copies) + waited_U
         total_K: FloatArray = np.einsum("jk,jk->k", self._count_JK, second_U.take(self._which_JK))
-        front, behind = self.ends(kind, copies=copies, edge=edge)
+        front, behind = self.ends(kind, copies=copies, edge=edge, away=away)
         if Channel.COMPUTE in front:
             total_K += self._together(self.first_update(front.pop(Channel.COMPUTE), copies=copies), copies=copies)
         for value_K in (*front.values(), *behind.values()):
             total_K += value_K
         return total_K
 
-    def rows(self, kind: ActionKind, *, copies: bool, edge: bool, away: bool = True) -> tuple[FloatArray, FloatArray]:
+    def rows(self, kind: ActionKind, *, copies: bool, edge: bool, away: bool) -> tuple[FloatArray, FloatArray]:
         """What every row of a pass has to do; axes ``H`` and ``U``; and for what computing waits before it.
 
         Args:
@@ -171,7 +177,7 @@ class Passes:
         return load_HU, waited_U
 
     def ends(
-        self, kind: ActionKind, *, copies: bool, edge: bool, away: bool = True
+        self, kind: ActionKind, *, copies: bool, edge: bool, away: bool
     ) -> tuple[dict[Channel, FloatArray], dict[Channel, FloatArray]]:
         """What stands in front of the first unit of a pass, and behind its last, by what it keeps busy; axis ``K``."""
         front, behind = dict[Channel, FloatArray](), dict[Channel, FloatArray]()

@@ -137,9 +137,10 @@ class Walk:
         """Loads to compute, exchange, and copy both ways."""
         return float(concurrent_seconds(*(np.array([load]) for load in loads), self.interference, False)[0])
 
-    def forward(self, copies, edge):
+    def forward(self, copies, edge, away=False):
+        """Seconds of a forward; ``away`` if its first two units are not there from the backward before."""
         of, units, c = self.of, self.units, float(copies)
-        total = of[units[0]]["u"]
+        total = of[units[0]]["u"] * away
         if edge:
             second = of[units[1]]["s"] if len(units) > 1 else 0.0
             total += c * of[units[0]]["s"] + self.together(of[units[0]]["o"], 0.0, c * second, 0.0)
@@ -147,7 +148,8 @@ class Walk:
         for place, unit in enumerate(units):
             own, after, below = of[unit], of[unit + 1], of[unit - 1]
             # All is trained: a first forward finds what was fetched for the update.
-            compute, network, down, up = own["f"], after["u"], 0.0 if place == 0 or edge else after["p"], below["out"]
+            compute, network = own["f"], after["u"] * (away or place > 0)
+            down, up = 0.0 if place == 0 or edge else after["p"], below["out"]
             if edge:
                 compute, network = compute + after["o"], network + after["e"]
                 down, up = down + (of[unit + 2]["s"] if place + 2 < len(units) else 0.0), up + own["w"]
@@ -159,12 +161,13 @@ class Walk:
     def backward(self, copies, edge):
         of, units, c = self.of, self.units, float(copies)
         end = of[units[-1]]
-        total = end["u"] + c * end["in"]
+        total = c * end["in"]
         for unit in reversed(units):
             own, above, below = of[unit], of[unit + 1], of[unit - 1]
             compute = own["b"] + (own["f"] if unit in self.again else 0.0)
-            network = below["u"] + above["g"] + (above["m"] if edge else 0.0)
-            fetched = below["p"] if unit != units[-1] else 0.0
+            network = above["g"] + (above["m"] if edge else 0.0)
+            # The last two units are there from the forward before.
+            fetched, network = (below["p"], network + below["u"]) if unit != units[-1] else (0.0, network)
             written = own["z"] if unit != units[0] else 0.0
             if self.waits:
                 total, fetched = total + c * fetched, 0.0
@@ -179,7 +182,8 @@ class Walk:
         )
         update = sum(self.of[unit]["o"] for unit in self.units)
         ahead = forward[1, 0] - forward[0, 0]
-        gather = max(0.0, forward[0, 1] - forward[0, 0] - update)
+        begun, first = self.forward(0, 0, away=True), self.forward(1, 1, away=True)
+        gather = given_out = max(0.0, self.forward(0, 1, away=True) - begun - update)
         offload = self.some.offload
         if max(offload.parameters_K[0], offload.gradients_K[0], offload.optimizer_K[0]) == 0:
             gather = float(self.plain.gather_K[0])
@@ -187,7 +191,7 @@ class Walk:
         return (
             ahead + backward[1, 0] - backward[0, 0],
             ahead,
-            max(0.0, forward[1, 1] - forward[1, 0] - update - max(0.0, forward[0, 1] - forward[0, 0] - update)),
+            max(0.0, first - begun - ahead - update - given_out),
             gather,
             max(0.0, float(self.plain.reduce_K[0]) + more),
         )

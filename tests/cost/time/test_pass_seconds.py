@@ -99,6 +99,10 @@ def walked(lines, seconds, together, *, waits):
         elif line.kind in AHEAD:
             channel, name = AHEAD[line.kind]
             load = seconds(name, line.unit)
+            if line.kind is ActionKind.UNSHARD:
+                given = seconds("unshard", line.unit)
+                total += 0.0 if begun or line.unit != computed[0] else given
+                beside[Channel.NETWORK] += given if begun or line.unit != computed[0] else 0.0
             if not begun and line.unit == computed[0]:  # nothing is in front of it to hide behind
                 beside[channel] += load if line.kind is ActionKind.UPDATE else 0.0
                 total += together(beside) if line.kind is ActionKind.UPDATE else load
@@ -112,7 +116,7 @@ def walked(lines, seconds, together, *, waits):
 
 KEPT = [f"{last}{layer}_{way}" for last in ("", "last_") for layer in ("saved", "checkpoint") for way in ("in", "out")]
 LOADS = {
-    "sharded": ("parameters_in", "frozen_in"),
+    "sharded": ("parameters_in", "frozen_in", "unshard"),
     "activations": KEPT,
     "gradients": ("gradients_in", "gradients_out"),
     "reduced": ("scatter",),
@@ -169,4 +173,4 @@ def test_lists_that_are_executed_take_what_their_rows_take(units, recomputed, mo
         assert walked(backward, seconds, together, waits=waits) == priced(ActionKind.BACKWARD)
     if update:
         of_first = partial(seconds, edge=True)
-        assert walked(first, of_first, together, waits=waits) == priced(ActionKind.FORWARD, edge=True)
+        assert walked(first, of_first, together, waits=waits) == priced(ActionKind.FORWARD, edge=True, away=True)
