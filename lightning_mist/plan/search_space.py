@@ -95,8 +95,8 @@ class SearchSpace:
             products, convolutions and attention, whose results are kept). Stages of one plan may differ. Both together
             take up to twice as long to search.
         tail_chunks: Into how many chunks of rows a microbatch may be cut for what is behind the last layer, such as
-            1,4,8: chunk after chunk runs forward and backward there, so that logits are never whole. By default 1. Each
-            further number takes up to half as long again to search.
+            1,4,8: chunk after chunk runs forward and backward there, so that logits are never whole. By default 1. Four
+            numbers take two to five times as long to search.
         offload: Which kinds of state may be in host memory: parameters, gradients, optimizer, activations; [] for none.
             Inputs of recomputed layers have the share of activations; with checkpoints named too they have their own,
             which takes up to three times as long to search. By default all but that, on devices with memory of their
