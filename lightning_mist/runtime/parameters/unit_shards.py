@@ -382,6 +382,8 @@ class UnitShards:
                 self._abandoned.append((shard, shard.work))
             elif shard.users and not shard.is_resident:
                 self._arrived(shard)
+                if shard.leaving is not None:
+                    self._at_home(shard)  # a copy to host memory reads what is freed, and needs no peer
                 shard.free()
             shard.users, shard.work = 0, None
 

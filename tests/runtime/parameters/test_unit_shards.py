@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_mist.devices import HostOps
 from lightning_mist.plan.mesh import make_mesh
 from lightning_mist.plan.stage_settings import ZeroStage
+from lightning_mist.runtime.host_memory import HostPool
 from lightning_mist.runtime.parameters.unit_shards import UnitShards
 from lightning_mist.schedule.action import HEAD, TAIL
 from lightning_mist.schedule.stage_units import ShardUnit
@@ -184,3 +186,39 @@ def test_an_abandoned_batch_leaves_everything_sharded(world):
     for module in world.modules:
         for name in world.units[0, 2].names:
             assert torch.equal(dict(module.named_parameters())[name], dict(world.original.named_parameters())[name])
+
+
+class Late:
+    """Copies to host memory that run when they are waited for."""
+
+    ops = HostOps()
+
+    def load(self, targets, sources, after=()):
+        torch._foreach_copy_(targets, sources)
+
+    def store(self, targets, sources):
+        return lambda: torch._foreach_copy_(targets, sources)
+
+    def wait(self, event):
+        if event is not None:
+            event()
+
+
+def test_an_abandoned_batch_frees_nothing_that_is_still_copied():
+    module, make_batch = make("nano")
+    module_map = map_of(module, make_batch(2))
+    mesh = make_mesh(make_plan([4]), 0, module_map)
+    named = dict(module.named_parameters())
+    names = tuple(name for name in named if "h.1." in name)
+    units = {(0, 1): ShardUnit(unit=1, names=names, reduced=names)}
+    shards = UnitShards(mesh, named, units, None, names, Late(), HostPool(Late.ops))
+    shards.engage()
+    shards.fetch((0, 1))
+    shards.fetched((0, 1))
+    with torch.no_grad():
+        for name in names:
+            named[name].fill_(2.0)
+    shards.store((0, 1))
+    shards.unshard((0, 1))
+    shards.abandon()
+    assert all(bool((value == 2.0).all()) for value in shards.home_values().values())
