@@ -145,7 +145,7 @@ def test_what_cannot_be_traced_has_a_closed_form_where_sizes_are_known(capsys, m
         ({"checkpointed_layers": "some"}, "checkpointed_layers = 'some': a whole number is needed"),
         (
             {"offload": "weights=1"},
-            "offload 'weights=1': write one of parameters, gradients, optimizer, activations and a ratio",
+            "offload 'weights=1': write one of parameters, gradients, optimizer, activations, checkpoints and a ratio",
         ),
         ({"offload": "optimizer=2"}, "offload.optimizer = 2.0: a ratio lies in [0, 1]"),
         ({"plan": "plan.json", "zero_stage": 1}, "--plan plan.json with --zero-stage: a plan says it all"),
