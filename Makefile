@@ -84,14 +84,14 @@ lint: $(INSTALLED)
 PACKAGE := .venv-package
 
 package: $(INSTALLED)
-	rm -rf $(PACKAGE) dist
+	rm -rf $(PACKAGE) $(PACKAGE)-dist
 	$(PYTHON) -m venv $(PACKAGE)
 	$(PACKAGE)/bin/python -m pip install --quiet -c constraints.txt build twine
-	$(PACKAGE)/bin/python -m build --outdir dist . >/dev/null
-	$(PACKAGE)/bin/twine check --strict dist/*
+	$(PACKAGE)/bin/python -m build --outdir $(PACKAGE)-dist . >/dev/null
+	$(PACKAGE)/bin/twine check --strict $(PACKAGE)-dist/*
 	$(PYTHON) -m venv --clear $(PACKAGE)
-	$(PACKAGE)/bin/python -m pip install --quiet --no-deps dist/*.whl
-	$(PACKAGE)/bin/python tests/built_package.py dist "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(PACKAGE)/bin/python -m pip install --quiet --no-deps $(PACKAGE)-dist/*.whl
+	$(PACKAGE)/bin/python tests/built_package.py $(PACKAGE)-dist "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict --site-dir site

@@ -3,7 +3,7 @@
 python -m benchmarks.summary
 """
 
-from statistics import mean
+from statistics import mean, median
 
 from benchmarks.record import RECORDS, Sample, make_record, read_record, write_record
 from lightning_mist.units import format_bytes, format_seconds
@@ -61,7 +61,7 @@ def _bug_reports() -> Sample:
 
 def _nothing_to_gain() -> Sample:
     pairs = _samples("throughput-against-ddp_amd-epyc-2-cores_202611")
-    ours, ddp = (mean(pair[f"{whose}_step_seconds"] for pair in pairs) for whose in ("mist", "ddp"))
+    ours, ddp = (median(pair[f"{whose}_step_seconds"] for pair in pairs) for whose in ("mist", "ddp"))
     return {
         "for_whom": "small GPT for which DDP is the best plan",
         "without_it": f"DDP: {format_seconds(ddp)} a step",

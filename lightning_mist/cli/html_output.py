@@ -185,7 +185,7 @@ class FoundPlan:
 def memory_words(estimate: "MemoryEstimate") -> str:
     """What a plan needs of devices, and what would leave more room, in sentences."""
     text = estimate.headline()
-    if estimate.verdict == "fits":
+    if estimate.device_verdict == "fits":
         return text
     need, has = estimate.worst.device_total, estimate.limit_of(estimate.worst)
     return f"{text} To be surer, plan with less: --memory-limit {int(10 * has / need.p95 * has / 2**30) / 10:g}GiB."

@@ -142,7 +142,7 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     """Describe the network and the machine, and search."""
     from lightning_mist.cost import with_units
     from lightning_mist.explain import baselines, compare_plans, plan_that_fits
-    from lightning_mist.hardware import Cluster, host_memory
+    from lightning_mist.hardware import with_host_memory
     from lightning_mist.runtime.support import executed_offload
     from lightning_mist.tuner import Planner
     from lightning_mist.tuner.space import check_memory_limit
@@ -152,8 +152,7 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     )
     search, restricted = options, tuple[str, ...]()
     machine = open_cluster(request.cluster)
-    if host_limit and isinstance(machine, Cluster) and machine.host_memory_bytes is None:
-        machine = replace(machine, host_memory_bytes=max(host_limit, host_memory(machine) or 0))
+    machine = with_host_memory(machine, host_limit)
     precision = precision_of(machine, request.precision, master_weights=request.master_weights)
     if is_local(request.cluster):
         # A plan for this machine is to be executed.

@@ -310,6 +310,9 @@ class _Steps:
                 plan = plan_of(self._spec.num_layers, **options)
             except PlanError:
                 continue
+            chunks = gcd(self._plan.stages[-1].tail_chunks, rows)
+            if chunks > 1 and shape["tensor_parallel_degree"] == shape["context_parallel_degree"] == 1:
+                plan = replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], tail_chunks=chunks)))
             text = ", ".join(_WORDS_OF.get(name, f"{name}={{}}").format(shape[name]) for name in dict.fromkeys(names))
             found.append(_Trial(text=text, plan=plan, cluster=cluster))
         return found

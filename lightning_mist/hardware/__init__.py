@@ -19,7 +19,7 @@ from lightning_mist.hardware.cluster import (
 from lightning_mist.hardware.describe import parse_cluster
 from lightning_mist.hardware.detection import detect
 from lightning_mist.hardware.groups import measuring_groups
-from lightning_mist.hardware.host_share import USABLE_HOST_MEMORY, usable_host_bytes
+from lightning_mist.hardware.host_share import USABLE_HOST_MEMORY, usable_host_bytes, with_host_memory
 from lightning_mist.hardware.profile import (
     CollectiveCost,
     ComputeRate,

@@ -190,7 +190,8 @@ def _check_exclusions(plan: Plan, parts: tuple[int, ...], module_map: ModuleMap)
                 feature,
                 True,
                 f"batches cut into {max(parts)} parts",
-                "keep whole batches: on every stage microbatch_size is then the rows of one rank's batch",
+                "keep whole batches: on every stage microbatch_size is then the rows of one rank's batch"
+                + ", and tail_chunks = 1" * (plan.stages[-1].tail_chunks > 1),
             )
             for feature in proved_features(plan)
         ),

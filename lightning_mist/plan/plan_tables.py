@@ -172,6 +172,7 @@ _COLUMNS = (
     _Column("HSDP", lambda stage: hybrid(stage) or "whole", dull="whole"),
     _Column("checkpointed", lambda stage: str(stage.checkpointing.layers), dull="0"),
     _Column("recomputed", lambda stage: stage.checkpointing.kind, dull="full"),
+    _Column("tail chunks", lambda stage: str(stage.tail_chunks), dull="1"),
     _Column("offload", _offload, dull="none"),
 )
 """What a table shows of each stage, and what two plans are compared by."""

@@ -20,6 +20,7 @@ def settings_of(plan: Plan) -> str:
         _microbatches(plan),
         _zero(plan.stages),
         _recomputed(plan),
+        f"{chunks} chunks behind the last layer" if (chunks := plan.stages[-1].tail_chunks) > 1 else "",
         _offloaded(plan.stages),
     ]
     uneven = len({stage.num_layers for stage in stages}) > 1
@@ -148,6 +149,7 @@ def recipe_of(plan: Plan) -> str:
             stage.zero_stage for stage in groups
         ),
         f"recompute {sum(stage.checkpointing.layers for stage in plan.stages)} of {plan.num_layers}{kinds}": recomputed,
+        f"tail in {plan.stages[-1].tail_chunks} chunks": plan.stages[-1].tail_chunks > 1,
         f"offload {' and '.join(offloaded)}": offloaded,
         f"microbatch {_span([stage.microbatch_size for stage in groups])} x {plan.num_microbatches}": True,
         f"loaders {plan.data_parallel_size}": plan.data_parallel_size,

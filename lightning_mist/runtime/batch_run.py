@@ -393,7 +393,8 @@ class BatchRun:
                     self._backward_loss(chunk, None)
         if self._made is not None:
             self._made()
-        return end, [total for total in sums if total is not None]
+        # What no chunk has added to, the loss does not depend on: it has no gradient, rather than one of zeros.
+        return end, [total if total._version else None for total in sums if total is not None]
 
     def _drawn(self) -> bytes:
         """Where torch's generators stand."""

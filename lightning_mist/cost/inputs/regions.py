@@ -18,7 +18,7 @@ A stage of layers ``[start, end)`` covers the regions ``[low, high)`` with ``low
 stage, and ``high = end + 1``, or ``L + 2`` if it is the last.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -165,8 +165,7 @@ class RegionCosts:
 
     ``recompute_forward_peak_R`` are forward peaks of layers that will be recomputed, for which the plain ones are an
     upper bound. ``handed_R`` and ``checkpointed_handed_R`` are the bytes of what a region saves for the next one alone:
-    a stage that ends behind it has them only until they have been sent. ``moved`` are the bytes that leave for host
-    memory of what is ``"kept"`` and of what is ``"handed"``, of regions that are not recomputed and of those that are.
+    a stage that ends behind it has them only until they have been sent.
     """
 
     saved_R: FloatArray
@@ -194,7 +193,6 @@ class RegionCosts:
     backward_collectives: Collectives
     batch_bytes: float
     shared_saved_bytes: float
-    moved: Mapping[str, tuple[FloatArray, FloatArray]] | None = None
 
     @property
     def is_causal_R(self) -> FloatArray:

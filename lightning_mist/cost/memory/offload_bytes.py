@@ -85,31 +85,41 @@ def unadjusted(costs: RegionCosts) -> RegionCosts:
 def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCosts:
     """Costs of regions whose layers have offloaded a share of what they keep, as the module's docstring says.
 
+    The layer below a region is taken to be recomputed if the region is (for the tail: if the last layer is). So of the
+    lowest layer that is not, the one below counts as whichever has more offloaded, which is never too little.
+
     Args:
         kept_VX: The share in each of several variants, of layers that are not recomputed and of those that are; what is
             changed has a row for each.
     """
     changed: dict[str, Any] = {}
-    moved: dict[str, list[FloatArray]] = {"kept": [], "handed": []}
-    for kind, way, ratio_V in (("", "", kept_VX[:, 0]), ("checkpointed_", "recompute_", kept_VX[:, 1])):
+    most_VR, most_handed_VR = np.zeros((2, len(kept_VX), len(costs.saved_R)))
+    for kind, way, ratio_V in (("checkpointed_", "recompute_", kept_VX[:, 1]), ("", "", kept_VX[:, 0])):
         kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
         away_VR = _moved(ratio_V[:, None], kept_R)
         away_VR[:, [0, -1]] = 0.0
         handed_VR = np.where(away_VR > 0, ratio_V[:, None] * handed_R, 0.0)
-        moved["kept"].append(away_VR)
-        moved["handed"].append(handed_VR)
+        most_VR, most_handed_VR = np.maximum(most_VR, away_VR), np.maximum(most_handed_VR, handed_VR)
+        # What a layer is given leaves with what it keeps itself, behind what the layer in front keeps.
+        below_VR = _behind(most_VR, 1)
         changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_VR, handed_R - handed_VR
+        changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR + _behind(most_handed_VR, 2)
         for name in (f"{way}backward_peak_R", f"first_{way}backward_peak_R"):
-            changed[name] = getattr(costs, name) + away_VR
+            changed[name] = getattr(costs, name) + away_VR + below_VR
     # What the last layer hands to the tail is the tail's.
     changed["saved_R"][:, -1] += costs.handed_R[-2] - changed["handed_R"][:, -2]
-    return replace(costs, moved={name: (plain, again) for name, (plain, again) in moved.items()}, **changed)
+    return replace(costs, **changed)
 
 
 def _moved(ratio: FloatArray, kept: FloatArray) -> FloatArray:
     """Bytes that a ratio moves of what a layer keeps."""
     moved: FloatArray = ratio * kept
     return np.where(moved < LEAST_BYTES, 0.0, moved)
+
+
+def _behind(values_VR: FloatArray, count: int) -> FloatArray:
+    """Of each region the value of one so many places in front of it."""
+    return np.pad(values_VR[:, :-count], ((0, 0), (count, 0)))
 
 
 class OffloadingModel(Protocol):

@@ -38,7 +38,6 @@ from lightning_mist.cost.inputs import (
     IntArray,
     ParameterTable,
     RegionCosts,
-    distinct,
     distinct_codes,
     runs_between,
 )
@@ -138,7 +137,6 @@ class UnitLoads:
         values: Bytes by name, of every unit of all variants, once where it is not recomputed and once where it is.
         size: Units of all variants.
         changes: Units that are not like the one before, or whose neighbours are not.
-        moves: Whether anything of what they keep leaves for host memory.
     """
 
     def __init__(
@@ -175,16 +173,12 @@ class UnitLoads:
             "trained": (trained_R,) * 2,
             "above": (above_R,) * 2,
         }
-        rows |= {f"moved {name}": pair for name, pair in (costs.moved or {}).items()}
         shape = np.broadcast_shapes(*(item.shape for pair in rows.values() for item in pair))
         each = {name: np.stack([np.broadcast_to(item, shape) for item in pair]) for name, pair in rows.items()}
         every = np.concatenate([pair.reshape(-1, shape[-1]) for pair in each.values()])
         self.values: Mapping[str, FloatArray] = {name: pair.reshape(-1) for name, pair in each.items()}
         self.size, self.width = int(np.prod(shape)), shape[-1]
-        self.moves = bool(costs.moved and self.values["moved kept"].any())
-        change_X = np.flatnonzero((every[:, 1:] != every[:, :-1]).any(axis=0)) + 1
-        # What leaves of the two units in front is there too.
-        self.changes = tuple(distinct(np.add.outer(change_X, np.arange(1 + 2 * self.moves))).tolist())
+        self.changes = tuple((np.flatnonzero((every[:, 1:] != every[:, :-1]).any(axis=0)) + 1).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +191,6 @@ class _Lists:
         behind_JA: Where the peak is that of a recomputed layer.
         where_JA: Place in the axis of what is away.
         top_JA: The last unit of each stage.
-        in_front: Whether a stage has the unit in front of each, and whether that is recomputed; the same of the second.
     """
 
     unit_JA: IntArray
@@ -208,31 +201,26 @@ class _Lists:
     kept_JA: BoolArray
     behind_JA: BoolArray
     where_JA: IntArray
-    in_front: tuple[tuple[BoolArray, BoolArray], ...]
 
 
 @lru_cache(maxsize=MOST_LISTS)
-def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool, bool, bool]) -> _Lists:
+def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool, bool]) -> _Lists:
     """The lists of stages, which are asked about on many devices.
 
     Args:
         codes: First layers, last ones and first ones that are not recomputed, as numbers.
         changes: Units that differ from the one before.
-        looks: Whether what is away for the first of several layers counts, what is reduced at the last unit, and what
-            leaves of the two units in front.
+        looks: Whether what is away for the first of several layers counts, and what is reduced at the last unit.
     """
     code_A = np.frombuffer(codes, dtype=np.int64)
     first_A, end_A, middle_A = 1 + code_A // width**2, 1 + code_A // width % width, 1 + code_A % width
     low_A, high_A = first_A - (first_A == 1), end_A + (end_A == width - 1)
     # Rows are alike between places where units change, or what lies around them.
-    away, reduces, moves = looks
+    away, reduces = looks
     near = [first_A, middle_A, end_A, *([first_A + 1] if away else []), *([high_A - 1] if reduces else [])]
-    if moves:
-        near += [first_A + 1, first_A + 2, middle_A + 1, middle_A + 2]
     unit_JA, count_JA = runs_between(low_A, high_A, near, changes)
     head_JA, tail_JA = unit_JA < first_A, unit_JA >= end_A
     again_JA = (unit_JA < middle_A) & ~head_JA
-    in_front = ((unit_JA - back, unit_JA - back >= low_A) for back in (1, 2))
     return _Lists(
         unit_JA=unit_JA,
         count_JA=count_JA.astype(np.float64),
@@ -242,8 +230,7 @@ def _lists(codes: bytes, width: int, changes: tuple[int, ...], looks: tuple[bool
         # The head in front of a recomputed layer keeps as little, and the tail's peak is as behind one.
         kept_JA=again_JA | (head_JA & (middle_A > first_A)),
         behind_JA=again_JA | (tail_JA & (middle_A == end_A)),
-        where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == 1) & (end_A > 2)))),
-        in_front=tuple((there_JA, (at_JA >= first_A) & (at_JA < middle_A)) for at_JA, there_JA in in_front),
+        where_JA=np.where(head_JA, 0, np.where(tail_JA, 3, 2 - ((unit_JA == first_A) & (end_A > first_A + 1)))),
     )
 
 
@@ -262,7 +249,7 @@ class PassBytes:
         away, width = bool(runs.forward_away_AK.any() or runs.backward_away_AK.any()), loads.width
         code_A, self._line_K = distinct_codes((runs.start_K * width + runs.end_K) * width + runs.middle_K, width**3)
         changes = tuple(range(width)) if by_unit else loads.changes
-        lists = self._lists = _lists(code_A.tobytes(), width, changes, (away, loads.reduces, loads.moves))
+        lists = self._lists = _lists(code_A.tobytes(), width, changes, (away, loads.reduces))
         self.count_JK, self._unit_JK = self._each(lists.count_JA), self._each(lists.unit_JA)
         if runs.variant_K is not None:
             self._unit_JK += runs.variant_K * width
@@ -285,31 +272,20 @@ class PassBytes:
     def _of(self, name: str) -> FloatArray:
         return self.loads.values[name].take(self._unit_JK)
 
-    def _leaving(self, name: str, back: int) -> FloatArray:
-        """Bytes of a unit so many places in front of each that are still on their way to the host, or there again."""
-        is_there_JA, again_JA = self._lists.in_front[back - 1]
-        place_JK = self._unit_JK + self._each(self.loads.size * again_JA - back)
-        found_JK: FloatArray = self.loads.values[f"moved {name}"].take(place_JK, mode="clip")
-        found_JK *= self._each(is_there_JA)
-        return found_JK
-
     def _peak(self, name: str, away_AK: FloatArray, *, temporaries: bool) -> FloatArray | float:
         """What rows need while they run, parameters included that are there only for them."""
         if not temporaries:
             return self._away(away_AK)
         peak_JK: FloatArray = self.loads.values[name].take(self._behind_JK) + self._away(away_AK)
-        if self.loads.moves:
-            peak_JK += self._leaving("kept", 1)
-            if name == "forward":
-                # What a layer is given leaves with what it keeps itself, behind what the layer in front keeps.
-                peak_JK += self._leaving("handed", 2)
         return peak_JK
 
     def _away(self, away_AK: FloatArray) -> FloatArray | float:
         """Parameters that are there only for a unit, by where it is in its stage."""
         if not away_AK.any():
             return 0.0
-        return np.take_along_axis(away_AK, self._each(self._lists.where_JA), 0)
+        # The first of several layers counts like the others too, which is more where these have more away.
+        most_AK = np.stack([away_AK[0], np.maximum(away_AK[1], away_AK[2]), *away_AK[2:]])
+        return np.take_along_axis(most_AK, self._each(self._lists.where_JA), 0)
 
     def _under_way(self, pending_K: FloatArray | float) -> FloatArray | float:
         """Gradients that are being reduced while a unit runs: of the unit above, or of a backward before."""

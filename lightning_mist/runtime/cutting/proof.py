@@ -398,7 +398,7 @@ def _whole_tail(tape: Tape, found: Findings, wanted: Sequence[Ref]) -> str:
     """
     last = max((entry.index for entry in tape.entries if entry.block is not None), default=-1)
     for entry in (entry for entry in ancestors(tape, wanted) if entry.index > last):
-        if "dropout" in entry.name and drops(entry.name, (torch.empty(0), *entry.args[1:]), entry.kwargs):
+        if drops(entry.name, (torch.empty(0), *entry.args[1:]), entry.kwargs):
             return f"what is behind the last layer drops something at random, at {entry.line}"
         for ref in sources(entry):
             way = row_way(found.ways.get(ref, set()))

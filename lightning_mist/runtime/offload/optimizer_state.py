@@ -172,8 +172,13 @@ class OffloadedState:
         edges = [key for key in units if key[1] in UNIT_NAMES] if self._is_entrywise else []
         room = max((padded_bytes(of_unit) for key, of_unit in units.items() if key not in edges), default=0)
         can = room >= _LEAST_ROOM and all(tensor.is_contiguous() for key in edges for tensor in units[key])
-        self._in_parts = frozenset(key for key in edges if can and padded_bytes(units[key]) > room)
+        large = [key for key in edges if can and padded_bytes(units[key]) > room]
+        self._in_parts = frozenset(key for key in large if all(map(self._has_parts, self._units[key])))
         return [of_unit for key, of_unit in units.items() if key not in self._in_parts]
+
+    def _has_parts(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter can be updated in parts: there are several, of something in host memory, or it stays."""
+        return parameter not in self.offloaded or (parameter.numel() > 1 and bool(self._at_home([parameter])))
 
     def flush(self) -> None:
         """Do all that is left of a step, in its order; where updated parameters are given out all ranks do."""

@@ -62,6 +62,9 @@ class UnitGather:
                     torch._foreach_copy_(values, views_like(flat, values))
 
     def _values(self, bucket: Bucket) -> list[Tensor]:
-        if self._masters is None:
-            return [parameter.detach() for parameter in bucket.parameters]
-        return [self._masters.cast_of(name) for name in bucket.names]
+        masters = self._masters
+        return [
+            # Complex parameters have no masters.
+            item.detach() if masters is None or not item.is_floating_point() else masters.cast_of(name)
+            for name, item in zip(bucket.names, bucket.parameters, strict=True)
+        ]

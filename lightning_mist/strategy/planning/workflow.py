@@ -302,8 +302,9 @@ def _refuse_unsafe_cuts(planner: FitPlanner, found: ModuleMap, plan: Plan) -> No
     if parts == 1:
         return  # nobody's batch is cut
     unsafe = _unproved(planner.with_invariance(found), proved_features(plan))
+    at_once = replace(plan, stages=tuple(replace(stage, tail_chunks=1) for stage in plan.stages))
     for feature, reasons in unsafe.items():
-        if feature == "tail_chunks":
+        if feature == "tail_chunks" or most_parts(at_once) == 1:
             raise PlanError(f"the plan cuts rows behind the last layer, but {'; '.join(reasons)}. Use tail_chunks = 1")
         rows = on_rank_zero(lambda: batch_rows(planner.batch))
         raise PlanError(

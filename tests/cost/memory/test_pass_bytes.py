@@ -17,7 +17,7 @@ VARIED = (
 )
 
 
-def network(rng, layers, variants, sharding, factor, moves=False):
+def network(rng, layers, variants, sharding, factor):
     """Units of a network with unlike layers, of which some in a row are alike, in several variants."""
     width = layers + 2
     kind_R = np.concatenate([[0], 1 + np.sort(rng.integers(0, 3, layers)) % 2, [3]])
@@ -33,11 +33,6 @@ def network(rng, layers, variants, sharding, factor, moves=False):
         shared_saved_bytes=float(rng.integers(0, MOST)),
     )
     costs = dataclasses.replace(costs, checkpointed_handed_R=costs.handed_R / 2)
-    if moves:
-        pairs = {name: (bytes_of(variants), bytes_of(variants)) for name in ("kept", "handed")}
-        costs = dataclasses.replace(
-            costs, moved=pairs if variants > 1 else {n: (a[0], b[0]) for n, (a, b) in pairs.items()}
-        )
     single_R = bytes_of(variants) if variants > 1 else bytes_of()
     split = SplitBackward(peak_R=bytes_of(), recompute_peak_R=bytes_of(), waiting_R=bytes_of())
     shared = None
@@ -111,12 +106,6 @@ class Walk:
         """What is kept of the units up to one."""
         return self.shared + sum(self.kept[: place + 1])
 
-    def leaving(self, name, place):
-        """What moves of a unit, if the stage has it."""
-        if self.loads.costs.moved is None or place < 0:
-            return 0.0
-        return self.row(self.loads.costs.moved[name][self.again[self.units[place]]])[self.units[place]]
-
     def away(self, away_AK, unit):
         where = 0 if unit == 0 else 3 if unit == self.last else 1 if unit == self.first else 2
         return float(away_AK[where, self.k])
@@ -127,15 +116,13 @@ class Walk:
     def forward(self):
         away_AK = self.runs.forward_away_AK
         for place, unit in enumerate(self.units):
-            moved = self.leaving("kept", place - 1) + self.leaving("handed", place - 2)
-            yield self.alive(place - 1) + moved + self.peak("{}forward_peak_R", unit) + self.away(away_AK, unit)
+            yield self.alive(place - 1) + self.peak("{}forward_peak_R", unit) + self.away(away_AK, unit)
 
     def backward(self, name, pending, gradients):
         """Rows of a backward: ``gradients`` are there when the head runs, and before it what is not yet made is not."""
         sharding, factor, k = self.loads.sharding, self.loads.factor, self.k
         for place, unit in reversed(list(enumerate(self.units))):
             there = gradients - sum(self.made[: place + 1]) if gradients else 0.0
-            there += self.leaving("kept", place - 1)
             alive = self.alive(place) + there + self.peak(name, unit) + self.away(self.runs.backward_away_AK, unit)
             if sharding is not None and unit == self.units[-1]:
                 alive += pending if not sharding.is_one_unit or unit == self.last else 0.0
@@ -153,8 +140,7 @@ class Walk:
         split, waiting = self.loads.split, 0.0
         for place, unit in reversed(list(enumerate(self.units))):
             peak = (split.recompute_peak_R if self.behind[unit] else split.peak_R)[unit]
-            waiting_here = waiting + self.leaving("kept", place - 1)
-            yield self.alive(place) + waiting_here + peak + self.away(self.runs.backward_away_AK, unit)
+            yield self.alive(place) + waiting + peak + self.away(self.runs.backward_away_AK, unit)
             waiting += split.waiting_R[unit]
         yield waiting
 
@@ -165,13 +151,12 @@ class Walk:
                 yield self.alive(place - 1) + times * (self.above_head - sum(self.made[:place]))
 
 
-@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("sharding", [None, "shared", "away", "one unit"])
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_folded_are_those_of_every_unit(seed, sharding, moves):
+def test_rows_folded_are_those_of_every_unit(seed, sharding):
     rng = np.random.default_rng([seed, len(sharding or "")])
     layers, variants, factor = int(rng.integers(1, 8)), int(rng.integers(1, 4)), float(rng.integers(1, 3))
-    loads, single_R = network(rng, layers, variants, sharding, factor, moves)
+    loads, single_R = network(rng, layers, variants, sharding, factor)
     runs = stages(rng, layers, variants, sharding)
     found, kind = PassBytes(loads, runs), "first_{}backward_peak_R" if loads.reduces else "{}backward_peak_R"
     bucket_K = rng.integers(0, MOST, len(runs)).astype(float)
