@@ -946,7 +946,9 @@ HAZARDS: dict[str, str] = {
 }
 """Models that may not be pipelined, with a pattern of the reason."""
 
-PARITY = tuple(name for name in _MODELS if name not in HAZARDS and name not in ("token_mean", "contrastive", "nano_wide"))
+PARITY = tuple(
+    name for name in _MODELS if name not in HAZARDS and name not in ("token_mean", "contrastive", "nano_wide")
+)
 """Models that a pipeline must train exactly."""
 
 TRANSFORMERS = frozenset(

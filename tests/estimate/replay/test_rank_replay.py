@@ -153,7 +153,7 @@ def test_moved_state_is_never_more_than_the_memory_model_says(traced, kinds, sch
 def test_updates_by_units_by_hand(network):
     plan = moving(make_plan([4], parts=2), optimizer=1.0)
     (moved,), (resident,) = replay_plan(network, plan), replay_plan(network, moving(plan))
-    # Two buffers of a layer's state in place of the state of all, weight and bias aligned: what is larger goes in parts.
+    # Two buffers of a layer's state in place of the state of all, aligned: what is larger passes in parts.
     assert resident.peak_bytes - moved.peak_bytes == 2 * TRAINED - 2 * 80_896
     begins = {mark.action: mark.event for mark in moved.marks}
     gradients = [item for item in moved.alive_at(begins["0B0"] - 1) if item.label.term == "gradient_bytes"]
