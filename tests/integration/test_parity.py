@@ -184,6 +184,30 @@ def test_random_numbers_of_layers_are_those_of_whole_batches_beside_chunks_behin
     assert all(torch.equal(outcome.states[rank], state) for rank, state in expected.states.items())
 
 
+class Aside(zoo.Plain):
+    """Looks behind its layers at what was computed in front of them, without training it."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = torch.nn.Linear(8, 3)
+
+    def training_step(self, batch, batch_idx):
+        side, h = self.side(batch["x"]), self.first(batch["x"])
+        for block in self.blocks:
+            h = block(h)
+        side.mean()  # as if to log it
+        return self.loss(h, batch)
+
+
+def test_what_the_loss_does_not_use_has_no_gradient_beside_chunks_behind_the_last_layer():
+    torch.manual_seed(0)
+    module, batches = Aside().double(), [cast(zoo.xy_batch(12), torch.float64)]
+    plan = plan_for(4, stages=1, tail=3)
+    outcome = run_plan(module, map_of(module, batches[0]), plan, batches)
+    assert_equal(outcome, reference(module, batches))
+    assert outcome.gradients[0].get("side.weight") is None
+
+
 @pytest.mark.combinations
 @pytest.mark.parametrize(
     "options",

@@ -1,6 +1,7 @@
 """What is kept in host memory changes nothing: curves are those of a single process, whatever is moved."""
 
 import copy
+from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
 
@@ -17,9 +18,10 @@ from lightning_mist.runtime.communication.transport import complete
 from lightning_mist.runtime.host_memory import CopyStreams, HostPlace
 from lightning_mist.runtime.offload import OffloadedState
 from lightning_mist.strategy.training.engine import Engine
+from tests import zoo
 from tests.devices.happens_before import HappensBefore
 from tests.devices.streams import ended_streams  # noqa: F401 - a fixture
-from tests.integration.parity import make_optimizer
+from tests.integration.parity import make_optimizer, map_of
 from tests.runtime.offload.weak import weak_copies
 from tests.tiers import tiered
 
@@ -252,6 +254,24 @@ def test_every_optimizer_updates_parts_to_the_bit(name, kernel):
 
     outcome = compare_curves(model, make_plan(IN_PARTS["all"], len(model.module_map.blocks)), optimize)
     assert (outcome.loss, outcome.gradient) == (0.0, 0.0)
+
+
+class Scaled(zoo.Nano):
+    """Has a number, and a vector that nothing trains, beside its vocabulary."""
+
+    def __init__(self):
+        super().__init__(layers=2, tied=False, vocabulary=514)
+        self.scale, self.spare = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(96))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+def test_what_has_no_parts_is_updated_beside_a_vocabulary():
+    torch.manual_seed(0)
+    known, module = subject("nano_wide", torch.float64), Scaled().double()
+    model = replace(known, module=module, module_map=map_of(module, known.batches[0][0]))
+    assert compare_curves(model, make_plan(IN_PARTS["all"], 2)).differing == ""
 
 
 def steps_from(model, layout, steps, state=None):

@@ -69,11 +69,14 @@ class Behind(zoo.Plain):
             h = block(h)
         if self.kind == "crossed":
             h = h.unflatten(0, (2, -1)).sum(0)
+        if self.kind == "attends":
+            h = h + torch.nn.functional.scaled_dot_product_attention(*[h[:, None]] * 3, dropout_p=0.5)[:, 0]
         return self.loss(self.drop(h) if self.kind == "drops" else h, batch)
 
 
 def test_it_is_known_whether_what_runs_behind_the_layers_may_take_some_rows_after_others():
     for net, reason in ((Behind(""), ""), (Behind("drops", 0.0), ""), (Behind("drops"), "drops something at random"),
+                        (Behind("attends"), "drops something at random"),
                         (Behind("crossed"), "of all rows together")):  # fmt: skip
         torch.manual_seed(0)
         batch, blocks = zoo.xy_batch(6), [f"blocks.{index}" for index in range(len(net.blocks))]
