@@ -151,7 +151,7 @@ def main() -> None:
     notes = (
         f"Before: plans of the package at {BEFORE}. Needs are those of the fullest group of devices, tensors only, by "
         "a replay of the executed list; limits are what the planner may use there. 2048 tokens per row, 4096 on H100s; "
-        "what may be offloaded is the command's default, with masters activations only."
+        "what may be offloaded is the command's default."
     )
     if not options.dry_run:
         print(write_record(make_record(THEME, samples, notes=notes)))

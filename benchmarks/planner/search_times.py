@@ -7,7 +7,7 @@ OMP_NUM_THREADS=1 python -m benchmarks.planner.search_times --precisions 16-mixe
 The network is described before, as ``lightning-mist plan`` describes it; imports are done. Each run is a new process:
 one search from nothing, then the same planner with less memory, with more memory and with a smaller batch. What is
 searched is what the command searches by default, the same with nothing offloaded, and with every kind of state, in
-every precision that all devices have a rate for; with master weights the command offloads activations only.
+every precision that all devices have a rate for.
 """
 
 import argparse
