@@ -376,6 +376,7 @@ class Reset:
     name: str
     attribute: str
     run: Callable[[], Any]
+    forms: Mapping[str, Tensor]
 
     def value(self, seed: int) -> Tensor:
         """The values, as of any :class:`Source`."""
@@ -383,8 +384,8 @@ class Reset:
         data = {name: p.data for name, p in held.items()}
         state = torch.get_rng_state()
         try:
-            for p in held.values():
-                p.data = torch.empty(p.shape, dtype=p.dtype)
+            for name, p in held.items():  # perhaps a part by now, or of the type that is computed in
+                p.data = torch.empty(self.forms[name].shape, dtype=self.forms[name].dtype)
             torch.default_generator.manual_seed(construction_seed(seed, self.name))
             with torch.no_grad():
                 self.run()
@@ -444,14 +445,15 @@ def _owners(module: nn.Module) -> dict[int, tuple[str, nn.Module, str]]:
 def _reset(module: nn.Module, owner_name: str, owner: nn.Module, attribute: str, what: str, name: str) -> Reset:
     """A module's own way to initialise itself, or that of a library's model around it."""
     own = getattr(owner, "reset_parameters", None)
+    forms = {n: torch.empty_like(p, device="meta") for n, p in owner._parameters.items() if p is not None}
     if callable(own):
-        return Reset(owner, owner_name, attribute, own)
+        return Reset(owner, owner_name, attribute, own, forms)
     # Models of Hugging Face transformers initialise their modules from outside, by this method.
     path = owner_name.split(".") if owner_name else []
     for length in range(len(path), -1, -1):
         around = getattr(module.get_submodule(".".join(path[:length])), "_init_weights", None)
         if callable(around):
-            return Reset(owner, owner_name, attribute, partial(around, owner))
+            return Reset(owner, owner_name, attribute, partial(around, owner), forms)
     raise TraceError(
         f"{what} {name} is on the meta device, and nothing says what its values are: {type(owner).__name__} has no "
         "reset_parameters(). Build the module inside `with trainer.init_module(empty_init=True)`, which remembers how "
@@ -547,6 +549,7 @@ class InitialValues:
         self._module, self._sources, self._seed, self._device = module, dict(sources), seed, device
         self._is_first, self._share = is_first, share
         self._parameters = dict(module.named_parameters())
+        self._shapes = {name: self._parameters[name].shape for name in self._sources}
         for name in self._sources:
             empty_out(self._parameters[name], device)
 
@@ -556,7 +559,7 @@ class InitialValues:
         return frozenset(self._sources)
 
     def materialize(
-        self, names: Collection[str], *, alone: bool = False, then: Callable[[str], None] | None = None
+        self, names: Collection[str], *, alone: bool = False, give: Callable[[str, Tensor], None] | None = None
     ) -> None:
         """Give parameters their values, contiguous in memory, one after the other.
 
@@ -564,23 +567,24 @@ class InitialValues:
 
         Args:
             names: Canonical names; those that have values already are left alone.
-            then: Called after each with its name.
+            give: Takes each name and its values, in place of the parameter.
         """
         for name, source in self._sources.items():
             parameter = self._parameters[name]
             is_shared = isinstance(source, OnRankZero) and not alone
             if not is_shared and name not in names:
                 continue
-            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+            value = torch.empty(self._shapes[name], dtype=parameter.dtype, device=self._device)
             if self._is_first or not is_shared:
                 value.copy_(source.value(self._seed))
             if is_shared:
                 assert self._share is not None
                 self._share(value)
-            if name in names:
+            if name in names and give is None:
                 parameter.data = value
-                if then is not None:
-                    then(name)
+            elif name in names and give is not None:
+                give(name, value)
+            del value  # before the next one is made
 
     def free(self, names: Collection[str]) -> None:
         """Make parameters hollow again."""

@@ -259,6 +259,13 @@ class Executor:
         if masters is not None:
             masters.rest()
 
+    def give(self, name: str, value: Tensor) -> None:
+        """Keep the values of a parameter of this rank's that had none: where it keeps them between batches."""
+        if self.masters is not None and name in self.masters.types:
+            self.masters.give(name, value)
+        elif self.shards is None or not self.shards.give(name, value):
+            self.stages.every[name].data = value
+
     def disengage(self) -> None:
         """All parameters have their full values, and are ordinary ones again."""
         if self.shards is not None:

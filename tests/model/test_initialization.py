@@ -286,6 +286,21 @@ def on_meta(make):
         return make()
 
 
+def test_values_are_drawn_in_the_form_that_was_built():
+    """Whatever parameters have become since: parts, or of the type that is computed in."""
+    (wanted, every), (module, values) = (
+        (module, InitialValues(module, find_sources(module), seed=3, device=CPU))
+        for module in (on_meta(lambda: nn.Linear(30, 20)), on_meta(lambda: nn.Linear(30, 20)))
+    )
+    every.materialize(every.names)
+    module.weight.data = torch.empty(10, 30, dtype=torch.bfloat16)
+    found = {}
+    values.materialize(values.names, give=found.__setitem__)
+    assert torch.equal(found["weight"], wanted.weight.bfloat16())
+    assert torch.equal(found["bias"], wanted.bias)
+    assert module.weight.shape == (10, 30)
+
+
 def test_modules_on_meta_initialise_themselves():
     module = on_meta(lambda: nn.Sequential(nn.Linear(30, 30), nn.LayerNorm(30), WithTable()))
     values = InitialValues(module, find_sources(module), seed=3, device=CPU)

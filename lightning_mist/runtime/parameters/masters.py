@@ -27,6 +27,7 @@ from lightning_mist.plan.mesh import Mesh
 from lightning_mist.runtime.host_memory import HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
 from lightning_mist.runtime.parameters.unit_shards import UnitShards
+from lightning_mist.tensors import is_hollow
 
 
 class MasterWeights:
@@ -75,7 +76,7 @@ class MasterWeights:
         check_gradient_types()
         for name, value in values.items():
             every[name].grad_dtype = value.dtype
-            every[name].data = value
+            every[name].data = value.to(every[name].device)
 
     def engage(self) -> None:
         """Keep what this rank has to keep of parameters that are whole; :meth:`rest` lets go of other masters."""
@@ -88,18 +89,29 @@ class MasterWeights:
                 self._nothing[name] = one.expand(value.shape)
             else:
                 self._masters[name] = parameter.data
-            if name not in in_shards:
+            if name not in in_shards and not is_hollow(value):
                 self._casts[name] = value.to(self.types[name])
         for names in filter(None, self._moved):
             values = [self._every[name].detach() for name in names]
             if names[0] not in self.home:
                 assert self._pool is not None
                 self.home.update(zip(names, self._pool.take(values), strict=True))
-            homes = [self.home[name] for name in names]
-            torch._foreach_copy_(homes, values)
-            let_go(*homes)
+            for name, value in zip(names, values, strict=True):
+                if not is_hollow(value):
+                    self.home[name].copy_(value)
+                    let_go(self.home[name])
         if self._shards is not None:
             self._shards.masters = self._masters
+
+    def give(self, name: str, value: Tensor) -> None:
+        """Keep what this rank keeps of a master that had no values, and its cast."""
+        if name in self.home:
+            self.home[name].copy_(value)
+            let_go(self.home[name])
+        elif name in self._masters:
+            self._masters[name] = self._every[name].data = value
+        if self._shards is None or not self._shards.give(name, value):
+            self._casts[name] = value.to(self.types[name])
 
     def disengage(self) -> None:
         """Let go of everything on the device: the parameters are whole masters."""

@@ -32,6 +32,7 @@ from lightning_mist.runtime.host_memory import CopyStreams, HostPool, let_go
 from lightning_mist.runtime.parameters.absent_parameters import is_awaited, make_absent, make_present
 from lightning_mist.runtime.parameters.buckets import Bucket, padded_numel, views_like
 from lightning_mist.schedule.stage_units import ShardUnit
+from lightning_mist.tensors import is_hollow
 
 UnitKey = tuple[int, int]
 """Stage and unit."""
@@ -110,7 +111,8 @@ class _Shard:
         if self.home is None or len(self.home) != len(self.flat):
             (self.home,) = pool.take([self.flat])
         for view, parameter in zip(self.views_of(self.home), self.bucket.parameters, strict=True):
-            view.copy_(parameter.data)
+            if not is_hollow(parameter.data):
+                view.copy_(parameter.data)
         let_go(self.home)
         self.free()
 
@@ -264,6 +266,16 @@ class UnitShards:
                     shard.send_home(self._pool)
                 else:
                     shard.free()
+
+    def give(self, name: str, value: Tensor) -> bool:
+        """Copy values to where this rank keeps those of a parameter between batches; whether that is here."""
+        for shard in self._shards:
+            if name in shard.bucket.names:
+                views = shard.views_of(shard.flat if shard.home is None else shard.home)
+                views[shard.bucket.names.index(name)].copy_(value)
+                let_go(*views)
+                return True
+        return False
 
     def compute(self) -> None:
         """A batch begins: parameters that are here as masters are cast, others' are away."""

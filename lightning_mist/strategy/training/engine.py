@@ -55,7 +55,7 @@ from lightning_mist.strategy.training.microbatch_step import (
 )
 from lightning_mist.strategy.training.step_guard import StepCall, StepGuard
 from lightning_mist.strategy.training.whole_model import OwnedOptimizer
-from lightning_mist.tensors import gradients_aside
+from lightning_mist.tensors import gradients_aside, is_hollow
 
 
 class _InstallGradients(torch.autograd.Function):
@@ -214,17 +214,15 @@ class Engine:
 
     @works
     def begin(self, initial: InitialValues | None) -> None:
-        """Give parameters without values those that this rank keeps, one after the other; then as :meth:`hollow`."""
+        """As :meth:`hollow`; then parameters without values get those that this rank keeps, one after the other."""
         self.has_begun = True
-        if initial is not None:
-            initial.materialize(names_with_values(self.plan, self.module_map, self.rank), then=self._take_part)
         self.hollow()
+        if initial is not None:
+            initial.materialize(names_with_values(self.plan, self.module_map, self.rank), give=self._give)
 
-    def _take_part(self, name: str) -> None:
-        """Leave of a parameter that tensor parallelism shares out this rank's part."""
-        part, parameter = self.parts.get(name), self.stages.every[name]
-        if part is not None and tuple(parameter.shape) == part.shape:
-            parameter.data = part.take(parameter.detach())
+    def _give(self, name: str, value: Tensor) -> None:
+        part = self.parts.get(name)
+        self.executor.give(name, value if part is None else part.take(value))
 
     @works
     def hollow(self) -> None:
@@ -241,8 +239,10 @@ class Engine:
             # gradients, and these insist on the shapes that parameters had when they were made.
             gc.collect()
         self.stages.free_foreign()
-        for name in self.parts:
-            self._take_part(name)
+        for name, part in self.parts.items():
+            whole = self.stages.every[name].detach()
+            none = whole.as_strided(part.local_shape, [0] * whole.ndim)
+            self.stages.every[name].data = none if is_hollow(whole) else part.take(whole)
         make_absent(self.stages.foreign, lambda name: held_at(self.plan, self.module_map, name))
         self.executor.engage()
         self.is_filled = False
