@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mist.devices import ops_of
 from lightning_mist.errors import PlanError
@@ -53,14 +54,17 @@ def device_limit(memory_limit: int | None, device: torch.device) -> int | None:
     return memory_limit if use is None else use.total
 
 
-def initial_values(module: nn.Module, device: torch.device, limit: int | None) -> InitialValues | None:
+def initial_values(
+    module: nn.Module, device: torch.device, limit: int | None, *, master_weights: bool = False
+) -> InitialValues | None:
     """Make parameters hollow that have no values yet, or all of them if a device cannot hold them.
 
     Every rank calls this at the same time.
 
     Args:
-        module: The user's module, in the precision that it will have.
+        module: The user's module, in the precision that it will have, or before with master weights.
         limit: Bytes that parameters may take on this rank's device, if known.
+        master_weights: Whether trained ones take 4 bytes more than the two that every one takes.
 
     Returns:
         What gives them their values, the same on every rank; ``None`` if all have values and may have them.
@@ -73,7 +77,11 @@ def initial_values(module: nn.Module, device: torch.device, limit: int | None) -
     parameters = dict(module.named_parameters())
     others = {name: parameter for name, parameter in parameters.items() if name not in sources}
     is_absent = any(is_hollow(parameter) for parameter in others.values())
-    whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    sizes = [
+        p.element_size() if not (master_weights and p.is_floating_point()) else 6 if p.requires_grad else 2
+        for p in parameters.values()
+    ]
+    whole = sum(p.numel() * size for p, size in zip(parameters.values(), sizes, strict=True))
     is_large = limit is not None and whole > limit
     answers = of_all_ranks((tuple(sources), is_absent, is_large, torch.initial_seed()))
     for rank, (names, *_) in enumerate(answers):
@@ -151,15 +159,8 @@ def leave_on_rank_zero(module: nn.Module, values: Mapping[str, torch.Tensor]) ->
 # Master weights ---------------------------------------------------------------------------------------------------
 
 
-def check_master_weights(precision: str, *, has_values: bool) -> None:
-    """Refuse master weights where they have no meaning, or cannot be had.
-
-    Args:
-        has_values: Whether all parameters have values.
-
-    Raises:
-        PlanError: Naming what to ask for instead.
-    """
+def check_master_weights(precision: str) -> None:
+    """Refuse master weights where they have no meaning, or cannot be had, with PlanError."""
     if precision != MASTERS_PRECISION:
         also = ", whose gradients would have to be scaled" if precision == "16-true" else ""
         mixed = ", whose parameters are their own masters" if precision.endswith("-mixed") else ""
@@ -168,23 +169,32 @@ def check_master_weights(precision: str, *, has_values: bool) -> None:
             f"computed with in bfloat16; use precision={MASTERS_PRECISION!r}, or master_weights=False"
         )
     check_gradient_types()
-    if not has_values:
-        raise PlanError(
-            "master_weights=True with parameters without values (made with empty_init, on the meta device, or larger "
-            "than a device): masters are taken from values that every rank has; build the module with values, raise "
-            "memory_limit, or use precision='bf16-mixed'"
-        )
 
 
 def take_masters(module: nn.Module, plugin: Any) -> dict[str, Tensor]:
     """The values of trained parameters in 32 bits, by canonical name; the module is converted to its precision."""
-    masters = {
-        name: parameter.data.float()
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point()
-    }
-    plugin.convert_module(module)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.is_floating_point()}
+    with _StaysHollow():  # type: ignore[no-untyped-call]
+        masters = {name: parameter.data.float() for name, parameter in trained.items()}
+    convert(module, plugin)
     return masters
+
+
+def convert(module: nn.Module, plugin: Any) -> None:
+    """Convert a module to its precision; parameters without values get no memory."""
+    with _StaysHollow():  # type: ignore[no-untyped-call]
+        plugin.convert_module(module)
+
+
+class _StaysHollow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Converts one element of what has no values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copy = func is torch.ops.aten._to_copy.default and not args[0].is_meta and is_hollow(args[0])
+        if not is_copy:
+            return func(*args, **(kwargs or {}))
+        one = args[0].as_strided((), ())
+        return func(one, **{**(kwargs or {}), "memory_format": None}).expand(args[0].shape)
 
 
 def refuse_plain(reason: str | None) -> None:

@@ -17,7 +17,7 @@ from lightning_mist.model.user_code import Reach
 from lightning_mist.plan import ModuleMap, Plan, check_plan, of_whole_batches, replica_ranks
 from lightning_mist.runtime.batch_run import evaluated_map, hindrance, is_whole, without_training
 from lightning_mist.runtime.communication import complete
-from lightning_mist.strategy.empty_parameters import device_limit, initial_values
+from lightning_mist.strategy.empty_parameters import convert, device_limit, initial_values
 from lightning_mist.strategy.plan_installation import PlanInstallation
 from lightning_mist.strategy.planning import (
     EvaluatedStep,
@@ -29,7 +29,7 @@ from lightning_mist.strategy.planning import (
     roots_of,
     splits_of_evaluated,
 )
-from lightning_mist.strategy.ranks import Progress, any_reason, of_all_ranks, same_start
+from lightning_mist.strategy.ranks import Progress, any_reason, of_all_ranks
 from lightning_mist.strategy.training import FINISHED, Evaluator, StepGuard, without_values
 from lightning_mist.strategy.user_code import whole_in_evaluation, whole_in_validation
 
@@ -284,7 +284,7 @@ class PlanEvaluation(PlanInstallation):
         assert accelerator is not None
         self._whole, self._maps, self._outside = None, {}, None
         accelerator.setup(trainer)
-        self.precision_plugin.convert_module(module)
+        convert(module, self.precision_plugin)
         limit = device_limit(self._request.memory_limit, self.root_device)
         plan, known = self._plan_outside(module)
         reason = self._why_whole(trainer, plan)
@@ -299,7 +299,7 @@ class PlanEvaluation(PlanInstallation):
         self.model, self._outside = module, without_training(plan)
         self._initial = initial_values(module, self.root_device, limit)
         self.model_to_device()
-        same_start(module, () if self._initial is None else self._initial.names)
+        self._share_start(module)
         self.setup_precision_plugin()
         if known is not None:
             self._start(known)

@@ -22,7 +22,7 @@ from lightning_mist.strategy.given_arguments import Namespace, check_arguments
 from lightning_mist.strategy.memory_retry import FirstSteps
 from lightning_mist.strategy.monitor import Monitor
 from lightning_mist.strategy.planning import Decision, PlanRequest, write_plan
-from lightning_mist.strategy.ranks import Progress
+from lightning_mist.strategy.ranks import Progress, same_start
 from lightning_mist.strategy.run_report import RunReport
 from lightning_mist.strategy.training import (
     EndsTogether,
@@ -147,12 +147,17 @@ class PlanInstallation(HoldsPlan, EndsTogether):
             return
         kind = Engine if module.automatic_optimization else ManualEngine
         self._engine = self._started_for(module, self._decision, masters=self._masters, kind=kind)
-        self._masters = None  # the engine has what this rank keeps
+        if self._masters is not None:
+            self._masters = None  # the engine has what this rank keeps
+            self._share_start(module)
         for optimizer in self.optimizers:
             self._engine.take_optimizer(optimizer)
         self._fitting.enter_context(as_wrapped(module))
         if self._initial is not None:
             self._engine.begin(self._initial)
+
+    def _share_start(self, module: nn.Module) -> None:
+        same_start(module, () if self._initial is None else self._initial.names)
 
     def _watch(self, module: nn.Module) -> None:
         """Let what is in place be served and watched."""

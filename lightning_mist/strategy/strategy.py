@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -16,7 +16,7 @@ from lightning_mist.errors import PlanError
 from lightning_mist.hardware import Cluster
 from lightning_mist.plan import Plan, SearchSpace
 from lightning_mist.runtime.communication import complete
-from lightning_mist.strategy import empty_parameters, ranks
+from lightning_mist.strategy import empty_parameters
 from lightning_mist.strategy.checkpoints import Checkpoints
 from lightning_mist.strategy.empty_parameters import check_master_weights, take_masters
 from lightning_mist.strategy.memory_retry import FirstSteps
@@ -247,16 +247,17 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
         self._states_afterwards = ()
         accelerator.setup(trainer)
         self.model = module if self._layer_sync is None else self._layer_sync.apply(module)
-        if not (has_masters := self._request.master_weights):
-            self.precision_plugin.convert_module(module)
+        if has_masters := self._request.master_weights:
+            check_master_weights(str(trainer.precision))
+        else:
+            empty_parameters.convert(module, self.precision_plugin)
         limit = empty_parameters.device_limit(self._request.memory_limit, self.root_device)
-        self._initial = empty_parameters.initial_values(module, self.root_device, limit)
+        self._initial = empty_parameters.initial_values(module, self.root_device, limit, master_weights=has_masters)
         if has_masters:
-            check_master_weights(str(trainer.precision), has_values=self._initial is None)
-        self.model_to_device()
-        ranks.same_start(module, () if self._initial is None else self._initial.names)
-        if has_masters:
+            # Before the device is asked for memory: it gets what is computed with, and masters when the plan is there.
             self._masters = take_masters(module, self.precision_plugin)
+        self.model_to_device()
+        self._share_start(module)
         self.setup_optimizers(trainer)
         with self._planning():
             plain = self._why_plain(trainer)
@@ -336,7 +337,11 @@ class MistBase(ActingRank, SharedLoaders, Preemption, Checkpoints, PlanEvaluatio
                 initialised is remembered and done by each rank for those parameters that it will hold. Otherwise they
                 are made in host memory.
         """
-        with self._constructions.context(empty_init), self.precision_plugin.tensor_init_context():
+        context: AbstractContextManager[Any] = self.precision_plugin.tensor_init_context()
+        if self._request.master_weights:
+            # Masters are what constructors make in their own type. Lightning asks the plugin too, behind this.
+            context = replaced(self.precision_plugin, module_init_context=nullcontext)
+        with self._constructions.context(empty_init), context:
             yield
 
     # Training ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import nn
 
 from lightning_mist import MistStrategy, PlanError
 from tests.fits import make_trainer
@@ -150,15 +149,6 @@ def test_manual_optimization_is_refused(tmp_path, profiles):
     strategy = MistStrategy(master_weights=True, profile_directory=profiles)
     with pytest.raises(PlanError, match="master_weights=True"):
         train(tmp_path, strategy, Net(automatic=False), precision="bf16-true")
-
-
-def test_modules_without_values_are_refused(tmp_path, profiles):
-    with torch.device("meta"):
-        module = Net()
-    assert isinstance(module.head, nn.Linear)
-    strategy = MistStrategy(master_weights=True, profile_directory=profiles)
-    with pytest.raises(PlanError, match="parameters without values"):
-        train(tmp_path, strategy, module, precision="bf16-true")
 
 
 class Momentum(Net):
