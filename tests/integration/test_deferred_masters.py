@@ -154,8 +154,8 @@ def fit(folder, made, build=with_values, *, limit=None, epochs=1, resumed=None):
         callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)],
         default_root_dir=folder,
     )
-    module = build(trainer)
     pl.seed_everything(3, verbose=False)
+    module = build(trainer)
     rows = torch.randint(0, VOCABULARY, (3 * ROWS, 6), generator=torch.Generator().manual_seed(trainer.global_rank))
     # What plans need is not asked, which would take longer than all the rest.
     with mock.patch.object(workflow, "_estimate", return_value=None):
