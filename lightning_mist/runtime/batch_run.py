@@ -84,6 +84,7 @@ class _Outgoing:
     is_connected: tuple[bool, ...]
     end: GraphEnd | None
     gradients: list[list[list[Tensor]]] = field(default_factory=list)
+    present: list[Tensor] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
     def take(self) -> list[Tensor | None]:
@@ -91,10 +92,10 @@ class _Outgoing:
         parts, self.gradients = self.gradients, []
         self.works.clear()
         found: list[Tensor | None] = []
-        for crossing, is_connected in zip(self.crossings, self.is_connected, strict=True):
+        for number, (crossing, is_connected) in enumerate(zip(self.crossings, self.is_connected, strict=True)):
             part = parts.pop(0)
             if is_connected:
-                found.append(crossing.join(part) if part else None)
+                found.append(crossing.join(part) if any(each[number] for each in self.present) else None)
         return found
 
 
@@ -321,7 +322,7 @@ class BatchRun:
     # Backward --------------------------------------------------------------------------------------------------------
 
     def _receive_gradient(self, stage: int, microbatch: Microbatch) -> None:
-        outgoing = self._outgoing[stage, microbatch.index]
+        outgoing, ranks = self._outgoing[stage, microbatch.index], set[int]()
         for number, (live, crossing) in enumerate(zip(self._context.live[stage], outgoing.crossings, strict=True)):
             if not live.requires_grad:
                 outgoing.gradients.append([])
@@ -330,6 +331,11 @@ class BatchRun:
             sources = crossing.arriving(self._neighbours.after(stage, microbatch, crossing.batch_dim))
             like, tag = torch.empty((), dtype=dtype, device=device), self._tag(stage, microbatch, number)
             outgoing.gradients.append(self._receive(crossing, sources, shape, like, tag, outgoing.works))
+            ranks.update(portion.rank for row in sources for portion in row)
+        for rank in sorted(ranks):
+            outgoing.present.append(torch.empty(len(outgoing.crossings), dtype=torch.uint8, device="cpu"))
+            tag = self._tag(stage, microbatch, len(outgoing.crossings))
+            outgoing.works.append(self._transport.irecv(outgoing.present[-1], rank, tag))
 
     def _deferral(self, stage: int) -> WeightGradients:
         deferral = self._stages[stage].deferral
@@ -415,13 +421,19 @@ class BatchRun:
             self._context.runner.start()
 
     def _send_gradient(self, stage: int, microbatch: Microbatch) -> None:
-        works = []
-        for number, (spec, crossing, tensor) in enumerate(self._received.pop((stage, microbatch.index))):
+        works, ranks, received = list[Work](), set[int](), self._received.pop((stage, microbatch.index))
+        for number, (spec, crossing, tensor) in enumerate(received):
             if not spec.requires_grad:
                 continue
             gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             targets = crossing.leaving(self._neighbours.before(stage, microbatch, crossing.batch_dim))
             works += self._send(crossing, targets, gradient, self._tag(stage - 1, microbatch, number))
+            ranks.update(portion.rank for portion in targets)
+        # What the loss does not use has no gradient, rather than one of zeros. Hosts tell each other: to read it off
+        # a device would wait for all that was launched.
+        present = torch.tensor([tensor.grad is not None for *_, tensor in received], dtype=torch.uint8, device="cpu")
+        tag = self._tag(stage - 1, microbatch, len(received))
+        works += [self._transport.isend(present, rank, tag) for rank in sorted(ranks)]
         self._sends[Action(stage, ActionKind.SEND_GRADIENT, microbatch.index)] = works
 
     def _release(self, action: Action) -> Iterator[Work]:

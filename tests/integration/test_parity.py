@@ -185,27 +185,37 @@ def test_random_numbers_of_layers_are_those_of_whole_batches_beside_chunks_behin
 
 
 class Aside(zoo.Plain):
-    """Looks behind its layers at what was computed in front of them, without training it."""
+    """Looks behind its layers at what was computed in front of them; only some batches train it."""
 
     def __init__(self):
         super().__init__()
         self.side = torch.nn.Linear(8, 3)
 
     def training_step(self, batch, batch_idx):
-        side, h = self.side(batch["x"]), self.first(batch["x"])
+        side, h = self.side(batch["x"]).exp(), self.first(batch["x"])
         for block in self.blocks:
             h = block(h)
-        side.mean()  # as if to log it
-        return self.loss(h, batch)
+        mean = side.mean()  # as if to log it
+        return self.loss(h, batch) + (mean if batch["extra"][0] else 0.0)
 
 
-def test_what_the_loss_does_not_use_has_no_gradient_beside_chunks_behind_the_last_layer():
+UNUSED = {
+    "chunks behind the last layer": {"stages": 1, "tail": 3},
+    **{label: PLANS[label] for label in ("fan out", "fan in of three stages", "zero bubble, all sharded")},
+    "two groups of two chunks": PLANS["two groups of two chunks, all sharded"],
+}
+
+
+@pytest.mark.parametrize("used", [(False, False), (True, False)])
+@pytest.mark.parametrize("label", UNUSED)
+def test_what_the_loss_does_not_use_has_no_gradient(label, used):
     torch.manual_seed(0)
-    module, batches = Aside().double(), [cast(zoo.xy_batch(12), torch.float64)]
-    plan = plan_for(4, stages=1, tail=3)
-    outcome = run_plan(module, map_of(module, batches[0]), plan, batches)
-    assert_equal(outcome, reference(module, batches))
-    assert outcome.gradients[0].get("side.weight") is None
+    module, plan = Aside().double(), plan_for(4, **UNUSED[label])
+    batches = [{**cast(zoo.xy_batch(12), torch.float64), "extra": torch.full((12,), flag)} for flag in used * 2]
+    outcome = run_plan(module, map_of(module, batches[0]), plan, batches[: plan.world_size])
+    assert_equal(outcome, reference(module, batches[: plan.world_size]))
+    given = [gradients["side.weight"] for gradients in outcome.gradients if "side.weight" in gradients]
+    assert all((gradient is not None) == any(used) for gradient in given)
 
 
 @pytest.mark.combinations

@@ -61,6 +61,19 @@ class Encoder(Branching):
         return self.head(hidden) + self.pair(hidden).mean((1, 2), keepdim=True)
 
 
+class Aside(Encoder):
+    """The part works on what is there before the layers; only some batches' loss uses it, the others log it."""
+
+    def way(self, batch: Any, at: int, rank: int) -> torch.Tensor:
+        aside, hidden = self.parts[0](self.embed(batch["x"])), self.hidden(batch)
+        logits, mean = self.head(hidden) + self.pair(hidden).mean((1, 2), keepdim=True), aside.mean()
+        self.log("aside", mean)
+        return logits * mean if self.is_taken(at, rank) else logits
+
+    def is_taken(self, at: int, rank: int) -> bool:
+        return at == 2 and rank == 0
+
+
 class LeftOut(Encoder):
     """The part is there for all batches that are looked at, and then missing from one on one rank."""
 
@@ -255,6 +268,7 @@ _RECOMPUTED: dict[str, Any] = {"plans": _EVERY, "equal": ("auto",), "reason": "r
 
 TRAPS = {
     "heads": Trap(module=Heads, plans=_EVERY, equal=("auto", *_SHARDED), reason="every step must"),
+    "aside": Trap(module=Aside, plans=("pp2", "movedpp"), equal=("pp2", "movedpp")),
     "left out": Trap(module=LeftOut, plans=_EVERY, equal=_SHARDED, reason="find_unused_parameters=True"),
     "initialised": Trap(module=Written, **_WRITTEN),
     "counted": Trap(module=lambda: Recomputes("buffer"), **_RECOMPUTED),

@@ -8,7 +8,7 @@ FIRST = {
     "batches": ("jagged layers", "nested", "lock"),
     "beforehand": ("adds", "detached"),
     "beside": ("judged", "evaluating without", "counting", "curriculum"),
-    "branches": ("heads", "left out", "initialised", "counted"),
+    "branches": ("heads", "left out", "initialised", "counted", "aside/pp2"),
     "casts": ("half inside", "teacher first"),
     "compiled": ("blocks",),
     "context": ("attention", "clipped-and-accumulated", "attention-by-hand"),

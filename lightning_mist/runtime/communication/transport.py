@@ -473,38 +473,45 @@ def _cat(parts: Sequence[Tensor], dim: int | None) -> Tensor:
 class GraphEnd:
     """Where a stage's graph ends: gradients that arrive later go in here, the tensors themselves need not live.
 
-    Keeping the tensors that were sent would keep their memory until backward. Their graph hangs on an empty scalar
-    instead, whose backward hands out the gradients that :meth:`backward` is given.
+    Keeping the tensors that were sent would keep their memory until backward. The graph of each hangs on an empty
+    scalar instead, whose backward hands out the gradient that :meth:`backward` is given.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # The node holds this list and not the object itself, which would be a cycle around the whole graph.
-        self._gradients: list[Tensor | None] = []
-        self._anchor: Tensor = _Anchor.apply(self._gradients, *tensors)  # type: ignore[no-untyped-call]
+        # A node holds its list and not the object itself, which would be a cycle around the whole graph.
+        self._gradients: list[list[Tensor]] = [[] for _ in tensors]
+        self._anchors: list[Tensor] = [
+            _Anchor.apply(*each)  # type: ignore[no-untyped-call]
+            for each in zip(self._gradients, tensors, strict=True)
+        ]
 
     def backward(self, gradients: list[Tensor | None], marker: Tensor | None = None) -> None:
-        """Run the graph's backward with one gradient per tensor; None where none came.
+        """Run the graph's backward with one gradient per tensor; what only hangs on tensors without one gets none.
 
         Args:
             gradients: The gradients. The list is emptied, so that backward can free each of them when it has used it.
             marker: Another end of the same graph, whose gradient does not matter.
         """
-        self._gradients[:] = gradients
-        gradients.clear()
-        torch.autograd.backward([self._anchor] if marker is None else [self._anchor, marker])
+        ends = [] if marker is None else [marker]
+        for each, anchor in zip(self._gradients, self._anchors, strict=True):
+            gradient = gradients.pop(0)
+            if gradient is not None:
+                each.append(gradient)
+                ends.append(anchor)
+        del gradient
+        if ends:
+            torch.autograd.backward(ends)
 
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor | None], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: list[Tensor], tensor: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return tensors[0].new_zeros((), dtype=torch.float32)
+        return tensor.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        gradients = tuple(ctx.gradients)
-        ctx.gradients.clear()
-        return (None, *gradients)
+    def backward(ctx: Any, *_: Any) -> tuple[None, Tensor]:
+        return None, ctx.gradients.pop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

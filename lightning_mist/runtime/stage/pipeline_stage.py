@@ -151,10 +151,11 @@ _quiet_fakes = SharedPatch(without_warnings)
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return tensor.data
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
         return gradients[0]
 
 
