@@ -311,6 +311,47 @@ def test_modules_that_cannot_be_cut_are_sharded(name, zero):
     assert_equal(run_plan(module, module_map, plan, batches[:2]), reference(module, batches[:2]))
 
 
+class Apart(zoo.Plain):
+    """Layers take scales that lie beside them: each its own, or all the same; or the last one's bias serves as one."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.scales = way, torch.nn.ParameterList([torch.nn.Parameter(torch.ones(zoo.WIDTH))] * 4)
+        if way == "each":
+            self.scales = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(zoo.WIDTH)) for _ in range(4)])
+
+    def block(self):
+        return Scaled()
+
+    def training_step(self, batch, batch_idx):
+        h = self.first(batch["x"])
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            h = block(h, None if self.way == "behind" else scale)
+        return self.loss(h * self.blocks[-1].inner.bias if self.way == "behind" else h, batch)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(zoo.WIDTH, zoo.WIDTH)
+
+    def forward(self, h, scale):
+        return h + torch.tanh(self.inner(h)) * (1.0 if scale is None else scale)
+
+
+@pytest.mark.parametrize(
+    ("way", "zero", "name"),
+    [("each", 2, "scales.3 lies out"), ("one", 3, "scales.3 lies out"), ("behind", 3, "bias lies in")],
+)
+def test_what_lies_elsewhere_than_it_is_used_is_sharded_with_the_whole_module(way, zero, name):
+    torch.manual_seed(0)
+    module, batches = Apart(way).double(), [cast(zoo.xy_batch(12), torch.float64) for _ in range(2)]
+    module_map = map_of(module, batches[0])
+    assert name in " ".join(module_map.excludes("shards"))
+    plan = make_plan([4], degrees=[2], rows=ROWS, zero=zero)
+    assert_equal(run_plan(module, module_map, plan, batches), reference(module, batches))
+
+
 @pytest.mark.parametrize(
     ("layers", "degrees", "zero"),
     tiered(

@@ -494,6 +494,9 @@ def _parameters(module: nn.Module, runs: Runs, blocks: frozenset[str]) -> Reason
             yield f"the step writes into parameter {name} (at {line})", (*_SEEN, *_ALL, "sharded_parameters", "context")
         for name, line in record.stray_parameters.items():
             yield (f"the step uses parameter {name} through a reference outside its module (at {line})", _SEEN)
+        if (misplaced := record.misplaced.get(len(record.order) - 1)) is not None:
+            # By its name it would be taken for one that is used where it lies.
+            yield misplaced, ("shards",)
         for problem in record.problems:
             yield problem, _SHARED
         for name, line in list(record.closures.items())[:1]:

@@ -103,6 +103,7 @@ class Record:
     outputs: list[Output] = field(default_factory=list)
     values: dict[Hashable, Value] = field(default_factory=dict)
     parameter_uses: dict[tuple[str, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    misplaced: dict[int, str] = field(default_factory=dict)  # by region a parameter that lies where it is not used
     differentiated: set[tuple[str, str]] = field(default_factory=set)
     leaking: set[int] = field(default_factory=set)
     guessing: set[int] = field(default_factory=set)  # those of them of which what leaks may hang on guesses
@@ -286,6 +287,11 @@ class StepRecorder(TorchFunctionMode):
         slot = self._slots.get(id(tensor))
         if slot is not None:
             self.record.parameter_uses[slot].add(self._region)
+            lies_in = f"{slot[0]}.".startswith(f"{self.record.order[self._region]}.") if self._region >= 0 else False
+            if lies_in != (self._inside is not None):
+                where = ("in", "behind") if lies_in else ("outside of", "in")
+                name = ".".join(filter(None, slot))
+                self.record.misplaced[self._region] = f"{name} lies {where[0]} the last layer and is used {where[1]} it"
             return
         if id(tensor) in self._originals:
             self.record.stray_parameters.setdefault(self._originals[id(tensor)], user_line())
