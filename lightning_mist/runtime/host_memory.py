@@ -233,10 +233,7 @@ class DeviceBuffers:
         """Bytes of half a buffer."""
         return self._size // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
-    def half_views(self, index: int, part: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """As :meth:`views`, into the first or the second half of a buffer, in turn."""
-        return views_into(self._buffers[index % NUM_BUFFERS][part % 2 * self.half :], like)
-
-    def views(self, index: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Views into a buffer, like the tensors that are to come there."""
-        return views_into(self._buffers[index % NUM_BUFFERS], like)
+    def views(self, index: int, like: Sequence[Tensor], half: int | None = None) -> list[Tensor]:
+        """Views into a buffer, or into its first or second half, like the tensors that are to come there."""
+        buffer = self._buffers[index % NUM_BUFFERS]
+        return views_into(buffer if half is None else buffer[half * self.half :], like)

@@ -267,11 +267,17 @@ class Scaled(zoo.Nano):
         return super().training_step(batch, batch_idx) * self.scale
 
 
-def test_what_has_no_parts_is_updated_beside_a_vocabulary():
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_what_has_no_parts_is_updated_beside_a_vocabulary_that_passes_in_parts(has_masters):
     torch.manual_seed(0)
-    known, module = subject("nano_wide", torch.float64), Scaled().double()
-    model = replace(known, module=module, module_map=map_of(module, known.batches[0][0]))
-    assert compare_curves(model, make_plan(IN_PARTS["all"], 2)).differing == ""
+    known = with_masters(in_16_bits=True, name="nano_wide") if has_masters else subject("nano_wide", torch.float64)
+    narrow = Scaled().to(known.dtype)
+    module = copy.deepcopy(narrow).to(next(known.module.parameters()).dtype)
+    model = replace(known, module=module, module_map=map_of(narrow, known.batches[0][0]))
+    update = OffloadedState._update_part
+    with mock.patch.object(OffloadedState, "_update_part", autospec=True, side_effect=update) as parts:
+        assert compare_curves(model, make_plan(IN_PARTS["all"], 2)).differing == ""
+    assert parts.call_count >= 2 * 2 * (CURVE_STEPS - 1)
 
 
 def steps_from(model, layout, steps, state=None):

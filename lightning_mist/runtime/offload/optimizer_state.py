@@ -111,7 +111,7 @@ class OffloadedState:
         self.offloaded = frozenset(offloaded)
         self._device, self._streams, self._pool = streams.ops.device, streams, pool
         self._buffers, self._shards = DeviceBuffers(self._device), shards
-        self._buffer_of = {key: index for index, key in enumerate(self._movers())}
+        self._buffer_of = {key: index % NUM_BUFFERS for index, key in enumerate(self._movers())}
         self._home: dict[_Place, Tensor] = {}
         self._staying: set[_Place] = set()
         self._sent: set[nn.Parameter] = set()  # all of whose state has just been brought home
@@ -173,12 +173,13 @@ class OffloadedState:
         room = max((padded_bytes(of_unit) for key, of_unit in units.items() if key not in edges), default=0)
         can = room >= _LEAST_ROOM and all(tensor.is_contiguous() for key in edges for tensor in units[key])
         large = [key for key in edges if can and padded_bytes(units[key]) > room]
-        self._in_parts = frozenset(key for key in large if all(map(self._has_parts, self._units[key])))
-        return [of_unit for key, of_unit in units.items() if key not in self._in_parts]
+        self._in_parts = frozenset(large)
+        return [list(self._at_home(self._at_once(key)).values()) for key in units]
 
-    def _has_parts(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter can be updated in parts: there are several, of something in host memory, or it stays."""
-        return parameter not in self.offloaded or (parameter.numel() > 1 and bool(self._at_home([parameter])))
+    def _at_once(self, key: UnitKey) -> list[nn.Parameter]:
+        """The parameters of a unit that are updated whole: of a large one those of one element, or without state."""
+        large = key in self._in_parts
+        return [p for p in self._units.get(key, ()) if not (large and p.numel() > 1 and self._at_home([p]))]
 
     def flush(self) -> None:
         """Do all that is left of a step, in its order; where updated parameters are given out all ranks do."""
@@ -271,17 +272,19 @@ class OffloadedState:
         self._steps.end()
 
     def _load(self, key: UnitKey) -> None:
+        left = self._left.get(self._buffer_of.get(key, 0))  # unless this rank has something of it nothing is fetched
         if key in self._in_parts:
-            self._arriving[key] = self._fetch_part(
-                key, 0, self._parts_of(key)[0], self._left.get(self._buffer_of[key] % NUM_BUFFERS)
-            )
-            return
-        homes = self._at_home(self._units.get(key, ()))
+            self._arriving[key] = self._fetch_part(key, 0, self._parts_of(key)[0], left)
+        else:
+            self._arriving[key] = self._fetch(key, self._at_home(self._at_once(key)), left)
+
+    def _fetch(
+        self, key: UnitKey, homes: Mapping[_Place, Tensor], left: Any, half: int | None = None
+    ) -> tuple[Any, dict[_Place, Tensor]]:
         if not homes:
-            return
-        views = self._buffers.views(buffer := self._buffer_of[key], list(homes.values()))
-        event = self._streams.load(views, list(homes.values()), after=[self._left.get(buffer % NUM_BUFFERS)])
-        self._arriving[key] = event, dict(zip(homes, views, strict=True))
+            return None, {}
+        views = self._buffers.views(self._buffer_of[key], like := list(homes.values()), half)
+        return self._streams.load(views, like, after=[left]), dict(zip(homes, views, strict=True))
 
     def _update(self, key: UnitKey) -> None:
         if self._stale is not None:
@@ -290,11 +293,12 @@ class OffloadedState:
         self._streams.wait(event)
         if self._shards is not None:
             self._shards.fetched(key)
-        parameters = self._units.get(key, ())
+        parameters = self._at_once(key)
         gradients = {} if self._gradients is None else self._gradients.take(key)
         if key in self._in_parts:
             self._update_parts(key, (event, views), gradients)
-            parameters, views = [parameter for parameter in parameters if parameter not in self.offloaded], {}
+            event, views = self._fetch(key, self._at_home(parameters), self._left[self._buffer_of[key]])
+            self._streams.wait(event)
         self._set(views)
         fetched = {p: value for (p, path), value in views.items() if path is _MASTER}
         with ExitStack() as stack:
@@ -308,28 +312,25 @@ class OffloadedState:
 
     def _parts_of(self, key: UnitKey) -> list[_Part]:
         """The parts of a unit's parameters whose state is in host memory, each no larger than half a buffer."""
-        parts: list[_Part] = []
-        for parameter in self._units[key]:
+        parts, whole = list[_Part](), set(self._at_once(key))
+        for parameter in (each for each in self._units[key] if each not in whole):
             homes = self._at_home([parameter]).values()
-            if parameter in self.offloaded:
-                size = sum(home.element_size() for home in homes)
-                most = (self._buffers.half // ALIGNMENT_BYTES - len(homes)) * ALIGNMENT_BYTES // size
-                most, count = most // PART_ELEMENTS * PART_ELEMENTS, parameter.numel()
-                parts += [(parameter, low, min(low + most, count)) for low in range(0, count, most)]
+            size = sum(home.element_size() for home in homes)
+            most = (self._buffers.half // ALIGNMENT_BYTES - len(homes)) * ALIGNMENT_BYTES // size
+            most, count = most // PART_ELEMENTS * PART_ELEMENTS, parameter.numel()
+            parts += [(parameter, low, min(low + most, count)) for low in range(0, count, most)]
         return parts
 
     def _fetch_part(self, key: UnitKey, index: int, part: _Part, left: Any) -> tuple[Any, dict[_Place, Tensor]]:
         parameter, low, high = part
         homes = {place: home.view(-1)[low:high] for place, home in self._at_home([parameter]).items()}
-        views = self._buffers.half_views(self._buffer_of[key], index, list(homes.values()))
-        event = self._streams.load(views, list(homes.values()), after=[left])
-        return event, dict(zip(homes, views, strict=True))
+        return self._fetch(key, homes, left, index % 2)
 
     def _update_parts(
         self, key: UnitKey, arriving: tuple[Any, dict[_Place, Tensor]], gradients: Mapping[nn.Parameter, Tensor]
     ) -> None:
         """Update parameters part by part, each fetched beside the update of the one before, the first already."""
-        parts, left = self._parts_of(key), [self._left.get(self._buffer_of[key] % NUM_BUFFERS)] * 2
+        parts, left = self._parts_of(key), [self._left.get(self._buffer_of[key])] * 2
         for index, part in enumerate(parts):
             parameter, low, high = part
             if low == 0:
@@ -344,7 +345,7 @@ class OffloadedState:
                 parameter.grad = None if parameter in gradients or self.defers else gradient
                 if made:
                     self._optimizer.state[parameter] = made
-        self._left[self._buffer_of[key] % NUM_BUFFERS] = left[(len(parts) - 1) % 2]
+        self._left[self._buffer_of[key]] = left[(len(parts) - 1) % 2]
 
     def _update_part(
         self, part: _Part, views: Mapping[_Place, Tensor], gradient: Tensor | None, made: dict[Any, Any]
@@ -391,7 +392,7 @@ class OffloadedState:
             return
         homes = self._homes(fresh)
         event = self._streams.store(homes, list(fresh.values()))
-        self._left[self._buffer_of[key] % NUM_BUFFERS] = event
+        self._left[self._buffer_of[key]] = event
         self._set(dict(zip(fresh, homes, strict=True)))
         # What was not in the buffer may go when the copy has ended: one unit later.
         gone, self._leaving = self._leaving, [(event, list(fresh.values()))]

@@ -10,9 +10,10 @@ from torch import nn
 
 from lightning_mist.devices import HostOps, ops_of
 from lightning_mist.leaves import plain_leaves
-from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, is_host
+from lightning_mist.runtime.host_memory import CopyStreams, DeviceBuffers, HostPool, is_host, padded_bytes
 from lightning_mist.runtime.offload.optimizer_state import OffloadedState
 from lightning_mist.runtime.recording import StorageMeter
+from lightning_mist.schedule.action import TAIL
 from lightning_mist.schedule.stage_program import update_rows
 from tests.devices.happens_before import HappensBefore
 from tests.devices.kinds import DEVICES
@@ -189,6 +190,30 @@ def test_each_device_does_it(name, device):
     large = [value for state in found[1].state.values() for value in state.values() if value.numel() > 1]
     assert large
     assert all(is_host(value.untyped_storage()) for value in large)
+
+
+def test_a_vocabulary_passes_in_parts_beside_what_has_none():
+    """One element, and what gets its first gradient late, are updated whole, through buffers of layers' size."""
+    shapes, rooms, trained = [(40, 40), (40, 40), (400, 40), (1,), (40, 40)], [], []
+    ensure = DeviceBuffers.ensure
+    for ops in (None, HostOps(seed=1)):
+        generator = torch.Generator().manual_seed(1)
+        parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        made, units = torch.optim.AdamW(parameters), {(0, 0): parameters[:1], (0, 1): parameters[1:2]}
+        units[0, TAIL] = parameters[2:]
+        if ops is not None:
+            rows = update_rows(list(units), {"O": list(units)})
+            state = OffloadedState(made, units, parameters, rows, streams=CopyStreams(ops), pool=HostPool(ops))
+        with mock.patch.object(DeviceBuffers, "ensure", lambda *given: (rooms.append(given[1]), ensure(*given))[1]):
+            for number in range(STEPS):
+                give_gradients(parameters, number)
+                if number < 2:
+                    parameters[-1].grad = None
+                made.step()
+        trained.append((parameters, made))
+    state.settle()
+    assert_same(trained[1], trained[0])
+    assert max(map(padded_bytes, rooms[-1])) == 2 * 4 * 40 * 40
 
 
 def test_the_device_holds_two_units_of_state():
