@@ -136,8 +136,12 @@ class StagePlan:
         return self.mesh.data_parallel_degree
 
     def kept_ratio(self, layer: int) -> float:
-        """The share of what a layer keeps for backward that is in host memory meanwhile."""
-        return self.offload.kept(recomputed=layer < self.layers[0] + self.checkpointing.layers)
+        """The share of what a layer keeps for backward that is in host memory meanwhile.
+
+        What a later stage receives, which is what its first layer is recomputed from, stays until its gradient leaves.
+        """
+        is_recomputed = layer < self.layers[0] + self.checkpointing.layers
+        return 0.0 if is_recomputed and layer == self.layers[0] > 0 else self.offload.kept(recomputed=is_recomputed)
 
     @property
     def method(self) -> StageMethod:

@@ -133,17 +133,9 @@ def compare(model, layout):
         times = run_copies([lines, lines], lambda action: 1.0, bytes_of(engine, model.module_map), (1.0, 1.0))
         return found, times.copies[-1]
 
-    def stays(copy):
-        """A recomputed first layer's inputs: what a stage received stays until its gradient leaves, others may not."""
-        stage = plan.stages[copy.action.stage]
-        is_first = copy.action.stage > 0 and copy.action.unit == stage.layers[0] and stage.checkpointing.layers > 0
-        return is_first and copy.action.kind in (ActionKind.STORE_ACTIVATIONS, ActionKind.LOAD_ACTIVATIONS)
-
     ranks = on_all_ranks(model, plan, work)
     assert any(found for found, _ in ranks)
-    for found, every in ranks:
-        made = {item[:2] for item in found}
-        copies = [copy for copy in every if not stays(copy) or (copy.action, copy.is_load) in made]
+    for found, copies in ranks:
         assert [item[:2] for item in found] == [(copy.action, copy.is_load) for copy in copies]
         for (action, _, nbytes), copy in zip(found, copies, strict=True):
             if action.microbatch is None:
