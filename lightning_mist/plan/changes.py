@@ -257,15 +257,21 @@ def _one_stage(plan: Plan, ground: Ground) -> Plan:
     tensor = max(stage.mesh.tensor_parallel_degree for stage in plan.stages)
     context = max(stage.mesh.context_parallel_degree for stage in plan.stages)
     sequence = any(stage.mesh.sequence_parallel for stage in plan.stages)
+    recomputed = [stage for stage in plan.stages if stage.checkpointing.layers]
+    users = {kind: recomputed if kind == "checkpoints" else plan.stages for kind in OFFLOAD_KINDS}
+    # Not what is told: nothing is of recomputed layers' inputs where the ratio of activations holds for them.
+    ratios: dict[str, Any] = {
+        kind: max((stage.offload.of(kind) for stage in of), default=None) for kind, of in users.items()
+    }
     stage = replace(
         plan.stages[0],
         layers=(0, plan.num_layers),
+        offload=replace(plan.stages[0].offload, **ratios),
         mesh=StageMesh(devices=tuple(range(plan.world_size)), data_parallel_degree=plan.world_size),
         checkpointing=_joined(plan.stages),
         tail_chunks=plan.stages[-1].tail_chunks,
     )
-    for saving in (ZERO, *OFFLOADS.values()):
-        stage = saving.at(stage, max(map(saving.level, plan.stages)))
+    stage = ZERO.at(stage, max(map(ZERO.level, plan.stages)))
     data, rest = divmod(plan.world_size, tensor * context)
     if rest:
         raise PlanError(f"tensor-parallel degree {tensor} does not divide {plan.world_size} devices")

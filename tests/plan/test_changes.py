@@ -98,6 +98,20 @@ def test_one_stage_takes_the_most_of_what_any_stage_does():
     assert stage.microbatch_size == 2  # as the most before
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "joined"),
+    [
+        (({"activations": 0.5}, 2), ({"activations": 1.0, "checkpoints": 0.25}, 2), (1.0, 0.5)),
+        (({"activations": 0.5}, 0), ({"checkpoints": 0.25}, 2), (0.5, 0.25)),
+        (({"activations": 0.5}, 0), ({"activations": 1.0, "checkpoints": 0.25}, 0), (1.0, 1.0)),
+    ],
+)
+def test_one_stage_moves_as_many_inputs_of_recomputed_layers_as_any_that_recomputes(first, second, joined):
+    stages = [{"layers": 3, "offload": ratios, "checkpointed": layers} for ratios, layers in (first, second)]
+    (stage,) = BY_NAME["pipeline stages"].off(pipeline(*stages, microbatches=2, rows=1), GROUND).stages
+    assert (stage.offload.activations, stage.offload.of("checkpoints")) == joined
+
+
 def test_whole_layers_have_microbatches_that_are_no_larger():
     off = BY_NAME["tensor parallelism"].off(EVERYTHING, GROUND)
     assert [stage.data_parallel_degree for stage in off.stages] == [4, 4]
