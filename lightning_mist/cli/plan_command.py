@@ -144,7 +144,7 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
     from lightning_mist.explain import baselines, compare_plans, plan_that_fits
     from lightning_mist.hardware import with_host_memory
     from lightning_mist.runtime.support import executed_offload
-    from lightning_mist.tuner import Planner
+    from lightning_mist.tuner import Planner, unshared
     from lightning_mist.tuner.space import check_memory_limit
 
     limit, host_limit = (
@@ -189,7 +189,7 @@ def _search(request: PlanCommandRequest, options: SearchSpace) -> FoundPlan:
         plan=plan,
         estimate=fitting.estimate,
         precision_note=precision.note,
-        restricted=(*restricted, *fitting.notes),
+        restricted=(*unshared(plan, search), *restricted, *fitting.notes),
         compared=compared if compared is None else (replace(compared[0], plan=plan), *compared[1:]),
     )
 

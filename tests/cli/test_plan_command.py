@@ -88,6 +88,11 @@ def test_plan_limits_the_search(tmp_path):
     assert load(out).num_stages == 1
 
 
+def test_plan_says_where_zero_has_nothing_to_share(capsys):
+    run(*plan_arguments(num_stages="[2]", zero_stages="[1]"))
+    assert "zero_stages = (1,): ZeRO shares nothing out on these stages of the plan: 0, 1." in capsys.readouterr().out
+
+
 @pytest.mark.thorough
 def test_plan_of_a_configuration(tmp_path, capsys):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
