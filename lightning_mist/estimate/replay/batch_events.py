@@ -240,7 +240,7 @@ class BatchWalk:
             self._free([stays] if stays >= 0 else ())
 
     def _kept(self, stage: int, part: int) -> list[tuple[int, int]]:
-        """Slots of what a layer keeps until its backward that is moved, each with the bytes that stay.
+        """Slots of what a layer keeps until its backward that is moved, each with the bytes that stay, by their size.
 
         That is what its backward frees of all that forwards make: of neighbours that keep a tensor the later one's.
         """
@@ -257,6 +257,7 @@ class BatchWalk:
                 rest = (size // unit - round(ratio * (size // unit))) * unit
                 if rest < size:
                     found.append((slot, rest))
+            found.sort(key=lambda item: int(template.slots.bytes_A[item[0]]))
         return self._kept_of[stage, part]
 
     def _put_off(self, key: _Key, base: int, weights: Sequence[WeightGradient]) -> None:

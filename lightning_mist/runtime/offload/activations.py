@@ -248,10 +248,11 @@ class OffloadedActivations:
             kept.home, kept.left = home, event
 
     def _drop(self, key: _Key) -> None:
-        for reference in self._offloaded[key].kept:
-            kept = reference()
+        alive = [kept for reference in self._offloaded[key].kept if (kept := reference()) is not None]
+        # The largest last: what stays of it is copied where the others were.
+        for kept in sorted(alive, key=lambda kept: kept.nbytes):
             # What a later unit saved too stays for that one.
-            if kept is None or kept.home is None or kept.whole is None or kept.key != key:
+            if kept.home is None or kept.whole is None or kept.key != key:
                 continue
             kept.check()
             kept.versions.clear()
