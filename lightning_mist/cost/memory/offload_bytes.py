@@ -22,11 +22,11 @@ the first of them. Everything moves unit by unit, one unit ahead of its use, thr
   known to treat every entry by itself.
 * *Activations*: of every tensor that a layer keeps for backward, the last ``ratio`` of its elements, and *checkpoints*,
   of a layer that will be recomputed what it hands on: of the last of them no more than the next layer, which keeps it,
-  moves of its own. Head and tail keep theirs. What a stage's last layer hands on stays until it has been sent, or is
-  the tail's. Less than :data:`LEAST_BYTES` of a layer are none. The copies of a layer have ended when
-  the forward of the next layer or of the tail has; a stage waits for those of its last layer before it begins something
-  else. In backward a layer's tensors are whole when it begins, and those of the layer below arrive meanwhile, for the
-  first time during the backward of the tail.
+  moves of its own. Head and tail keep theirs, but what the head hands on leaves with what the first layer keeps. What a
+  stage's last layer hands on stays until it has been sent, or is the tail's. Less than :data:`LEAST_BYTES` of a layer
+  are none. The copies of a layer have ended when the forward of the next layer or of the tail has; a stage waits for
+  those of its last layer before it begins something else. In backward a layer's tensors are whole when it begins, and
+  those of the layer below arrive meanwhile, for the first time during the backward of the tail.
 * *Host memory*, pinned, of each device: what it offloads of every kind; of activations for every microbatch in flight.
 
 A ratio that moves nothing is no ratio: every figure is that of a stage which offloads nothing.
@@ -96,14 +96,13 @@ def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCost
     most_VR, most_handed_VR = np.zeros((2, len(kept_VX), len(costs.saved_R)))
     for kind, way, ratio_V in (("checkpointed_", "recompute_", kept_VX[:, 1]), ("", "", kept_VX[:, 0])):
         kept_R, handed_R = getattr(costs, f"{kind}saved_R"), getattr(costs, f"{kind}handed_R")
-        away_VR = _moved(ratio_V[:, None], kept_R)
-        away_VR[:, [0, -1]] = 0.0
+        away_VR = _moved(ratio_V[:, None], np.concatenate([handed_R[:1], kept_R[1:-1], [0.0]]))
         handed_VR = np.where(away_VR > 0, ratio_V[:, None] * handed_R, 0.0)
         most_VR, most_handed_VR = np.maximum(most_VR, away_VR), np.maximum(most_handed_VR, handed_VR)
-        # What a layer is given leaves with what it keeps itself, behind what the layer in front keeps.
-        below_VR = _behind(most_VR, 1)
+        # What a layer is given leaves, and comes, with what it keeps itself: with the layer below is what that is given.
+        below_VR = _behind(most_VR, 1) + _behind(most_handed_VR, 2)
         changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_VR, handed_R - handed_VR
-        changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR + _behind(most_handed_VR, 2)
+        changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR
         for name in (f"{way}backward_peak_R", f"first_{way}backward_peak_R"):
             changed[name] = getattr(costs, name) + away_VR + below_VR
     # What the last layer hands to the tail is the tail's.

@@ -177,14 +177,14 @@ def test_what_a_stage_hands_on_is_sent_and_not_moved(ratio):
     place = slot(num_stages=2, rows=2)
     needs, whole = (model.needs(place, item) for item in (some, dataclasses.replace(some, offload=None)))
     assert needs.handed_K == whole.handed_K == 2 * WIDTH
-    # The first layer keeps nine widths and its output, which the second needs, and that one nine.
-    assert whole.saved_K - needs.saved_K == ratio * 2 * 19 * WIDTH
-    assert needs.host_microbatch_K == ratio * 2 * 19 * WIDTH
-    # What the last layer of all hands on is the tail's. Where a last layer is recomputed its output is all it keeps.
+    # Both layers keep nine widths and what they are given, by the head and by the first.
+    assert whole.saved_K - needs.saved_K == ratio * 2 * 20 * WIDTH
+    assert needs.host_microbatch_K == ratio * 2 * 20 * WIDTH
+    # What a later stage receives stays, and what the last layer of all hands on is the tail's.
     last, again = candidates((2, 4), activations=ratio), candidates((0, 2), activations=ratio, checkpointed=2)
     at_end = dataclasses.replace(place, stage_index=1)
     assert model.needs(at_end, last).host_microbatch_K == ratio * 2 * 19 * WIDTH
-    assert model.needs(place, again).host_microbatch_K == ratio * 2 * WIDTH
+    assert model.needs(place, again).host_microbatch_K == ratio * 2 * 2 * WIDTH
 
 
 def test_microbatches_in_flight_are_in_host_memory_too():

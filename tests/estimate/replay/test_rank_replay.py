@@ -111,25 +111,21 @@ def traced():
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("checkpointed", [0, 1, 2])
 def test_moved_activations_are_never_more_than_the_memory_model_says(traced, schedule, zero, checkpointed):
-    plan = make_plan([2, 2], degrees=[2, 2], parts=4, rows=64, schedule=schedule, zero=zero, checkpointed=checkpointed)
+    plan = make_plan([2, 2], degrees=[2, 2], parts=4, rows=128, schedule=schedule, zero=zero, checkpointed=checkpointed)
     resident = [replay.peak_bytes for replay in replay_plan(traced, plan)]
     for ratio in (0.5, 1.0):
         moved = moving(plan, ratio)
         replays = replay_plan(traced, moved)
         for group, memory in enumerate(stage_memory(traced, moved)):
             check(replays[group])
-            # Storages of less than 1 KiB stay, of which these small layers have some.
-            assert memory.peak_bytes >= 0.994 * replays[group].peak_bytes
+            assert memory.peak_bytes >= 0.999 * replays[group].peak_bytes
             assert replays[group].peak_bytes <= resident[group]
 
 
-def test_moved_activations_are_those_of_the_memory_model_but_for_the_heads_output(traced):
-    plan = moving(make_plan([2, 2], parts=8, rows=128), 0.5)
-    first, last = zip(replay_plan(traced, plan), stage_memory(traced, plan), strict=True)
-    assert last[0].peak_bytes == pytest.approx(last[1].peak_bytes, rel=1e-3)
-    # It leaves with the first layer, and counts as if it stayed.
-    handed = 16 * 12 * 32 * 4
-    assert 0 < first[1].peak_bytes - first[0].peak_bytes <= 0.5 * handed
+def test_moved_activations_are_those_of_the_memory_model(traced):
+    plan = moving(make_plan([1, 3], parts=8, rows=256), 0.5)
+    for replay, memory in zip(replay_plan(traced, plan), stage_memory(traced, plan), strict=True):
+        assert replay.peak_bytes == pytest.approx(memory.peak_bytes, rel=1e-3)
 
 
 def moving(plan, activations=0.0, **ratios):
