@@ -479,7 +479,7 @@ class GraphEnd:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # A node holds its list and not the object itself, which would be a cycle around the whole graph.
-        self._gradients: list[list[Tensor]] = [[] for _ in tensors]
+        self._gradients: list[list[Tensor | None]] = [[] for _ in tensors]
         self._anchors: list[Tensor] = [
             _Anchor.apply(*each)  # type: ignore[no-untyped-call]
             for each in zip(self._gradients, tensors, strict=True)
@@ -493,24 +493,21 @@ class GraphEnd:
             marker: Another end of the same graph, whose gradient does not matter.
         """
         ends = [] if marker is None else [marker]
-        for each, anchor in zip(self._gradients, self._anchors, strict=True):
-            gradient = gradients.pop(0)
-            if gradient is not None:
-                each.append(gradient)
-                ends.append(anchor)
-        del gradient
+        for held, anchor in zip(self._gradients, self._anchors, strict=True):
+            held.append(gradients.pop(0))
+            ends += [] if held[0] is None else [anchor]
         if ends:
             torch.autograd.backward(ends)
 
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: list[Tensor | None], tensor: Tensor) -> Tensor:
         ctx.gradients = gradients
         return tensor.new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *_: Any) -> tuple[None, Tensor | None]:
         return None, ctx.gradients.pop()
 
 
