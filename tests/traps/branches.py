@@ -147,6 +147,28 @@ class Adapters(Branching):
         return self.head(hidden)
 
 
+class Scaled(Branching):
+    """Layers are scaled inside by parameters that lie beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(LAYERS)]).double()
+        self.blocks = nn.ModuleList([ScaledBlock() for _ in range(LAYERS)]).double()
+
+    def way(self, batch: Any, at: int, rank: int) -> torch.Tensor:
+        hidden = self.embed(batch["x"])
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            hidden = block(hidden, scale)
+        return self.head(hidden) + self.pair(hidden).mean((1, 2), keepdim=True)
+
+
+class ScaledBlock(Block):
+    """A block that is given its scale."""
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(hidden) * scale
+
+
 class ManualHeads(Manual):
     """Heads by hand."""
 
@@ -269,6 +291,7 @@ _RECOMPUTED: dict[str, Any] = {"plans": _EVERY, "equal": ("auto",), "reason": "r
 TRAPS = {
     "heads": Trap(module=Heads, plans=_EVERY, equal=("auto", *_SHARDED), reason="every step must"),
     "aside": Trap(module=Aside, plans=("pp2", "movedpp"), equal=("pp2", "movedpp")),
+    "scaled": Trap(module=Scaled, plans=("zero2", "zero3", "moved3"), equal=("zero2", "zero3"), reason="lies outside"),
     "left out": Trap(module=LeftOut, plans=_EVERY, equal=_SHARDED, reason="find_unused_parameters=True"),
     "initialised": Trap(module=Written, **_WRITTEN),
     "counted": Trap(module=lambda: Recomputes("buffer"), **_RECOMPUTED),
