@@ -30,8 +30,8 @@ REPLAYED = 0.02
 """How far a replay may be above; below as much as a prediction."""
 
 HOST = {"activations": 0.025, "gradients": 0.01}
-"""The same of host memory. Of activations: small tensors stay. Of gradients: where ranks reduce them a number for each of
-these small parameters comes with them."""
+"""The same of host memory. Of activations: small tensors stay. Of gradients: where ranks reduce them a number for each
+of these small parameters comes with them."""
 
 PLANS = {
     "one device": {"layers": [4]},

@@ -99,7 +99,7 @@ def offloaded_activations(costs: RegionCosts, kept_VX: FloatArray) -> RegionCost
         away_VR = _moved(ratio_V[:, None], np.concatenate([handed_R[:1], kept_R[1:-1], [0.0]]))
         handed_VR = np.where(away_VR > 0, ratio_V[:, None] * handed_R, 0.0)
         most_VR, most_handed_VR = np.maximum(most_VR, away_VR), np.maximum(most_handed_VR, handed_VR)
-        # What a layer is given leaves, and comes, with what it keeps itself: with the layer below is what that is given.
+        # What a layer is given leaves, and comes, with what it keeps itself: the layer below has what that is given.
         below_VR = _behind(most_VR, 1) + _behind(most_handed_VR, 2)
         changed[f"{kind}saved_R"], changed[f"{kind}handed_R"] = kept_R - away_VR, handed_R - handed_VR
         changed[f"{way}forward_peak_R"] = getattr(costs, f"{way}forward_peak_R") + below_VR
